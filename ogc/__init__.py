@@ -1,0 +1,29 @@
+"""Optimal gradient checkpointing for PyTorch: the same model in a fraction of the activation memory."""
+
+from .errors import InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
+from .graph import Graph, Operation, Value
+from .optimize import optimize
+from .parser import parse
+from .plan import Plan, Segment
+from .solver import make_plan, simulate, solve
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Graph",
+    "InputError",
+    "OgcError",
+    "Operation",
+    "ParseError",
+    "Plan",
+    "PlanError",
+    "ReplayError",
+    "Segment",
+    "SolveError",
+    "Value",
+    "make_plan",
+    "optimize",
+    "parse",
+    "simulate",
+    "solve",
+]

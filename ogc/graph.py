@@ -1,0 +1,276 @@
+"""The weighted computation graph: operations in program order and the values they make.
+
+Nothing here needs torch. The parser fills these types, the solver reads them. A *value* is one tensor
+storage (views share their base's value); parameters, buffers and the inputs of the forward pass are not
+values, because they stay in memory whatever the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+
+from .errors import ParseError
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor storage made by the program: its name and its size in bytes."""
+
+    name: str
+    bytes: int
+    is_output: bool = False  # returned to the caller, so it outlives the backward pass
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One node of the program with its weights (bytes and seconds).
+
+    ``writes`` names the values the operation makes and those it changes in place; the first operation to
+    write a value is its producer. ``gradient_bytes`` and ``backward_bytes`` do not depend on the plan:
+    checkpointing changes which values are in memory, never which gradients are.
+    """
+
+    name: str
+    target: str = ""  # the operator, e.g. aten.convolution
+    module: str = ""  # qualified name of the module that called it
+    source: str = ""  # file:line of the user's code
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    saves: tuple[int, ...] = ()  # values that its backward reads
+    internal_bytes: int = 0  # tensors saved for its backward that are no value (statistics, masks)
+    scratch_bytes: int = 0  # temporaries of its forward
+    gradient_bytes: int = 0  # gradients alive when its backward is about to start
+    backward_bytes: int = 0  # most gradients and temporaries alive while its backward runs
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    forward_flops: int = 0
+    backward_flops: int = 0
+    replayable: bool = True  # False: running it twice would change the model or the numbers
+
+
+SMALL_INTERNALS = 64
+"""Internal tensors this many times smaller than the largest value of their operation are always kept."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A program of operations over values, with everything the solver needs to weigh it.
+
+    Attributes:
+        operations: in program order, which is a topological order.
+        values: indexed by the numbers in ``Operation.reads``, ``writes`` and ``saves``.
+        program: the executable form that the runtime runs (opaque to the solver), or None.
+        device: where the weights hold, e.g. ``"cpu"``.
+        profile: how the weights were found, ``"estimate"`` or ``"measure"``.
+    """
+
+    operations: tuple[Operation, ...]
+    values: tuple[Value, ...]
+    program: Any = field(default=None, compare=False, repr=False)
+    device: str = "cpu"
+    profile: str = "estimate"
+
+    def __post_init__(self) -> None:
+        written: set[int] = set()
+        savers: dict[int, Operation] = {}
+        for op in self.operations:
+            unknown = [v for v in (*op.reads, *op.writes, *op.saves) if not 0 <= v < len(self.values)]
+            if unknown:
+                raise ParseError(f"operation {op.name} names value {unknown[0]}, which the graph lacks")
+            early = [v for v in op.reads if v not in written]
+            if early:
+                raise ParseError(
+                    f"operation {op.name} reads {self.values[early[0]].name} before any operation "
+                    "makes it; list the operations in topological order"
+                )
+            blind = [v for v in op.writes if v in written and v not in op.reads]
+            if blind:
+                raise ParseError(
+                    f"operation {op.name} changes {self.values[blind[0]].name} in place; "
+                    "name the value among its reads too"
+                )
+            written.update(op.writes)
+            stray = [v for v in op.saves if v not in op.reads and v not in op.writes]
+            if stray:
+                raise ParseError(
+                    f"operation {op.name} saves {self.values[stray[0]].name}, which it neither reads nor writes"
+                )
+            for v in op.writes:
+                if v in savers:
+                    raise ParseError(
+                        f"{op.name} ({op.module or op.source}) changes {self.values[v].name} in place after "
+                        f"{savers[v].name} ({savers[v].module or savers[v].source}) saved it for its backward, "
+                        "which autograd refuses; make the in-place operation out of place"
+                    )
+            savers.update((v, op) for v in op.saves)
+        for index, value in enumerate(self.values):
+            if index not in written:
+                raise ParseError(f"no operation makes value {value.name}")
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+    @cached_property
+    def producers(self) -> tuple[int, ...]:
+        """For each value, the operation that makes it."""
+        return self._first(lambda op: op.writes, len(self))
+
+    @cached_property
+    def last_writes(self) -> tuple[int, ...]:
+        """For each value, the last operation that writes it."""
+        return self._last(lambda op: op.writes)
+
+    @cached_property
+    def first_uses(self) -> tuple[int, ...]:
+        """For each value, the first operation after its last write that reads or saves it, or N."""
+        first = [len(self)] * len(self.values)
+        for position in range(len(self) - 1, -1, -1):
+            op = self.operations[position]
+            for v in (*op.reads, *op.saves):
+                if position > self.last_writes[v] or v in op.saves:
+                    first[v] = position
+        return tuple(first)
+
+    @cached_property
+    def last_uses(self) -> tuple[int, ...]:
+        """For each value, the last operation of the forward that touches it; N for an output."""
+        last = self._last(lambda op: (*op.reads, *op.writes))
+        return tuple(len(self) if v.is_output else t for v, t in zip(self.values, last, strict=True))
+
+    @cached_property
+    def first_savers(self) -> tuple[int, ...]:
+        """For each value, the first operation that saves it (its backward runs last), or N."""
+        return self._first(lambda op: op.saves, len(self))
+
+    @cached_property
+    def keeps_internals(self) -> tuple[bool, ...]:
+        """For each operation, whether its internal tensors are so small that every plan keeps them."""
+        return tuple(
+            0
+            < op.internal_bytes * SMALL_INTERNALS
+            <= max((self.values[v].bytes for v in (*op.reads, *op.writes)), default=0)
+            for op in self.operations
+        )
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Positions where the program may be cut: 0, N and all that separate no value from its writes.
+
+        A value that is read before its last in-place write has two contents over time; no cut may fall
+        between its production and its last use, so that a kept copy is never mistaken for the older one.
+        """
+        blocked = [0] * (len(self) + 2)
+        read_early = self._read_before_last_write()
+        for v, (first, last) in enumerate(zip(self.producers, self.last_writes, strict=True)):
+            if v in read_early:
+                last = min(self.last_uses[v], len(self) - 1)
+            blocked[first + 1] += 1
+            blocked[last + 1] -= 1
+        allowed, depth = [], 0
+        for position in range(len(self) + 1):
+            depth += blocked[position]
+            if depth == 0 or position in (0, len(self)):
+                allowed.append(position)
+        return tuple(allowed)
+
+    def boundary(self, cut: int) -> tuple[int, ...]:
+        """Values made before ``cut`` and used at or after it (outputs are used by the caller)."""
+        return tuple(
+            v
+            for v, (first, last) in enumerate(zip(self.producers, self.last_uses, strict=True))
+            if first < cut <= last
+        )
+
+    @property
+    def forward_seconds(self) -> float:
+        """Time of the plain forward pass."""
+        return sum(op.forward_seconds for op in self.operations)
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of the plain forward and backward pass."""
+        return sum(op.forward_seconds + op.backward_seconds for op in self.operations)
+
+    @property
+    def step_flops(self) -> int:
+        """Floating-point operations of the plain forward and backward pass."""
+        return sum(op.forward_flops + op.backward_flops for op in self.operations)
+
+    def to_networkx(self) -> nx.MultiDiGraph:
+        """The weighted DAG: a node per operation, an edge per value passed between two of them.
+
+        Nodes carry the operation's fields, edges ``value`` (name) and ``bytes``.
+        """
+        dag = nx.MultiDiGraph()
+        writer: dict[int, str] = {}
+        for op in self.operations:
+            dag.add_node(op.name, **{k: getattr(op, k) for k in Operation.__dataclass_fields__ if k != "name"})
+            for v in dict.fromkeys(op.reads):
+                if v in writer:
+                    dag.add_edge(writer[v], op.name, value=self.values[v].name, bytes=self.values[v].bytes)
+            for v in op.writes:
+                writer[v] = op.name
+        return dag
+
+    def __str__(self) -> str:
+        return table(
+            ["#", "operation", "operator", "module", "source", "MB", "saved MB", "forward ms", "backward ms"],
+            [self._row(position) for position in range(len(self))],
+        )
+
+    def _row(self, position: int) -> list[str]:
+        op = self.operations[position]
+        made = sum(self.values[v].bytes for v in op.writes if self.producers[v] == position)
+        saved = op.internal_bytes + sum(self.values[v].bytes for v in op.saves)
+        return [
+            str(position),
+            op.name,
+            op.target,
+            op.module,
+            op.source,
+            f"{made / 1e6:.3f}",
+            f"{saved / 1e6:.3f}",
+            f"{op.forward_seconds * 1e3:.3f}",
+            f"{op.backward_seconds * 1e3:.3f}",
+        ]
+
+    def _read_before_last_write(self) -> set[int]:
+        early: set[int] = set()
+        for position, op in enumerate(self.operations):
+            early.update(v for v in op.reads if v not in op.writes and position < self.last_writes[v])
+        return early
+
+    def _first(self, select: Any, absent: int) -> tuple[int, ...]:
+        first = [absent] * len(self.values)
+        for position in range(len(self) - 1, -1, -1):
+            for v in select(self.operations[position]):
+                first[v] = position
+        return tuple(first)
+
+    def _last(self, select: Any) -> tuple[int, ...]:
+        last = [-1] * len(self.values)
+        for position, op in enumerate(self.operations):
+            for v in select(op):
+                last[v] = position
+        return tuple(last)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned plain-text table: text left, numbers right."""
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(_is_number(cell) for cell in column[1:]) for column in columns]
+    lines = []
+    for row in (header, *rows):
+        cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _is_number(text: str) -> bool:
+    return not text.strip("0123456789.,+-% ")

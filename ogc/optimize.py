@@ -1,0 +1,41 @@
+"""The one function above parser, solver and runtime."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from .parser import parse
+from .runtime import optimized_module
+from .solver import solve
+
+log = logging.getLogger(__name__)
+
+
+def optimize(model: torch.nn.Module, sample_input: Any, *, profile: str = "auto") -> torch.nn.Module:
+    """The same model with the least activation memory that checkpointing between operations can reach.
+
+    Args:
+        model: any module whose forward takes and returns tensors; it stays usable and shares its
+            parameters, buffers and submodules with the result.
+        sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments, shaped like
+            a training batch and on the model's device.
+        profile: how operations are weighed, ``"auto"``, ``"estimate"`` or ``"measure"``; see
+            :func:`ogc.parse`.
+
+    Returns:
+        A module of a subclass of the model's class. Calls like the sample input in training recompute by
+        ``result.plan``; other shapes, eval mode and ``torch.no_grad()`` run the original forward. Outputs,
+        gradients, buffers and the random stream are bitwise those of the plain model.
+
+    Raises:
+        InputError: an argument is of the wrong kind; the message says what was expected.
+        ParseError: the forward cannot be represented faithfully; the message names file and line.
+    """
+    graph = parse(model, sample_input, profile=profile)
+    plan = solve(graph)
+    if plan.is_plain:
+        log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
+    return optimized_module(model, graph, plan)

@@ -1,0 +1,214 @@
+"""Weights of one operation without running it: shapes through FakeTensorMode, time from a roofline.
+
+An operation is run once, forward and backward, on fake tensors of the shapes that it was seen with. Every
+operator that this dispatches to is seen by :class:`_Meter`, which adds up FLOPs and bytes moved and keeps
+the most bytes of fresh storage alive at once. Equal calls are looked up, not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from .gradients import InputGradient
+from .observe import Record, operator_name, tensor_leaves
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does per second; only the ratio of the two decides a plan."""
+
+    flops: float
+    bytes: float
+    launch_seconds: float
+
+
+RATES = {
+    "cpu": Rates(flops=1.2e11, bytes=1.0e10, launch_seconds=2e-6),
+    "cuda": Rates(flops=3.0e13, bytes=1.5e12, launch_seconds=5e-6),
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What one operation costs, forward and backward (bytes, seconds, FLOPs)."""
+
+    scratch_bytes: int = 0
+    forward_seconds: float = 0.0
+    forward_flops: int = 0
+    working_bytes: int = 0
+    backward_seconds: float = 0.0
+    backward_flops: int = 0
+    gradients: tuple[InputGradient, ...] = ()
+    internal_bytes: int = 0
+
+
+class Estimator:
+    """Estimates operations for a device; ``device`` may be one that this machine lacks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rates = RATES.get(device.type, RATES["cuda"])
+        self.seen: dict[Any, Weights] = {}
+
+    def weigh(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
+        """The weights of the call ``node.target(*args, **kwargs)``."""
+        if not record.outputs or not isinstance(node.target, torch._ops.OpOverload):
+            return Weights(gradients=_pass_through(record))
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        key = (node.target, tree, tuple(_key(leaf) for leaf in leaves))
+        if key not in self.seen:
+            self.seen[key] = self._run(node.target, leaves, tree)
+        return self.seen[key]
+
+    def _run(self, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Weights:
+        with FakeTensorMode(), torch.enable_grad():
+            fakes = [self._fake(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            meter = _Meter(self.rates)
+            saved: list[torch.Tensor] = []
+            tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
+            edges = [(n, get_gradient_edge(t)) for n, t in enumerate(tensors) if t.requires_grad]
+            keep: Callable[[torch.Tensor], int] = lambda t: saved.append(t) or len(saved) - 1  # type: ignore[func-returns-value]
+            with saved_tensors_hooks(keep, saved.__getitem__), meter:
+                args, kwargs = pytree.tree_unflatten(fakes, tree)
+                result = target(*args, **kwargs)
+            outputs = tensor_leaves(result)
+            own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs + saved}
+            for tensor in tensors:
+                own.pop(tensor.untyped_storage()._cdata, None)
+            forward = meter.take()
+            scratch = max(0, forward.peak_bytes - sum(own.values()))
+            ends = [t for t in outputs if t.requires_grad]
+            if not ends or not edges:
+                return Weights(scratch, forward.seconds, forward.flops)
+            return self._run_backward(outputs, ends, edges, meter, scratch, forward)
+
+    def _run_backward(self, outputs, ends, edges, meter, scratch, forward) -> Weights:
+        given = {id(end): torch.empty_like(end) for end in ends}
+        with meter:
+            found = torch.autograd.grad(ends, [e for _, e in edges], list(given.values()), allow_unused=True)
+        backward = meter.take()
+        shared = {given[id(t)].untyped_storage()._cdata: n for n, t in enumerate(outputs) if id(t) in given}
+        groups: dict[int, int] = {}
+        gradients = []
+        for (argument, _), gradient in zip(edges, found, strict=True):
+            if gradient is None:
+                continue
+            key = gradient.untyped_storage()._cdata
+            gradients.append(
+                InputGradient(
+                    argument=argument,
+                    bytes=gradient.untyped_storage().nbytes(),
+                    shares=shared.get(key),
+                    group=groups.setdefault(key, len(groups)),
+                    dense=_is_dense(gradient),
+                )
+            )
+        return Weights(
+            scratch,
+            forward.seconds,
+            forward.flops,
+            backward.peak_bytes,
+            backward.seconds,
+            backward.flops,
+            tuple(gradients),
+        )
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        if not tensor.requires_grad:
+            return fake
+        # Not a leaf, so that the operation may write it in place.
+        return fake.requires_grad_().clone()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    seconds: float
+    flops: int
+    peak_bytes: int
+
+
+class _Meter(TorchDispatchMode):
+    """Adds up the cost of every operator that runs inside, and the fresh bytes alive at once."""
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__()
+        self.rates = rates
+        self._reset()
+
+    def take(self) -> _Reading:
+        """What was measured since the last call."""
+        reading = _Reading(self.seconds, self.flops, self.peak)
+        self._reset()
+        return reading
+
+    def _reset(self) -> None:
+        self.seconds, self.flops, self.peak = 0.0, 0, 0
+        self.fresh: dict[int, tuple[int, StorageWeakRef]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        inputs, outputs = tensor_leaves(args, kwargs), tensor_leaves(result)
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        made = [t for t in outputs if t.untyped_storage()._cdata not in known]
+        flops = 0
+        packet = getattr(function, "overloadpacket", None)
+        if packet in flop_registry:
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+        if made or flops or _writes(function):
+            moved = sum(t.numel() * t.element_size() for t in inputs + outputs)
+            self.seconds += max(flops / self.rates.flops, moved / self.rates.bytes) + self.rates.launch_seconds
+            self.flops += flops
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            self.fresh[storage._cdata] = (storage.nbytes(), StorageWeakRef(storage))
+        self.fresh = {key: entry for key, entry in self.fresh.items() if not entry[1].expired()}
+        self.peak = max(self.peak, sum(size for size, _ in self.fresh.values()))
+        return result
+
+
+def copies_strided_gradients(node: torch.fx.Node) -> bool:
+    """Whether the operator's backward kernel makes a gradient contiguous before it reads it."""
+    return operator_name(node) in _CONTIGUOUS_BACKWARD
+
+
+_CONTIGUOUS_BACKWARD = {"convolution", "batch_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}
+
+
+def _pass_through(record: Record) -> tuple[InputGradient, ...]:
+    """Python-level operations (taking an item) hand the gradient on as it is."""
+    if len(record.outputs) == 1 and len(record.arguments) == 1 and record.differentiable[0]:
+        return (InputGradient(0, record.output_bytes[0], shares=0),)
+    return ()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor covers a block of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _writes(function: Any) -> bool:
+    schema = getattr(function, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def _key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+    return (type(leaf), leaf)

@@ -1,0 +1,403 @@
+"""Reads a model's forward with ``torch.jit.trace`` and carries it over to a ``torch.fx.Graph``.
+
+The only file that touches ``torch.jit``: another front end can take its place by returning the same
+:class:`Traced`. Tracing records what one call computes. What a trace cannot see is found out here and
+refused: numbers read from tensors (control flow that depends on data), custom autograd functions,
+scripted code, in-place writes without gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import re
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..errors import ParseError
+from ..program import InputSpec, OutputSpec
+
+log = logging.getLogger(__name__)
+
+_NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_NUMBER_METHODS = {"__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy"}
+_CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"}
+_SCALAR_OPERATORS: dict[str, Callable[..., Any]] = {
+    "aten::add": operator.add,
+    "aten::sub": operator.sub,
+    "aten::mul": operator.mul,
+    "aten::floor_divide": operator.floordiv,
+    "aten::div": operator.truediv,
+    "aten::remainder": operator.mod,
+    "aten::neg": operator.neg,
+    "aten::eq": operator.eq,
+    "aten::ne": operator.ne,
+    "aten::lt": operator.lt,
+    "aten::le": operator.le,
+    "aten::gt": operator.gt,
+    "aten::ge": operator.ge,
+}
+_SAME_VALUE = {
+    "prim::NumToTensor",
+    "aten::Int",
+    "aten::Float",
+    "aten::Bool",
+    "aten::IntImplicit",
+    "aten::FloatImplicit",
+    "aten::ScalarImplicit",
+    "aten::item",
+}
+_DEFAULT_SCALARS = {torch.float64, torch.int64, torch.bool, torch.complex128}
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced forward: its program, and the outputs and output structure of the traced call.
+
+    Nodes of ``graph`` carry ``meta["module"]`` and ``meta["source"]``.
+    """
+
+    graph: torch.fx.Graph
+    constants: dict[str, torch.Tensor]
+    output_spec: OutputSpec
+    outputs: list[torch.Tensor]
+
+
+def trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) -> Traced:
+    """Run ``model`` once on ``tensors`` and return what it computed.
+
+    Gradients are on, but nothing is saved for a backward: memory is that of inference.
+
+    Raises:
+        ParseError: the forward cannot be represented faithfully; the message names file and line.
+        Exception: whatever the model's own forward raises, with a note saying so.
+    """
+    flat = _Flat(model, spec)
+    watch = _Watch()
+    with warnings.catch_warnings():
+        # torch.jit is deprecated; what its tracer warns of is decided here, by _Watch.
+        warnings.filterwarnings("ignore", message=r".*torch\.jit", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
+        with saved_tensors_hooks(lambda tensor: None, _never_unpacked), torch.enable_grad(), watch:
+            traced = torch.jit.trace(flat, tuple(tensors), check_trace=False, strict=False)
+        jit_graph = traced.inlined_graph
+    watch.raise_if_unfaithful()
+    assert flat.output_spec is not None
+    lowering = _Lowering(model, watch)
+    lowering.run(jit_graph)
+    return Traced(lowering.graph, lowering.constants, flat.output_spec, flat.outputs)
+
+
+def _never_unpacked(packed: object) -> torch.Tensor:
+    raise ParseError("the model runs a backward pass inside its forward, which cannot be traced")
+
+
+class _Flat(torch.nn.Module):
+    """The model as a function of a flat list of tensors."""
+
+    def __init__(self, model: torch.nn.Module, spec: InputSpec) -> None:
+        super().__init__()
+        self.model = model
+        self.spec = spec
+        self.training = model.training
+        self.output_spec: OutputSpec | None = None
+        self.outputs: list[torch.Tensor] = []
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        args, kwargs = self.spec.rebuild(list(tensors))
+        try:
+            result = self.model.forward(*args, **kwargs)
+        except Exception as error:
+            error.add_note("ogc: this error was raised by the model's own forward on the sample input.")
+            raise
+        leaves, tree = pytree.tree_flatten(result)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not outputs:
+            raise ParseError("the model's forward returns no tensor; there is nothing to train")
+        self.output_spec = OutputSpec(tree, tuple(None if isinstance(x, torch.Tensor) else x for x in leaves))
+        self.outputs = [tensor.detach() for tensor in outputs]
+        return tuple(outputs)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees each call of the traced forward, for what the trace does not record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[str] = []  # places where a tensor's content became a Python number
+        self.writes_without_grad: list[str] = []
+        self.convolution_grad: list[bool] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _NUMBER_METHODS and args and _depends_on_data(args[0]):
+            self.numbers.append(f"{name.strip('_')}() of a tensor at {_user_line()}")
+        if name in _CONVOLUTIONS:
+            self.convolution_grad.append(torch.is_grad_enabled())
+        if not torch.is_grad_enabled() and _is_in_place(name) and args and getattr(args[0], "requires_grad", False):
+            self.writes_without_grad.append(f"{name} at {_user_line()}")
+        return function(*args, **(kwargs or {}))
+
+    def raise_if_unfaithful(self) -> None:
+        if self.numbers:
+            raise ParseError(
+                f"the forward reads numbers out of tensors: {'; '.join(dict.fromkeys(self.numbers))}. What it "
+                "computes then depends on the data, and a plan for the sample input would be wrong for other "
+                "data. Replace the branch or loop by tensor operations (torch.where, masks), or optimize the "
+                "submodules around it instead."
+            )
+        if self.writes_without_grad:
+            raise ParseError(
+                f"in-place operation under no_grad on a tensor that requires grad: {self.writes_without_grad[0]}; "
+                "make it out of place"
+            )
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+def _depends_on_data(tensor: Any) -> bool:
+    """Whether a traced tensor holds anything but sizes and constants."""
+    if not isinstance(tensor, torch.Tensor) or not torch._C._get_tracing_state():
+        return False
+    pending, seen = [torch._C._get_value_trace(tensor)], set()
+    while pending:
+        value = pending.pop()
+        if value.unique() in seen:
+            continue
+        seen.add(value.unique())
+        kind = value.node().kind()
+        if kind in ("prim::Param", "prim::GetAttr"):
+            return True
+        if kind not in ("aten::size", "prim::Constant"):
+            pending.extend(value.node().inputs())
+    return False
+
+
+def _user_line() -> str:
+    for frame in reversed(traceback.extract_stack()[:-2]):
+        if not frame.filename.startswith(_NOT_USER_CODE):
+            return f"{frame.filename}:{frame.lineno}"
+    return "unknown place"
+
+
+class _Lowering:
+    """Carries a jit graph over to fx, node by node."""
+
+    def __init__(self, model: torch.nn.Module, watch: _Watch) -> None:
+        self.model = model
+        self.watch = watch
+        self.graph = torch.fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.values: dict[str, Any] = {}  # jit value -> fx node, Python constant, list, or _Path
+        self.attributes: dict[str, torch.fx.Node] = {}
+        self.scalars: set[torch.fx.Node] = set()
+        self.requires_grad: dict[torch.fx.Node, bool] = {}
+        self.convolutions = 0
+
+    def run(self, jit_graph: Any) -> None:
+        owner, *inputs = jit_graph.inputs()
+        self.values[owner.debugName()] = _Path(())
+        for number, value in enumerate(inputs):
+            node = self.graph.placeholder(f"input_{number}")
+            self.requires_grad[node] = bool(value.requires_grad())
+            self.values[value.debugName()] = node
+        for node in jit_graph.nodes():
+            self._lower(node)
+        (result,) = jit_graph.outputs()
+        outputs = self.values[result.debugName()]
+        self.graph.output(tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,))
+        self.graph.lint()
+
+    def _lower(self, node: Any) -> None:
+        kind = node.kind()
+        if kind == "prim::GetAttr":
+            self._set(node, self._attribute(node))
+        elif kind == "prim::Constant":
+            self._set(node, self._constant(node))
+        elif kind in ("prim::ListConstruct", "prim::TupleConstruct"):
+            self._set(node, [self._get(value) for value in node.inputs()])
+        elif kind in ("prim::ListUnpack", "prim::TupleUnpack"):
+            self._unpack(node)
+        elif kind in _SAME_VALUE and self._is_scalar(next(iter(node.inputs()))):
+            self._set(node, self._get(next(iter(node.inputs()))))
+        elif kind in _SCALAR_OPERATORS and all(self._is_scalar(v) for v in self._operands(node)):
+            self._scalar_call(node)
+        elif kind.startswith("prim::"):
+            self._refuse(node)
+        else:
+            self._call(node)
+
+    def _attribute(self, node: Any) -> _Path:
+        return _Path((*self._get(next(iter(node.inputs()))).parts, node.s("name")))
+
+    def _get_attr(self, target: str, tensor: torch.Tensor) -> torch.fx.Node:
+        if target not in self.attributes:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # fx warns that its graph has no owning module
+                self.attributes[target] = self.graph.get_attr(target)
+            self.requires_grad[self.attributes[target]] = tensor.requires_grad
+        return self.attributes[target]
+
+    def _constant(self, node: Any) -> Any:
+        value = node.output().toIValue() if node.hasAttributes() else None
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.dim() == 0 and value.dtype in _DEFAULT_SCALARS and value.device.type == "cpu":
+            return value.item()  # a Python number that the tracer wrapped
+        name = f"_ogc_constant_{len(self.constants)}"
+        self.constants[name] = value
+        return self._get_attr(name, value)
+
+    def _unpack(self, node: Any) -> None:
+        packed = self._get(next(iter(node.inputs())))
+        for index, value in enumerate(node.outputs()):
+            if isinstance(packed, (list, tuple)):
+                self.values[value.debugName()] = packed[index]
+                continue
+            item = self.graph.call_function(operator.getitem, (packed, index))
+            item.meta.update(packed.meta)
+            self.requires_grad[item] = bool(value.requires_grad())
+            self.values[value.debugName()] = item
+
+    def _scalar_call(self, node: Any) -> None:
+        function = _SCALAR_OPERATORS[node.kind()]
+        operands = [self._get(value) for value in self._operands(node)]
+        if not any(isinstance(x, torch.fx.Node) for x in operands):
+            self._set(node, function(*operands))
+            return
+        result = self.graph.call_function(function, tuple(operands))
+        result.meta.update(_origin(node))
+        self.scalars.add(result)
+        self._set(node, result)
+
+    def _operands(self, node: Any) -> list[Any]:
+        count = 1 if node.kind() == "aten::neg" else 2
+        return list(node.inputs())[:count]
+
+    def _call(self, node: Any) -> None:
+        schema = node.schema()
+        if "(no schema)" in schema:
+            self._refuse(node)
+        overload, arguments = _resolve(schema)
+        args, kwargs = [], {}
+        for argument, value in zip(arguments, node.inputs(), strict=True):
+            if argument.kwarg_only:
+                kwargs[argument.name] = self._get(value)
+            else:
+                args.append(self._get(value))
+        is_convolution = node.kind() == "aten::_convolution"
+        if is_convolution:
+            # The tracer records the flags of the day; aten::convolution reads them when it runs.
+            overload, args, kwargs = torch.ops.aten.convolution.default, args[:9], {}
+        call = self.graph.call_function(overload, tuple(args), kwargs)
+        call.meta.update(_origin(node))
+        outputs = list(node.outputs())
+        if len(outputs) != 1:
+            for index, value in enumerate(outputs):
+                item = self.graph.call_function(operator.getitem, (call, index))
+                item.meta.update(call.meta)
+                self.requires_grad[item] = bool(value.requires_grad())
+                self.values[value.debugName()] = item
+            return
+        if str(outputs[0].type()) in ("int", "bool", "float"):
+            self.scalars.add(call)
+        self._set(node, self._without_grad(call, outputs[0], is_convolution))
+
+    def _without_grad(self, call: torch.fx.Node, output: Any, is_convolution: bool) -> torch.fx.Node:
+        """The call, detached where the traced forward ran it under ``no_grad``."""
+        wants = any(self.requires_grad.get(x, False) for x in call.all_input_nodes)
+        if is_convolution:
+            modes = self.watch.convolution_grad
+            has = wants and (self.convolutions >= len(modes) or modes[self.convolutions])
+            self.convolutions += 1
+        elif isinstance(output.type(), torch._C.TensorType):
+            has = bool(output.requires_grad())
+        else:
+            has = wants
+        if wants and not has and isinstance(output.type(), torch._C.TensorType) and _is_floating(output):
+            detached = self.graph.call_function(torch.ops.aten.detach.default, (call,))
+            detached.meta.update(call.meta)
+            call = detached
+        self.requires_grad[call] = has
+        return call
+
+    def _refuse(self, node: Any) -> None:
+        what = {
+            "prim::PythonOp": "a custom torch.autograd.Function",
+            "prim::If": "scripted control flow",
+            "prim::Loop": "a scripted loop",
+        }.get(node.kind(), f"the operator {node.kind()}")
+        origin = _origin(node)
+        raise ParseError(
+            f"{what} cannot be replayed operation by operation (module '{origin['module']}', {origin['source']}); "
+            "optimize the submodules around it instead"
+        )
+
+    def _is_scalar(self, value: Any) -> bool:
+        found = self._get(value)
+        return isinstance(found, (bool, int, float, complex)) or found in self.scalars if _hashable(found) else False
+
+    def _get(self, value: Any) -> Any:
+        found = self.values[value.debugName()]
+        if isinstance(found, _Path):
+            attribute = _lookup(self.model, found.parts[1:])
+            if isinstance(attribute, torch.Tensor):
+                return self._get_attr(".".join(found.parts[1:]), attribute)
+        return found
+
+    def _set(self, node: Any, result: Any) -> None:
+        self.values[node.output().debugName()] = result
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A submodule of the traced module, as a path of attribute names."""
+
+    parts: tuple[str, ...]
+
+
+def _lookup(model: torch.nn.Module, path: tuple[str, ...]) -> Any:
+    found: Any = model
+    for name in path:
+        found = getattr(found, name)
+    return found
+
+
+def _hashable(found: Any) -> bool:
+    return not isinstance(found, (list, dict))
+
+
+def _is_floating(output: Any) -> bool:
+    dtype = output.type().dtype()
+    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _resolve(schema_text: str) -> tuple[Any, list[Any]]:
+    """The operator overload that a jit node's schema names, and its arguments."""
+    schema = torch._C.parse_schema(schema_text)
+    namespace, name = schema.name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return getattr(packet, schema.overload_name or "default"), schema.arguments
+
+
+def _origin(node: Any) -> dict[str, str]:
+    """Module path and source line of a jit node."""
+    scope = node.scopeName().rsplit("/", 1)[-1]
+    module = re.sub(r"^__module\.?(model\.?)?", "", scope)
+    lines = [line.strip() for line in node.sourceRange().splitlines()]
+    places = [match for line in lines if (match := re.match(r"(.+?)\((\d+)\): ", line))]
+    user = [m for m in places if not m[1].startswith(_NOT_USER_CODE)] or places
+    source = f"{os.path.basename(user[0][1])}:{user[0][2]}" if user else ""
+    return {"module": module, "source": source}

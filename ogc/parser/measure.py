@@ -1,0 +1,3 @@
+"""stub"""
+class Measurer:
+    pass

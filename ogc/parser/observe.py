@@ -1,0 +1,334 @@
+"""Runs a traced program once, operation by operation, and writes down what each one does to memory.
+
+Which storages it reads, makes and changes, which tensors autograd saves for its backward, whether it
+draws random numbers. All of it is seen, not deduced: storages are told apart by identity, writes by
+version counters, saved tensors by ``saved_tensors_hooks``. Values are freed after their last use and
+nothing is kept for a backward, so that memory is that of inference.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from ..program import LIVE_ARGUMENTS, Saved, TensorRef
+from .jit import Traced
+
+Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
+
+
+@dataclass
+class Record:
+    """What one operation was seen to do. Value numbers count storages in the order of their making."""
+
+    node: torch.fx.Node
+    arguments: list[TensorRef | None] = field(default_factory=list)  # per tensor argument; None: external
+    outputs: list[TensorRef] = field(default_factory=list)
+    output_bytes: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+    saves: list[Saved] = field(default_factory=list)
+    saved_values: list[int] = field(default_factory=list)
+    internal_bytes: int = 0
+    reads_external: list[int] = field(default_factory=list)
+    writes_external: list[int] = field(default_factory=list)
+    differentiable: list[bool] = field(default_factory=list)  # per output
+    random: bool = False
+
+
+@dataclass
+class Observation:
+    """One record per operation, and what the program made."""
+
+    records: list[Record]
+    value_bytes: list[int]
+    value_names: list[str]
+    storages: dict[TensorRef, int]
+    outputs: list[torch.Tensor]
+    output_values: set[int]
+
+
+def observe(model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit | None = None) -> Observation:
+    """Run ``traced`` on ``inputs`` with gradients on and record every operation.
+
+    Args:
+        model: where the program's parameters and buffers live; buffers change as in one forward.
+        traced: the program.
+        inputs: tensors for its placeholders.
+        visit: called after each operation with its node, arguments and record, for a profiler.
+    """
+    return _Observer(model, traced, inputs, visit).run()
+
+
+class _Observer:
+    def __init__(self, model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit | None) -> None:
+        self.model = model
+        self.traced = traced
+        self.visit = visit
+        self.inputs = iter(inputs)
+        self.found: dict[str, Any] = {}
+        self.storages = _Storages()
+        self.result = Observation([], [], [], {}, [], set())
+
+    def run(self) -> Observation:
+        last_use = self._last_uses()
+        with torch.enable_grad():
+            for node in self.traced.graph.nodes:
+                self._run(node)
+                for name in last_use.get(node.name, ()):
+                    del self.found[name]
+        return self.result
+
+    def _run(self, node: torch.fx.Node) -> None:
+        if node.op == "placeholder":
+            self._external(node, next(self.inputs))
+        elif node.op == "get_attr":
+            self._external(node, get_attribute(self.model, self.traced.constants, str(node.target)))
+        elif node.op == "output":
+            self.result.outputs = [t.detach() for t in self._arguments(node.args[0])]
+            numbers = {self.storages.value(t) for t in self._arguments(node.args[0])}
+            self.result.output_values = {n for n in numbers if n is not None}
+        else:
+            args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
+            self.found[node.name] = self._call(node, args, kwargs)
+
+    def _external(self, node: torch.fx.Node, tensor: torch.Tensor) -> None:
+        self.storages.add_external(tensor)
+        self.found[node.name] = tensor
+
+    def _arguments(self, arguments: Any) -> Any:
+        return torch.fx.node.map_arg(arguments, lambda node: self.found[node.name])
+
+    def _call(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
+        record = Record(node)
+        refs, tensors = self._tensor_arguments(node)
+        versions = [tensor._version for tensor in tensors]
+        packed: list[torch.Tensor] = []
+        random_before = _random_state(tensors)
+        with saved_tensors_hooks(packed.append, lambda nothing: nothing):
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        record.random = _is_seeded(node) or not _same_state(random_before, _random_state(tensors))
+        written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        self._record_reads(record, refs, tensors)
+        self._record_outputs(record, result)
+        self._record_writes(record, written, args)
+        self._record_saves(record, packed, list(zip(tensors, refs, strict=True)), result)
+        self.result.records.append(record)
+        if self.visit is not None:
+            self.visit(node, args, kwargs, record)
+        return result
+
+    def _tensor_arguments(self, node: torch.fx.Node) -> tuple[list[TensorRef], list[torch.Tensor]]:
+        """The tensors that a node takes, and which program tensors they are."""
+        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        found = [
+            (TensorRef(leaf.name, index), tensor)
+            for leaf in leaves
+            if isinstance(leaf, torch.fx.Node)
+            for index, tensor in enumerate(tensor_leaves(self.found[leaf.name]))
+        ]
+        if node.target is operator.getitem:
+            found = [found[int(node.args[1])]]  # type: ignore[call-overload]
+        return [ref for ref, _ in found], [tensor for _, tensor in found]
+
+    def _record_reads(self, record: Record, refs: list[TensorRef], tensors: list[torch.Tensor]) -> None:
+        for ref, tensor in zip(refs, tensors, strict=True):
+            value = self.storages.value(tensor)
+            record.arguments.append(ref if value is not None else None)
+            if value is not None:
+                _add(record.reads, value)
+            else:
+                _add(record.reads_external, self.storages.external(tensor))
+
+    def _record_outputs(self, record: Record, result: Any) -> None:
+        for index, tensor in enumerate(tensor_leaves(result)):
+            ref = TensorRef(record.node.name, index)
+            if not self.storages.knows(tensor):
+                number = self.storages.add_value(tensor)
+                self.result.value_bytes.append(tensor.untyped_storage().nbytes())
+                self.result.value_names.append(record.node.name if index == 0 else f"{record.node.name}.{index}")
+                record.writes.append(number)
+            known = self.storages.value(tensor)
+            if known is not None:
+                self.result.storages[ref] = known
+            record.outputs.append(ref)
+            record.output_bytes.append(tensor.numel() * tensor.element_size())
+            record.differentiable.append(tensor.requires_grad)
+
+    def _record_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
+        harmless = {
+            args[position].untyped_storage()._cdata
+            for position in LIVE_ARGUMENTS.get(operator_name(record.node), ())
+            if position < len(args) and isinstance(args[position], torch.Tensor)
+        }
+        for tensor in written:
+            value = self.storages.value(tensor)
+            if value is not None:
+                _add(record.writes, value)
+            elif tensor.untyped_storage()._cdata not in harmless:
+                _add(record.writes_external, self.storages.external(tensor))
+        for key in harmless:
+            number = self.storages.number(key)
+            if number in record.reads_external:
+                record.reads_external.remove(number)
+
+    def _record_saves(
+        self, record: Record, packed: list[torch.Tensor], known: list[tuple[torch.Tensor, TensorRef]], result: Any
+    ) -> None:
+        known = known + [(t, TensorRef(record.node.name, n)) for n, t in enumerate(tensor_leaves(result))]
+        internal: set[int] = set()
+        for tensor in packed:
+            saved = self._saved(tensor, known)
+            record.saves.append(saved)
+            value = self.storages.value(tensor)
+            key = tensor.untyped_storage()._cdata
+            if saved.tensor is not None and value is not None:
+                _add(record.saved_values, value)
+            elif not saved.external and key not in internal:
+                internal.add(key)
+                record.internal_bytes += tensor.untyped_storage().nbytes()
+
+    def _saved(self, tensor: torch.Tensor, known: list[tuple[torch.Tensor, TensorRef]]) -> Saved:
+        if self.storages.knows(tensor) and self.storages.value(tensor) is None:
+            return Saved(external=True)
+        same = [(t, ref) for t, ref in known if _same_kind(t, tensor)]
+        for candidate, ref in same:
+            if _layout(candidate) == _layout(tensor):
+                return Saved(ref)
+        if same:
+            return Saved(same[0][1], _layout(tensor))
+        return Saved()
+
+    def _last_uses(self) -> dict[str, list[str]]:
+        last: dict[str, str] = {}
+        for node in self.traced.graph.nodes:
+            last[node.name] = node.name
+            for used in node.all_input_nodes:
+                last[used.name] = node.name
+        frees: dict[str, list[str]] = {}
+        for name, user in last.items():
+            frees.setdefault(user, []).append(name)
+        return {user: [n for n in names if n != "output"] for user, names in frees.items()}
+
+
+class _Storages:
+    """Numbers storages by identity: values (made by the program) from 0, externals from 0 of their own."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.externals: dict[int, int] = {}
+        self.count = 0
+
+    def add_external(self, tensor: torch.Tensor) -> None:
+        self.externals.setdefault(tensor.untyped_storage()._cdata, len(self.externals))
+
+    def add_value(self, tensor: torch.Tensor) -> int:
+        # The weak reference keeps the address from being reused while the entry stands.
+        storage = tensor.untyped_storage()
+        self.values[storage._cdata] = (self.count, StorageWeakRef(storage))
+        self.count += 1
+        return self.count - 1
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return self.value(tensor) is not None or tensor.untyped_storage()._cdata in self.externals
+
+    def value(self, tensor: torch.Tensor) -> int | None:
+        entry = self.values.get(tensor.untyped_storage()._cdata)
+        return entry[0] if entry is not None and not entry[1].expired() else None
+
+    def external(self, tensor: torch.Tensor) -> int:
+        return self.externals[tensor.untyped_storage()._cdata]
+
+    def number(self, key: int) -> int | None:
+        return self.externals.get(key)
+
+
+def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], target: str) -> torch.Tensor:
+    """The tensor that a ``get_attr`` node stands for."""
+    if target in constants:
+        return constants[target]
+    found: Any = model
+    for name in target.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def tensor_leaves(*trees: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments or results, in order."""
+    return [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+
+
+def operator_name(node: torch.fx.Node) -> str:
+    """``batch_norm`` for ``torch.ops.aten.batch_norm.default``."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet))
+
+
+def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and a.dtype == b.dtype
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _is_seeded(node: torch.fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _random_state(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    for device in {t.device for t in tensors if t.is_cuda}:
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _same_state(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _add(numbers: list[int], number: int) -> None:
+    if number not in numbers:
+        numbers.append(number)
+
+
+@contextmanager
+def untouched(model: torch.nn.Module) -> Iterator[None]:
+    """Whatever runs inside, the model's buffers, flags and all random states are afterwards as before."""
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    flags = [(module, module.training) for module in model.modules()]
+    random = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        torch.set_rng_state(random)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        for name, (buffer, copy) in buffers.items():
+            _restore_buffer(model, name, buffer, copy)
+        for module, flag in flags:
+            module.training = flag
+
+
+def _restore_buffer(model: torch.nn.Module, name: str, buffer: torch.Tensor, copy: torch.Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if owner._buffers.get(leaf) is not buffer:
+        owner._buffers[leaf] = buffer
+    if not torch.equal(buffer, copy):
+        with torch.no_grad():
+            buffer.copy_(copy)

@@ -1,0 +1,256 @@
+"""From a module and a sample input to a weighted graph over an executable program."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from ..errors import InputError, ParseError
+from ..graph import Graph, Operation, Value
+from ..program import InputSpec, Program
+from .estimate import Estimator, Weights, copies_strided_gradients
+from .gradients import OperationGradients, gradient_bytes
+from .jit import Traced, trace
+from .measure import Measurer
+from .observe import Observation, Record, observe, untouched
+
+log = logging.getLogger(__name__)
+
+
+def parse(
+    model: torch.nn.Module,
+    sample_input: Any,
+    *,
+    profile: str = "auto",
+    device: torch.device | str | None = None,
+) -> Graph:
+    """Turn ``model`` into a weighted graph over an executable program.
+
+    The forward runs twice on copies of the sample input, each time with the memory of inference: once to
+    be traced, once operation by operation to see what each one reads, writes and saves. The second run
+    must give bitwise what the first gave. Buffers, flags and random states are afterwards as before.
+
+    Args:
+        model: any module; it is parsed as it stands (training flags, dtypes, device).
+        sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+        profile: ``"estimate"`` finds the weights from shapes, ``"measure"`` times each operation on the
+            device, ``"auto"`` measures on CUDA and estimates elsewhere.
+        device: weigh for this device instead of the model's own; it need not exist here (implies
+            ``profile="estimate"``). The graph is then for study: it cannot be run there.
+
+    Returns:
+        The graph; ``print(graph)`` shows it as a table.
+
+    Raises:
+        InputError: an argument is of the wrong kind or on another device than the model.
+        ParseError: the forward cannot be represented faithfully.
+    """
+    check_model(model)
+    args, kwargs = call_arguments(sample_input)
+    spec, tensors = InputSpec.of(args, kwargs)
+    home = check_devices(model, tensors)
+    target = torch.device(device) if device is not None else home
+    kind = _profile_kind(profile, home, target)
+    with untouched(model):
+        traced = _trace(model, spec, tensors)
+        after_trace = _state(model)
+    profiler = Measurer(home) if kind == "measure" else Estimator(target)
+    weights: list[Weights] = []
+    with untouched(model):
+        observation = observe(
+            model,
+            traced,
+            _copies(tensors),
+            lambda node, args, kwargs, record: weights.append(profiler.weigh(node, args, kwargs, record)),
+        )
+        after_program = _state(model)
+    _check_same(traced, observation, after_trace, after_program)
+    return _graph(spec, traced, observation, weights, str(target), kind)
+
+
+def check_model(model: Any) -> None:
+    """Raise InputError unless ``model`` is a module that can be optimized."""
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("model is a torch.jit.ScriptModule; pass the eager module that it was made from")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError(
+            "no parameter of the model requires grad, so there is no backward pass to save memory in; "
+            "call model.requires_grad_() first if it is to be trained"
+        )
+
+
+def call_arguments(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the call that a sample input stands for."""
+    if isinstance(sample_input, torch.Tensor):
+        return (sample_input,), {}
+    if isinstance(sample_input, tuple):
+        return sample_input, {}
+    if isinstance(sample_input, dict):
+        return (), sample_input
+    raise InputError(
+        "sample_input must be a tensor, a tuple of positional arguments or a dict of keyword arguments, "
+        f"not {type(sample_input).__name__}"
+    )
+
+
+def check_devices(model: torch.nn.Module, tensors: list[torch.Tensor]) -> torch.device:
+    """The device of the model's parameters.
+
+    Raises:
+        InputError: there is no tensor in the sample input, or one lives on another device.
+    """
+    home = next(p.device for p in model.parameters())
+    if not tensors:
+        raise InputError("sample_input holds no tensor")
+    for number, tensor in enumerate(tensors):
+        if tensor.device != home and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
+            raise InputError(
+                f"tensor {number} of sample_input is on {tensor.device}, the model on {home}; "
+                f"move it with .to('{home}')"
+            )
+    return home
+
+
+def _profile_kind(profile: str, home: torch.device, target: torch.device) -> str:
+    if profile not in ("auto", "estimate", "measure"):
+        raise InputError(f"profile must be 'auto', 'estimate' or 'measure', not {profile!r}")
+    if target.type != home.type:
+        if profile == "measure":
+            raise InputError(f"cannot measure for {target} on a model that is on {home}")
+        return "estimate"
+    return ("measure" if home.type == "cuda" else "estimate") if profile == "auto" else profile
+
+
+def _trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) -> Traced:
+    hooked = [name or "the model" for name, m in model.named_modules() if _has_hooks(m, is_root=m is model)]
+    if hooked:
+        raise ParseError(
+            f"module {hooked[0]} has forward or backward hooks, which the replayed forward would not call; "
+            "remove them, or optimize the model before they are registered on the result"
+        )
+    buffers = dict(model.named_buffers())
+    traced = trace(model, spec, _copies(tensors))
+    replaced = [name for name, buffer in model.named_buffers() if buffers.get(name) is not buffer]
+    if replaced:
+        raise ParseError(
+            f"the forward assigns a new tensor to the buffer {replaced[0]}, which a replay would not repeat; "
+            "update it in place (copy_, add_, mul_) instead"
+        )
+    return traced
+
+
+def _has_hooks(module: torch.nn.Module, is_root: bool) -> bool:
+    # The root's own hooks run around the replayed forward as around the original.
+    own = () if is_root else (module._forward_hooks, module._forward_pre_hooks)
+    return any((*own, module._backward_hooks, module._backward_pre_hooks))
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+
+
+def _state(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [*(b.clone() for b in model.buffers()), torch.get_rng_state()]
+
+
+def _check_same(
+    traced: Traced, observation: Observation, after_trace: list[torch.Tensor], after_program: list[torch.Tensor]
+) -> None:
+    """The program must give bitwise what the model gave, or it is not this model's."""
+    for number, (ours, theirs) in enumerate(zip(observation.outputs, traced.outputs, strict=True)):
+        if not same_bits(ours, theirs):
+            raise ParseError(
+                f"replaying the traced program gives another output {number} than the model's forward; "
+                "the forward is not deterministic, or depends on Python state that changes between calls"
+            )
+    if not all(same_bits(a, b) for a, b in zip(after_trace, after_program, strict=True)):
+        raise ParseError("replaying the traced program leaves other buffers or random state than the model's forward")
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal in shape, dtype and content, NaN being equal to NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(torch.equal(a, b)) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _graph(
+    spec: InputSpec, traced: Traced, observation: Observation, weights: list[Weights], device: str, kind: str
+) -> Graph:
+    records = observation.records
+    gradients = gradient_bytes([_gradients(r, w) for r, w in zip(records, weights, strict=True)], _returned(traced))
+    last_external_write = {e: t for t, record in enumerate(records) for e in record.writes_external}
+    operations = tuple(
+        _operation(position, record, weight, gradient, last_external_write)
+        for position, (record, weight, gradient) in enumerate(zip(records, weights, gradients, strict=True))
+    )
+    values = tuple(
+        Value(name, size, number in observation.output_values)
+        for number, (name, size) in enumerate(zip(observation.value_names, observation.value_bytes, strict=True))
+    )
+    program = Program(
+        graph=traced.graph,
+        constants=traced.constants,
+        inputs=spec,
+        outputs=traced.output_spec,
+        saves=tuple(tuple(record.saves) for record in records),
+        storages=observation.storages,
+        differentiable=frozenset(
+            ref for r in records for ref, flag in zip(r.outputs, r.differentiable, strict=True) if flag
+        ),
+        random=frozenset(t for t, record in enumerate(records) if record.random),
+    )
+    return Graph(operations, values, program, device, kind)
+
+
+def _operation(
+    position: int,
+    record: Record,
+    weights: Weights,
+    gradient: tuple[int, int],
+    last_external_write: dict[int, int],
+) -> Operation:
+    node = record.node
+    # What a read of a buffer saw is gone once a later operation has written it.
+    stale = any(last_external_write.get(e, -1) >= position for e in record.reads_external)
+    return Operation(
+        name=node.name,
+        target=str(node.target),
+        module=node.meta.get("module", ""),
+        source=node.meta.get("source", ""),
+        reads=tuple(record.reads),
+        writes=tuple(record.writes),
+        saves=tuple(record.saved_values),
+        internal_bytes=weights.internal_bytes or record.internal_bytes,
+        scratch_bytes=weights.scratch_bytes,
+        gradient_bytes=gradient[0],
+        backward_bytes=gradient[1],
+        forward_seconds=weights.forward_seconds,
+        backward_seconds=weights.backward_seconds,
+        forward_flops=weights.forward_flops,
+        backward_flops=weights.backward_flops,
+        replayable=not record.writes_external and not stale,
+    )
+
+
+def _gradients(record: Record, weights: Weights) -> OperationGradients:
+    return OperationGradients(
+        outputs=tuple(record.outputs),
+        output_bytes=tuple(record.output_bytes),
+        differentiable=tuple(record.differentiable),
+        arguments=tuple(record.arguments),
+        gradients=weights.gradients,
+        working_bytes=weights.working_bytes,
+        copies_strided=copies_strided_gradients(record.node),
+    )
+
+
+def _returned(traced: Traced) -> list[Any]:
+    from ..program import TensorRef
+
+    output = next(node for node in traced.graph.nodes if node.op == "output")
+    return [TensorRef(node.name, 0) for node in output.all_input_nodes]

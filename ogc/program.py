@@ -1,0 +1,124 @@
+"""The executable form of a model: a ``torch.fx.Graph`` of operators and what was seen when it ran.
+
+The parser makes it, the runtime runs it; neither needs to know the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+LIVE_ARGUMENTS = {"batch_norm": (3, 4), "instance_norm": (3, 4)}
+"""Operators that update running statistics which their own result does not depend on: argument positions.
+
+Running such an operator again on copies of these arguments gives the same result and changes nothing.
+"""
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """One tensor of the program: the fx node that returns it and its place among the node's results."""
+
+    node: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor that autograd saves while an operation runs, in the order of saving.
+
+    ``tensor`` names the program tensor whose storage it shares; ``layout`` is its (size, stride, offset)
+    where these differ from that tensor's. Without a tensor it is ``external`` (a parameter, a buffer, an
+    input: in memory anyway) or internal to the operation.
+    """
+
+    tensor: TensorRef | None = None
+    layout: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+    external: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the runtime needs to run a model's forward operation by operation.
+
+    Attributes:
+        graph: placeholders are the flattened tensor inputs, ``get_attr`` nodes the model's parameters and
+            buffers, call nodes the operations in the order of ``Graph.operations``.
+        constants: tensors that are no attribute of the model, by the name of their ``get_attr`` node.
+        inputs: how the arguments flatten, with the values of those that are no tensors.
+        outputs: how the result is rebuilt from the tensors of the output node.
+        saves: for each operation, what autograd saves, in order.
+        tensors: for each operation, the requires_grad flag of each tensor it returns.
+        storages: the value number of each program tensor that is a value.
+        random: operations that draw random numbers.
+    """
+
+    graph: torch.fx.Graph
+    constants: dict[str, torch.Tensor]
+    inputs: InputSpec
+    outputs: OutputSpec
+    saves: tuple[tuple[Saved, ...], ...]
+    storages: dict[TensorRef, int]
+    differentiable: frozenset[TensorRef]
+    random: frozenset[int]
+
+    @property
+    def operations(self) -> list[torch.fx.Node]:
+        """The fx node of each operation."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """How the arguments of a call flatten, and everything about them that a program depends on."""
+
+    tree: pytree.TreeSpec
+    leaves: tuple[Any, ...]  # a TensorSpec for each tensor, the value itself for anything else
+    state: tuple[Any, ...] = field(default=())
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, list[torch.Tensor]]:
+        """The specification of a call and its tensors, in order."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        described = tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        return InputSpec(tree, described), tensors
+
+    def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the call, with the given tensors in the places of its own."""
+        source = iter(tensors)
+        leaves = [next(source) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        return args, kwargs
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides, type and place of an input tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """How a result is rebuilt: its tree, and for each leaf a tensor's number or the leaf itself."""
+
+    tree: pytree.TreeSpec
+    leaves: tuple[Any, ...]  # None where a tensor stands
+
+    def rebuild(self, tensors: list[torch.Tensor]) -> Any:
+        """The result of the call, from the tensors of the output node."""
+        source = iter(tensors)
+        leaves = [next(source) if leaf is None else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.tree)
