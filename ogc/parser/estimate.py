@@ -64,10 +64,9 @@ class Estimator:
         """The weights of the call ``node.target(*args, **kwargs)``."""
         if not record.outputs or not isinstance(node.target, torch._ops.OpOverload):
             return Weights(gradients=_pass_through(record))
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        key = (node.target, tree, tuple(_key(leaf) for leaf in leaves))
+        key = call_key(node.target, args, kwargs)
         if key not in self.seen:
-            self.seen[key] = self._run(node.target, leaves, tree)
+            self.seen[key] = self._run(node.target, *pytree.tree_flatten((args, kwargs)))
         return self.seen[key]
 
     def _run(self, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Weights:
@@ -208,7 +207,13 @@ def _writes(function: Any) -> bool:
     return bool(schema is not None and schema.is_mutable)
 
 
-def _key(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-    return (type(leaf), leaf)
+def call_key(target: Any, args: Any, kwargs: Any) -> Any:
+    """What two calls must share to cost the same."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    described = (
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else (type(leaf), leaf)
+        for leaf in leaves
+    )
+    return target, tree, tuple(described)

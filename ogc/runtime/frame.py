@@ -95,6 +95,7 @@ class Frame:
         held = list(self.held)
         if not _keeps_graph():
             self.held.clear()
+            self.versions.clear()
         return held
 
     def fill(self, slot: int, tensor: torch.Tensor, layout: Any = None) -> None:
