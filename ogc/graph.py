@@ -174,7 +174,9 @@ class Graph:
         allowed, depth = [], 0
         for position in range(len(self) + 1):
             depth += blocked[position]
-            if depth == 0 or position in (0, len(self)):
+            # After an operation that touches no value, the cut is the one before it.
+            idle = position > 0 and not (self.operations[position - 1].reads or self.operations[position - 1].writes)
+            if (depth == 0 and not idle) or position in (0, len(self)):
                 allowed.append(position)
         return tuple(allowed)
 

@@ -8,7 +8,7 @@ the most bytes of fresh storage alive at once. Equal calls are looked up, not ru
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,12 +66,35 @@ class Estimator:
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs)
         if key not in self.seen:
-            self.seen[key] = self._run(node.target, *pytree.tree_flatten((args, kwargs)))
+            in_place = any(v in record.reads for v in record.writes)
+            weights = self._run(node.target, *pytree.tree_flatten((args, kwargs)), in_place)
+            self.seen[key] = self._with_kernel_copies(operator_name(node), args, record, weights)
         return self.seen[key]
 
-    def _run(self, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Weights:
-        with FakeTensorMode(), torch.enable_grad():
-            fakes = [self._fake(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    def _with_kernel_copies(self, name: str, args: Any, record: Record, weights: Weights) -> Weights:
+        """Add the copies that CPU kernels are known to make underneath the dispatcher.
+
+        Read off the allocator for torch 2.11 to 2.15: oneDNN copies operands to its blocked layout and
+        results back, the batch-norm backward allocates its result twice.
+        """
+        if self.device.type != "cpu":
+            return weights
+        if name == "convolution":
+            image, kernel = (t.numel() * t.element_size() for t in args[:2])
+            result = record.output_bytes[0]
+            scratch = max(image + kernel, result)
+            if any(gradient.argument == 0 for gradient in weights.gradients):
+                working = max(2 * image + result + kernel, image + 2 * kernel, 3 * image)
+            else:
+                working = weights.working_bytes + result
+            return replace(weights, scratch_bytes=scratch, working_bytes=working if weights.gradients else 0)
+        if name == "batch_norm":
+            return replace(weights, working_bytes=weights.working_bytes + record.output_bytes[0])
+        return weights
+
+    def _run(self, target: Any, leaves: list[Any], tree: pytree.TreeSpec, in_place: bool) -> Weights:
+        with torch.enable_grad():
+            fakes = [_shadow(leaf, in_place) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             meter = _Meter(self.rates)
             saved: list[torch.Tensor] = []
             tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
@@ -122,12 +145,14 @@ class Estimator:
             tuple(gradients),
         )
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
-        if not tensor.requires_grad:
-            return fake
-        # Not a leaf, so that the operation may write it in place.
-        return fake.requires_grad_().clone()
+
+def _shadow(tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
+    """A tensor of the same shape, strides and type without memory."""
+    shadow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if not tensor.requires_grad:
+        return shadow
+    # A leaf could not be written in place.
+    return shadow.requires_grad_().clone() if in_place else shadow.requires_grad_()
 
 
 @dataclass(frozen=True)

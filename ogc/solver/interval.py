@@ -15,8 +15,9 @@ the segment with its first use has run again, or after the backward of its first
 gives the optimum; a second pass carries the Pareto front of (bytes kept, time recomputed) at each cut.
 
 Complexity, for N operations and C cuts: O(C² N) simple array steps for ``local``, O(C² log bytes) for the
-bisection, O(C² F) for a front of at most F labels. The first pass is exact. The second is exact as long
-as no front exceeds F = ``MAX_LABELS``; beyond that it keeps the fastest label per memory bucket.
+bisection, O(C² F) for fronts of at most F = ``MAX_LABELS`` / C labels. The first pass is exact. The second
+is exact as long as no front exceeds F; beyond that it keeps F labels spread over the front, so that the
+plan still fits but may recompute a little more than the least.
 
 This extends the linear case of Feng & Huang, CVPR 2021, section 3 (checkpoints minimising the kept bytes
 plus the largest interior) to a full memory model.
@@ -38,8 +39,8 @@ Bools = NDArray[np.bool_]
 NEVER = np.iinfo(np.int64).max // 4
 """Bytes that no plan may have: marks what is impossible."""
 
-MAX_LABELS = 200_000
-"""Labels (over all predecessors) above which the second pass keeps one per memory bucket at each cut."""
+MAX_LABELS = 20_000
+"""Labels over all cuts that the second pass keeps; a cut whose share is exceeded thins its front."""
 
 
 @dataclass(frozen=True)
@@ -99,32 +100,23 @@ def least_seconds(costs: Costs, peak: int) -> tuple[list[int], list[bool]]:
     room = _room(costs, peak)
     if room[0] < 0:
         raise SolveError(f"no plan peaks at or below {peak} bytes; the least peak is {least_peak(costs)} bytes")
-    fronts: list[tuple[Ints, NDArray[np.float64]]] = [(np.zeros(1, np.int64), np.zeros(1))]
-    parents: list[NDArray[np.int64]] = [np.zeros((1, 3), np.int64)]
-    for j in range(1, len(costs.cuts)):
-        kept_parts, time_parts, parent_parts = [], [], []
-        for i in range(j):
-            kept, seconds = fronts[i]
-            for mode in (0, 1):
-                if not len(kept) or kept[0] + costs.local[mode, i, j] > peak:
-                    continue
-                total = kept + costs.kept[mode, i, j]
-                fits = (kept + costs.local[mode, i, j] <= peak) & (total <= room[j])
-                if not fits.any():
-                    continue
-                index = np.flatnonzero(fits)
-                kept_parts.append(total[index])
-                time_parts.append(seconds[index] + costs.seconds[mode, i, j])
-                parent_parts.append(np.column_stack([np.full(len(index), i), index, np.full(len(index), mode)]))
-        if not kept_parts:
-            fronts.append((np.zeros(0, np.int64), np.zeros(0)))
-            parents.append(np.zeros((0, 3), np.int64))
+    count = len(costs.cuts)
+    limit = max(8, MAX_LABELS // count)
+    kept = np.full((count, limit), NEVER)  # [cut, label], by ascending bytes; NEVER pads
+    seconds = np.full((count, limit), np.inf)
+    parents = np.zeros((count, limit, 3), np.int64)  # previous cut, its label, mode
+    kept[0, 0], seconds[0, 0] = 0, 0.0
+    for j in range(1, count):
+        limits = np.minimum(peak - costs.local[:, :j, j], room[j] - costs.kept[:, :j, j])
+        mode, i, label = np.nonzero(kept[None, :j] <= limits[:, :, None])
+        if not len(i):
             continue
-        kept, seconds = np.concatenate(kept_parts), np.concatenate(time_parts)
-        best = _pareto(kept, seconds, max(8, MAX_LABELS // len(costs.cuts) // 8))
-        fronts.append((kept[best], seconds[best]))
-        parents.append(np.concatenate(parent_parts)[best])
-    return _trace_back(costs, fronts, parents)
+        reached = kept[i, label] + costs.kept[mode, i, j]
+        taken = seconds[i, label] + costs.seconds[mode, i, j]
+        best = _pareto(reached, taken, limit)
+        kept[j, : len(best)], seconds[j, : len(best)] = reached[best], taken[best]
+        parents[j, : len(best)] = np.column_stack([i[best], label[best], mode[best]])
+    return _trace_back(costs, int(np.argmin(seconds[-1])), parents)
 
 
 def _room(costs: Costs, peak: int) -> Ints:
@@ -139,26 +131,36 @@ def _room(costs: Costs, peak: int) -> Ints:
 
 
 def _pareto(kept: Ints, seconds: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
-    """Indices of labels that no other beats in both, by ascending bytes; at most about ``limit``."""
-    order = np.lexsort((seconds, kept))
+    """Indices of labels that no other beats in both, by ascending bytes; at most ``limit`` of them."""
+    chosen = np.arange(len(kept))
+    if len(kept) > 16 * limit:
+        chosen = _fastest_per_bucket(kept, seconds, 8 * limit)
+    order = chosen[np.lexsort((seconds[chosen], kept[chosen]))]
     lowest = np.minimum.accumulate(seconds[order])
     front = order[np.concatenate([[True], lowest[1:] < lowest[:-1]])]
     if len(front) > limit:
-        # The fastest label of each bucket is its last; the first label keeps the plan feasible.
-        span = np.linspace(0, len(front) - 1, limit).astype(np.intp)
-        front = front[span]
+        front = front[np.linspace(0, len(front) - 1, limit).astype(np.intp)]
     return front
 
 
-def _trace_back(costs, fronts, parents) -> tuple[list[int], list[bool]]:
+def _fastest_per_bucket(kept: Ints, seconds: NDArray[np.float64], buckets: int) -> NDArray[np.intp]:
+    """The fastest label of each of equal ranges of bytes, and the label with the fewest bytes."""
+    low, high = int(kept.min()), int(kept.max())
+    bucket = (kept - low) * buckets // (high - low + 1)
+    fastest = np.full(buckets, np.inf)
+    np.minimum.at(fastest, bucket, seconds)
+    winners = np.flatnonzero(seconds == fastest[bucket])
+    _, first = np.unique(bucket[winners], return_index=True)
+    return np.unique(np.append(winners[first], int(np.argmin(kept))))
+
+
+def _trace_back(costs: Costs, label: int, parents: Ints) -> tuple[list[int], list[bool]]:
     j = len(costs.cuts) - 1
-    label = int(np.argmin(fronts[j][1]))
     cuts, modes = [int(costs.cuts[j])], []
     while j > 0:
-        i, label, mode = (int(n) for n in parents[j][label])
-        cuts.append(int(costs.cuts[i]))
+        j, label, mode = (int(number) for number in parents[j, label])
+        cuts.append(int(costs.cuts[j]))
         modes.append(bool(mode))
-        j = i
     return cuts[::-1], modes[::-1]
 
 
