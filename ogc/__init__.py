@@ -2,7 +2,7 @@
 
 from .errors import InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
 from .graph import Graph, Operation, Value
-from .optimize import optimize
+from .optimize import apply, optimize
 from .parser import parse
 from .plan import Plan, Segment
 from .solver import make_plan, simulate, solve
@@ -21,6 +21,7 @@ __all__ = [
     "Segment",
     "SolveError",
     "Value",
+    "apply",
     "make_plan",
     "optimize",
     "parse",

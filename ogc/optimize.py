@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from .errors import PlanError
+from .graph import Graph
 from .parser import parse
+from .plan import Plan
 from .runtime import optimized_module
 from .solver import solve
 
@@ -35,7 +38,25 @@ def optimize(model: torch.nn.Module, sample_input: Any, *, profile: str = "auto"
         ParseError: the forward cannot be represented faithfully; the message names file and line.
     """
     graph = parse(model, sample_input, profile=profile)
-    plan = solve(graph)
+    return apply(model, graph, solve(graph))
+
+
+def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:
+    """The module that :func:`optimize` returns, for a graph and a plan that were made before.
+
+    Args:
+        model: the module that ``graph`` was parsed from, unchanged since.
+        graph: from :func:`ogc.parse`.
+        plan: a plan for this graph, from :func:`ogc.solve` or :func:`ogc.make_plan`.
+
+    Raises:
+        PlanError: the graph has no program, or was weighed for a device that the model is not on.
+    """
+    if graph.program is None:
+        raise PlanError("the graph has no program to run; use the graph that ogc.parse returned for the model")
+    home = next(model.parameters()).device
+    if torch.device(graph.device).type != home.type:
+        raise PlanError(f"the graph was weighed for {graph.device} but the model is on {home}; parse it there")
     if plan.is_plain:
         log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
     return optimized_module(model, graph, plan)

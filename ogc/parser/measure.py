@@ -22,6 +22,7 @@ from .estimate import Estimator, Weights, call_key
 from .observe import Record, operator_name, tensor_leaves
 
 REPEATS = 3
+LONG_SECONDS = 0.05
 
 
 class Measurer:
@@ -46,33 +47,33 @@ class Measurer:
 
     def _run(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record, estimate: Weights) -> Weights:
         call = _Call(node, args, kwargs, in_place=any(v in record.reads for v in record.writes))
-        call.prepare()
-        forward_peak = peak_bytes(call.forward, self.device)
-        scratch = max(0, forward_peak - call.own_bytes())
-        forward_seconds = self._seconds(call.prepare, call.forward)
-        working, backward_seconds = estimate.working_bytes, 0.0
+        peak, seconds = self._measure(call.prepare, call.forward)
+        weights = replace(estimate, scratch_bytes=max(0, peak - call.own_bytes()), forward_seconds=seconds)
         if call.ends() and call.starts:
-            call.prepare(with_gradients=True)
-            working = peak_bytes(call.backward, self.device)
-            backward_seconds = self._seconds(lambda: call.prepare(with_gradients=True), call.backward)
-        return replace(
-            estimate,
-            scratch_bytes=scratch,
-            forward_seconds=forward_seconds,
-            working_bytes=working,
-            backward_seconds=backward_seconds,
-        )
+            peak, seconds = self._measure(lambda: call.prepare(with_gradients=True), call.backward)
+            weights = replace(weights, working_bytes=peak, backward_seconds=seconds)
+        return weights
 
-    def _seconds(self, prepare: Callable[[], object], run: Callable[[], object]) -> float:
-        times = []
-        for _ in range(REPEATS):
-            prepare()
+    def _measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:
+        """Peak bytes and median seconds of ``run``; a long run is timed once."""
+        times: list[float] = []
+
+        def timed() -> None:
             self._synchronize()
             start = time.perf_counter()
             run()
             self._synchronize()
             times.append(time.perf_counter() - start)
-        return median(times)
+
+        prepare()
+        peak = peak_bytes(timed, self.device)
+        if times[0] > LONG_SECONDS:
+            return peak, times[0]
+        times.clear()
+        for _ in range(REPEATS):
+            prepare()
+            timed()
+        return peak, median(times)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -1,0 +1,382 @@
+"""Plain model against optimised model: peak activation memory, step time, equality; beside the paper.
+
+    python benchmark.py --arch resnet101 --device cuda:0
+    python benchmark.py --arch resnet50 densenet121 --device cpu --batch-size 8 --json out.json
+
+One step is a forward, ``sum().backward()``, with the parameters' gradients already allocated. Memory is the
+allocator's peak during a step less what was allocated before it. Published figures: Feng & Huang, "Optimal
+Gradient Checkpoint Search for Arbitrary Computation Graphs", CVPR 2021.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+import ogc
+from ogc.allocator import peak_bytes
+from ogc.graph import table
+
+MIB = 2**20
+CPU_BATCH_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the paper's table: sizes in MiB, overhead as a share of the plain step."""
+
+    batch_size: int
+    image_size: int
+    plain: int
+    theirs: int
+    overhead: float
+
+
+ARCHITECTURES = {
+    "alexnet": Published(1024, 224, 4955, 3287, 0.34),
+    "vgg11": Published(64, 224, 3577, 2781, 0.34),
+    "vgg13": Published(64, 224, 5136, 3565, 0.33),
+    "vgg16": Published(64, 224, 5136, 3565, 0.32),
+    "vgg19": Published(64, 224, 5189, 3565, 0.33),
+    "resnet18": Published(256, 224, 5635, 3677, 0.30),
+    "resnet34": Published(128, 224, 4079, 1838, 0.35),
+    "resnet50": Published(64, 224, 5323, 1973, 0.31),
+    "resnet101": Published(32, 224, 3934, 1024, 0.35),
+    "resnet152": Published(16, 224, 2767, 526, 0.37),
+    "densenet121": Published(32, 224, 4027, 898, 0.34),
+    "densenet161": Published(16, 224, 3751, 666, 0.36),
+    "densenet169": Published(32, 224, 4862, 897, 0.32),
+    "densenet201": Published(16, 224, 3146, 474, 0.53),
+    "inception_v3": Published(32, 300, 3074, 881, 0.29),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture's result. Bytes, seconds, shares of the plain step."""
+
+    arch: str
+    device: str
+    batch_size: int
+    image_size: int
+    plain_bytes: int
+    ogc_bytes: int
+    predicted_plain_bytes: int
+    predicted_bytes: int
+    plain_seconds: float
+    ogc_seconds: float
+    predicted_overhead: float
+    plain_flops: int
+    ogc_flops: int
+    segments: int
+    recomputed_segments: int
+    parse_seconds: float
+    solve_seconds: float
+    published: dict[str, Any]
+
+    @property
+    def cut(self) -> float:
+        return 1 - self.ogc_bytes / self.plain_bytes
+
+    @property
+    def overhead(self) -> float:
+        return self.ogc_seconds / self.plain_seconds - 1
+
+    @property
+    def flops_overhead(self) -> float:
+        return self.ogc_flops / self.plain_flops - 1
+
+
+class CheckFailed(Exception):
+    """The optimised model computed something else than the plain one."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _options(arguments)
+    unknown = [name for name in options.arch if name not in ARCHITECTURES]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], ARCHITECTURES, n=3, cutoff=0.0)
+        print(f"unknown architecture {unknown[0]!r}; the nearest are {', '.join(near)}", file=sys.stderr)
+        return 2
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(
+            f"--device {options.device} was asked for, but torch finds no CUDA device; use --device cpu",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        import torchvision  # noqa: F401
+    except ImportError:
+        print("benchmark.py needs torchvision: pip install torchvision", file=sys.stderr)
+        return 2
+    torch.use_deterministic_algorithms(True)
+    rows = []
+    for name in tqdm(options.arch, desc="architectures", disable=len(options.arch) == 1):
+        try:
+            rows.append(_bench(name, device, options))
+        except CheckFailed as failure:
+            print(f"{name}: CHECK FAILED: {failure}", file=sys.stderr)
+            return 1
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            print(_out_of_memory(name, device, options, error), file=sys.stderr)
+            return 3
+        if options.json:
+            _write_json(options.json, rows, device, options, arguments)
+    if device.type == "cpu" and options.batch_size is None:
+        print(f"CPU run: batch size {CPU_BATCH_SIZE} instead of the published ones (--batch-size published)")
+    print(_table(rows))
+    return 0
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", nargs="+", required=True, metavar="NAME", help="'all', or any of: " + ", ".join(ARCHITECTURES))
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch-size", type=_batch_size, help="a number, or 'published' (the default on CUDA)")
+    parser.add_argument("--image-size", type=_positive, help="default: the published one")
+    parser.add_argument("--iterations", type=_positive, default=3, help="timed steps of each model, interleaved")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", choices=["auto", "estimate", "measure"], default="measure")
+    parser.add_argument("--json", metavar="FILE", help="also write the results, with command, versions and machine")
+    options = parser.parse_args(arguments)
+    if options.arch == ["all"]:
+        options.arch = list(ARCHITECTURES)
+    return options
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return number
+
+
+def _batch_size(text: str) -> int | str:
+    return text if text == "published" else _positive(text)
+
+
+def _input_size(name: str, device: torch.device, options: argparse.Namespace) -> tuple[int, int]:
+    published = ARCHITECTURES[name]
+    default = CPU_BATCH_SIZE if device.type == "cpu" else "published"
+    batch_size = options.batch_size or default
+    if batch_size == "published":
+        batch_size = published.batch_size
+    return batch_size, options.image_size or published.image_size
+
+
+def _bench(name: str, device: torch.device, options: argparse.Namespace) -> Row:
+    batch_size, image_size = _input_size(name, device, options)
+    torch.manual_seed(options.seed)
+    model = _build(name).to(device).train()
+    images = torch.randn(batch_size, 3, image_size, image_size, device=device)
+    with tqdm(total=3 + options.iterations, desc=f"{name}: parse", leave=False) as progress:
+
+        def stage(what: str) -> None:
+            progress.update()
+            progress.set_description(f"{name}: {what}")
+
+        start = time.perf_counter()
+        graph = ogc.parse(model, images, profile=options.profile)
+        parse_seconds = time.perf_counter() - start
+        stage("solve")
+        start = time.perf_counter()
+        plan = ogc.solve(graph)
+        solve_seconds = time.perf_counter() - start
+        optimised = ogc.apply(model, graph, plan)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        stage("check and memory")
+        plain_peak, plain_flops, ogc_peak, ogc_flops = _check(model, optimised, images, options.seed, device)
+        plain_times, ogc_times = [], []
+        for number in range(options.iterations):
+            stage(f"timed step {number + 1}")
+            plain_times.append(_timed(model, images, device))
+            ogc_times.append(_timed(optimised, images, device))
+        progress.update()
+    return Row(
+        arch=name,
+        device=_device_name(device),
+        batch_size=batch_size,
+        image_size=image_size,
+        plain_bytes=plain_peak,
+        ogc_bytes=ogc_peak,
+        predicted_plain_bytes=plan.plain_peak_bytes,
+        predicted_bytes=plan.peak_bytes,
+        plain_seconds=median(plain_times),
+        ogc_seconds=median(ogc_times),
+        predicted_overhead=plan.overhead,
+        plain_flops=plain_flops,
+        ogc_flops=ogc_flops,
+        segments=len(plan.segments),
+        recomputed_segments=sum(segment.recompute for segment in plan.segments),
+        parse_seconds=parse_seconds,
+        solve_seconds=solve_seconds,
+        published=asdict(ARCHITECTURES[name]),
+    )
+
+
+def _build(name: str) -> torch.nn.Module:
+    import torchvision
+
+    keywords = {"init_weights": True} if name == "inception_v3" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torchvision.models.get_model(name, weights=None, **keywords)
+
+
+def _step(model: torch.nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
+    """One forward and backward; the outputs, detached."""
+    result = model(images)
+    outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+    sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
+    return [output.detach() for output in outputs]
+
+
+def _check(
+    model: torch.nn.Module, optimised: torch.nn.Module, images: torch.Tensor, seed: int, device: torch.device
+) -> tuple[int, int, int, int]:
+    """One step of each from the same state: peaks and FLOPs; raises CheckFailed unless all is equal."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    if device.type == "cuda":
+        _step(model, images)  # libraries take their workspaces
+    found, peaks, flops = [], [], []
+    for candidate in (model, optimised):
+        _restore(model, buffers)
+        torch.manual_seed(seed)
+        outputs: list[torch.Tensor] = []
+        counter = FlopCounterMode(display=False)
+        with counter:
+            peaks.append(peak_bytes(lambda: outputs.extend(_step(candidate, images)), device))  # noqa: B023
+        flops.append(counter.get_total_flops())
+        found.append(dict(_everything(model, outputs)))
+    plain, ours = found
+    for name, value in plain.items():
+        if not torch.equal(value, ours[name]):
+            distance = (value.double() - ours[name].double()).abs().max().item()
+            raise CheckFailed(f"{name} differs by at most {distance:.3g}")
+    return peaks[0], flops[0], peaks[1], flops[1]
+
+
+def _restore(model: torch.nn.Module, buffers: list[torch.Tensor]) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    for buffer, copy in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(copy)
+
+
+def _everything(model: torch.nn.Module, outputs: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((f"output {number}", output) for number, output in enumerate(outputs))
+    yield from ((f"gradient of {name}", p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None)
+    yield from ((f"buffer {name}", buffer.clone()) for name, buffer in model.named_buffers())
+    yield "random state", torch.get_rng_state()
+
+
+def _timed(model: torch.nn.Module, images: torch.Tensor, device: torch.device) -> float:
+    synchronize: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    _step(model, images)
+    synchronize()
+    return time.perf_counter() - start
+
+
+def _table(rows: list[Row]) -> str:
+    header = [
+        "arch", "batch", "plain MiB", "ogc MiB", "cut", "plain s", "ogc s", "overhead", "by FLOPs",
+        "predicted MiB", "error", "predicted overhead", "segments", "planning s",
+        "published: plain", "theirs", "overhead",
+    ]  # fmt: skip
+    return table(header, [_cells(row) for row in rows])
+
+
+def _cells(row: Row) -> list[str]:
+    published = row.published
+    comparable = (row.batch_size, row.image_size) == (published["batch_size"], published["image_size"])
+    return [
+        row.arch,
+        f"{row.batch_size}",
+        f"{row.plain_bytes / MIB:.1f}",
+        f"{row.ogc_bytes / MIB:.1f}",
+        f"{row.cut:.1%}",
+        f"{row.plain_seconds:.3f}",
+        f"{row.ogc_seconds:.3f}",
+        f"{row.overhead:.1%}",
+        f"{row.flops_overhead:.1%}",
+        f"{row.predicted_bytes / MIB:.1f}",
+        f"{row.predicted_bytes / row.ogc_bytes - 1:+.2%}",
+        f"{row.predicted_overhead:.1%}",
+        f"{row.segments}",
+        f"{row.parse_seconds + row.solve_seconds:.1f}",
+        f"{published['plain']}" if comparable else f"{published['plain']} (batch {published['batch_size']})",
+        f"{published['theirs']}",
+        f"{published['overhead']:.0%}",
+    ]
+
+
+def _write_json(
+    path: str, rows: list[Row], device: torch.device, options: argparse.Namespace, arguments: list[str] | None
+) -> None:
+    data = {
+        "command": shlex.join(["python", "benchmark.py", *(sys.argv[1:] if arguments is None else arguments)]),
+        "versions": {"ogc": ogc.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": {"device": _device_name(device), "cores": os.cpu_count(), "system": platform.system()},
+        "seed": options.seed,
+        "rows": [asdict(row) for row in rows],
+    }
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(data, file, indent=1)
+        file.write("\n")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def _out_of_memory(name: str, device: torch.device, options: argparse.Namespace, error: BaseException) -> str:
+    """What would fit, from a plan for a small batch: activations grow with it."""
+    batch_size, image_size = _input_size(name, device, options)
+    del error
+    model = _build(name)
+    plan = ogc.solve(ogc.parse(model, torch.randn(2, 3, image_size, image_size), profile="estimate"))
+    fixed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+    memory = (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    fits = {
+        what: max(0, int(2 * (memory - fixed) * 0.9 / peak))
+        for what, peak in (("plain", plan.plain_peak_bytes), ("optimised", plan.peak_bytes))
+    }
+    return (
+        f"{name}: out of memory at batch size {batch_size} on {device} ({memory / MIB:.0f} MiB). About "
+        f"{fits['plain']} samples would fit the plain model, {fits['optimised']} the optimised one; both are "
+        f"run, so try --batch-size {max(1, fits['plain'])}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
