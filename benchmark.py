@@ -148,7 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", nargs="+", required=True, metavar="NAME", help="'all', or any of: " + ", ".join(ARCHITECTURES))
+    names = "'all', or any of: " + ", ".join(ARCHITECTURES)
+    parser.add_argument("--arch", nargs="+", required=True, metavar="NAME", help=names)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-size", type=_batch_size, help="a number, or 'published' (the default on CUDA)")
     parser.add_argument("--image-size", type=_positive, help="default: the published one")
@@ -175,11 +176,11 @@ def _batch_size(text: str) -> int | str:
 
 def _input_size(name: str, device: torch.device, options: argparse.Namespace) -> tuple[int, int]:
     published = ARCHITECTURES[name]
-    default = CPU_BATCH_SIZE if device.type == "cpu" else "published"
-    batch_size = options.batch_size or default
-    if batch_size == "published":
-        batch_size = published.batch_size
-    return batch_size, options.image_size or published.image_size
+    batch_size = options.batch_size or (CPU_BATCH_SIZE if device.type == "cpu" else "published")
+    return (
+        published.batch_size if batch_size == "published" else int(batch_size),
+        options.image_size or published.image_size,
+    )
 
 
 def _bench(name: str, device: torch.device, options: argparse.Namespace) -> Row:

@@ -183,9 +183,7 @@ class Graph:
     def boundary(self, cut: int) -> tuple[int, ...]:
         """Values made before ``cut`` and used at or after it (outputs are used by the caller)."""
         return tuple(
-            v
-            for v, (first, last) in enumerate(zip(self.producers, self.last_uses, strict=True))
-            if first < cut <= last
+            v for v, (first, last) in enumerate(zip(self.producers, self.last_uses, strict=True)) if first < cut <= last
         )
 
     @property

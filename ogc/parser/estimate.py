@@ -1,19 +1,21 @@
-"""Weights of one operation without running it: shapes through FakeTensorMode, time from a roofline.
+"""Weights of one operation without computing it: shapes only, time from a roofline.
 
-An operation is run once, forward and backward, on fake tensors of the shapes that it was seen with. Every
-operator that this dispatches to is seen by :class:`_Meter`, which adds up FLOPs and bytes moved and keeps
-the most bytes of fresh storage alive at once. Equal calls are looked up, not run again.
+An operation is run once, forward and backward, on meta tensors of the shapes that it was seen with (several
+times faster than fake ones, and all but one weight depends on shapes alone). Every operator that this
+dispatches to is seen by :class:`_Meter`, which adds up FLOPs and bytes moved and keeps the most bytes of
+fresh storage alive at once. Equal calls are looked up, not run again. What an operation saves can depend on
+the device (a dropout mask has one byte or four); for a device that the model is not on, it is found out
+under FakeTensorMode, which needs no such device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -49,14 +51,15 @@ class Weights:
     backward_seconds: float = 0.0
     backward_flops: int = 0
     gradients: tuple[InputGradient, ...] = ()
-    internal_bytes: int = 0
+    internal_bytes: int | None = None  # None: as observed
 
 
 class Estimator:
-    """Estimates operations for a device; ``device`` may be one that this machine lacks."""
+    """Estimates operations for ``device``, which this machine may lack; the model is on ``home``."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, home: torch.device) -> None:
         self.device = device
+        self.elsewhere = device.type != home.type
         self.rates = RATES.get(device.type, RATES["cuda"])
         self.seen: dict[Any, Weights] = {}
 
@@ -68,6 +71,8 @@ class Estimator:
         if key not in self.seen:
             in_place = any(v in record.reads for v in record.writes)
             weights = self._run(node.target, *pytree.tree_flatten((args, kwargs)), in_place)
+            if self.elsewhere and record.internal_bytes:
+                weights = replace(weights, internal_bytes=self._internal_bytes(node.target, args, kwargs))
             self.seen[key] = self._with_kernel_copies(operator_name(node), args, record, weights)
         return self.seen[key]
 
@@ -92,6 +97,20 @@ class Estimator:
             return replace(weights, working_bytes=weights.working_bytes + record.output_bytes[0])
         return weights
 
+    def _internal_bytes(self, target: Any, args: Any, kwargs: Any) -> int:
+        """Bytes that the operation saves on the device besides its arguments and results."""
+
+        def fake(leaf: Any) -> Any:
+            return _shadow(leaf, True, self.device) if isinstance(leaf, torch.Tensor) else leaf
+
+        saved: list[torch.Tensor] = []
+        with FakeTensorMode(), torch.enable_grad(), _saving(saved):
+            given = pytree.tree_map(fake, (args, kwargs))
+            result = target(*given[0], **given[1])
+        known = {t.untyped_storage()._cdata for t in tensor_leaves(given, result)}
+        internal = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+        return sum(size for key, size in internal.items() if key not in known)
+
     def _run(self, target: Any, leaves: list[Any], tree: pytree.TreeSpec, in_place: bool) -> Weights:
         with torch.enable_grad():
             fakes = [_shadow(leaf, in_place) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -99,8 +118,7 @@ class Estimator:
             saved: list[torch.Tensor] = []
             tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
             edges = [(n, get_gradient_edge(t)) for n, t in enumerate(tensors) if t.requires_grad]
-            keep: Callable[[torch.Tensor], int] = lambda t: saved.append(t) or len(saved) - 1  # type: ignore[func-returns-value]
-            with saved_tensors_hooks(keep, saved.__getitem__), meter:
+            with _saving(saved), meter:
                 args, kwargs = pytree.tree_unflatten(fakes, tree)
                 result = target(*args, **kwargs)
             outputs = tensor_leaves(result)
@@ -114,7 +132,15 @@ class Estimator:
                 return Weights(scratch, forward.seconds, forward.flops)
             return self._run_backward(outputs, ends, edges, meter, scratch, forward)
 
-    def _run_backward(self, outputs, ends, edges, meter, scratch, forward) -> Weights:
+    def _run_backward(
+        self,
+        outputs: list[torch.Tensor],
+        ends: list[torch.Tensor],
+        edges: list[tuple[int, GradientEdge]],
+        meter: _Meter,
+        scratch: int,
+        forward: _Reading,
+    ) -> Weights:
         given = {id(end): torch.empty_like(end) for end in ends}
         with meter:
             found = torch.autograd.grad(ends, [e for _, e in edges], list(given.values()), allow_unused=True)
@@ -146,9 +172,19 @@ class Estimator:
         )
 
 
-def _shadow(tensor: torch.Tensor, in_place: bool) -> torch.Tensor:
+def _saving(saved: list[torch.Tensor]) -> saved_tensors_hooks:
+    """Hooks that list what autograd saves."""
+
+    def pack(tensor: torch.Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    return saved_tensors_hooks(pack, saved.__getitem__)
+
+
+def _shadow(tensor: torch.Tensor, in_place: bool, device: torch.device | str = "meta") -> torch.Tensor:
     """A tensor of the same shape, strides and type without memory."""
-    shadow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    shadow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if not tensor.requires_grad:
         return shadow
     # A leaf could not be written in place.

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _NUMBER_METHODS = {"__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy"}
-_CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"}
+_CONVOLUTIONS = {"convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))}
 _SCALAR_OPERATORS: dict[str, Callable[..., Any]] = {
     "aten::add": operator.add,
     "aten::sub": operator.sub,
@@ -118,7 +118,11 @@ class _Flat(torch.nn.Module):
         try:
             result = self.model.forward(*args, **kwargs)
         except Exception as error:
-            error.add_note("ogc: this error was raised by the model's own forward on the sample input.")
+            note = "ogc: this error was raised by the model's own forward on the sample input."
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:  # Python 3.10
+                log.error(note)
             raise
         leaves, tree = pytree.tree_flatten(result)
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -171,7 +175,8 @@ def _depends_on_data(tensor: Any) -> bool:
     """Whether a traced tensor holds anything but sizes and constants."""
     if not isinstance(tensor, torch.Tensor) or not torch._C._get_tracing_state():
         return False
-    pending, seen = [torch._C._get_value_trace(tensor)], set()
+    pending = [torch._C._get_value_trace(tensor)]  # type: ignore[attr-defined]
+    seen: set[int] = set()
     while pending:
         value = pending.pop()
         if value.unique() in seen:

@@ -30,7 +30,7 @@ class Measurer:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.estimator = Estimator(device)
+        self.estimator = Estimator(device, device)
         self.seen: dict[Any, Weights] = {}
 
     def weigh(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
@@ -117,7 +117,8 @@ class _Call:
     def own_bytes(self) -> int:
         """Bytes of what the forward made and keeps: its results and what it saves."""
         given = {t.untyped_storage()._cdata for t in self.inputs if isinstance(t, torch.Tensor)}
-        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensor_leaves(self.result) + self.saved}
+        made = tensor_leaves(self.result) + self.saved
+        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in made}
         return sum(size for key, size in kept.items() if key not in given)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,13 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from tqdm import tqdm
 
 from ..program import LIVE_ARGUMENTS, Saved, TensorRef
 from .jit import Traced
@@ -56,7 +57,9 @@ class Observation:
     output_values: set[int]
 
 
-def observe(model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit | None = None) -> Observation:
+def observe(
+    model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit | None = None
+) -> Observation:
     """Run ``traced`` on ``inputs`` with gradients on and record every operation.
 
     Args:
@@ -81,7 +84,7 @@ class _Observer:
     def run(self) -> Observation:
         last_use = self._last_uses()
         with torch.enable_grad():
-            for node in self.traced.graph.nodes:
+            for node in tqdm(self.traced.graph.nodes, "weigh operations", delay=1, leave=False):
                 self._run(node)
                 for name in last_use.get(node.name, ()):
                     del self.found[name]
@@ -136,7 +139,7 @@ class _Observer:
             for index, tensor in enumerate(tensor_leaves(self.found[leaf.name]))
         ]
         if node.target is operator.getitem:
-            found = [found[int(node.args[1])]]  # type: ignore[call-overload]
+            found = [found[cast(int, node.args[1])]]
         return [ref for ref, _ in found], [tensor for _, tensor in found]
 
     def _record_reads(self, record: Record, refs: list[TensorRef], tensors: list[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InputError, ParseError
 from ..graph import Graph, Operation, Value
-from ..program import InputSpec, Program
+from ..program import InputSpec, Program, TensorRef
 from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import OperationGradients, gradient_bytes
 from .jit import Traced, trace
@@ -56,7 +56,7 @@ def parse(
     with untouched(model):
         traced = _trace(model, spec, tensors)
         after_trace = _state(model)
-    profiler = Measurer(home) if kind == "measure" else Estimator(target)
+    profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
     weights: list[Weights] = []
     with untouched(model):
         observation = observe(
@@ -225,7 +225,7 @@ def _operation(
         reads=tuple(record.reads),
         writes=tuple(record.writes),
         saves=tuple(record.saved_values),
-        internal_bytes=weights.internal_bytes or record.internal_bytes,
+        internal_bytes=record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes,
         scratch_bytes=weights.scratch_bytes,
         gradient_bytes=gradient[0],
         backward_bytes=gradient[1],
@@ -249,8 +249,6 @@ def _gradients(record: Record, weights: Weights) -> OperationGradients:
     )
 
 
-def _returned(traced: Traced) -> list[Any]:
-    from ..program import TensorRef
-
+def _returned(traced: Traced) -> list[TensorRef]:
     output = next(node for node in traced.graph.nodes if node.op == "output")
     return [TensorRef(node.name, 0) for node in output.all_input_nodes]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ..errors import InputError
 from ..graph import Graph
 from ..plan import Plan
-from ..program import InputSpec, Program, TensorSpec
+from ..program import Program, TensorSpec
 from .frame import Frame
 from .generate import Generated, generate
 
@@ -45,8 +48,6 @@ def optimized_module(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.
         )
 
     def deep_copy(self: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-        import copy
-
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(vars(self), memo))
@@ -64,7 +65,7 @@ def optimized_module(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.
             log.warning("the model has an attribute %r of its own; the optimized module's %r is not set", name, name)
         else:
             members[name] = value
-    result = object.__new__(type(f"Optimized{original.__name__}", (original,), members))
+    result: torch.nn.Module = object.__new__(type(f"Optimized{original.__name__}", (original,), members))
     object.__setattr__(result, "__dict__", vars(model))
     runner.watch(result)
     return result
@@ -78,6 +79,7 @@ class Runner:
         self.plan = plan
         self.generated: Generated = generate(graph, plan)
         self.expected: list[Any] | None = None
+        self.training = True
         self.watched: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
         self.told: set[str] = set()
 
@@ -86,14 +88,14 @@ class Runner:
         watched = _Watched(model)
         self.watched[model] = watched
         if self.expected is None:
-            self.expected = watched.state()
+            self.expected, self.training = watched.state(), model.training
         return watched
 
     def applies(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this call is one that the plan was made for; if not, the original forward runs."""
         if self.plan.is_plain or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return False
-        if torch.jit.is_tracing() or torch.compiler.is_compiling():
+        if torch.jit.is_tracing() or torch.compiler.is_compiling() or (self.training and not model.training):
             return False
         watched = self.watched.get(model) or self.watch(model)
         if watched.state() != self.expected:
@@ -150,17 +152,11 @@ def _fits(leaf: Any, spec: Any) -> bool:
     return bool(leaf == spec)
 
 
-class _no_autocast:
+@contextmanager
+def _no_autocast(tensors: list[torch.Tensor]) -> Iterator[None]:
     """Casts are part of a traced program: autocast must not add its own."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        kinds = {tensor.device.type for tensor in tensors}
-        self.contexts = [torch.autocast(kind, enabled=False) for kind in kinds if torch.is_autocast_enabled(kind)]
-
-    def __enter__(self) -> None:
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*exception)
+    with ExitStack() as stack:
+        for kind in {tensor.device.type for tensor in tensors}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..errors import SolveError
 from ..graph import Graph
@@ -338,11 +338,15 @@ class _SegmentCosts:
         peaks = np.maximum.accumulate(np.where(self.inside, live, -NEVER), 1)
         return np.where(self.later, peaks[:, np.maximum(self.cuts - 1, 0)], -NEVER)
 
-    def _sum_ij(self, i_from, i_to, j_from, j_to, chosen=True) -> Ints:
+    def _sum_ij(
+        self, i_from: ArrayLike, i_to: ArrayLike, j_from: ArrayLike, j_to: ArrayLike, chosen: ArrayLike = True
+    ) -> Ints:
         c = len(self.cuts)
         return _rectangles((c, c), i_from, i_to, j_from, j_to, np.where(chosen, self.size, 0))
 
-    def _sum_it(self, i_from, i_to, t_from, t_to, chosen=True) -> Ints:
+    def _sum_it(
+        self, i_from: ArrayLike, i_to: ArrayLike, t_from: ArrayLike, t_to: ArrayLike, chosen: ArrayLike = True
+    ) -> Ints:
         return _rectangles((len(self.cuts), self.n), i_from, i_to, t_from, t_to, np.where(chosen, self.size, 0))
 
     def _after(self, positions: Ints) -> Ints:
@@ -354,7 +358,9 @@ def _prefix(weights: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(weights)])
 
 
-def _rectangles(shape: tuple[int, int], r_from, r_to, c_from, c_to, weights: Ints) -> Ints:
+def _rectangles(
+    shape: tuple[int, int], r_from: ArrayLike, r_to: ArrayLike, c_from: ArrayLike, c_to: ArrayLike, weights: Ints
+) -> Ints:
     """Sum of the weights whose half-open rectangle of rows and columns covers each cell."""
     corners = np.zeros((shape[0] + 1, shape[1] + 1), np.int64)
     rows = [np.broadcast_to(np.minimum(r, shape[0]), weights.shape) for r in (r_from, r_to)]

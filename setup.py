@@ -1,0 +1,5 @@
+"""Metadata and settings are in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

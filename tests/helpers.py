@@ -1,0 +1,144 @@
+"""What several tests share: random graphs, the brute-force solver, and the plain-model oracle."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import torch
+
+import ogc
+from ogc.errors import PlanError
+from ogc.graph import Graph, Operation, Value
+from ogc.plan import cut_into_segments
+from ogc.solver.simulate import Simulation, simulate
+
+
+def random_graph(seed: int, most: int = 8) -> Graph:
+    """A seeded DAG with shared values, in-place groups, outputs, internals, values saved by several."""
+    rng = random.Random(seed)
+    values: list[Value] = []
+    operations: list[Operation] = []
+    saved: set[int] = set()
+    for t in range(rng.randrange(2, most + 1)):
+        reads: list[int] = []
+        if values:
+            near = max(0, len(values) - 4)
+            reads = sorted(
+                {rng.randrange(near if rng.random() < 0.8 else 0, len(values)) for _ in range(rng.choice([1, 1, 2, 3]))}
+            )
+        changeable = [v for v in reads if v not in saved]
+        if changeable and rng.random() < 0.25:
+            writes = [rng.choice(changeable)]
+        else:
+            writes = []
+            for _ in range(rng.choice([1, 1, 1, 2])):
+                size = rng.choice([0, 1, 2, 3, 5, 8, 13, 100])
+                values.append(Value(f"v{len(values)}", size, is_output=rng.random() < 0.08))
+                writes.append(len(values) - 1)
+        saves = [v for v in sorted({*reads, *writes}) if rng.random() < 0.45]
+        saved.update(saves)
+        operations.append(
+            Operation(
+                f"op{t}",
+                reads=tuple(reads),
+                writes=tuple(writes),
+                saves=tuple(saves),
+                internal_bytes=rng.choice([0, 0, 0, 0, 1, 4]),
+                scratch_bytes=rng.choice([0, 0, 3]),
+                gradient_bytes=rng.randrange(20),
+                backward_bytes=rng.randrange(60),
+                forward_seconds=rng.choice([1, 2, 5, 0.5]),
+                backward_seconds=1,
+                replayable=rng.random() > 0.06,
+            )
+        )
+    return Graph(tuple(operations), tuple(values))
+
+
+def all_plans(graph: Graph) -> Iterator[Simulation]:
+    """Every interval plan of the graph that may run, simulated."""
+    inner = graph.cuts[1:-1]
+    for count in range(len(inner) + 1):
+        for chosen in itertools.combinations(inner, count):
+            cuts = [0, *chosen, len(graph)]
+            for modes in itertools.product([False, True], repeat=len(cuts) - 1):
+                try:
+                    yield simulate(graph, cut_into_segments(graph, cuts, modes))
+                except PlanError:
+                    continue
+
+
+def chain(sizes: list[int], **weights: int) -> Graph:
+    """Operations in a row, each saving what it reads, as convolutions do."""
+    operations = tuple(
+        Operation(
+            f"op{t}",
+            reads=(t - 1,) if t else (),
+            writes=(t,),
+            saves=(t - 1,) if t else (),
+            forward_seconds=1.0,
+            backward_seconds=2.0,
+            **weights,
+        )
+        for t in range(len(sizes))
+    )
+    values = tuple(Value(f"v{t}", size, is_output=t == len(sizes) - 1) for t, size in enumerate(sizes))
+    return Graph(operations, values)
+
+
+def forced(model: torch.nn.Module, sample: object, pieces: int = 3, **options: str) -> torch.nn.Module:
+    """The model cut into about equal pieces, all recomputed, whether that pays or not."""
+    graph = ogc.parse(model, sample, **options)  # type: ignore[arg-type]
+    inner = list(graph.cuts[1:-1])
+    step = max(1, len(inner) // pieces)
+    cuts = [0, *inner[step - 1 :: step], len(graph)]
+    return ogc.apply(model, graph, ogc.make_plan(graph, cuts, [True] * (len(cuts) - 1)))
+
+
+def tensors_of(result: object) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(result)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def loss_of(result: object) -> torch.Tensor:
+    parts = [t for t in tensors_of(result) if t.requires_grad]
+    return sum((t.square().sum() if t.is_floating_point() else t.abs().sum() for t in parts), torch.zeros(()))
+
+
+def trace_of_training(
+    model: torch.nn.Module, run: torch.nn.Module, inputs: tuple, steps: int = 3
+) -> list[torch.Tensor]:
+    """Outputs, gradients, buffers, parameters and random state over a few SGD steps of ``run``.
+
+    ``model`` owns the parameters; it is put back to where it was.
+    """
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen: list[torch.Tensor] = []
+    torch.manual_seed(7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        result = run(*inputs)
+        loss_of(result).backward()
+        seen += [t.detach().clone() for t in tensors_of(result)]
+        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        seen += [t.grad.clone() for t in tensors_of(inputs) if t.grad is not None]
+        optimizer.step()
+        seen += [t.clone() for t in model.state_dict().values()]
+        seen.append(torch.get_rng_state())
+    model.load_state_dict(start)
+    model.zero_grad()
+    for tensor in tensors_of(inputs):
+        tensor.grad = None
+    return seen
+
+
+def assert_same_training(model: torch.nn.Module, optimised: torch.nn.Module, inputs: tuple, steps: int = 3) -> None:
+    """Bitwise the same outputs, gradients, buffers, parameters and random stream as the plain model."""
+    plain = trace_of_training(model, model, inputs, steps)
+    ours = trace_of_training(model, optimised, inputs, steps)
+    assert len(plain) == len(ours)
+    for number, (a, b) in enumerate(zip(plain, ours, strict=True)):
+        assert torch.equal(a, b), f"tensor {number} of {len(plain)} differs by {(a.double() - b.double()).abs().max()}"
