@@ -51,6 +51,7 @@ class Operation:
     forward_flops: int = 0
     backward_flops: int = 0
     replayable: bool = True  # False: running it twice would change the model or the numbers
+    takes_over: int | None = None  # a value whose storage its result takes where no cut separates the two
 
 
 SMALL_INTERNALS = 64
@@ -94,6 +95,8 @@ class Graph:
                     f"operation {op.name} changes {self.values[blind[0]].name} in place; "
                     "name the value among its reads too"
                 )
+            if op.takes_over is not None and (op.takes_over not in op.reads or op.takes_over in op.writes):
+                raise ParseError(f"operation {op.name} takes over a value that it does not read, or writes itself")
             written.update(op.writes)
             stray = [v for v in op.saves if v not in op.reads and v not in op.writes]
             if stray:
@@ -108,6 +111,10 @@ class Graph:
                         "which autograd refuses; make the in-place operation out of place"
                     )
             savers.update((v, op) for v in op.saves)
+        for position, op in enumerate(self.operations):
+            v = op.takes_over
+            if v is not None and (self.last_uses[v] != position or v in savers):
+                raise ParseError(f"operation {op.name} takes over {self.values[v].name}, which is needed afterwards")
         for index, value in enumerate(self.values):
             if index not in written:
                 raise ParseError(f"no operation makes value {value.name}")

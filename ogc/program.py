@@ -54,6 +54,7 @@ class Program:
         tensors: for each operation, the requires_grad flag of each tensor it returns.
         storages: the value number of each program tensor that is a value.
         random: operations that draw random numbers.
+        out_of_place: for operations that may take over a value's storage, the operator that does not.
     """
 
     graph: torch.fx.Graph
@@ -64,6 +65,7 @@ class Program:
     storages: dict[TensorRef, int]
     differentiable: frozenset[TensorRef]
     random: frozenset[int]
+    out_of_place: dict[int, Any] = field(default_factory=dict)
 
     @property
     def operations(self) -> list[torch.fx.Node]:

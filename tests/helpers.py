@@ -21,23 +21,31 @@ def random_graph(seed: int, most: int = 8) -> Graph:
     values: list[Value] = []
     operations: list[Operation] = []
     saved: set[int] = set()
+    gone: set[int] = set()  # taken over by another value
     for t in range(rng.randrange(2, most + 1)):
         reads: list[int] = []
         if values:
             near = max(0, len(values) - 4)
             reads = sorted(
                 {rng.randrange(near if rng.random() < 0.8 else 0, len(values)) for _ in range(rng.choice([1, 1, 2, 3]))}
+                - gone
             )
         changeable = [v for v in reads if v not in saved]
+        taken = None
         if changeable and rng.random() < 0.25:
             writes = [rng.choice(changeable)]
+        elif changeable and rng.random() < 0.2 and not values[changeable[-1]].is_output:
+            taken = changeable[-1]
+            values.append(Value(f"v{len(values)}", values[taken].bytes))
+            writes = [len(values) - 1]
+            gone.add(taken)
         else:
             writes = []
             for _ in range(rng.choice([1, 1, 1, 2])):
                 size = rng.choice([0, 1, 2, 3, 5, 8, 13, 100])
                 values.append(Value(f"v{len(values)}", size, is_output=rng.random() < 0.08))
                 writes.append(len(values) - 1)
-        saves = [v for v in sorted({*reads, *writes}) if rng.random() < 0.45]
+        saves = [v for v in sorted({*reads, *writes} - {taken}) if rng.random() < 0.45]
         saved.update(saves)
         operations.append(
             Operation(
@@ -52,6 +60,7 @@ def random_graph(seed: int, most: int = 8) -> Graph:
                 forward_seconds=rng.choice([1, 2, 5, 0.5]),
                 backward_seconds=1,
                 replayable=rng.random() > 0.06,
+                takes_over=taken,
             )
         )
     return Graph(tuple(operations), tuple(values))

@@ -1,11 +1,10 @@
 """The weighted graph: validation, cuts, boundaries, export."""
 
 import pytest
+from helpers import chain
 
 from ogc.errors import ParseError
 from ogc.graph import Graph, Operation, Value
-
-from helpers import chain
 
 
 def test_boundary_is_what_is_made_before_and_used_after():

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from helpers import all_plans, chain, random_graph
 
 import ogc
 from ogc.errors import PlanError, SolveError
@@ -10,8 +11,6 @@ from ogc.graph import Graph, Operation, Value
 from ogc.plan import Segment, cut_into_segments, recompute_program
 from ogc.solver.interval import least_kept, least_peak, least_peak_plan, least_seconds, segment_costs
 from ogc.solver.simulate import simulate
-
-from helpers import all_plans, chain, random_graph
 
 SEEDS = range(350)
 
@@ -93,7 +92,7 @@ def test_segment_costs_agree_with_the_simulator_on_larger_graphs(seed):
     except PlanError:
         expected = None
     kept, peak = 0, 0
-    for i, j, mode in zip(index, index[1:], modes):
+    for i, j, mode in zip(index[:-1], index[1:], modes, strict=True):
         peak = max(peak, kept + int(costs.local[int(mode), i, j]))
         kept += int(costs.kept[int(mode), i, j])
     assert (peak == expected) if expected is not None else peak > 2**60

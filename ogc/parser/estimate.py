@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from .gradients import InputGradient
-from .observe import Record, operator_name, tensor_leaves
+from .observe import Record, is_dense, operator_name, tensor_leaves
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Estimator:
                     bytes=gradient.untyped_storage().nbytes(),
                     shares=shared.get(key),
                     group=groups.setdefault(key, len(groups)),
-                    dense=_is_dense(gradient),
+                    dense=is_dense(gradient),
                 )
             )
         return Weights(
@@ -251,16 +251,6 @@ def _pass_through(record: Record) -> tuple[InputGradient, ...]:
     if len(record.outputs) == 1 and len(record.arguments) == 1 and record.differentiable[0]:
         return (InputGradient(0, record.output_bytes[0], shares=0),)
     return ()
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor covers a block of memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _writes(function: Any) -> bool:

@@ -34,6 +34,8 @@ _CONVOLUTIONS = {"convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose
 _SCALAR_OPERATORS: dict[str, Callable[..., Any]] = {
     "aten::add": operator.add,
     "aten::sub": operator.sub,
+    "aten::rsub": operator.sub,  # operands swapped
+    "aten::pow": operator.pow,
     "aten::mul": operator.mul,
     "aten::floor_divide": operator.floordiv,
     "aten::div": operator.truediv,
@@ -279,6 +281,11 @@ class _Lowering:
     def _scalar_call(self, node: Any) -> None:
         function = _SCALAR_OPERATORS[node.kind()]
         operands = [self._get(value) for value in self._operands(node)]
+        if node.kind() == "aten::rsub":
+            operands.reverse()
+        rounding = [value for value in list(node.inputs())[2:] if isinstance(self._get(value), str)]
+        if node.kind() == "aten::div" and rounding:
+            function = operator.floordiv  # sizes are not negative: "trunc" is "floor"
         if not any(isinstance(x, torch.fx.Node) for x in operands):
             self._set(node, function(*operands))
             return

@@ -42,6 +42,7 @@ class Record:
     reads_external: list[int] = field(default_factory=list)
     writes_external: list[int] = field(default_factory=list)
     differentiable: list[bool] = field(default_factory=list)  # per output
+    layouts: list[tuple[Any, ...]] = field(default_factory=list)  # per tensor argument: type, shape, strides, dense
     random: bool = False
 
 
@@ -146,6 +147,7 @@ class _Observer:
         for ref, tensor in zip(refs, tensors, strict=True):
             value = self.storages.value(tensor)
             record.arguments.append(ref if value is not None else None)
+            record.layouts.append((tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)))
             if value is not None:
                 _add(record.reads, value)
             else:
@@ -186,7 +188,7 @@ class _Observer:
     def _record_saves(
         self, record: Record, packed: list[torch.Tensor], known: list[tuple[torch.Tensor, TensorRef]], result: Any
     ) -> None:
-        known = known + [(t, TensorRef(record.node.name, n)) for n, t in enumerate(tensor_leaves(result))]
+        known = [(t, TensorRef(record.node.name, n)) for n, t in enumerate(tensor_leaves(result))] + known
         internal: set[int] = set()
         for tensor in packed:
             saved = self._saved(tensor, known)
@@ -267,6 +269,16 @@ def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], ta
 def tensor_leaves(*trees: Any) -> list[torch.Tensor]:
     """The tensors in nested arguments or results, in order."""
     return [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor covers a block of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def operator_name(node: torch.fx.Node) -> str:

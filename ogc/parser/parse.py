@@ -15,6 +15,7 @@ from .gradients import OperationGradients, gradient_bytes
 from .jit import Traced, trace
 from .measure import Measurer
 from .observe import Observation, Record, observe, untouched
+from .versions import separate_versions
 
 log = logging.getLogger(__name__)
 
@@ -182,10 +183,15 @@ def _graph(
     spec: InputSpec, traced: Traced, observation: Observation, weights: list[Weights], device: str, kind: str
 ) -> Graph:
     records = observation.records
-    gradients = gradient_bytes([_gradients(r, w) for r, w in zip(records, weights, strict=True)], _returned(traced))
+    output = next(node for node in traced.graph.nodes if node.op == "output")
+    taken = separate_versions(observation, {node.name for node in output.all_input_nodes})
+    gradients = gradient_bytes(
+        [_gradients(r, w) for r, w in zip(records, weights, strict=True)],
+        [TensorRef(node.name, 0) for node in output.all_input_nodes],
+    )
     last_external_write = {e: t for t, record in enumerate(records) for e in record.writes_external}
     operations = tuple(
-        _operation(position, record, weight, gradient, last_external_write)
+        _operation(position, record, weight, gradient, last_external_write, taken.get(position, (None,))[0])
         for position, (record, weight, gradient) in enumerate(zip(records, weights, gradients, strict=True))
     )
     values = tuple(
@@ -203,6 +209,7 @@ def _graph(
             ref for r in records for ref, flag in zip(r.outputs, r.differentiable, strict=True) if flag
         ),
         random=frozenset(t for t, record in enumerate(records) if record.random),
+        out_of_place={t: twin for t, (_, twin) in taken.items()},
     )
     return Graph(operations, values, program, device, kind)
 
@@ -213,6 +220,7 @@ def _operation(
     weights: Weights,
     gradient: tuple[int, int],
     last_external_write: dict[int, int],
+    takes_over: int | None,
 ) -> Operation:
     node = record.node
     # What a read of a buffer saw is gone once a later operation has written it.
@@ -225,6 +233,7 @@ def _operation(
         reads=tuple(record.reads),
         writes=tuple(record.writes),
         saves=tuple(record.saved_values),
+        takes_over=takes_over,
         internal_bytes=record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes,
         scratch_bytes=weights.scratch_bytes,
         gradient_bytes=gradient[0],
@@ -247,8 +256,3 @@ def _gradients(record: Record, weights: Weights) -> OperationGradients:
         working_bytes=weights.working_bytes,
         copies_strided=copies_strided_gradients(record.node),
     )
-
-
-def _returned(traced: Traced) -> list[TensorRef]:
-    output = next(node for node in traced.graph.nodes if node.op == "output")
-    return [TensorRef(node.name, 0) for node in output.all_input_nodes]

@@ -94,7 +94,7 @@ class _Writer:
             node = self.nodes[t]
             if t in self.draws:
                 body.append(f"frame_{self.number}.remember_random()")
-            body.append(_statement(node) + self._free(node, last_use, body_end=t == segment.stop - 1))
+            body.append(_statement(node, self._target(t)) + self._free(node, last_use, body_end=t == segment.stop - 1))
         mode = "recomputed" if segment.recompute else "saved"
         title = f"# segment {self.number}: operations {segment.start}-{segment.stop - 1}, {mode}"
         if not segment.recompute:
@@ -114,6 +114,13 @@ class _Writer:
         done = [n for n in self.retained if self.position.get(last_use[n], stop) < stop]
         return _let_go(done).removeprefix("; ")
 
+    def _target(self, t: int) -> Any:
+        """The operator to run: in place only where the value that is taken over was made in the segment."""
+        taken = self.graph.operations[t].takes_over
+        if taken is not None and self.graph.producers[taken] < self.segment.start:
+            return self.data.out_of_place[t]
+        return self.nodes[t].target
+
     # -- recomputation --------------------------------------------------------------------------------
 
     def program(self) -> str:
@@ -125,7 +132,7 @@ class _Writer:
         lines += [f"    {line}" for line in self._fills(before=True)]
         for node in self.run:
             t = self.position[node]
-            text = _statement(node, clone_live=True)
+            text = _statement(node, self._target(t), clone_live=True)
             frees = _let_go(n for n in last if last[n] is node)
             if t in self.draws:
                 lines += [f"    with frame.random({self.draws[t]}):", f"        {text}"]
@@ -244,14 +251,12 @@ def _live_arguments(node: torch.fx.Node) -> list[Any]:
     return [node.args[p] for p in positions if p < len(node.args) and isinstance(node.args[p], torch.fx.Node)]
 
 
-def _statement(node: torch.fx.Node, clone_live: bool = False) -> str:
+def _statement(node: torch.fx.Node, target: Any, clone_live: bool = False) -> str:
     cloned = _live_arguments(node) if clone_live else []
     arguments = [_argument(a) + (".clone()" if any(a is c for c in cloned) else "") for a in node.args]
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
-    if isinstance(node.target, torch._ops.OpOverload):
-        function = f"torch.ops.{node.target}"
-    else:
-        function = f"operator.{node.target.__name__}"  # type: ignore[union-attr]
+    is_operator = isinstance(target, torch._ops.OpOverload)
+    function = f"torch.ops.{target}" if is_operator else f"operator.{target.__name__}"
     return f"{node.name} = {function}({', '.join(arguments)})"
 
 

@@ -190,6 +190,8 @@ class _SegmentCosts:
         self.saved = np.array(graph.first_savers, np.int64) < self.n
         self.producer = np.array(graph.producers, np.int64)
         self.last_use = np.array(graph.last_uses, np.int64)
+        self.taken_over = np.zeros(len(graph.values), np.int64)
+        self.taken_over[[op.takes_over for op in ops if op.takes_over is not None]] = 1
         self.saver = np.array(graph.first_savers, np.int64)
         # The first cut after a position: "before cut j" is j >= after, "at or after cut i" is i < after.
         self.made = self._after(self.producer)
@@ -226,7 +228,7 @@ class _SegmentCosts:
 
     def _forward(self) -> tuple[Ints, Ints]:
         """Most bytes alive in the first run of a segment, above K(i): saved, recomputed."""
-        ends = np.minimum(self.last_use + 1, self.n)
+        ends = np.minimum(self.last_use + 1 - self.taken_over, self.n)
         peaks = []
         for kept_until, kept_internal in (
             (np.where(self.saved, self.n, ends), self.internal),
@@ -295,7 +297,7 @@ class _SegmentCosts:
             for v in op.reads:
                 early = t <= self.graph.last_writes[v]
                 needs = alive[t] if early else alive[t] & (c >= self.last_used[v])
-                until[v, needs] = t
+                until[v, needs] = t - (v == op.takes_over)
         return until
 
     def _alive(self) -> Bools:

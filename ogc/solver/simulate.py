@@ -98,6 +98,8 @@ class _Memory:
         for t in range(segment.start, segment.stop):
             op = graph.operations[t]
             self.live.update(op.writes)
+            if op.takes_over is not None and op.takes_over not in self.kept:
+                self.live.discard(op.takes_over)
             self._record("forward", number, t, op.internal_bytes + op.scratch_bytes)
             if not segment.recompute or graph.keeps_internals[t]:
                 self.internals[t] = op.internal_bytes
@@ -111,6 +113,8 @@ class _Memory:
         for t in segment.program:
             op = graph.operations[t]
             self.remade.update(op.writes)
+            if op.takes_over is not None:
+                self.remade.discard(op.takes_over)
             self._record("recompute", number, t, gradients + op.internal_bytes + op.scratch_bytes)
             if not graph.keeps_internals[t]:
                 self.internals[t] = op.internal_bytes

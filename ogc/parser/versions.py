@@ -1,0 +1,90 @@
+"""Gives each content of a storage that is changed in place a value of its own, where that is safe.
+
+A convolution, batch norm, ``relu_`` in a row share one storage. Seen as one value, no cut may fall between
+the norm and ``relu_``. But ``relu_`` can be run as ``relu`` where the norm's result is wanted later: the
+bits are the same. So the result of such an operation becomes a new value that *takes over* the old one's
+storage, and the runtime writes in place exactly where no cut separates the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..program import TensorRef
+from .observe import Observation, Record
+
+
+def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:
+    """Renumber values so that eligible in-place operations make new ones; ``observation`` is changed.
+
+    Returns:
+        For each position of such an operation, the value that it takes over and the operator that leaves
+        that value as it is.
+    """
+    records = observation.records
+    taken: dict[int, tuple[int, Any]] = {}
+    for value in range(len(observation.value_bytes)):
+        writers = [t for t, record in enumerate(records) if value in record.writes]
+        twins = [_out_of_place(records[t], value) for t in writers[1:]]
+        if len(writers) < 2 or None in twins or not _only_the_chain(observation, value, writers, output_nodes):
+            continue
+        old = value
+        for t, twin in zip(writers[1:], twins, strict=True):
+            new = len(observation.value_bytes)
+            observation.value_bytes.append(observation.value_bytes[value])
+            observation.value_names.append(records[t].node.name)
+            _rename(observation, old, new, t)
+            taken[t] = (old, twin)
+            old = new
+    return taken
+
+
+def _out_of_place(record: Record, value: int) -> Any:
+    """The operator without its underscore, if it would compute the same from the same; else None."""
+    target = record.node.target
+    if not isinstance(target, torch._ops.OpOverload) or record.random or record.writes != [value]:
+        return None
+    name = target._schema.name.split("::")[1]
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if not name.endswith("_") or target.namespace != "aten" or packet is None or len(record.outputs) != 1:
+        return None
+    # With another type or layout among the operands, the result could get that one's.
+    if record.saved_values not in ([], [value]) or len(set(record.layouts)) != 1 or not record.layouts[0][-1]:
+        return None
+    overload = target._overloadname
+    twin = getattr(packet, overload, None) if overload in packet.overloads() else None
+    if twin is None or len(twin._schema.arguments) != len(target._schema.arguments):
+        return None
+    return twin
+
+
+def _only_the_chain(observation: Observation, value: int, writers: list[int], output_nodes: set[str]) -> bool:
+    """Whether nobody sees an older content through a name that outlives it, or a view of it."""
+    records = observation.records
+    chain = [TensorRef(records[t].node.name, 0) for t in writers]
+    for t, record in enumerate(records[: writers[-1] + 1]):
+        if t not in writers and any(observation.storages.get(ref) == value for ref in record.outputs):
+            return False
+    for ref, overwritten in zip(chain, writers[1:], strict=False):
+        if ref.node in output_nodes or records[overwritten].arguments[:1] != [ref]:
+            return False
+        if any(ref in record.arguments for record in records[overwritten + 1 :]):
+            return False
+        if any(value in r.saved_values for r in records[writers[0] : overwritten]):
+            return False
+    return True
+
+
+def _rename(observation: Observation, old: int, new: int, writer: int) -> None:
+    """From ``writer`` on, ``old`` is ``new``, but for what the writer itself reads."""
+    for t, record in enumerate(observation.records[writer:], writer):
+        for ref in record.outputs:
+            if observation.storages.get(ref) == old:
+                observation.storages[ref] = new
+        for numbers in (record.writes, record.saved_values, *([record.reads] if t > writer else [])):
+            numbers[:] = [new if number == old else number for number in numbers]
+    if old in observation.output_values:
+        observation.output_values.remove(old)
+        observation.output_values.add(new)
