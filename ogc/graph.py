@@ -112,9 +112,10 @@ class Graph:
                     )
             savers.update((v, op) for v in op.saves)
         for position, op in enumerate(self.operations):
-            v = op.takes_over
-            if v is not None and (self.last_uses[v] != position or v in savers):
-                raise ParseError(f"operation {op.name} takes over {self.values[v].name}, which is needed afterwards")
+            taken = op.takes_over
+            if taken is not None and (self.last_uses[taken] != position or taken in savers):
+                name = self.values[taken].name
+                raise ParseError(f"operation {op.name} takes over {name}, which is needed afterwards")
         for index, value in enumerate(self.values):
             if index not in written:
                 raise ParseError(f"no operation makes value {value.name}")

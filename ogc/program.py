@@ -18,6 +18,10 @@ Running such an operator again on copies of these arguments gives the same resul
 """
 
 
+TENSOR = object()
+"""Stands for a tensor among the leaves of a result."""
+
+
 @dataclass(frozen=True)
 class TensorRef:
     """One tensor of the program: the fx node that returns it and its place among the node's results."""
@@ -117,10 +121,10 @@ class OutputSpec:
     """How a result is rebuilt: its tree, and for each leaf a tensor's number or the leaf itself."""
 
     tree: pytree.TreeSpec
-    leaves: tuple[Any, ...]  # None where a tensor stands
+    leaves: tuple[Any, ...]  # TENSOR where one stands
 
     def rebuild(self, tensors: list[torch.Tensor]) -> Any:
         """The result of the call, from the tensors of the output node."""
         source = iter(tensors)
-        leaves = [next(source) if leaf is None else leaf for leaf in self.leaves]
+        leaves = [next(source) if leaf is TENSOR else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.tree)

@@ -126,7 +126,7 @@ def trace_of_training(
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     seen: list[torch.Tensor] = []
     torch.manual_seed(7)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     for _ in range(steps):
         optimizer.zero_grad()
         result = run(*inputs)

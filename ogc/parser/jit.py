@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import ParseError
-from ..program import InputSpec, OutputSpec
+from ..program import TENSOR, InputSpec, OutputSpec
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class _Flat(torch.nn.Module):
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not outputs:
             raise ParseError("the model's forward returns no tensor; there is nothing to train")
-        self.output_spec = OutputSpec(tree, tuple(None if isinstance(x, torch.Tensor) else x for x in leaves))
+        self.output_spec = OutputSpec(tree, tuple(TENSOR if isinstance(x, torch.Tensor) else x for x in leaves))
         self.outputs = [tensor.detach() for tensor in outputs]
         return tuple(outputs)
 
@@ -185,7 +185,7 @@ def _depends_on_data(tensor: Any) -> bool:
             continue
         seen.add(value.unique())
         kind = value.node().kind()
-        if kind in ("prim::Param", "prim::GetAttr"):
+        if kind in ("prim::Param", "prim::GetAttr", "prim::TracedAttr"):
             return True
         if kind not in ("aten::size", "prim::Constant"):
             pending.extend(value.node().inputs())

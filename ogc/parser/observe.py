@@ -125,6 +125,7 @@ class _Observer:
         self._record_outputs(record, result)
         self._record_writes(record, written, args)
         self._record_saves(record, packed, list(zip(tensors, refs, strict=True)), result)
+        packed.clear()  # the autograd graph holds on to its hooks, and with them to this list
         self.result.records.append(record)
         if self.visit is not None:
             self.visit(node, args, kwargs, record)

@@ -10,7 +10,7 @@ autograd (DDP, hooks, ``torch.autograd.grad``, double backward) works as ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any
@@ -57,14 +57,14 @@ class Frame:
         self.slots: dict[int, torch.Tensor] = {}
         self.saved = 0
         self.lock = RLock()
-        self.hooks = saved_tensors_hooks(self._pack, _unpack)
+        self.hooks = ExitStack()
 
     def __enter__(self) -> Frame:
-        self.hooks.__enter__()
+        self.hooks.enter_context(saved_tensors_hooks(self._pack, _unpack))
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.hooks.__exit__(kind, error, trace)
+        self.hooks.close()  # and lets go of them: they hold this frame
         if kind is None:
             if self.saved != len(self.code.slots):
                 raise self._changed("saved", self.saved, len(self.code.slots))

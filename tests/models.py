@@ -1,0 +1,155 @@
+"""Small networks, each with something that goes wrong easily."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Residual(nn.Module):
+    """Convolutions, batch norm, in-place ReLU and addition, pooling, dropout: a network in small."""
+
+    def __init__(self, inplace: bool = True, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=inplace))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)) for _ in range(4)
+        )
+        self.pool = nn.MaxPool2d(2)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(8 * 4 * 4, 5)
+        self.label = "kept"
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            y = block(x)
+            y += x
+            x = F.relu(y, inplace=y.shape[0] > 2)
+        x = self.dropout(self.pool(x))
+        return self.head(x.flatten(1))
+
+    def greet(self):
+        return f"label {self.label}"
+
+
+class Dense(nn.Module):
+    """Every layer reads all earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(3 + 4 * n), nn.ReLU(inplace=True), nn.Conv2d(3 + 4 * n, 4, 3, padding=1))
+            for n in range(5)
+        )
+
+    def forward(self, x):
+        features = [x]
+        for layer in self.layers:
+            features.append(layer(torch.cat(features, 1)))
+        return torch.cat(features, 1).mean((2, 3))
+
+
+class Attention(nn.Module):
+    """Embedding, attention, layer norm, a tied output: no convolution anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(16), "qkv": nn.Linear(16, 48), "out": nn.Linear(16, 16)})
+            for _ in range(3)
+        )
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            q, k, v = layer["qkv"](layer["norm"](x)).chunk(3, -1)
+            attended = F.scaled_dot_product_attention(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), is_causal=True)
+            x = x + F.dropout(layer["out"](attended.squeeze(1)), 0.2, self.training)
+        return x @ self.embedding.weight.t()
+
+
+class Outputs(nn.Module):
+    """Several outputs in a dict: an input, an intermediate, integers, one that needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x, scale=2.0, *, shift=None):
+        hidden = torch.tanh(self.first(x)) * scale
+        if shift is not None:
+            hidden = hidden + shift
+        last = torch.sigmoid(self.second(hidden))
+        return {"last": last, "hidden": [hidden, last.argmax(1)], "input": x, "none": None, "plain": last.detach() * 2}
+
+
+class Shared(nn.Module):
+    """One module called several times, with a view, a slice and an in-place write through a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        for _ in range(4):
+            x = torch.tanh(self.cell(x)) + x
+            y = x * 1.5
+            y[:, :2] += 1.0
+            y.view(-1)[3:5].mul_(0.5)
+            x = self.norm(y) + x.roll(1, 1)
+        return x
+
+
+class WithoutGrad(nn.Module):
+    """A target branch under no_grad, whose weights must get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Conv2d(3, 4, 3, padding=1)
+        self.target = nn.Conv2d(3, 4, 3, padding=1)
+        self.last = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        with torch.no_grad():
+            goal = self.target(x)
+        return torch.relu(self.last(torch.relu(self.online(x)))) * goal
+
+
+class Frozen(nn.Module):
+    """Frozen first layers, batch norm in eval mode, a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.frozen.requires_grad_(False)
+        self.frozen.eval()
+        self.trained = nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding=1), nn.InstanceNorm2d(4, track_running_stats=True), nn.SiLU()
+        )
+        self.register_buffer("calls", torch.zeros(()))
+        self.tail = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Hardtanh(), nn.AvgPool2d(2))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.tail(self.trained(self.frozen(x)) + self.calls)
+
+
+def images(batch: int = 4, size: int = 8) -> torch.Tensor:
+    return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+CASES = {
+    "residual": (Residual, lambda: (images(),)),
+    "residual out of place": (lambda: Residual(inplace=False), lambda: (images(),)),
+    "dense": (Dense, lambda: (images(),)),
+    "attention": (Attention, lambda: (torch.arange(20).reshape(2, 10) % 11,)),
+    "outputs": (Outputs, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
+    "shared": (Shared, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
+    "without grad": (WithoutGrad, lambda: (images(),)),
+    "frozen": (Frozen, lambda: (images(),)),
+}

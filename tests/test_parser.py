@@ -1,0 +1,306 @@
+"""What the parser sees, and what it refuses."""
+
+import warnings
+
+import networkx as nx
+import pytest
+import torch
+from models import CASES, Attention, Frozen, Residual, Shared, images
+from torch import nn
+
+import ogc
+from ogc.allocator import peak_bytes
+from ogc.errors import InputError, ParseError
+
+
+def operation(graph, part):
+    return next(op for op in graph.operations if part in op.target)
+
+
+def test_operations_carry_their_module_and_source():
+    graph = ogc.parse(Residual(), images())
+    first = operation(graph, "convolution")
+    assert first.module == "stem.0"
+    assert operation(graph, "flatten").source.startswith("models.py:")
+    assert graph.device == "cpu" and graph.profile == "estimate"
+
+
+def test_saved_values_are_those_of_autograd():
+    graph = ogc.parse(Residual(inplace=False), images())
+    relu = operation(graph, "relu")
+    assert relu.saves == relu.writes
+    norm = operation(graph, "batch_norm")
+    assert norm.saves == norm.reads
+    assert norm.internal_bytes == 2 * 8 * 4
+    pool = operation(graph, "max_pool2d")
+    assert pool.internal_bytes == 4 * 8 * 4 * 4 * 8  # int64 indices
+    add = next(op for op in graph.operations if "aten.add_.Tensor" in op.target and op.reads)
+    assert add.saves == ()
+
+
+def test_views_share_their_bases_value():
+    graph = ogc.parse(Residual(), images())
+    flatten = operation(graph, "flatten")
+    assert flatten.writes == ()
+    assert operation(graph, "linear").reads == flatten.reads
+
+
+def test_in_place_results_take_over_their_argument():
+    graph = ogc.parse(Residual(), images())
+    relu = operation(graph, "relu_")
+    assert relu.takes_over in relu.reads
+    assert relu.writes != relu.reads
+
+
+def test_in_place_through_a_view_stays_one_value():
+    graph = ogc.parse(Shared(), torch.randn(5, 6))
+    writes = [op for op in graph.operations if "aten.mul_" in op.target]
+    assert writes and all(op.takes_over is None and op.writes == op.reads for op in writes)
+
+
+def test_buffer_writes_that_change_results_are_not_replayable():
+    graph = ogc.parse(Frozen(), images())
+    assert not operation(graph, "aten.add_.Tensor").replayable
+    assert operation(graph, "batch_norm").replayable
+    assert operation(graph, "instance_norm").replayable
+
+
+def test_the_weights_add_up():
+    graph = ogc.parse(Residual(), images())
+    convolution = operation(graph, "convolution")
+    flops = 2 * 4 * 8 * 64 * 3 * 9
+    assert convolution.forward_flops == flops
+    assert convolution.backward_flops == flops  # no gradient for the images
+    assert all(op.forward_seconds >= 0 for op in graph.operations)
+    assert 0 < graph.forward_seconds < graph.step_seconds
+
+
+def test_export_to_networkx_is_a_dag_over_all_operations():
+    graph = ogc.parse(Residual(), images())
+    dag = graph.to_networkx()
+    assert nx.is_directed_acyclic_graph(dag)
+    assert len(dag) == len(graph)
+    assert all(data["bytes"] > 0 for _, _, data in dag.edges(data=True))
+
+
+def test_tracing_needs_no_more_memory_than_inference():
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()) for _ in range(12)))
+    x = torch.randn(8, 8, 32, 32)
+
+    def infer():
+        with torch.no_grad():
+            model(x)
+
+    infer()
+    inference = peak_bytes(infer, "cpu")
+    size = x.numel() * x.element_size()
+    # Beyond inference: a copy of the input, kernels' copies, and the outputs of both runs.
+    assert peak_bytes(lambda: ogc.parse(model, x), "cpu") <= inference + 3 * size
+
+
+def test_measuring_gives_times_and_the_same_structure():
+    model = Residual()
+    estimated = ogc.parse(model, images(), profile="estimate")
+    measured = ogc.parse(model, images(), profile="measure")
+    assert [op.saves for op in measured.operations] == [op.saves for op in estimated.operations]
+    assert measured.profile == "measure"
+    assert operation(measured, "convolution").backward_seconds > 0
+
+
+def test_a_device_that_is_not_here_can_be_planned_for():
+    graph = ogc.parse(Residual(), images(), device="cuda")
+    assert graph.device == "cuda"
+    assert operation(graph, "dropout").internal_bytes == 4 * 8 * 4 * 4  # a byte each, a float each on CPU
+    assert operation(ogc.parse(Residual(), images()), "dropout").internal_bytes == 4 * 8 * 4 * 4 * 4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parsing_leaves_the_model_as_it_was(name):
+    make, inputs = CASES[name]
+    model = make()
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    flags = [module.training for module in model.modules()]
+    random = torch.get_rng_state()
+    ogc.parse(model, inputs())
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+    assert [module.training for module in model.modules()] == flags
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_no_warning_of_torch_jit_reaches_the_user():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ogc.parse(Residual(), images())
+
+
+# -- bad input ---------------------------------------------------------------------------------------
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        y = self.layer(nn.functional.dropout(x, 0.5))
+        if y.sum() > 0:
+            y = y * 2
+        return y
+
+
+class SizeBranch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.shape[0] > 2 and x.size(1) % 2 == 0:
+            x = x.reshape(x.shape[0] // 2 * 2, -1)
+        return self.layer(x)
+
+
+class Raises(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        raise KeyError("the model's own words")
+
+
+class Reassigns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.mean = self.mean * 0.9 + x.mean(0).detach() * 0.1
+        return self.layer(x - self.mean)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Double.apply(self.layer(x))
+
+
+class WritesSaved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.sigmoid(self.layer(x))
+        y.mul_(2)
+        return y
+
+
+class InPlaceWithoutGrad(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        with torch.no_grad():
+            y.mul_(2)
+        return y
+
+
+class Nothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return None
+
+
+def hooked():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[0].register_forward_hook(lambda module, given, result: None)
+    return model
+
+
+def cumulative_norm():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+
+
+X = torch.randn(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "sample", "error", "message"),
+    [
+        (lambda: 3, X, InputError, "must be a torch.nn.Module, not int"),
+        (lambda: nn.Linear(4, 4), [X], InputError, "not list"),
+        (lambda: nn.Linear(4, 4), "x", InputError, "not str"),
+        (lambda: nn.Linear(4, 4), (3,), InputError, "holds no tensor"),
+        (lambda: nn.Linear(4, 4), X.to("meta"), InputError, r"is on meta, the model on cpu; move it with .to\('cpu'\)"),
+        (lambda: nn.Linear(4, 4).requires_grad_(False), X, InputError, "no parameter of the model requires grad"),
+        (lambda: nn.ReLU(), X, InputError, "no parameter of the model requires grad"),
+        (Branch, X, ParseError, r"bool\(\) of a tensor at .*test_parser.py:\d+.*torch.where"),
+        (cumulative_norm, X, ParseError, r"float\(\) of a tensor"),
+        (Raises, X, KeyError, "the model's own words"),
+        (Reassigns, X, ParseError, "assigns a new tensor to the buffer mean.*copy_"),
+        (Custom, X, ParseError, r"a custom torch.autograd.Function .*test_parser.py:\d+"),
+        (WritesSaved, X, ParseError, "which autograd refuses"),
+        (InPlaceWithoutGrad, X, ParseError, "in-place operation under no_grad"),
+        (Nothing, X, ParseError, "returns no tensor"),
+        (hooked, X, ParseError, "module 0 has forward or backward hooks"),
+    ],
+)
+def test_bad_input_gets_a_clear_error_and_changes_nothing(make, sample, error, message):
+    model = make()
+    if isinstance(model, nn.Module):
+        state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        identities = {key: id(tensor) for key, tensor in model.named_buffers()}
+    random = torch.get_rng_state()
+    with pytest.raises(error, match=message):
+        ogc.optimize(model, sample)
+    assert torch.equal(random, torch.get_rng_state())
+    if isinstance(model, nn.Module):
+        assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+        assert {key: id(tensor) for key, tensor in model.named_buffers()} == identities
+        assert model.training and "forward" not in vars(model)
+
+
+def test_the_models_own_error_says_whose_it_is():
+    with pytest.raises(KeyError) as caught:
+        ogc.optimize(Raises(), X)
+    assert any("the model's own forward" in note for note in caught.value.__notes__)
+
+
+def test_control_flow_on_sizes_is_fine():
+    optimised = ogc.optimize(SizeBranch(), X)
+    assert torch.equal(optimised(X), SizeBranch.forward(optimised, X))
+
+
+def test_unknown_profile_and_impossible_measurement():
+    with pytest.raises(InputError, match="'auto', 'estimate' or 'measure', not 'guess'"):
+        ogc.parse(nn.Linear(4, 4), X, profile="guess")
+    with pytest.raises(InputError, match="cannot measure for cuda"):
+        ogc.parse(nn.Linear(4, 4), X, profile="measure", device="cuda")
+
+
+def test_attention_is_parsed_with_its_log_sum_exp():
+    graph = ogc.parse(Attention(), torch.zeros(2, 10, dtype=torch.long))
+    attention = operation(graph, "scaled_dot_product_attention")
+    assert attention.internal_bytes > 0 and len(attention.saves) > 0

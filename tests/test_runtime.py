@@ -1,0 +1,275 @@
+"""The optimised module is the plain one, bit by bit, with less memory."""
+
+import copy
+import gc
+import random
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from helpers import assert_same_training, forced, loss_of, trace_of_training
+from models import CASES, Attention, Outputs, Residual, images
+from torch import nn
+
+import ogc
+from ogc.errors import InputError, PlanError, ReplayError
+from ogc.runtime import frame
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_bitwise_the_plain_models(name, device):
+    make, inputs = CASES[name]
+    model, given = make().to(device), tuple(t.to(device) for t in inputs())
+    assert_same_training(model, ogc.optimize(model, given), given)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", CASES)
+def test_any_segmentation_is_bitwise_the_plain_model(name, seed):
+    make, inputs = CASES[name]
+    model, given = make(), inputs()
+    graph = ogc.parse(model, given)
+    rng = random.Random(seed)
+    cuts = [0, *(c for c in graph.cuts[1:-1] if rng.random() < 0.4), len(graph)]
+    modes = [rng.random() < 0.8 for _ in cuts[1:]]
+    try:
+        plan = ogc.make_plan(graph, cuts, modes)
+    except PlanError as error:
+        assert "must not run twice" in str(error)
+        return
+    assert_same_training(model, ogc.apply(model, graph, plan), given, steps=2)
+
+
+def test_inputs_that_require_grad_get_the_same_gradient():
+    model = Residual()
+    x = images().requires_grad_()
+    assert_same_training(model, forced(model, x), (x,))
+
+
+def test_keyword_arguments_and_pytree_outputs():
+    model = Outputs()
+    x, shift = torch.randn(5, 6), torch.randn(6)
+    sample = {"x": x, "scale": 3.0, "shift": shift}
+    optimised = forced(model, sample)
+    plain, ours = model(**sample), optimised(**sample)
+    assert list(plain) == list(ours)
+    assert ours["none"] is None
+    assert ours["input"] is x
+    assert torch.equal(plain["hidden"][0], ours["hidden"][0])
+    assert not ours["plain"].requires_grad
+    loss_of(ours).backward()
+
+
+def test_each_segment_runs_again_once_from_last_to_first(monkeypatch):
+    model = Residual()
+    optimised = forced(model, images(), pieces=5)
+    expected = [n for n, segment in enumerate(optimised.plan.segments) if segment.program]
+    ran = []
+    original = frame.Frame._recompute
+    monkeypatch.setattr(frame.Frame, "_recompute", lambda self: (ran.append(self.code.number), original(self))[1])
+    loss_of(optimised(images())).backward()
+    assert len(expected) > 3
+    assert ran == expected[::-1]
+
+
+def test_the_result_is_the_models_own_kind_and_shares_everything():
+    model = Residual()
+    before = dict(vars(model))
+    optimised = ogc.optimize(model, images())
+    assert isinstance(optimised, Residual)
+    assert list(optimised.state_dict()) == list(model.state_dict())
+    assert all(a is b for a, b in zip(optimised.parameters(), model.parameters(), strict=True))
+    assert [n for n, _ in optimised.named_modules()] == [n for n, _ in model.named_modules()]
+    assert optimised.greet() == "label kept"
+    assert vars(model) == before
+    assert type(model) is Residual
+    optimised.eval()
+    assert not model.training
+    optimised.train().requires_grad_(False)
+    assert not any(p.requires_grad for p in model.parameters())
+    optimised.requires_grad_(True).to(torch.float64)
+    assert next(model.parameters()).dtype == torch.float64
+
+
+def test_the_plan_and_the_code_can_be_read():
+    optimised = ogc.optimize(Residual(), images())
+    text = str(optimised.plan)
+    assert "recomputed" in text and "overhead" in text
+    assert "def forward(self, open_segment, input_0):" in optimised.code
+    assert "torch.ops.aten.convolution.default" in optimised.code
+    assert "stem.0" in str(optimised.graph)
+
+
+def test_eval_mode_and_no_grad_run_the_original_forward(monkeypatch):
+    model = Residual()
+    optimised = forced(model, images())
+    opened = []
+    monkeypatch.setattr(frame.Frame, "__enter__", lambda self: opened.append(self))
+    with torch.no_grad():
+        optimised(images())
+    optimised.eval()
+    assert torch.equal(optimised(images()), model(images()))
+    assert not opened
+
+
+def test_batch_norm_counts_each_step_once():
+    optimised = forced(Residual(), images())
+    for _ in range(3):
+        loss_of(optimised(images())).backward()
+    assert optimised.stem[1].num_batches_tracked == 3
+
+
+def test_a_graph_that_is_kept_can_be_run_backward_again():
+    model = Residual(dropout=0.0)
+    optimised = forced(model, images())
+    results = []
+    for run in (model, optimised):
+        loss = loss_of(run(images()))
+        first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        second = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        results.append(second)
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_double_backward():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 1))
+    x = torch.randn(3, 4, requires_grad=True)
+    optimised = forced(model, x)
+    results = []
+    for run in (model, optimised):
+        (gradient,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(gradient.square().sum(), list(model.parameters())[:3]))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_only_some_outputs_reach_the_loss():
+    model = Outputs()
+    x = torch.randn(5, 6)
+    optimised = forced(model, x)
+    gradients = []
+    for run in (model, optimised):
+        model.zero_grad()
+        run(x)["hidden"][0].sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    assert gradients[1][2] is None
+
+
+def test_steps_may_overlap():
+    model = Residual()
+    optimised = forced(model, images())
+    results = []
+    for run in (model, optimised):
+        torch.manual_seed(3)
+        model.zero_grad()
+        first, second = loss_of(run(images())), loss_of(run(images(4) + 1))
+        first.backward()
+        second.backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_smaller_last_batch_runs_the_plain_model(caplog):
+    model = Residual()
+    optimised = forced(model, images())
+    plain = trace_of_training(model, model, (images(3),), 1)
+    ours = trace_of_training(model, optimised, (images(3),), 1)
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert "inputs differ" in caplog.text
+
+
+@pytest.mark.parametrize("change", ["freeze", "eval a part", "hook", "double"])
+def test_what_the_plan_does_not_hold_for_runs_plain(change, monkeypatch):
+    model = Residual()
+    optimised = forced(model, images())
+    x, seen = images(), []
+    if change == "freeze":
+        model.stem.requires_grad_(False)
+    elif change == "eval a part":
+        model.stem[1].eval()
+    elif change == "hook":
+        model.stem.register_forward_hook(lambda module, given, result: seen.append(1))
+    else:
+        model.double()
+        x = x.double()
+    monkeypatch.setattr(frame.Frame, "__enter__", lambda self: pytest.fail("the plan was run"))
+    loss_of(optimised(x)).backward()
+    assert seen == ([1] if change == "hook" else [])
+
+
+def test_changing_a_parameter_before_the_backward_is_an_error():
+    model = Residual()
+    loss = loss_of(forced(model, images())(images()))
+    with torch.no_grad():
+        model.stem[0].weight.add_(1)
+    with pytest.raises(ReplayError, match=r"stem\.0\.weight was modified"):
+        loss.backward()
+
+
+def test_a_deep_copy_trains_by_itself():
+    optimised = forced(Residual(), images())
+    twin = copy.deepcopy(optimised)
+    assert type(twin) is type(optimised)
+    loss_of(twin(images())).backward()
+    assert all(p.grad is None for p in optimised.parameters())
+    assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_pickling_says_what_to_do_instead():
+    with pytest.raises(InputError, match=r"save state_dict\(\)"):
+        copy.copy(ogc.optimize(Residual(), images())).__reduce_ex__(4)
+
+
+@contextmanager
+def frames_opened():
+    """Weak references to the frames that are opened inside."""
+    frames = []
+    original = frame.Frame.__enter__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frame.Frame, "__enter__", lambda self: (frames.append(weakref.ref(self)), original(self))[1])
+        yield frames
+
+
+def test_a_step_leaves_nothing_behind():
+    model = Residual()
+    optimised = forced(model, images())
+    gc.disable()
+    try:
+        with frames_opened() as frames:
+            loss_of(optimised(images())).backward()
+        assert frames and all(ref() is None for ref in frames), "a reference cycle keeps a frame"
+    finally:
+        gc.enable()
+
+
+def test_a_forward_that_is_never_followed_by_a_backward_leaves_nothing_behind():
+    optimised = forced(Attention(), torch.zeros(2, 10, dtype=torch.long))
+    with frames_opened() as frames:
+        optimised(torch.zeros(2, 10, dtype=torch.long))
+    gc.collect()
+    assert frames and all(ref() is None for ref in frames)
+
+
+def test_a_plan_of_a_graph_without_program_is_refused():
+    graph = ogc.parse(Residual(), images())
+    bare = ogc.Graph(graph.operations, graph.values)
+    with pytest.raises(PlanError, match="no program to run"):
+        ogc.apply(Residual(), bare, ogc.solve(bare))
+
+
+def test_a_graph_weighed_for_another_device_is_refused():
+    model = Residual()
+    graph = ogc.parse(model, images(), device="meta")
+    with pytest.raises(PlanError, match="weighed for meta"):
+        ogc.apply(model, graph, ogc.solve(graph))
+
+
+def test_a_forward_replaced_on_the_instance_is_refused():
+    model = Residual()
+    model.forward = lambda x: x
+    with pytest.raises(InputError, match="replaced on the instance"):
+        ogc.optimize(model, images())
