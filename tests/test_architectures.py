@@ -1,0 +1,182 @@
+"""The published architectures. Small ones always; all fifteen, and their figures, with ``-m slow``."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_same_training, loss_of, trace_of_training
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.flop_counter import FlopCounterMode
+
+import benchmark
+import ogc
+from ogc.allocator import peak_bytes
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
+
+# Allocator peak of the published solver and runtime on a CPU, torch 2.15, batch 4, in MiB.
+REFERENCE_AT_BATCH_4 = {
+    "alexnet": 151, "vgg11": 468, "vgg13": 413, "vgg16": 439, "vgg19": 508, "resnet18": 57, "resnet34": 57,
+    "resnet50": 123, "resnet101": 140, "resnet152": 140, "densenet121": 113, "densenet161": 168,
+    "densenet169": 113, "densenet201": 129, "inception_v3": 110,
+}  # fmt: skip
+
+
+def images(name, batch_size, image_size=None):
+    return torch.randn(batch_size, 3, *[image_size or benchmark.ARCHITECTURES[name].image_size] * 2)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "densenet121"])
+def test_small_images_train_bitwise(name):
+    model, x = benchmark._build(name), images(name, 2, 64)
+    optimised = ogc.optimize(model, x)
+    assert not optimised.plan.is_plain
+    assert_same_training(model, optimised, (x,), steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", benchmark.ARCHITECTURES)
+def test_three_sgd_steps_are_bitwise_the_plain_models(name):
+    model, x = benchmark._build(name), images(name, 2)
+    assert_same_training(model, ogc.optimize(model, x), (x,), steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", benchmark.ARCHITECTURES)
+def test_planning_is_quick(name):
+    model, x = benchmark._build(name), images(name, 4)
+
+    def forward():
+        start = time.perf_counter()
+        with torch.no_grad():
+            model(x)
+        return time.perf_counter() - start
+
+    forward()
+    forward_seconds = min(forward(), forward())
+    start = time.perf_counter()
+    graph = ogc.parse(model, x, profile="estimate")
+    parse_seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    ogc.solve(graph)
+    solve_seconds = time.perf_counter() - start
+    print(f"{name}: forward {forward_seconds:.2f} s, parse {parse_seconds:.2f} s, solve {solve_seconds:.2f} s")
+    assert solve_seconds <= 1
+    assert parse_seconds <= 2 * forward_seconds + 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", benchmark.ARCHITECTURES)
+def test_batch_4_is_below_the_reference_and_as_simulated(name):
+    model, x = benchmark._build(name), images(name, 4)
+    optimised = ogc.optimize(model, x, profile="measure")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    peaks = [peak_bytes(lambda: benchmark._step(run, x), "cpu") for run in (model, optimised)]  # noqa: B023
+    print(f"{name}: plain {peaks[0] / MIB:.1f} MiB, ogc {peaks[1] / MIB:.1f} MiB")
+    assert peaks[1] / MIB < REFERENCE_AT_BATCH_4[name]
+    assert optimised.plan.plain_peak_bytes == pytest.approx(peaks[0], rel=0.03)
+    assert optimised.plan.peak_bytes == pytest.approx(peaks[1], rel=0.03)
+
+
+def published_rows():
+    path = RESULTS / "cpu_published.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+@pytest.mark.parametrize("row", published_rows(), ids=lambda row: row["arch"])
+def test_committed_results_are_consistent(row):
+    """Prediction within 3 % of the allocator, overhead by profile and by FLOPs within the published one."""
+    assert row["predicted_bytes"] == pytest.approx(row["ogc_bytes"], rel=0.03)
+    assert row["predicted_plain_bytes"] == pytest.approx(row["plain_bytes"], rel=0.03)
+    assert row["ogc_flops"] / row["plain_flops"] - 1 <= row["published"]["overhead"]
+    assert row["predicted_overhead"] <= row["published"]["overhead"]
+
+
+# oneDNN's backward of VGG's second convolution alone needs 5 values of 784 MiB at batch 64: 3920 MiB.
+BOUND_BY_ONEDNN = {"vgg13", "vgg16", "vgg19"}
+
+
+@pytest.mark.parametrize("row", published_rows(), ids=lambda row: row["arch"])
+def test_committed_peaks_are_below_the_published(row, request):
+    if row["arch"] in BOUND_BY_ONEDNN:
+        reason = "oneDNN copies operands of one convolution's backward to its own layout; no plan can avoid it"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    assert row["ogc_bytes"] / MIB < row["published"]["theirs"]
+
+
+@pytest.mark.xfail(strict=True, reason="copies inside oneDNN's and batch norm's CPU kernels; see README, Limits")
+def test_committed_peaks_are_seven_tenths_of_the_published():
+    ratios = [row["ogc_bytes"] / MIB / row["published"]["theirs"] for row in published_rows()]
+    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) <= 0.70
+
+
+def peak_and_flops(step):
+    step()
+    counter = FlopCounterMode(display=False)
+    with counter:
+        step()
+    return peak_bytes(step, "cpu"), counter.get_total_flops()
+
+
+def checkpointed_blocks(model, name):
+    """torch.utils.checkpoint around every residual or dense block."""
+    if name == "resnet50":
+        blocks = [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in layer]
+    else:
+        blocks = [module for key, module in model.features.named_children() if key.startswith("denseblock")]
+    for block in blocks:
+        plain = block.forward
+        block.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+    return blocks
+
+
+def as_sequence(model, name):
+    if name == "resnet50":
+        layers = [model.conv1, model.bn1, model.relu, model.maxpool]
+        layers += [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in layer]
+        return [*layers, model.avgpool, torch.nn.Flatten(), model.fc]
+    tail = [torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), model.classifier]
+    return [*model.features.children(), *tail]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet50", "densenet121"])
+def test_less_memory_and_no_more_flops_than_hand_placed_checkpoints(name):
+    model, x = benchmark._build(name), images(name, 8)
+    optimised = ogc.optimize(model, x, profile="measure")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    layers = as_sequence(model, name)
+    found = {
+        "plain": peak_and_flops(lambda: loss_of(model(x)).backward()),
+        "ogc": peak_and_flops(lambda: loss_of(optimised(x)).backward()),
+    }
+    for segments in range(2, 9):
+        run = lambda: loss_of(checkpoint_sequential(layers, segments, x, use_reentrant=False)).backward()  # noqa: B023, E731
+        found[f"sequential {segments}"] = peak_and_flops(run)
+    blocks = checkpointed_blocks(model, name)
+    found["blocks"] = peak_and_flops(lambda: loss_of(model(x)).backward())
+    for block in blocks:
+        del block.forward
+    for what, (peak, flops) in found.items():
+        print(f"{name} {what}: {peak / MIB:.1f} MiB, FLOPs {flops / found['plain'][1] - 1:+.1%}")
+    peers = {what: figures for what, figures in found.items() if what not in ("plain", "ogc")}
+    best = min(peers.values())
+    assert found["ogc"][0] < best[0]
+    assert found["ogc"][1] <= best[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_resnet_on_cuda_trains_bitwise():
+    model = benchmark._build("resnet18").cuda()
+    x = images("resnet18", 8, 64).cuda()
+    optimised = ogc.optimize(model, x)
+    assert optimised.graph.profile == "measure"
+    plain = trace_of_training(model, model, (x,))
+    ours = trace_of_training(model, optimised, (x,))
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))

@@ -1,0 +1,84 @@
+"""The command line: its table, its file, its checks and its exit codes."""
+
+import json
+
+import pytest
+import torch
+
+import benchmark
+import ogc
+
+SMALL = ["--arch", "resnet18", "--device", "cpu", "--batch-size", "2", "--image-size", "64", "--iterations", "1"]
+
+
+def test_it_prints_a_table_and_writes_the_same_as_json(capsys, tmp_path):
+    path = tmp_path / "out.json"
+    assert benchmark.main([*SMALL, "--json", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert "plain MiB" in table and "5635 (batch 256)" in table
+    data = json.loads(path.read_text())
+    assert data["command"].startswith("python benchmark.py --arch resnet18")
+    (row,) = data["rows"]
+    assert row["ogc_bytes"] < row["plain_bytes"]
+    assert row["ogc_flops"] >= row["plain_flops"] > 0
+    assert row["predicted_bytes"] == pytest.approx(row["ogc_bytes"], rel=0.03)
+    assert row["predicted_plain_bytes"] == pytest.approx(row["plain_bytes"], rel=0.03)
+
+
+def test_the_default_batch_on_cpu_is_small_and_the_output_says_so(capsys):
+    assert benchmark.main(["--arch", "alexnet", "--device", "cpu", "--image-size", "64", "--iterations", "1"]) == 0
+    assert "batch size 4 instead of the published ones" in capsys.readouterr().out
+
+
+def test_an_unknown_architecture_lists_the_nearest(capsys):
+    assert benchmark.main(["--arch", "resnet1001", "--device", "cpu"]) == 2
+    assert "unknown architecture 'resnet1001'; the nearest are resnet101" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_cuda(capsys):
+    assert benchmark.main(["--arch", "resnet18", "--device", "cuda:0"]) == 2
+    assert "finds no CUDA device; use --device cpu" in capsys.readouterr().err
+
+
+def test_a_failed_check_names_the_tensor_and_the_difference(capsys, monkeypatch):
+    apply = ogc.apply
+
+    def wrong(model, graph, plan):
+        optimised = apply(model, graph, plan)
+        optimised.register_forward_hook(lambda module, given, result: result * 1.5 if plan is not None else None)
+        return optimised
+
+    monkeypatch.setattr(ogc, "apply", wrong)
+    step = benchmark._step
+    monkeypatch.setattr(benchmark, "_step", lambda model, x: step(model, x + ("Optimized" in type(model).__name__)))
+    assert benchmark.main(SMALL) == 1
+    error = capsys.readouterr().err
+    assert "CHECK FAILED: output 0 differs by at most" in error
+
+
+def test_out_of_memory_says_what_would_fit(capsys, monkeypatch):
+    def full(*arguments, **keywords):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(benchmark, "_check", full)
+    assert benchmark.main(SMALL) == 3
+    error = capsys.readouterr().err
+    assert "out of memory at batch size 2 on cpu" in error
+    assert "samples would fit the plain model" in error
+
+
+def test_an_error_that_is_not_about_memory_comes_through(monkeypatch):
+    def broken(*arguments, **keywords):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(benchmark, "_check", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        benchmark.main(SMALL)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_run(capsys):
+    arguments = ["--arch", "resnet18", "--device", "cuda:0", "--batch-size", "16", "--image-size", "64"]
+    assert benchmark.main(arguments) == 0
+    assert "resnet18" in capsys.readouterr().out
