@@ -68,11 +68,11 @@ def test_plain_and_optimal_peaks_are_as_simulated(profile):
     assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
-@pytest.mark.xfail(strict=True, reason="a boundary value is counted even where the next cut keeps what it is for")
-def test_the_optimal_peak_of_a_pre_activation_network_is_as_simulated():
+def test_gradients_that_share_storage_are_as_simulated():
     model, x = Wide(), wide_images()
-    optimised = ogc.optimize(model, x)
-    assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.03)
+    plan = ogc.optimize(model, x).plan
+    assert measured_peak(model, (x,)) == pytest.approx(plan.plain_peak_bytes, rel=0.005)
+    assert measured_peak(ogc.apply(model, ogc.parse(model, x), plan), (x,)) == pytest.approx(plan.peak_bytes, rel=0.005)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -98,9 +98,14 @@ def test_optimising_never_needs_more_than_the_plain_model(name):
 
 def test_gradients_that_are_added_in_place_or_not():
     a, b, c = (TensorRef(name, 0) for name in "abc")
-    shares = (InputGradient(0, 8, shares=0), InputGradient(1, 8, shares=0))
+
+    def through(dense):
+        return OperationGradients((b,), (8,), (True,), (a,), (InputGradient(0, 8, None, dense=dense),), working_bytes=8)
+
     make = OperationGradients((a,), (8,), (True,), (None,), (InputGradient(0, 3, None),), working_bytes=3)
-    use = OperationGradients((b,), (8,), (True,), (a,), (InputGradient(0, 8, None),), working_bytes=8)
-    join = OperationGradients((c,), (8,), (True,), (a, b), shares, working_bytes=0)
-    # join hands one storage to a and b; use makes a new one, and a's, still shared, cannot take it in place.
-    assert gradient_bytes([make, use, join], [c]) == [(8, 11), (8, 16), (8, 8)]
+    slices = tuple(InputGradient(n, 16, shares=0, dense=False) for n in (0, 1))
+    join = OperationGradients((c,), (16,), (True,), (a, b), slices, working_bytes=0)
+    # join hands slices of one storage to a and b. A new dense gradient for a takes a's slice in ...
+    assert gradient_bytes([make, through(dense=True), join], [c]) == [(8, 11), (16, 24), (16, 16)]
+    # ... but where neither is dense their sum is a third storage.
+    assert gradient_bytes([make, through(dense=False), join], [c]) == [(8, 11), (16, 32), (16, 16)]

@@ -2,7 +2,7 @@
 
 A model of autograd's engine at the grain of storages: operations run backward in reverse order, the
 gradient of a tensor waits until its producer's turn, a second gradient for the same tensor is added to the
-first, in place if that one is nobody else's. Gradients may share storage (an addition hands the same one
+first, in place if one of the two is nobody else's. Gradients may share storage (an addition hands the same one
 to both sides; a concatenation hands out slices), which decides how long its bytes stay.
 
 Checkpointing never changes any of it: the numbers belong to the graph, not to a plan.
@@ -88,6 +88,10 @@ class _Engine:
         old, old_dense = self.waiting[tensor]
         if old_dense and self.owners[old] == 1:
             self.release(storage)  # added in place
+            return
+        if dense and self.owners[storage] == 1:
+            self.release(old)  # added in place to the newcomer
+            self.waiting[tensor] = (storage, True)
             return
         self.waiting[tensor] = (self.allocate(size), True)
         self.release(old)
