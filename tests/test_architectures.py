@@ -1,13 +1,12 @@
 """The published architectures. Small ones always; all fifteen, and their figures, with ``-m slow``."""
 
-import json
 import math
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_same_training, loss_of, trace_of_training
+from readme_table import rows
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +14,6 @@ import benchmark
 import ogc
 from ogc.allocator import peak_bytes
 
-RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 
 # Allocator peak of the published solver and runtime on a CPU, torch 2.15, batch 4, in MiB.
@@ -83,12 +81,7 @@ def test_batch_4_is_below_the_reference_and_as_simulated(name):
     assert optimised.plan.peak_bytes == pytest.approx(peaks[1], rel=0.03)
 
 
-def published_rows():
-    path = RESULTS / "cpu_published.json"
-    return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
-@pytest.mark.parametrize("row", published_rows(), ids=lambda row: row["arch"])
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row["arch"])
 def test_committed_results_are_consistent(row):
     """Prediction within 3 % of the allocator, overhead by profile and by FLOPs within the published one."""
     assert row["predicted_bytes"] == pytest.approx(row["ogc_bytes"], rel=0.03)
@@ -101,7 +94,7 @@ def test_committed_results_are_consistent(row):
 BOUND_BY_ONEDNN = {"vgg13", "vgg16", "vgg19"}
 
 
-@pytest.mark.parametrize("row", published_rows(), ids=lambda row: row["arch"])
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row["arch"])
 def test_committed_peaks_are_below_the_published(row, request):
     if row["arch"] in BOUND_BY_ONEDNN:
         reason = "oneDNN copies operands of one convolution's backward to its own layout; no plan can avoid it"
@@ -111,7 +104,7 @@ def test_committed_peaks_are_below_the_published(row, request):
 
 @pytest.mark.xfail(strict=True, reason="copies inside oneDNN's and batch norm's CPU kernels; see README, Limits")
 def test_committed_peaks_are_seven_tenths_of_the_published():
-    ratios = [row["ogc_bytes"] / MIB / row["published"]["theirs"] for row in published_rows()]
+    ratios = [row["ogc_bytes"] / MIB / row["published"]["theirs"] for row in rows()]
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) <= 0.70
 
 

@@ -1,0 +1,34 @@
+"""README's examples run, its table is that of the committed results, CI runs its test command."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import readme_table
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_examples_run(number):
+    exec(compile(EXAMPLES[number], f"README example {number}", "exec"), {})
+
+
+def test_there_are_examples_and_two_commands():
+    assert len(EXAMPLES) == 3
+    assert len(re.findall(r"```bash\n", TEXT)) == 2
+
+
+def test_the_table_is_that_of_the_results():
+    assert readme_table.inserted(TEXT) == TEXT, "run python tests/readme_table.py"
+
+
+def test_ci_runs_the_test_command():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    finder = next(line for line in script.splitlines() if line.startswith("command="))
+    found = subprocess.run(["bash", "-c", f'{finder}; echo "$command"'], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout.strip().endswith("-m pytest -q")
+    assert found.stdout.strip() in TEXT
