@@ -24,7 +24,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or each session announces itself on stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         step()
     # The profiler offers these events, with their sizes and in order, only underneath its public face.
     events = profiler.profiler.kineto_results.events()

@@ -5,6 +5,8 @@ The parser makes it, the runtime runs it; neither needs to know the other.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,3 +130,17 @@ class OutputSpec:
         source = iter(tensors)
         leaves = [next(source) if leaf is TENSOR else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.tree)
+
+
+def autocast_kinds() -> list[str]:
+    """Device types for which autocast is on."""
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Casts are part of a traced program: autocast must not add its own."""
+    with ExitStack() as stack:
+        for kind in autocast_kinds():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

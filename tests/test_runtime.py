@@ -182,7 +182,7 @@ def test_a_smaller_last_batch_runs_the_plain_model(caplog):
     assert "inputs differ" in caplog.text
 
 
-@pytest.mark.parametrize("change", ["freeze", "eval a part", "hook", "double"])
+@pytest.mark.parametrize("change", ["freeze", "eval a part", "hook", "double", "replace"])
 def test_what_the_plan_does_not_hold_for_runs_plain(change, monkeypatch):
     model = Residual()
     optimised = forced(model, images())
@@ -193,6 +193,8 @@ def test_what_the_plan_does_not_hold_for_runs_plain(change, monkeypatch):
         model.stem[1].eval()
     elif change == "hook":
         model.stem.register_forward_hook(lambda module, given, result: seen.append(1))
+    elif change == "replace":
+        model.stem[2] = nn.Tanh()
     else:
         model.double()
         x = x.double()
@@ -208,6 +210,36 @@ def test_changing_a_parameter_before_the_backward_is_an_error():
         model.stem[0].weight.add_(1)
     with pytest.raises(ReplayError, match=r"stem\.0\.weight was modified"):
         loss.backward()
+
+
+@pytest.mark.parametrize("backward_under_autocast", [False, True])
+def test_autocast_regions_are_replayed_as_traced(backward_under_autocast):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+            with torch.autocast("cpu", enabled=False):
+                x = torch.tanh(self.layers[2](x.float()))
+            return self.layers[3](x)
+
+    model, x = Mixed(), torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        optimised = forced(model, x)
+    results = []
+    for run in (model, optimised):
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(run(x))
+            if backward_under_autocast:
+                loss.backward()
+        if not backward_under_autocast:
+            loss.backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert optimised(x).dtype == torch.float32  # without autocast: the plain model
 
 
 def test_a_deep_copy_trains_by_itself():

@@ -14,7 +14,8 @@ import os
 import re
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,14 +91,29 @@ def trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) 
         warnings.filterwarnings("ignore", message=r".*torch\.jit", category=FutureWarning)
         warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
-        with saved_tensors_hooks(lambda tensor: None, _never_unpacked), torch.enable_grad(), watch:
+        with (
+            saved_tensors_hooks(lambda tensor: None, _never_unpacked),
+            torch.enable_grad(),
+            _without_jit_autocast(),
+            watch,
+        ):
             traced = torch.jit.trace(flat, tuple(tensors), check_trace=False, strict=False)
-        jit_graph = traced.inlined_graph
+            jit_graph = traced.inlined_graph
     watch.raise_if_unfaithful()
     assert flat.output_spec is not None
     lowering = _Lowering(model, watch)
     lowering.run(jit_graph)
     return Traced(lowering.graph, lowering.constants, flat.output_spec, flat.outputs)
+
+
+@contextmanager
+def _without_jit_autocast() -> Iterator[None]:
+    """The trace has autocast's casts already; torch.jit would add its own, where autocast is off too."""
+    before = torch._C._jit_set_autocast_mode(False)
+    try:
+        yield
+    finally:
+        torch._C._jit_set_autocast_mode(before)
 
 
 def _never_unpacked(packed: object) -> torch.Tensor:

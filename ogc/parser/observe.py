@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from ..program import LIVE_ARGUMENTS, Saved, TensorRef
+from ..program import LIVE_ARGUMENTS, Saved, TensorRef, without_autocast
 from .jit import Traced
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
@@ -84,7 +84,7 @@ class _Observer:
 
     def run(self) -> Observation:
         last_use = self._last_uses()
-        with torch.enable_grad():
+        with torch.enable_grad(), without_autocast():
             for node in tqdm(self.traced.graph.nodes, "weigh operations", delay=1, leave=False):
                 self._run(node)
                 for name in last_use.get(node.name, ()):

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..errors import ReplayError
+from ..program import without_autocast
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward."""
@@ -121,7 +122,7 @@ class Frame:
             filled += 1
 
         # Gradients are on, as in the forward: kernels may depend on it, and operations save the same.
-        with torch.enable_grad(), saved_tensors_hooks(capture, _unpack):
+        with torch.enable_grad(), without_autocast(), saved_tensors_hooks(capture, _unpack):
             self.code.program(self.model, self)
         if filled != len(self.code.targets):
             raise self._changed("saved again", filled, len(self.code.targets))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from operator import is_not
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..errors import InputError
 from ..graph import Graph
 from ..plan import Plan
-from ..program import Program, TensorSpec
+from ..program import Program, TensorSpec, autocast_kinds, without_autocast
 from .frame import Frame
 from .generate import Generated, generate
 
@@ -109,7 +108,7 @@ class Runner:
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One planned forward."""
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        with _no_autocast(tensors):
+        with without_autocast():
             outputs = self.generated.forward(model, self._open_segment, *tensors)
         return self.program.outputs.rebuild(outputs)
 
@@ -128,21 +127,22 @@ class _Watched:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.root = model
-        self.modules = list(model.modules())
+        self.modules = [(module, list(module._modules.values())) for module in model.modules()]
 
     def state(self) -> list[Any]:
-        """Flags of all modules and parameters, comparable between calls."""
-        found: list[Any] = [torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
-        for module in self.modules:
+        """Flags of all modules and parameters, comparable between calls and between copies of the model."""
+        found: list[Any] = [torch.get_autocast_dtype(kind) for kind in autocast_kinds()]
+        for module, children in self.modules:
             found.append(module.training)
-            found.append(len(module._modules))
+            if len(children) != len(module._modules) or any(map(is_not, children, module._modules.values())):
+                found.append("other submodules")
             if module is not self.root and (
                 module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
             ):
                 found.append("hooked")
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    found.append((parameter.requires_grad, parameter.dtype, parameter.device))
+                    found.append((parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape))
         return found
 
 
@@ -150,13 +150,3 @@ def _fits(leaf: Any, spec: Any) -> bool:
     if isinstance(leaf, torch.Tensor) or isinstance(spec, TensorSpec):
         return isinstance(leaf, torch.Tensor) and TensorSpec.of(leaf) == spec
     return bool(leaf == spec)
-
-
-@contextmanager
-def _no_autocast(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Casts are part of a traced program: autocast must not add its own."""
-    with ExitStack() as stack:
-        for kind in {tensor.device.type for tensor in tensors}:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
