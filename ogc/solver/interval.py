@@ -196,6 +196,7 @@ class _SegmentCosts:
         # The first cut after a position: "before cut j" is j >= after, "at or after cut i" is i < after.
         self.made = self._after(self.producer)
         self.first_used = self._after(np.array(graph.first_uses, np.int64))
+        self.passes = ~self.output & (np.array(graph.first_uses) < self.n)  # used, and not for good
         self.last_used = self._after(self.last_use)
 
         self.internal = np.array([op.internal_bytes for op in ops], np.int64)
@@ -242,10 +243,8 @@ class _SegmentCosts:
 
     def _backward(self) -> Ints:
         """Most bytes alive in the backward of a segment, above K(i)."""
-        values = ~self.output
-        live = self._sum_it(0, self.made, self.saver, self.n, values & self.saved)
-        used = values & (self.first_used < len(self.cuts) + 1) & (np.array(self.graph.first_uses) < self.n)
-        live -= self._sum_it(self.made, self.first_used, 0, self.saver, used)
+        live = self._sum_it(0, self.made, self.saver, self.n, ~self.output & self.saved)
+        live -= self._sum_it(self.made, self.first_used, 0, self.saver, self.passes)
         done = _prefix(self.internal)
         live += (done[1:] + self.backward_peak)[None, :] - done[self.cuts][:, None]
         live += self._later_outputs()[:, None]
@@ -253,15 +252,13 @@ class _SegmentCosts:
 
     def _recompute(self, alive: Bools) -> Ints:
         """Most bytes alive while a segment runs again, above K(i); NEVER if it must not."""
-        c, values = len(self.cuts), ~self.output
-        used = values & (np.array(self.graph.first_uses) < self.n)
-        base = self._sum_ij(0, self.made, np.maximum(self.made, self.first_used), self.last_used, values)
-        base -= self._sum_ij(self.made, self.first_used, 0, self.first_used, used)
+        base = self._sum_ij(0, self.made, np.maximum(self.made, self.first_used), self.last_used, ~self.output)
+        base -= self._sum_ij(self.made, self.first_used, 0, self.first_used, self.passes)
         base += self._internals(self.internal * self.small) + self._later_outputs()[:, None]
         base += self.gradient[np.maximum(self.cuts - 1, 0)][None, :]
         base += self._running(alive)
         banned = self._from_cut(alive & ~self.replayable[:, None]) > 0
-        return np.where(banned, NEVER, np.where(self.later, base, 0)).reshape(c, c)
+        return np.where(banned, NEVER, np.where(self.later, base, 0))
 
     def _running(self, alive: Bools) -> Ints:
         """Most bytes that the program itself has made and still needs, for every (i, j)."""
