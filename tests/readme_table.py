@@ -41,7 +41,7 @@ def markdown() -> str:
     ratios = [row["ogc_bytes"] / MIB / row["published"]["theirs"] for row in rows()]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     versions = runs()[0]["versions"]
-    commands = "; ".join(f"`{run['command']}`" for run in runs())
+    commands = "; ".join(f"`{run['command']}` ({run['note']})" for run in runs())
     return (
         "\n".join(lines)
         + f"\n\nPeak of the CPU allocator over one step, torch {versions['torch']}, float32, all outputs, gradients "
