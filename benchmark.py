@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
-            print(_out_of_memory(name, device, options, error), file=sys.stderr)
+            print(_out_of_memory(name, device, options), file=sys.stderr)
             return 3
         if options.json:
             _write_json(options.json, rows, device, options, arguments)
@@ -356,10 +356,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def _out_of_memory(name: str, device: torch.device, options: argparse.Namespace, error: BaseException) -> str:
+def _out_of_memory(name: str, device: torch.device, options: argparse.Namespace) -> str:
     """What would fit, from a plan for a small batch: activations grow with it."""
     batch_size, image_size = _input_size(name, device, options)
-    del error
     model = _build(name)
     plan = ogc.solve(ogc.parse(model, torch.randn(2, 3, image_size, image_size), profile="estimate"))
     fixed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())

@@ -144,3 +144,21 @@ def without_autocast() -> Iterator[None]:
         for kind in autocast_kinds():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def attribute(root: Any, name: str) -> Any:
+    """What a dotted name such as ``layer1.0.weight`` stands for, looked up from ``root``."""
+    for part in name.split("."):
+        root = getattr(root, part)
+    return root
+
+
+def tensor_leaves(*trees: Any) -> list[torch.Tensor]:
+    """The tensors in nested arguments or results, in order."""
+    return [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+
+
+def operator_name(node: torch.fx.Node) -> str:
+    """``batch_norm`` for ``torch.ops.aten.batch_norm.default``."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet))

@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..program import operator_name, tensor_leaves
 from .gradients import InputGradient
-from .observe import Record, is_dense, operator_name, tensor_leaves
+from .observe import Record, is_dense
 
 
 @dataclass(frozen=True)

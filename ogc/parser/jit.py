@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import ParseError
-from ..program import TENSOR, InputSpec, OutputSpec
+from ..program import TENSOR, InputSpec, OutputSpec, attribute
 
 log = logging.getLogger(__name__)
 
@@ -380,9 +380,10 @@ class _Lowering:
     def _get(self, value: Any) -> Any:
         found = self.values[value.debugName()]
         if isinstance(found, _Path):
-            attribute = _lookup(self.model, found.parts[1:])
-            if isinstance(attribute, torch.Tensor):
-                return self._get_attr(".".join(found.parts[1:]), attribute)
+            target = ".".join(found.parts[1:])
+            reached = attribute(self.model, target) if target else self.model
+            if isinstance(reached, torch.Tensor):
+                return self._get_attr(target, reached)
         return found
 
     def _set(self, node: Any, result: Any) -> None:
@@ -394,13 +395,6 @@ class _Path:
     """A submodule of the traced module, as a path of attribute names."""
 
     parts: tuple[str, ...]
-
-
-def _lookup(model: torch.nn.Module, path: tuple[str, ...]) -> Any:
-    found: Any = model
-    for name in path:
-        found = getattr(found, name)
-    return found
 
 
 def _hashable(found: Any) -> bool:

@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..allocator import peak_bytes
-from ..program import LIVE_ARGUMENTS
+from ..program import LIVE_ARGUMENTS, operator_name, tensor_leaves
 from .estimate import Estimator, Weights, call_key
-from .observe import Record, operator_name, tensor_leaves
+from .observe import Record
 
 REPEATS = 3
 LONG_SECONDS = 0.05

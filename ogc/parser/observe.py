@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from ..program import LIVE_ARGUMENTS, Saved, TensorRef, without_autocast
+from ..program import LIVE_ARGUMENTS, Saved, TensorRef, attribute, operator_name, tensor_leaves, without_autocast
 from .jit import Traced
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
@@ -261,15 +261,8 @@ def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], ta
     """The tensor that a ``get_attr`` node stands for."""
     if target in constants:
         return constants[target]
-    found: Any = model
-    for name in target.split("."):
-        found = getattr(found, name)
+    found: torch.Tensor = attribute(model, target)
     return found
-
-
-def tensor_leaves(*trees: Any) -> list[torch.Tensor]:
-    """The tensors in nested arguments or results, in order."""
-    return [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -280,12 +273,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def operator_name(node: torch.fx.Node) -> str:
-    """``batch_norm`` for ``torch.ops.aten.batch_norm.default``."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return str(getattr(packet, "__name__", packet))
 
 
 def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:

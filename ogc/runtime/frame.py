@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from ..errors import ReplayError
-from ..program import without_autocast
+from ..program import attribute, tensor_leaves, without_autocast
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward."""
@@ -53,7 +52,7 @@ class Frame:
         self.code = code
         self.model = model
         self.held: list[Any] = [_detached(value) for value in inputs]
-        self.versions = [(tensor, tensor._version) for tensor in _tensors(self.held)]
+        self.versions = [(tensor, tensor._version) for tensor in tensor_leaves(self.held)]
         self.random_states: list[tuple[torch.Tensor, ...]] = []
         self.slots: dict[int, torch.Tensor] = {}
         self.saved = 0
@@ -69,7 +68,7 @@ class Frame:
         if kind is None:
             if self.saved != len(self.code.slots):
                 raise self._changed("saved", self.saved, len(self.code.slots))
-            externals = [_attribute(self.model, name) for name in self.code.externals]
+            externals = [attribute(self.model, name) for name in self.code.externals]
             self.versions += [(tensor, tensor._version) for tensor in externals]
 
     def retain(self, *values: Any) -> None:
@@ -128,7 +127,7 @@ class Frame:
             raise self._changed("saved again", filled, len(self.code.targets))
 
     def _check_versions(self) -> None:
-        current = {name: _attribute(self.model, name) for name in self.code.externals}
+        current = {name: attribute(self.model, name) for name in self.code.externals}
         replaced = [name for name, tensor in current.items() if all(tensor is not t for t, _ in self.versions)]
         changed = [tensor for tensor, version in self.versions if tensor._version != version]
         if not replaced and not changed:
@@ -183,17 +182,6 @@ def _detached(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_detached(item) for item in value)
     return value
-
-
-def _tensors(values: list[Any]) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _attribute(model: torch.nn.Module, name: str) -> torch.Tensor:
-    found: Any = model
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _random_state(devices: tuple[torch.device, ...]) -> tuple[torch.Tensor, ...]:

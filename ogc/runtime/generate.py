@@ -17,7 +17,7 @@ import torch
 
 from ..graph import Graph
 from ..plan import Plan, Segment
-from ..program import LIVE_ARGUMENTS, Program, TensorRef
+from ..program import LIVE_ARGUMENTS, Program, TensorRef, operator_name
 from .frame import KEEP, SegmentCode
 
 _serial = count()
@@ -94,7 +94,7 @@ class _Writer:
             node = self.nodes[t]
             if t in self.draws:
                 body.append(f"frame_{self.number}.remember_random()")
-            body.append(_statement(node, self._target(t)) + self._free(node, last_use, body_end=t == segment.stop - 1))
+            body.append(_statement(node, self._target(t)) + self._free(node, last_use))
         mode = "recomputed" if segment.recompute else "saved"
         title = f"# segment {self.number}: operations {segment.start}-{segment.stop - 1}, {mode}"
         if not segment.recompute:
@@ -105,7 +105,7 @@ class _Writer:
         arguments = ", ".join(["self", str(self.number), *(n.name for n in self.before)])
         return [title, f"with open_segment({arguments}) as frame_{self.number}:", *(f"    {x}" for x in body if x)]
 
-    def _free(self, node: torch.fx.Node, last_use: dict[torch.fx.Node, torch.fx.Node], body_end: bool) -> str:
+    def _free(self, node: torch.fx.Node, last_use: dict[torch.fx.Node, torch.fx.Node]) -> str:
         done = [n for n in (*node.all_input_nodes, node) if n.op != "get_attr" and last_use[n] is node]
         return _let_go(n for n in done if n not in self.retained)
 
@@ -246,8 +246,7 @@ class _Writer:
 
 
 def _live_arguments(node: torch.fx.Node) -> list[Any]:
-    packet = getattr(node.target, "overloadpacket", None)
-    positions = LIVE_ARGUMENTS.get(getattr(packet, "__name__", ""), ())
+    positions = LIVE_ARGUMENTS.get(operator_name(node), ())
     return [node.args[p] for p in positions if p < len(node.args) and isinstance(node.args[p], torch.fx.Node)]
 
 
@@ -262,9 +261,10 @@ def _statement(node: torch.fx.Node, target: Any, clone_live: bool = False) -> st
 
 def _argument(value: Any) -> str:
     if isinstance(value, torch.fx.Node):
-        if value.op != "get_attr" or str(value.target).startswith("_ogc_constant_"):
-            return value.name if value.op != "get_attr" else str(value.target)
-        return _attribute(str(value.target))
+        if value.op != "get_attr":
+            return value.name
+        target = str(value.target)
+        return target if target.startswith("_ogc_constant_") else _attribute(target)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_argument(item) for item in value)}]"
     if isinstance(value, torch.device):

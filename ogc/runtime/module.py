@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..errors import InputError
 from ..graph import Graph
 from ..plan import Plan
-from ..program import Program, TensorSpec, autocast_kinds, without_autocast
+from ..program import Program, TensorSpec, autocast_kinds, tensor_leaves, without_autocast
 from .frame import Frame
 from .generate import Generated, generate
 
@@ -107,7 +107,7 @@ class Runner:
 
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One planned forward."""
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = tensor_leaves(args, kwargs)
         with without_autocast():
             outputs = self.generated.forward(model, self._open_segment, *tensors)
         return self.program.outputs.rebuild(outputs)
