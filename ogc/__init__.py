@@ -4,12 +4,13 @@ from .errors import InputError, OgcError, ParseError, PlanError, ReplayError, So
 from .graph import Graph, Operation, Value
 from .optimize import apply, optimize
 from .parser import parse
-from .plan import Plan, Segment
-from .solver import make_plan, simulate, solve
+from .plan import Plan, Segment, recomputed, saved
+from .solver import Frontier, frontier, make_plan, simulate, solve
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Frontier",
     "Graph",
     "InputError",
     "OgcError",
@@ -22,9 +23,12 @@ __all__ = [
     "SolveError",
     "Value",
     "apply",
+    "frontier",
     "make_plan",
     "optimize",
     "parse",
+    "recomputed",
+    "saved",
     "simulate",
     "solve",
 ]

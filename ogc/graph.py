@@ -46,6 +46,8 @@ class Operation:
     scratch_bytes: int = 0  # temporaries of its forward
     gradient_bytes: int = 0  # gradients alive when its backward is about to start
     backward_bytes: int = 0  # most gradients and temporaries alive while its backward runs
+    late_bytes: int = 0  # the same once it has let go of what it saved, if it does so before it is done
+    plain_bytes: int = 0  # ``backward_bytes`` of the operator as PyTorch runs it
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     forward_flops: int = 0

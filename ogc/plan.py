@@ -1,4 +1,4 @@
-"""The plan: which stretches of the program are saved and which are recomputed. Plain frozen data."""
+"""The plan: which stretches of the program are saved and which are run again. Plain frozen data."""
 
 from __future__ import annotations
 
@@ -10,24 +10,34 @@ from .errors import PlanError
 from .graph import Graph, table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Segment:
     """Operations ``start`` to ``stop - 1``, between two cuts.
 
-    Attributes:
-        recompute: True: nothing but checkpoints is kept until the backward, which runs ``program`` first.
-            False: run as plain autograd does.
-        checkpoints: values made before ``start`` that the segment's operations use.
-        retained: values made in the segment that later segments keep, so that it need not remake them.
-        program: operations to run again, in order; those whose results nobody needs are left out.
+    Without ``parts`` the segment is saved: it runs as under plain autograd. With them it is recomputed:
+    its first run keeps only what later segments need, and before its backward it is run again as its
+    parts say, each of which may in turn be saved or recomputed. One level of checkpointing is a segment
+    with one saved part.
     """
 
     start: int
     stop: int
-    recompute: bool
-    checkpoints: tuple[int, ...] = ()
-    retained: tuple[int, ...] = ()
-    program: tuple[int, ...] = ()
+    parts: tuple[Segment, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """How many times the deepest part is run again."""
+        return 1 + max(part.depth for part in self.parts) if self.parts else 0
+
+
+def saved(start: int, stop: int) -> Segment:
+    """A segment that is kept as plain autograd keeps it."""
+    return Segment(start, stop)
+
+
+def recomputed(start: int, stop: int, *parts: Segment) -> Segment:
+    """A segment that is run again, through ``parts`` or, without them, at once."""
+    return Segment(start, stop, parts or (Segment(start, stop),))
 
 
 @dataclass(frozen=True)
@@ -38,19 +48,23 @@ class Plan:
         segments: in program order.
         peak_bytes: simulated peak of live activations over forward and backward.
         plain_peak_bytes: the same for the model without checkpoints.
+        lower_bound: bytes below which no plan of any kind can peak.
         step_seconds, step_flops: of the plain step (forward and backward).
         recomputed_seconds, recomputed_flops: what the plan adds to it.
         solver: the name of the solver that chose it.
+        is_plain: whether the model itself should be run: no plan was needed, or none is better.
     """
 
     segments: tuple[Segment, ...]
     peak_bytes: int
     plain_peak_bytes: int
+    lower_bound: int
     step_seconds: float
     step_flops: int
     recomputed_seconds: float
     recomputed_flops: int
     solver: str = ""
+    is_plain: bool = False
     rows: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -64,77 +78,38 @@ class Plan:
         return self.recomputed_flops / self.step_flops if self.step_flops else 0.0
 
     @property
-    def is_plain(self) -> bool:
-        """Whether nothing is recomputed, so that the plan is the plain model."""
-        return not any(segment.recompute for segment in self.segments)
+    def gap(self) -> float:
+        """How far the peak is above the lower bound, as a share of the bound."""
+        return self.peak_bytes / self.lower_bound - 1 if self.lower_bound else 0.0
 
     def __str__(self) -> str:
         summary = (
-            f"peak {self.peak_bytes / 1e6:.1f} MB (plain {self.plain_peak_bytes / 1e6:.1f} MB), "
-            f"overhead {self.overhead:.1%}, {len(self.segments)} segments"
+            f"peak {self.peak_bytes / 1e6:.1f} MB (plain {self.plain_peak_bytes / 1e6:.1f} MB, no plan below "
+            f"{self.lower_bound / 1e6:.1f} MB), overhead {self.overhead:.1%}, {len(self.rows)} segments"
         )
         header = ["segment", "operations", "modules", "mode", "kept MB", "recomputed"]
         return f"{table(header, self.rows)}\n{summary}"
 
 
-def cut_into_segments(graph: Graph, cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[Segment, ...]:
-    """Segments between consecutive ``cuts`` (0 and N included), each recomputed or saved.
-
-    Raises:
-        PlanError: the cuts are not allowed positions of the graph in ascending order.
-    """
-    allowed = set(graph.cuts)
-    if not cuts or cuts[0] != 0 or cuts[-1] != len(graph) or len(recompute) != len(cuts) - 1:
-        raise PlanError(f"cuts must run from 0 to {len(graph)} with one flag per segment, not {cuts}")
-    for a, b in pairwise(cuts):
-        if not a < b or b not in allowed:
-            raise PlanError(f"position {b} is no cut of this graph after {a}; see Graph.cuts")
+def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[Segment, ...]:
+    """Segments between consecutive ``cuts``, each recomputed at once or saved."""
     return tuple(
-        _segment(graph, a, b) if again else Segment(a, b, False)
-        for (a, b), again in zip(pairwise(cuts), recompute, strict=True)
+        recomputed(a, b) if again else saved(a, b) for (a, b), again in zip(pairwise(cuts), recompute, strict=True)
     )
 
 
-def _segment(graph: Graph, start: int, stop: int) -> Segment:
-    inside = range(start, stop)
-    used = {v for t in inside for v in (*graph.operations[t].reads, *graph.operations[t].saves)}
-    return Segment(
-        start,
-        stop,
-        True,
-        checkpoints=tuple(sorted(v for v in used if graph.producers[v] < start)),
-        retained=tuple(sorted(v for v in used if graph.producers[v] >= start and graph.last_uses[v] >= stop)),
-        program=recompute_program(graph, start, stop),
-    )
+def check_segments(graph: Graph, segments: Sequence[Segment]) -> None:
+    """Raise PlanError unless the segments cover the graph and are cut where it may be cut, at every level."""
+    allowed = set(graph.cuts)
+    _check_level(allowed, segments, 0, len(graph))
 
 
-def recompute_program(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
-    """The operations of [start, stop) that its backward needs run again.
-
-    Given are the values made before ``start`` and those used at or after ``stop``: both are kept. An
-    operation runs again if its backward needs internal tensors that are not kept, or if somebody needs a
-    value that it writes. A value read before its last in-place write is needed as it was then, which no
-    kept copy shows, so that it is remade.
-    """
-    remade = {
-        v
-        for t in range(start, stop)
-        for v in graph.operations[t].saves
-        if graph.producers[v] >= start and graph.last_uses[v] < stop
-    }
-    alive: set[int] = set()
-    while True:
-        before = len(alive)
-        for t in range(stop - 1, start - 1, -1):
-            op = graph.operations[t]
-            remakes_internals = op.internal_bytes > 0 and not graph.keeps_internals[t]
-            if t in alive or not (remakes_internals or any(v in remade for v in op.writes)):
-                continue
-            alive.add(t)
-            remade.update(
-                v
-                for v in op.reads
-                if graph.producers[v] >= start and (t <= graph.last_writes[v] or graph.last_uses[v] < stop)
-            )
-        if len(alive) == before:
-            return tuple(sorted(alive))
+def _check_level(allowed: set[int], segments: Sequence[Segment], start: int, stop: int) -> None:
+    edges = [start, *(s.stop for s in segments)]
+    if [s.start for s in segments] != edges[:-1] or edges[-1] != stop:
+        raise PlanError(f"the segments do not cover operations {start} to {stop - 1} in order")
+    for segment in segments:
+        if segment.stop <= segment.start or segment.stop not in allowed:
+            raise PlanError(f"position {segment.stop} is no cut of this graph after {segment.start}; see Graph.cuts")
+        if segment.parts:
+            _check_level(allowed, segment.parts, segment.start, segment.stop)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 
 import ogc
-from ogc.errors import PlanError
 from ogc.graph import Graph, Operation, Value
-from ogc.plan import cut_into_segments
-from ogc.solver.simulate import Simulation, simulate
+from ogc.plan import Segment, cut_into_segments
 
 
 def random_graph(seed: int, most: int = 8) -> Graph:
@@ -22,6 +19,7 @@ def random_graph(seed: int, most: int = 8) -> Graph:
     operations: list[Operation] = []
     saved: set[int] = set()
     gone: set[int] = set()  # taken over by another value
+    gradients = rng.randrange(20)
     for t in range(rng.randrange(2, most + 1)):
         reads: list[int] = []
         if values:
@@ -55,8 +53,9 @@ def random_graph(seed: int, most: int = 8) -> Graph:
                 saves=tuple(saves),
                 internal_bytes=rng.choice([0, 0, 0, 0, 1, 4]),
                 scratch_bytes=rng.choice([0, 0, 3]),
-                gradient_bytes=rng.randrange(20),
+                gradient_bytes=gradients,
                 backward_bytes=rng.randrange(60),
+                late_bytes=rng.choice([0, 0, 0, rng.randrange(60)]),
                 forward_seconds=rng.choice([1, 2, 5, 0.5]),
                 backward_seconds=1,
                 replayable=rng.random() > 0.06,
@@ -64,19 +63,6 @@ def random_graph(seed: int, most: int = 8) -> Graph:
             )
         )
     return Graph(tuple(operations), tuple(values))
-
-
-def all_plans(graph: Graph) -> Iterator[Simulation]:
-    """Every interval plan of the graph that may run, simulated."""
-    inner = graph.cuts[1:-1]
-    for count in range(len(inner) + 1):
-        for chosen in itertools.combinations(inner, count):
-            cuts = [0, *chosen, len(graph)]
-            for modes in itertools.product([False, True], repeat=len(cuts) - 1):
-                try:
-                    yield simulate(graph, cut_into_segments(graph, cuts, modes))
-                except PlanError:
-                    continue
 
 
 def chain(sizes: list[int], **weights: int) -> Graph:
@@ -103,7 +89,22 @@ def forced(model: torch.nn.Module, sample: object, pieces: int = 3, **options: s
     inner = list(graph.cuts[1:-1])
     step = max(1, len(inner) // pieces)
     cuts = [0, *inner[step - 1 :: step], len(graph)]
-    return ogc.apply(model, graph, ogc.make_plan(graph, cuts, [True] * (len(cuts) - 1)))
+    return ogc.apply(model, graph, ogc.make_plan(graph, cut_into_segments(cuts, [True] * (len(cuts) - 1))))
+
+
+def random_tree(cuts: tuple[int, ...], rng: random.Random, depth: int = 0) -> tuple[Segment, ...]:
+    """Segments over ``cuts``, saved, recomputed or nested at random."""
+    inner = sorted(rng.sample(cuts[1:-1], rng.randint(0, min(3, len(cuts) - 2))))
+    edges = [cuts[0], *inner, cuts[-1]]
+    segments = []
+    for start, stop in pairwise(edges):
+        within = tuple(c for c in cuts if start <= c <= stop)
+        chance = rng.random()
+        if chance < 0.5 and depth < 3 and len(within) > 2:
+            segments.append(Segment(start, stop, random_tree(within, rng, depth + 1)))
+        else:
+            segments.append(ogc.recomputed(start, stop) if chance < 0.8 else ogc.saved(start, stop))
+    return tuple(segments)
 
 
 def tensors_of(result: object) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers import loss_of
+from helpers import loss_of, random_tree
 from models import CASES
 from torch import nn
 
@@ -76,15 +76,11 @@ def test_gradients_that_share_storage_are_as_simulated():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_plan_peaks_at_most_as_simulated(seed):
-    """Boundaries that nobody turns out to need are counted as kept: the simulator may err, but upwards."""
+def test_any_plan_peaks_as_simulated(seed):
     model, x = Wide(), wide_images()
     graph = ogc.parse(model, x, profile="measure")
-    rng = random.Random(seed)
-    cuts = [0, *(c for c in graph.cuts[1:-1] if rng.random() < 0.3), len(graph)]
-    plan = ogc.make_plan(graph, cuts, [rng.random() < 0.8 for _ in cuts[1:]])
-    measured = measured_peak(ogc.apply(model, graph, plan), (x,))
-    assert 0.7 * plan.peak_bytes <= measured <= 1.005 * plan.peak_bytes
+    plan = ogc.make_plan(graph, random_tree(graph.cuts, random.Random(seed)))
+    assert measured_peak(ogc.apply(model, graph, plan), (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,7 +89,11 @@ def test_optimising_never_needs_more_than_the_plain_model(name):
     model, given = make(), inputs()
     optimised = ogc.optimize(model, given, profile="measure")
     # At these sizes the random state kept for a dropout (5 kB on CPU) is of the activations' order.
-    assert measured_peak(optimised, given) <= measured_peak(model, given) + 6000 * len(optimised.plan.segments)
+    assert measured_peak(optimised, given) <= measured_peak(model, given) + 6000 * len(optimised.plan.rows)
+
+
+def live(operations, returned):
+    return [(found.before, found.during) for found in gradient_bytes(operations, [returned])]
 
 
 def test_gradients_that_are_added_in_place_or_not():
@@ -106,6 +106,6 @@ def test_gradients_that_are_added_in_place_or_not():
     slices = tuple(InputGradient(n, 16, shares=0, dense=False) for n in (0, 1))
     join = OperationGradients((c,), (16,), (True,), (a, b), slices, working_bytes=0)
     # join hands slices of one storage to a and b. A new dense gradient for a takes a's slice in ...
-    assert gradient_bytes([make, through(dense=True), join], [c]) == [(8, 11), (16, 24), (16, 16)]
+    assert live([make, through(dense=True), join], c) == [(8, 11), (16, 24), (16, 16)]
     # ... but where neither is dense their sum is a third storage.
-    assert gradient_bytes([make, through(dense=False), join], [c]) == [(8, 11), (16, 32), (16, 16)]
+    assert live([make, through(dense=False), join], c) == [(8, 11), (16, 32), (16, 16)]

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import assert_same_training, forced, loss_of, trace_of_training
+from helpers import assert_same_training, forced, loss_of, random_tree, trace_of_training
 from models import CASES, Attention, Outputs, Residual, images
 from torch import nn
 
 import ogc
 from ogc.errors import InputError, PlanError, ReplayError
+from ogc.plan import cut_into_segments
 from ogc.runtime import frame
+from ogc.schedule import Schedule
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -34,9 +36,27 @@ def test_any_segmentation_is_bitwise_the_plain_model(name, seed):
     cuts = [0, *(c for c in graph.cuts[1:-1] if rng.random() < 0.4), len(graph)]
     modes = [rng.random() < 0.8 for _ in cuts[1:]]
     try:
-        plan = ogc.make_plan(graph, cuts, modes)
+        plan = ogc.make_plan(graph, cut_into_segments(cuts, modes))
     except PlanError as error:
         assert "must not run twice" in str(error)
+        return
+    assert_same_training(model, ogc.apply(model, graph, plan), given, steps=2)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", CASES)
+def test_any_nested_plan_is_bitwise_the_plain_model(name, seed):
+    make, inputs = CASES[name]
+    model, given = make(), inputs()
+    graph = ogc.parse(model, given)
+    rng = random.Random(seed)
+    for _ in range(20):
+        try:
+            plan = ogc.make_plan(graph, random_tree(graph.cuts, rng))
+            break
+        except PlanError as error:
+            assert "must not run twice" in str(error)
+    else:
         return
     assert_same_training(model, ogc.apply(model, graph, plan), given, steps=2)
 
@@ -61,16 +81,53 @@ def test_keyword_arguments_and_pytree_outputs():
     loss_of(ours).backward()
 
 
-def test_each_segment_runs_again_once_from_last_to_first(monkeypatch):
+@pytest.mark.parametrize("seed", range(4))
+def test_each_run_is_carried_out_once_and_in_order(seed, monkeypatch):
     model = Residual()
-    optimised = forced(model, images(), pieces=5)
-    expected = [n for n, segment in enumerate(optimised.plan.segments) if segment.program]
+    graph = ogc.parse(model, images())
+    segments = random_tree(graph.cuts, random.Random(seed))
+    optimised = ogc.apply(model, graph, ogc.make_plan(graph, segments))
+    expected = [n for n, run in enumerate(Schedule(graph, segments).runs) if n and run.program]
     ran = []
-    original = frame.Frame._recompute
-    monkeypatch.setattr(frame.Frame, "_recompute", lambda self: (ran.append(self.code.number), original(self))[1])
+    original = frame.Frame._run
+    monkeypatch.setattr(frame.Frame, "_run", lambda self: (original(self), ran.append(self.code.number)))
     loss_of(optimised(images())).backward()
-    assert len(expected) > 3
-    assert ran == expected[::-1]
+    assert [n for n in ran if n in expected] == expected
+
+
+def test_a_backward_through_one_output_alone_finds_what_other_parts_would_have_made():
+    """A run inside another may be the first to be asked for."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+
+        def forward(self, x):
+            for layer in self.layers[:3]:
+                x = layer(x).tanh()
+            y = x
+            for layer in self.layers[3:]:
+                y = layer(y).tanh()
+            return x.sum(), y
+
+    model, x = Two(), torch.randn(4, 6)
+    graph = ogc.parse(model, x)
+    n = len(graph)
+    parts = [ogc.recomputed(0, 4, ogc.recomputed(0, 2), ogc.saved(2, 4)), ogc.saved(4, n)]
+    optimised = ogc.apply(model, graph, ogc.make_plan(graph, [ogc.recomputed(0, n, *parts)]))
+    for chosen in (0, 1):
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(x)[chosen].sum().backward()
+        plain = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = None
+        result = optimised(x)[chosen]
+        gc.collect()
+        result.sum().backward()
+        for a, parameter in zip(plain, model.parameters(), strict=True):
+            assert (a is None and parameter.grad is None) or torch.equal(a, parameter.grad)
 
 
 def test_the_result_is_the_models_own_kind_and_shares_everything():
@@ -96,8 +153,8 @@ def test_the_plan_and_the_code_can_be_read():
     optimised = ogc.optimize(Residual(), images())
     text = str(optimised.plan)
     assert "recomputed" in text and "overhead" in text
-    assert "def forward(self, open_segment, input_0):" in optimised.code
-    assert "torch.ops.aten.convolution.default" in optimised.code
+    assert "def forward(self, step, input_0):" in optimised.code
+    assert "lean.convolution(" in optimised.code
     assert "stem.0" in str(optimised.graph)
 
 

@@ -1,28 +1,34 @@
 """The simulator by hand and by closed form; the solver against brute force."""
 
+import itertools
 import random
 
+import numpy as np
 import pytest
-from helpers import all_plans, chain, random_graph
+from helpers import chain, random_graph, random_tree
+from interval_oracle import all_flat_plans, flat_segments, weigh
 
 import ogc
-from ogc.errors import PlanError, SolveError
+from ogc.errors import InputError, PlanError, SolveError
 from ogc.graph import Graph, Operation, Value
-from ogc.plan import Segment, cut_into_segments, recompute_program
-from ogc.solver.interval import least_kept, least_peak, least_peak_plan, least_seconds, segment_costs
-from ogc.solver.simulate import simulate
+from ogc.plan import Segment, cut_into_segments, recomputed, saved
+from ogc.schedule import Schedule
+from ogc.solver.costs import segment_costs
+from ogc.solver.interval import OuterLevel
+from ogc.solver.nested import NestedTable
+from ogc.solver.simulate import lower_bound, simulate
 
-SEEDS = range(350)
+SEEDS = range(500)
 
 
 def test_plain_peak_of_a_chain_is_all_that_is_saved():
     graph = chain([5, 5, 5, 5])
-    assert simulate(graph, [Segment(0, 4, False)]).peak_bytes == 20
+    assert simulate(graph, [saved(0, 4)]).peak_bytes == 20
 
 
 def test_timeline_of_a_chain_in_two_segments():
     graph = chain([5, 7, 9, 11], backward_bytes=2, gradient_bytes=1)
-    plan = cut_into_segments(graph, [0, 2, 4], [True, False])
+    plan = cut_into_segments([0, 2, 4], [True, False])
     events = [(e.phase, e.operation, e.bytes) for e in simulate(graph, plan).timeline]
     assert events == [
         ("forward", 0, 5),
@@ -37,7 +43,34 @@ def test_timeline_of_a_chain_in_two_segments():
     ]
 
 
-def test_a_recompute_program_leaves_out_what_the_backward_does_not_need():
+def test_timeline_of_a_nested_chain():
+    graph = chain([5, 7, 9, 11, 13])
+    plan = [recomputed(0, 4, recomputed(0, 2), saved(2, 4)), saved(4, 5)]
+    events = [(e.phase, e.run, e.operation, e.bytes) for e in simulate(graph, plan).timeline]
+    assert events[5:] == [
+        ("backward", 0, 4, 11 + 13),
+        ("recompute", 1, 0, 5 + 13),  # the output stays
+        ("recompute", 1, 1, 5 + 7 + 13),  # value 0 is let go of again
+        ("recompute", 1, 2, 7 + 9 + 13),
+        ("backward", 1, 3, 7 + 9 + 13),
+        ("backward", 1, 2, 7 + 13),
+        ("recompute", 2, 0, 5 + 13),
+        ("backward", 2, 1, 5 + 13),
+        ("backward", 2, 0, 13),
+    ]
+
+
+def test_what_a_backward_lets_go_of_early_is_not_counted_twice():
+    graph = chain([10, 10], backward_bytes=3, late_bytes=8)
+    assert [e.bytes for e in simulate(graph, [saved(0, 2)]).timeline if e.phase == "backward"] == [23, 18, 13, 18]
+
+
+def program(graph, start, stop):
+    segments = [s for s in (saved(0, start), recomputed(start, stop), saved(stop, len(graph))) if s.start < s.stop]
+    return Schedule(graph, segments).runs[1].program
+
+
+def test_a_run_leaves_out_what_the_backward_does_not_need():
     # norm saves its input, relu_ its result, the convolution its input; nobody needs the last result.
     graph = Graph(
         (
@@ -49,9 +82,9 @@ def test_a_recompute_program_leaves_out_what_the_backward_does_not_need():
         ),
         tuple(Value(f"v{n}", 8) for n in range(4)),
     )
-    assert recompute_program(graph, 0, 4) == (0, 1, 2)
+    assert program(graph, 0, 4) == (0, 1, 2)
     # What the cut keeps need not be remade: relu_'s result is there, and with it nobody needs the norm.
-    assert recompute_program(graph, 0, 3) == (0,)
+    assert program(graph, 0, 3) == (0,)
 
 
 def test_an_in_place_write_that_must_run_again_gets_its_old_input():
@@ -63,39 +96,99 @@ def test_an_in_place_write_that_must_run_again_gets_its_old_input():
         ),
         (Value("x", 8), Value("y", 8)),
     )
-    assert recompute_program(graph, 0, 2) == (0, 1)
+    assert program(graph, 0, 2) == (0, 1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_solver_is_brute_force(seed):
+def test_flat_plans_are_brute_force(seed):
+    """The least peak of one level and the least recomputation at it, by the rule that cuts keep their boundary."""
     graph = random_graph(seed, most=7)
-    best = min((s.peak_bytes, s.recomputed_seconds) for s in all_plans(graph))
-    costs = segment_costs(graph)
-    cuts, modes = least_seconds(costs, least_peak(costs))
-    found = simulate(graph, cut_into_segments(graph, cuts, modes))
-    assert (found.peak_bytes, found.recomputed_seconds) == best
-    assert least_kept(costs, best[0] - 1)[-1] >= 2**60, "feasible one byte below the optimum"
+    best = min(all_flat_plans(graph))
+    level = OuterLevel(segment_costs(graph)[0])
+    assert level.least_peak() == best[0]
+    found = simulate(graph, level.fastest(best[0]))
+    assert found.recomputed_seconds <= best[1]
+    assert found.peak_bytes <= best[0], "the simulator lets go of what nobody needs"
     with pytest.raises(SolveError, match=f"the least peak is {best[0]} bytes"):
-        least_seconds(costs, best[0] - 1)
+        level.fastest(best[0] - 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_segment_costs_agree_with_the_simulator_on_larger_graphs(seed):
-    """The DP's own arithmetic for one random plan of a larger graph gives the simulator's peak."""
+def test_segment_costs_agree_with_the_rule_on_larger_graphs(seed):
+    """The solver's own arithmetic for one random plan of a larger graph gives the oracle's peak."""
     graph = random_graph(1000 + seed, most=40)
     rng = random.Random(seed)
-    costs = segment_costs(graph)
+    costs, _ = segment_costs(graph)
     index = [0, *sorted(rng.sample(range(1, len(costs.cuts) - 1), min(4, len(costs.cuts) - 2))), len(costs.cuts) - 1]
     modes = [rng.random() < 0.5 for _ in index[1:]]
-    try:
-        expected = simulate(graph, cut_into_segments(graph, [int(costs.cuts[i]) for i in index], modes)).peak_bytes
-    except PlanError:
-        expected = None
+    expected = weigh(graph, flat_segments(graph, [int(costs.cuts[i]) for i in index], modes))
     kept, peak = 0, 0
     for i, j, mode in zip(index[:-1], index[1:], modes, strict=True):
         peak = max(peak, kept + int(costs.local[int(mode), i, j]))
         kept += int(costs.kept[int(mode), i, j])
-    assert (peak == expected) if expected is not None else peak > 2**60
+    assert (peak == expected[0]) if expected is not None else peak > 2**60
+
+
+def nested_level(graph, top=None, levels=None):
+    costs, nested = segment_costs(graph)
+    top = top or OuterLevel(costs).least_peak()
+    return OuterLevel(costs, NestedTable(nested, top, levels or top + 1))
+
+
+def all_trees(cuts):
+    """Every plan over ``cuts``: all ways to divide, each piece saved or recomputed in every way."""
+    inner = cuts[1:-1]
+    for count in range(len(inner) + 1):
+        for chosen in itertools.combinations(inner, count):
+            edges = [cuts[0], *chosen, cuts[-1]]
+            pieces = [all_pieces(tuple(c for c in cuts if a <= c <= b)) for a, b in itertools.pairwise(edges)]
+            yield from itertools.product(*pieces)
+
+
+def all_pieces(cuts):
+    yield saved(cuts[0], cuts[-1])
+    yield recomputed(cuts[0], cuts[-1])
+    for k in range(1, len(cuts) - 1):
+        for first in all_pieces(cuts[: k + 1]):
+            for rest in all_pieces(cuts[k:]):
+                # What is run again is not forgotten at once: its last part is kept.
+                parts = (first, *rest.parts) if rest.parts else (first, rest)
+                yield recomputed(cuts[0], cuts[-1], *parts)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nested_plans_of_chains_are_brute_force(seed):
+    rng = random.Random(seed)
+    graph = chain([rng.choice([1, 2, 3, 5, 8]) for _ in range(5)], backward_bytes=rng.randrange(6))
+    best = min((c.peak_bytes, c.recomputed_seconds) for c in (simulate(graph, t) for t in all_trees(graph.cuts)))
+    level = nested_level(graph)
+    assert level.least_peak() == best[0]
+    found = simulate(graph, level.fastest(best[0]))
+    assert (found.peak_bytes, found.recomputed_seconds) == best
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_nested_plans_of_any_graph_peak_at_most_as_planned(seed):
+    graph = random_graph(seed, most=14)
+    top = OuterLevel(segment_costs(graph)[0]).least_peak()
+    for levels in (top + 1, 12):
+        level = nested_level(graph, top, levels)
+        peak = level.least_peak()
+        assert peak <= top
+        for share in (1.0, 1.2):
+            assert simulate(graph, level.fastest(int(peak * share))).peak_bytes <= peak * share
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_nothing_is_below_the_lower_bound(seed):
+    graph = random_graph(seed, most=14)
+    rng = random.Random(seed)
+    bound = lower_bound(graph)
+    for _ in range(10):
+        try:
+            assert simulate(graph, random_tree(graph.cuts, rng)).peak_bytes >= bound
+        except PlanError:
+            continue
 
 
 def test_a_uniform_chain_needs_about_the_square_root():
@@ -103,13 +196,14 @@ def test_a_uniform_chain_needs_about_the_square_root():
     plan = ogc.solve(graph)
     # k checkpoints and a longest segment of 400/k values: 2 sqrt(400) at the least, plus the ends.
     assert plan.plain_peak_bytes == 400
-    assert plan.peak_bytes <= 42
-    assert plan.overhead < 1 / 3
+    flat = OuterLevel(segment_costs(graph)[0])
+    assert flat.least_peak() <= 42
+    assert simulate(graph, flat.fastest(42)).recomputed_seconds < 400
+    assert plan.peak_bytes < 25, "several levels need less"
 
 
 def test_same_graph_same_plan():
     graph = random_graph(3, most=60)
-    assert least_peak_plan(graph) == least_peak_plan(graph)
     assert ogc.solve(graph) == ogc.solve(graph)
 
 
@@ -128,7 +222,7 @@ def test_an_operation_that_must_not_run_twice_stays_in_a_saved_segment():
         free.values,
     )
     plan = ogc.solve(bound)
-    assert not any({5, 6} & set(segment.program) for segment in plan.segments)
+    assert not any({5, 6} & set(run.program) for run in Schedule(bound, plan.segments).runs[1:])
     assert ogc.solve(free).peak_bytes < plan.peak_bytes < plan.plain_peak_bytes
 
 
@@ -140,19 +234,85 @@ def test_a_plan_prints_its_segments():
 
 
 @pytest.mark.parametrize(
-    ("cuts", "modes", "message"),
+    ("segments", "message"),
     [
-        ([0, 3], [True], "from 0 to 4"),
-        ([0, 2, 2, 4], [True] * 3, "no cut of this graph"),
-        ([0, 9, 4], [True] * 2, "no cut of this graph"),
-        ([0, 4], [True, True], "one flag per segment"),
+        ([Segment(0, 3)], "cover operations 0 to 3"),
+        ([Segment(0, 2), Segment(2, 2), Segment(2, 4)], "no cut of this graph"),
+        ([Segment(0, 9), Segment(9, 4)], "no cut of this graph"),
+        ([recomputed(0, 4, saved(0, 3))], "cover operations 0 to 3"),
+        ([saved(0, 1), recomputed(1, 4, saved(0, 4))], "cover operations 1 to 3"),
     ],
 )
-def test_wrong_cuts_are_refused(cuts, modes, message):
+def test_wrong_segments_are_refused(segments, message):
     with pytest.raises(PlanError, match=message):
-        ogc.make_plan(chain([1] * 4), cuts, modes)
+        ogc.make_plan(chain([1] * 4), segments)
 
 
-def test_segments_of_another_graph_are_refused():
-    with pytest.raises(PlanError, match="do not cover operations 0 to 3"):
-        simulate(chain([1] * 4), [Segment(0, 3, False)])
+GIB = chain([2**30] * 30, forward_flops=1)
+
+
+@pytest.mark.parametrize(
+    ("budget", "size"),
+    [(20 * 2**30, 20 * 2**30), ("20GiB", 20 * 2**30), ("20 gb", 20 * 10**9), ("0.02TB", 20 * 10**9), (0.5, 15 * 2**30)],
+)
+def test_a_budget_is_kept_with_little_recomputation(budget, size):
+    plan = ogc.solve(GIB, memory_budget=budget)
+    assert plan.peak_bytes <= size
+    assert 0 < plan.overhead < 1 / 3
+    assert ogc.solve(GIB, memory_budget=size // 2).overhead > plan.overhead
+
+
+def test_a_budget_that_the_plain_model_meets_costs_nothing():
+    for budget in (1.0, "30GiB", 31 * 2**30):
+        plan = ogc.solve(GIB, memory_budget=budget)
+        assert plan.is_plain
+        assert plan.overhead == 0
+
+
+def test_a_budget_that_nothing_meets_is_refused_with_what_would():
+    with pytest.raises(SolveError) as caught:
+        ogc.solve(GIB, memory_budget="1GiB")
+    least = ogc.solve(GIB)
+    for part in ("1073.7 MB", f"{least.peak_bytes} bytes", f"{least.overhead:.1%} overhead", "operation op", "alive"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.3, 0.6])
+def test_overhead_is_bounded(share):
+    plan = ogc.solve(GIB, max_overhead=share)
+    assert plan.overhead <= share
+    assert plan.is_plain == (share == 0)
+    if share >= 0.3:
+        assert plan.peak_bytes < 12 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_budget": "8 apples"}, "'8 apples'"),
+        ({"memory_budget": 0}, "not 0"),
+        ({"memory_budget": 1.5}, r"share in \(0, 1\]"),
+        ({"memory_budget": True}, "not True"),
+        ({"memory_budget": -1.0}, "not -1.0"),
+        ({"memory_budget": float("nan")}, "not nan"),
+        ({"max_overhead": -0.1}, "such as 0.2"),
+        ({"max_overhead": True}, "such as 0.2"),
+        ({"memory_budget": 0.5, "max_overhead": 0.1}, "not both"),
+    ],
+)
+def test_wrong_wishes_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        ogc.solve(GIB, **options)
+
+
+def test_the_frontier_is_monotone_and_its_plans_are_as_simulated():
+    graph = random_graph(5, most=60)
+    found = ogc.frontier(graph)
+    peaks = [plan.peak_bytes for plan in found.plans]
+    assert peaks == sorted(peaks)
+    assert (np.diff([plan.recomputed_seconds for plan in found.plans[:-1]]) < 0).all()
+    assert found.plans[-1].is_plain
+    assert peaks[0] == ogc.solve(graph).peak_bytes
+    for plan in found.plans[:-1]:
+        assert simulate(graph, plan).peak_bytes == plan.peak_bytes >= lower_bound(graph)
+    assert str(found).splitlines()[0].split() == ["peak", "MB", "of", "plain", "overhead", "levels"]

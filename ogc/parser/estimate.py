@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..lean import Lean, channels_at_once
 from ..program import operator_name, tensor_leaves
 from .gradients import InputGradient
 from .observe import Record, is_dense
@@ -49,10 +50,12 @@ class Weights:
     forward_seconds: float = 0.0
     forward_flops: int = 0
     working_bytes: int = 0
+    late_bytes: int = 0  # most bytes its backward allocates once it has let go of what it saved
     backward_seconds: float = 0.0
     backward_flops: int = 0
     gradients: tuple[InputGradient, ...] = ()
     internal_bytes: int | None = None  # None: as observed
+    plain: Weights | None = None  # of the operator that a lean one stands for
 
 
 class Estimator:
@@ -66,37 +69,22 @@ class Estimator:
 
     def weigh(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
         """The weights of the call ``node.target(*args, **kwargs)``."""
-        if not record.outputs or not isinstance(node.target, torch._ops.OpOverload):
+        lean = node.target if isinstance(node.target, Lean) else None
+        operator = lean.operator if lean else node.target
+        if not record.outputs or not isinstance(operator, torch._ops.OpOverload):
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs)
         if key not in self.seen:
             in_place = any(v in record.reads for v in record.writes)
-            weights = self._run(node.target, *pytree.tree_flatten((args, kwargs)), in_place)
+            weights = self._run(operator, *pytree.tree_flatten((args, kwargs)), in_place)
             if self.elsewhere and record.internal_bytes:
-                weights = replace(weights, internal_bytes=self._internal_bytes(node.target, args, kwargs))
-            self.seen[key] = self._with_kernel_copies(operator_name(node), args, record, weights)
+                weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
+            if self.device.type == "cpu":
+                weights = _with_kernel_copies(operator_name(node), args, record, weights)
+            if lean and lean.pays(*args):
+                weights = replace(_LEAN[lean.kind](args, record, weights), plain=weights)
+            self.seen[key] = weights
         return self.seen[key]
-
-    def _with_kernel_copies(self, name: str, args: Any, record: Record, weights: Weights) -> Weights:
-        """Add the copies that CPU kernels are known to make underneath the dispatcher.
-
-        Read off the allocator for torch 2.11 to 2.15: oneDNN copies operands to its blocked layout and
-        results back, the batch-norm backward allocates its result twice.
-        """
-        if self.device.type != "cpu":
-            return weights
-        if name == "convolution":
-            image, kernel = (t.numel() * t.element_size() for t in args[:2])
-            result = record.output_bytes[0]
-            scratch = max(image + kernel, result)
-            if any(gradient.argument == 0 for gradient in weights.gradients):
-                working = max(2 * image + result + kernel, image + 2 * kernel, 3 * image)
-            else:
-                working = weights.working_bytes + result
-            return replace(weights, scratch_bytes=scratch, working_bytes=working if weights.gradients else 0)
-        if name == "batch_norm":
-            return replace(weights, working_bytes=weights.working_bytes + record.output_bytes[0])
-        return weights
 
     def _internal_bytes(self, target: Any, args: Any, kwargs: Any) -> int:
         """Bytes that the operation saves on the device besides its arguments and results."""
@@ -160,6 +148,7 @@ class Estimator:
                     shares=shared.get(key),
                     group=groups.setdefault(key, len(groups)),
                     dense=is_dense(gradient),
+                    contiguous=gradient.is_contiguous(),
                 )
             )
         return Weights(
@@ -167,10 +156,75 @@ class Estimator:
             forward.seconds,
             forward.flops,
             backward.peak_bytes,
-            backward.seconds,
-            backward.flops,
-            tuple(gradients),
+            backward_seconds=backward.seconds,
+            backward_flops=backward.flops,
+            gradients=tuple(gradients),
         )
+
+
+def _with_kernel_copies(name: str, args: Any, record: Record, weights: Weights) -> Weights:
+    """Add the copies that CPU kernels are known to make underneath the dispatcher.
+
+    Read off the allocator for torch 2.11 to 2.15: oneDNN copies operands to its blocked layout and
+    results back, the batch-norm backward allocates its result twice.
+    """
+    if name == "convolution":
+        image, kernel, result = _convolution_bytes(args, record)
+        scratch = max(image + kernel, result)
+        if any(gradient.argument == 0 for gradient in weights.gradients):
+            working = max(image + _input_phase(args, record), image + 2 * kernel)
+        else:
+            working = weights.working_bytes + result
+        return replace(weights, scratch_bytes=scratch, working_bytes=working if weights.gradients else 0)
+    if name == "batch_norm":
+        return replace(weights, working_bytes=weights.working_bytes + record.output_bytes[0])
+    return weights
+
+
+def _convolution_bytes(args: Any, record: Record) -> tuple[int, int, int]:
+    """Bytes of a convolution's input, weight and result."""
+    image, kernel = (t.numel() * t.element_size() for t in args[:2])
+    return image, kernel, record.output_bytes[0]
+
+
+def _input_phase(args: Any, record: Record) -> int:
+    """Most bytes that oneDNN allocates for the gradient of a convolution's input, that included."""
+    image, kernel, result = _convolution_bytes(args, record)
+    strided = any(step > 1 for step in args[3])
+    return max(image + result + kernel, (3 if strided else 2) * image)
+
+
+def _lean_convolution(args: Any, record: Record, weights: Weights) -> Weights:
+    if not any(gradient.argument == 0 for gradient in weights.gradients):
+        return weights
+    image, kernel, result = _convolution_bytes(args, record)
+    return replace(
+        weights,
+        working_bytes=max(image + result + kernel, 2 * kernel),
+        late_bytes=kernel + _input_phase(args, record),
+    )
+
+
+def _lean_batch_norm(args: Any, record: Record, weights: Weights) -> Weights:
+    x = args[0]
+    chunk = channels_at_once(x) * x.numel() * x.element_size() // x.shape[1]
+    return replace(
+        weights,
+        working_bytes=record.output_bytes[0] + 4 * chunk,
+        gradients=_reusing(weights.gradients),
+    )
+
+
+def _lean_elementwise(args: Any, record: Record, weights: Weights) -> Weights:
+    return replace(weights, gradients=_reusing(weights.gradients))
+
+
+def _reusing(gradients: tuple[InputGradient, ...]) -> tuple[InputGradient, ...]:
+    """The same, with the first argument's written over the result's where that is possible."""
+    return tuple(replace(g, reuses=0) if g.argument == 0 else g for g in gradients)
+
+
+_LEAN = {"elementwise": _lean_elementwise, "batch_norm": _lean_batch_norm, "convolution": _lean_convolution}
 
 
 def _saving(saved: list[torch.Tensor]) -> saved_tensors_hooks:
@@ -241,7 +295,8 @@ class _Meter(TorchDispatchMode):
 
 def copies_strided_gradients(node: torch.fx.Node) -> bool:
     """Whether the operator's backward kernel makes a gradient contiguous before it reads it."""
-    return operator_name(node) in _CONTIGUOUS_BACKWARD
+    chunked = isinstance(node.target, Lean) and node.target.kind == "batch_norm"
+    return operator_name(node) in _CONTIGUOUS_BACKWARD and not chunked
 
 
 _CONTIGUOUS_BACKWARD = {"convolution", "batch_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}

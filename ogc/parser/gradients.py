@@ -22,7 +22,8 @@ class InputGradient:
     """The gradient that an operation's backward returns for one of its tensor arguments.
 
     ``shares`` is the number of the output whose gradient it shares storage with; else it is new and
-    ``group`` numbers the operation's new storages, of ``bytes`` each.
+    ``group`` numbers the operation's new storages, of ``bytes`` each. With ``reuses`` it is written over that
+    output's gradient where that is contiguous and nobody else's.
     """
 
     argument: int
@@ -30,6 +31,8 @@ class InputGradient:
     shares: int | None
     group: int = 0
     dense: bool = True
+    contiguous: bool = True
+    reuses: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,27 +45,41 @@ class OperationGradients:
     arguments: tuple[TensorRef | None, ...]
     gradients: tuple[InputGradient, ...]
     working_bytes: int  # most bytes that its backward allocates, results included
+    late_bytes: int = 0  # the same once it has let go of what it saved, if it does so before it is done
     copies_strided: bool = False  # its backward first copies a gradient that is not dense
 
 
-def gradient_bytes(operations: Sequence[OperationGradients], returned: Sequence[TensorRef]) -> list[tuple[int, int]]:
-    """For each operation, the gradient bytes alive before its backward, and at most during it."""
+@dataclass(frozen=True)
+class LiveGradients:
+    """Bytes of gradients and temporaries around one operation's backward."""
+
+    before: int
+    during: int
+    late: int  # once it has let go of what it saved
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    storage: int
+    dense: bool
+    contiguous: bool
+
+
+def gradient_bytes(operations: Sequence[OperationGradients], returned: Sequence[TensorRef]) -> list[LiveGradients]:
+    """For each operation, the bytes of gradients alive around its backward."""
     engine = _Engine()
     sizes = {ref: size for op in operations for ref, size in zip(op.outputs, op.output_bytes, strict=True)}
     grads = {ref for op in operations for ref, flag in zip(op.outputs, op.differentiable, strict=True) if flag}
     for ref in returned:
         if ref in grads:
-            engine.receive(ref, engine.allocate(sizes[ref]), True, sizes[ref])
-    result = []
-    for op in reversed(operations):
-        before = engine.live
-        result.append((before, engine.run(op, sizes)))
-    return result[::-1]
+            # Not to be written over: the caller may hold it.
+            engine.receive(ref, _Gradient(engine.allocate(sizes[ref]), True, False), sizes[ref])
+    return [engine.run(op, sizes) for op in reversed(operations)][::-1]
 
 
 class _Engine:
     def __init__(self) -> None:
-        self.waiting: dict[TensorRef, tuple[int, bool]] = {}  # tensor -> (gradient storage, dense)
+        self.waiting: dict[TensorRef, _Gradient] = {}
         self.bytes: dict[int, int] = {}
         self.owners: dict[int, int] = {}
         self.live = 0
@@ -80,57 +97,82 @@ class _Engine:
         if self.owners[storage] == 0:
             self.live -= self.bytes[storage]
 
-    def receive(self, tensor: TensorRef, storage: int, dense: bool, size: int) -> None:
-        """Hand one reference of ``storage`` to the tensor's gradient."""
+    def receive(self, tensor: TensorRef, new: _Gradient, size: int) -> None:
+        """Hand one reference of a gradient to the tensor."""
         if tensor not in self.waiting:
-            self.waiting[tensor] = (storage, dense)
+            self.waiting[tensor] = new
             return
-        old, old_dense = self.waiting[tensor]
-        if old_dense and self.owners[old] == 1:
-            self.release(storage)  # added in place
+        old = self.waiting[tensor]
+        if old.dense and self.owners[old.storage] == 1:
+            self.release(new.storage)  # added in place
             return
-        if dense and self.owners[storage] == 1:
-            self.release(old)  # added in place to the newcomer
-            self.waiting[tensor] = (storage, True)
+        if new.dense and self.owners[new.storage] == 1:
+            self.release(old.storage)  # added in place to the newcomer
+            self.waiting[tensor] = new
             return
-        self.waiting[tensor] = (self.allocate(size), True)
-        self.release(old)
-        self.release(storage)
+        self.waiting[tensor] = _Gradient(self.allocate(size), True, old.contiguous)
+        self.release(old.storage)
+        self.release(new.storage)
 
-    def run(self, op: OperationGradients, sizes: dict[TensorRef, int]) -> int:
-        """One operation's backward; the most bytes alive during it."""
-        self.most = self.live
+    def run(self, op: OperationGradients, sizes: dict[TensorRef, int]) -> LiveGradients:
+        """One operation's backward."""
+        self.most = before = self.live
         incoming = {n: self.waiting.pop(ref) for n, ref in enumerate(op.outputs) if ref in self.waiting}
         if not incoming:
-            return self.live
-        strided = sum(self.bytes[s] for s, dense in incoming.values() if not dense) if op.copies_strided else 0
-        self.most = max(self.most, self.live + op.working_bytes + strided)
-        groups: dict[int, int] = {}
-        handed: list[tuple[InputGradient, int]] = []
-        for gradient in op.gradients:
-            if gradient.shares is not None:
-                if gradient.shares in incoming:
-                    storage = incoming[gradient.shares][0]
-                    self.owners[storage] += 1
-                    handed.append((gradient, storage))
-            elif gradient.group in groups:
-                self.owners[groups[gradient.group]] += 1
-                handed.append((gradient, groups[gradient.group]))
-            else:
-                groups[gradient.group] = self.allocate(gradient.bytes)
-                handed.append((gradient, groups[gradient.group]))
-        for storage, _ in incoming.values():
-            self.release(storage)
-        for gradient, storage in handed:
-            tensor = op.arguments[gradient.argument]
+            return LiveGradients(before, before, 0)
+        strided = sum(self.bytes[g.storage] for g in incoming.values() if not g.dense) if op.copies_strided else 0
+        reused = {
+            g.argument: incoming[g.reuses] for g in op.gradients if g.reuses is not None and self._ours(incoming, g)
+        }
+        saved = sum(self.bytes[g.storage] for g in reused.values())
+        self.most = max(self.most, before + op.working_bytes - saved + strided)
+        late = before + op.late_bytes + strided if op.late_bytes else 0
+        handed = self._hand_out(op, incoming, reused)
+        for gradient in incoming.values():
+            self.release(gradient.storage)
+        for argument, gradient in handed:
+            tensor = op.arguments[argument]
             if tensor is not None:
-                shared_dense = gradient.shares is None or incoming[gradient.shares][1]
-                self.receive(tensor, storage, gradient.dense and shared_dense, sizes[tensor])
+                self.receive(tensor, gradient, sizes[tensor])
         # Parameter gradients are added to .grad once the operation has handed all its results on.
-        for gradient, storage in handed:
-            if op.arguments[gradient.argument] is None:
-                self.release(storage)
-        return self.most
+        for argument, gradient in handed:
+            if op.arguments[argument] is None:
+                self.release(gradient.storage)
+        return LiveGradients(before, self.most, late)
+
+    def _ours(self, incoming: dict[int, _Gradient], gradient: InputGradient) -> bool:
+        found = incoming.get(gradient.reuses if gradient.reuses is not None else -1)
+        return (
+            found is not None
+            and found.contiguous
+            and self.owners[found.storage] == 1
+            and self.bytes[found.storage] == gradient.bytes
+        )
+
+    def _hand_out(
+        self, op: OperationGradients, incoming: dict[int, _Gradient], reused: dict[int, _Gradient]
+    ) -> list[tuple[int, _Gradient]]:
+        """The gradients that the operation returns, one reference each, by argument."""
+        groups: dict[int, int] = {}
+        handed = []
+        for gradient in op.gradients:
+            source = reused.get(gradient.argument)
+            if source is None and gradient.shares is not None:
+                if gradient.shares not in incoming:
+                    continue
+                source = incoming[gradient.shares]
+            if source is not None:
+                storage = source.storage
+                self.owners[storage] += 1
+            elif gradient.group in groups:
+                storage = groups[gradient.group]
+                self.owners[storage] += 1
+            else:
+                storage = groups[gradient.group] = self.allocate(gradient.bytes)
+            dense = gradient.dense and (source is None or source.dense)
+            contiguous = gradient.contiguous and (source is None or source.contiguous)
+            handed.append((gradient.argument, _Gradient(storage, dense, contiguous)))
+        return handed
 
     def _grow(self, size: int) -> None:
         self.live += size

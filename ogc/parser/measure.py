@@ -51,7 +51,14 @@ class Measurer:
         weights = replace(estimate, scratch_bytes=max(0, peak - call.own_bytes()), forward_seconds=seconds)
         if call.ends() and call.starts:
             peak, seconds = self._measure(lambda: call.prepare(with_gradients=True), call.backward)
-            weights = replace(weights, working_bytes=peak, backward_seconds=seconds)
+            # A lean backward is measured as one, in circumstances that it may not meet: more than was
+            # estimated is news, less is not.
+            known = estimate.plain is not None and peak <= max(estimate.working_bytes, estimate.late_bytes)
+            working = estimate.working_bytes if known else peak
+            weights = replace(weights, working_bytes=working, backward_seconds=seconds)
+            if estimate.plain is not None:
+                plain = max(peak, estimate.plain.working_bytes)
+                weights = replace(weights, plain=replace(estimate.plain, working_bytes=plain))
         return weights
 
     def _measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:

@@ -9,9 +9,10 @@ import torch
 
 from ..errors import InputError, ParseError
 from ..graph import Graph, Operation, Value
+from ..lean import lean_operator
 from ..program import InputSpec, Program, TensorRef
 from .estimate import Estimator, Weights, copies_strided_gradients
-from .gradients import OperationGradients, gradient_bytes
+from .gradients import LiveGradients, OperationGradients, gradient_bytes
 from .jit import Traced, trace
 from .measure import Measurer
 from .observe import Observation, Record, observe, untouched
@@ -56,6 +57,7 @@ def parse(
     kind = _profile_kind(profile, home, target)
     with untouched(model):
         traced = _trace(model, spec, tensors)
+        make_lean(traced.graph, target)
         after_trace = _state(model)
     profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
     weights: list[Weights] = []
@@ -144,6 +146,15 @@ def _trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor])
     return traced
 
 
+def make_lean(graph: torch.fx.Graph, device: torch.device) -> None:
+    """Put operators whose backward needs less memory in the places of those that they stand for."""
+    for node in graph.nodes:
+        lean = lean_operator(node.target, device)
+        if lean is not None:
+            node.meta["operator"] = node.target
+            node.target = lean
+
+
 def _has_hooks(module: torch.nn.Module, is_root: bool) -> bool:
     # The root's own hooks run around the replayed forward as around the original.
     own = () if is_root else (module._forward_hooks, module._forward_pre_hooks)
@@ -185,14 +196,13 @@ def _graph(
     records = observation.records
     output = next(node for node in traced.graph.nodes if node.op == "output")
     taken = separate_versions(observation, {node.name for node in output.all_input_nodes})
-    gradients = gradient_bytes(
-        [_gradients(r, w) for r, w in zip(records, weights, strict=True)],
-        [TensorRef(node.name, 0) for node in output.all_input_nodes],
-    )
+    returned = [TensorRef(node.name, 0) for node in output.all_input_nodes]
+    lean = gradient_bytes([_gradients(r, w) for r, w in zip(records, weights, strict=True)], returned)
+    plain = gradient_bytes([_gradients(r, w.plain or w) for r, w in zip(records, weights, strict=True)], returned)
     last_external_write = {e: t for t, record in enumerate(records) for e in record.writes_external}
     operations = tuple(
-        _operation(position, record, weight, gradient, last_external_write, taken.get(position, (None,))[0])
-        for position, (record, weight, gradient) in enumerate(zip(records, weights, gradients, strict=True))
+        _operation(position, record, weight, gradients, last_external_write, taken.get(position, (None,))[0])
+        for position, (record, weight, *gradients) in enumerate(zip(records, weights, lean, plain, strict=True))
     )
     values = tuple(
         Value(name, size, number in observation.output_values)
@@ -218,16 +228,17 @@ def _operation(
     position: int,
     record: Record,
     weights: Weights,
-    gradient: tuple[int, int],
+    gradients: list[LiveGradients],
     last_external_write: dict[int, int],
     takes_over: int | None,
 ) -> Operation:
     node = record.node
+    lean, plain = gradients
     # What a read of a buffer saw is gone once a later operation has written it.
     stale = any(last_external_write.get(e, -1) >= position for e in record.reads_external)
     return Operation(
         name=node.name,
-        target=str(node.target),
+        target=str(node.meta.get("operator", node.target)),
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),
         reads=tuple(record.reads),
@@ -236,8 +247,10 @@ def _operation(
         takes_over=takes_over,
         internal_bytes=record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes,
         scratch_bytes=weights.scratch_bytes,
-        gradient_bytes=gradient[0],
-        backward_bytes=gradient[1],
+        gradient_bytes=lean.before,
+        backward_bytes=lean.during,
+        late_bytes=lean.late,
+        plain_bytes=plain.during,
         forward_seconds=weights.forward_seconds,
         backward_seconds=weights.backward_seconds,
         forward_flops=weights.forward_flops,
@@ -254,5 +267,6 @@ def _gradients(record: Record, weights: Weights) -> OperationGradients:
         arguments=tuple(record.arguments),
         gradients=weights.gradients,
         working_bytes=weights.working_bytes,
+        late_bytes=weights.late_bytes,
         copies_strided=copies_strided_gradients(record.node),
     )

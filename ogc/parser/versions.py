@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..lean import OPERATORS, Lean
 from ..program import TensorRef
 from .observe import Observation, Record
 
@@ -43,7 +44,7 @@ def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[
 
 def _out_of_place(record: Record, value: int) -> Any:
     """The operator without its underscore, if it would compute the same from the same; else None."""
-    target = record.node.target
+    target = record.node.meta.get("operator", record.node.target)
     if not isinstance(target, torch._ops.OpOverload) or record.random or record.writes != [value]:
         return None
     name = target._schema.name.split("::")[1]
@@ -57,7 +58,7 @@ def _out_of_place(record: Record, value: int) -> Any:
     twin = getattr(packet, overload, None) if overload in packet.overloads() else None
     if twin is None or len(twin._schema.arguments) != len(target._schema.arguments):
         return None
-    return twin
+    return OPERATORS.get(twin, twin) if isinstance(record.node.target, Lean) else twin
 
 
 def _only_the_chain(observation: Observation, value: int, writers: list[int], output_nodes: set[str]) -> bool:

@@ -1,14 +1,16 @@
-"""Runs one segment so that its backward finds what it saved, without keeping it.
+"""Runs parts of a program so that their backward finds what they saved, without keeping it.
 
-While a recomputed segment runs forward, ``saved_tensors_hooks`` see every tensor that autograd saves. What
-stays in memory anyway is kept as it is; for anything else a slot number is handed out. The first slot
-asked for in the backward runs the segment's program again, which fills them all; each is handed over once.
-The autograd graph is that of the first run, so there is no second backward call and everything built on
-autograd (DDP, hooks, ``torch.autograd.grad``, double backward) works as ever.
+While saved segments of a recomputed one run forward, ``saved_tensors_hooks`` see every tensor that autograd
+saves. What stays in memory anyway is kept as it is; for anything else a slot number is handed out. The first
+slot asked for in the backward carries out the run again that fills them all; each is handed over once. A run
+may also make values for runs inside it, which are carried out later. The autograd graph is that of the
+forward, so there is no second backward call and everything built on autograd (DDP, hooks,
+``torch.autograd.grad``, double backward) works as ever.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,23 +19,24 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from ..errors import ReplayError
-from ..program import attribute, tensor_leaves, without_autocast
+from ..program import attribute, without_autocast
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward."""
 
 
 @dataclass(frozen=True)
-class SegmentCode:
-    """What the runtime knows of a recomputed segment before any step.
+class RunCode:
+    """What the runtime knows of a run before any step.
 
     Attributes:
-        number: of the segment in the plan.
-        slots: for each tensor that autograd saves in the forward, its slot or KEEP.
+        number: of the run in the schedule.
+        slots: for each tensor that autograd saves in the forward of its saved segments, its slot or KEEP.
         targets: for each tensor that autograd saves in the program, the slot it fills or KEEP (drop it).
-        program: runs the segment's program again: ``program(model, frame)``.
+        program: carries out the run: ``program(model, frame)``.
         externals: names of the parameters and buffers that the program reads.
     """
 
@@ -42,61 +45,89 @@ class SegmentCode:
     targets: tuple[int, ...]
     program: Callable[[torch.nn.Module, Frame], None]
     externals: tuple[str, ...]
-    devices: tuple[torch.device, ...]  # CUDA devices that the segment draws random numbers on
+
+
+class Step:
+    """One forward call and what its frames share: the model and the random states of its operations."""
+
+    def __init__(self, model: torch.nn.Module, codes: dict[int, RunCode], devices: tuple[torch.device, ...]) -> None:
+        self.model = model
+        self.codes = codes
+        self.devices = devices  # CUDA devices that the program draws random numbers on
+        self.random_states: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.lock = RLock()
+
+    def open(self, number: int, parent: Frame | None = None) -> Frame:
+        """The frame of a run of this step; ``parent`` is that of the run around it."""
+        return Frame(self.codes[number], self, parent)
+
+    def remember_random(self, operation: int) -> None:
+        """Note the random state that an operation starts from."""
+        self.random_states[operation] = _random_state(self.devices)
 
 
 class Frame:
-    """One run of one segment: its checkpoints, random states and, during the backward, its slots."""
+    """One run in one step: the values that it starts from and, during the backward, its slots."""
 
-    def __init__(self, code: SegmentCode, model: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, code: RunCode, step: Step, parent: Frame | None) -> None:
         self.code = code
-        self.model = model
-        self.held: list[Any] = [_detached(value) for value in inputs]
-        self.versions = [(tensor, tensor._version) for tensor in tensor_leaves(self.held)]
-        self.random_states: list[tuple[torch.Tensor, ...]] = []
+        self.step = step
+        self.parent = parent
+        self.inner: dict[int, weakref.ref[Frame]] = {}
+        around = parent
+        while around is not None:
+            around.inner[code.number] = weakref.ref(self)
+            around = around.parent
+        self.held: dict[str, Any] = {}
+        self.versions: list[tuple[torch.Tensor, int]] = []
         self.slots: dict[int, torch.Tensor] = {}
         self.saved = 0
-        self.lock = RLock()
+        self.is_done = False
         self.hooks = ExitStack()
 
-    def __enter__(self) -> Frame:
+    def __enter__(self) -> None:
         self.hooks.enter_context(saved_tensors_hooks(self._pack, _unpack))
-        return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.hooks.close()  # and lets go of them: they hold this frame
-        if kind is None:
-            if self.saved != len(self.code.slots):
-                raise self._changed("saved", self.saved, len(self.code.slots))
-            externals = [attribute(self.model, name) for name in self.code.externals]
-            self.versions += [(tensor, tensor._version) for tensor in externals]
 
-    def retain(self, *values: Any) -> None:
-        """Hold values that the segment made and that stay in memory anyway."""
-        for value in values:
-            self.held.append(_detached(value))
+    def close(self, **values: Any) -> None:
+        """End of the frame's part of the forward: hold the values that the program starts from."""
+        if self.saved != len(self.code.slots):
+            raise self._changed("saved", self.saved, len(self.code.slots))
+        self.hold(values)
+        externals = [attribute(self.step.model, name) for name in self.code.externals]
+        self.versions += [(tensor, tensor._version) for tensor in externals]
 
-    def remember_random(self) -> None:
-        """Note the random state that the next operation starts from."""
-        self.random_states.append(_random_state(self.code.devices))
+    def hold(self, values: dict[str, Any]) -> None:
+        """Hold values by name until the run is carried out."""
+        for name, value in values.items():
+            self.held[name] = _detached(value)
+            self.versions += [(tensor, tensor._version) for tensor in _tensors(self.held[name])]
+
+    def give(self, number: int, **values: Any) -> None:
+        """Hand values that the program made to a run inside this one, if anybody still waits for it."""
+        inner = self.inner[number]()
+        if inner is not None and not inner.is_done:
+            inner.hold(values)
 
     @contextmanager
-    def random(self, draw: int) -> Iterator[None]:
-        """Run one operation from the random state it had in the forward, and put the state of now back."""
-        now = _random_state(self.code.devices)
-        _set_random_state(self.random_states[draw], self.code.devices)
+    def random(self, operation: int) -> Iterator[None]:
+        """Run an operation from the random state it had in the forward, and put the state of now back."""
+        now = _random_state(self.step.devices)
+        _set_random_state(self.step.random_states[operation], self.step.devices)
         try:
             yield
         finally:
-            _set_random_state(now, self.code.devices)
+            _set_random_state(now, self.step.devices)
 
-    def take(self) -> list[Any]:
-        """The program's inputs; the frame lets go of them unless the graph is kept for another backward."""
-        held = list(self.held)
+    def take(self, *names: str) -> list[Any]:
+        """The values that the program starts from; let go of unless the graph is kept for another backward."""
+        values = [_differentiable(self.held[name]) for name in names]
         if not _keeps_graph():
             self.held.clear()
             self.versions.clear()
-        return held
+        return values
 
     def fill(self, slot: int, tensor: torch.Tensor, layout: Any = None) -> None:
         """Give a slot its tensor, seen through ``layout`` = (size, stride, offset) if that differs."""
@@ -105,12 +136,14 @@ class Frame:
 
     def fetch(self, slot: int) -> torch.Tensor:
         """The tensor of a slot, for one backward."""
-        with self.lock:
+        with self.step.lock:
             if slot not in self.slots:
-                self._recompute()
+                self._run()
             return self.slots[slot] if _keeps_graph() else self.slots.pop(slot)
 
-    def _recompute(self) -> None:
+    def _run(self) -> None:
+        if self.parent is not None and not self.parent.is_done:
+            self.parent._run()
         self._check_versions()
         filled = 0
 
@@ -122,12 +155,13 @@ class Frame:
 
         # Gradients are on, as in the forward: kernels may depend on it, and operations save the same.
         with torch.enable_grad(), without_autocast(), saved_tensors_hooks(capture, _unpack):
-            self.code.program(self.model, self)
+            self.code.program(self.step.model, self)
         if filled != len(self.code.targets):
             raise self._changed("saved again", filled, len(self.code.targets))
+        self.is_done = True
 
     def _check_versions(self) -> None:
-        current = {name: attribute(self.model, name) for name in self.code.externals}
+        current = {name: attribute(self.step.model, name) for name in self.code.externals}
         replaced = [name for name, tensor in current.items() if all(tensor is not t for t, _ in self.versions)]
         changed = [tensor for tensor, version in self.versions if tensor._version != version]
         if not replaced and not changed:
@@ -135,7 +169,7 @@ class Frame:
         names = replaced or [name for name, tensor in current.items() if any(tensor is t for t in changed)]
         raise ReplayError(
             f"{names[0] if names else 'an input of the model'} was modified in place or replaced between the "
-            f"forward and the backward, so segment {self.code.number} cannot be recomputed; run the backward "
+            f"forward and the backward, so part {self.code.number} of the plan cannot be recomputed; run the backward "
             "before the change (for example before optimizer.step())"
         )
 
@@ -153,7 +187,7 @@ class Frame:
 
     def _changed(self, what: str, now: int, then: int) -> ReplayError:
         return ReplayError(
-            f"segment {self.code.number} {what} {now} tensors for its backward instead of {then}: its kernels "
+            f"part {self.code.number} of the plan {what} {now} tensors for its backward instead of {then}: its kernels "
             "differ from those seen when the model was optimized; call ogc.optimize again under the present settings"
         )
 
@@ -175,13 +209,47 @@ def _keeps_graph() -> bool:
     return outside or torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+class _Start(torch.autograd.Function):
+    """Makes a tensor differentiable without a graph that holds it, as that of a leaf does."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor that is no leaf, without its history."""
+
+    tensor: torch.Tensor
+    requires_grad: bool
+
+
 def _detached(value: Any) -> Any:
-    """The value without its history, differentiable as before; a leaf as it is."""
+    """What to hold of a value: a leaf as it is, any other tensor without its history."""
     if isinstance(value, torch.Tensor):
-        return value if value.is_leaf else value.detach().requires_grad_(value.requires_grad)
+        return value if value.is_leaf else _Held(value.detach(), value.requires_grad)
     if isinstance(value, (list, tuple)):
         return type(value)(_detached(item) for item in value)
     return value
+
+
+def _tensors(held: Any) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves(held)
+    return [x.tensor if isinstance(x, _Held) else x for x in leaves if isinstance(x, (_Held, torch.Tensor))]
+
+
+def _differentiable(held: Any) -> Any:
+    """The value that was held, differentiable as before."""
+    if isinstance(held, _Held):
+        return _Start.apply(torch.empty(0, requires_grad=True), held.tensor) if held.requires_grad else held.tensor
+    if isinstance(held, (list, tuple)):
+        return type(held)(_differentiable(item) for item in held)
+    return held
 
 
 def _random_state(devices: tuple[torch.device, ...]) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Writes the Python of a planned forward: one function for the step, one for each segment run again.
+"""Writes the Python of a planned forward: one function for the step, one for each run again.
 
 The text is what runs; ``OptimizedModule.code`` shows it. Each value is let go after its last use.
 """
@@ -11,153 +11,134 @@ import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..graph import Graph
-from ..plan import Plan, Segment
+from ..lean import OPERATORS, Lean
+from ..plan import Plan
 from ..program import LIVE_ARGUMENTS, Program, TensorRef, operator_name
-from .frame import KEEP, SegmentCode
+from ..schedule import FORWARD, Run, Schedule
+from .frame import KEEP, RunCode
 
 _serial = count()
+
+_LEAN = SimpleNamespace(**{lean.__name__: lean for lean in OPERATORS.values()})
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The code of a plan: ``forward(model, open_segment, *inputs)`` returns the list of output tensors."""
+    """The code of a plan: ``forward(model, step, *inputs)`` returns the list of output tensors."""
 
     source: str
     forward: Callable[..., list[torch.Tensor]]
-    segments: dict[int, SegmentCode]
+    runs: dict[int, RunCode]
 
 
 def generate(graph: Graph, plan: Plan) -> Generated:
     """Generate and compile the code that runs ``plan`` over ``graph.program``."""
-    program: Program = graph.program
-    writers = [_Writer(graph, program, s, number) for number, s in enumerate(plan.segments)]
-    functions = [_forward(program, writers)]
-    functions += [writer.program() for writer in writers if writer.segment.recompute]
-    source = "\n\n".join(functions)
-    names: dict[str, Any] = {"torch": torch, "operator": operator, "inf": math.inf, "nan": math.nan}
-    names.update(program.constants)
+    layout = _Layout(graph, Schedule(graph, plan.segments))
+    again = [_RunWriter(layout, number) for number in range(1, len(layout.schedule.runs))]
+    source = "\n\n".join([_ForwardWriter(layout).text(), *(writer.text() for writer in again)])
+    names: dict[str, Any] = {"torch": torch, "operator": operator, "lean": _LEAN, "inf": math.inf, "nan": math.nan}
+    names.update(graph.program.constants)
     filename = f"<ogc plan {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
     exec(compile(source, filename, "exec"), names)
-    segments = {w.number: w.code(names[f"recompute_{w.number}"]) for w in writers if w.segment.recompute}
-    return Generated(source, names["forward"], segments)
+    runs = {writer.number: writer.code(names[f"run_{writer.number}"]) for writer in again}
+    return Generated(source, names["forward"], runs)
 
 
-def _forward(program: Program, writers: list[_Writer]) -> str:
-    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-    output = next(node for node in program.graph.nodes if node.op == "output")
-    last_use = _last_uses(program)
-    lines = [f"def forward({', '.join(['self', 'open_segment', *(p.name for p in placeholders)])}):"]
-    for writer in writers:
-        lines += [f"    {line}" for line in writer.forward(last_use)]
-    lines.append(f"    return [{', '.join(_argument(node) for node in output.args[0])}]")
-    return "\n".join(lines) + "\n"
+class _Layout:
+    """Where every tensor of every run comes from: the schedule, spelled out for fx nodes.
 
+    Attributes:
+        slots: for each run, a slot for each saved tensor (operation, number) that the run remakes.
+        nodes: for each run, the nodes that it executes: its program and the views that it needs.
+        held: for each run, the nodes that it starts from, by the run that makes them.
+    """
 
-def _last_uses(program: Program) -> dict[torch.fx.Node, torch.fx.Node]:
-    last: dict[torch.fx.Node, torch.fx.Node] = {}
-    for node in program.graph.nodes:
-        last[node] = node
-        for used in node.all_input_nodes:
-            last[used] = node
-    return last
-
-
-class _Writer:
-    """The text of one segment and the tables that its frame needs."""
-
-    def __init__(self, graph: Graph, program: Program, segment: Segment, number: int) -> None:
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.graph = graph
-        self.data = program
-        self.segment = segment
-        self.number = number
-        self.nodes = program.operations
-        self.position = {node: t for t, node in enumerate(self.nodes)}
-        self.slots = self._assign_slots() if segment.recompute else {}
-        self.run = self._nodes_to_run() if segment.recompute else []
-        inputs = self._inputs()
-        self.before = [n for n in inputs if self.position.get(n, -1) < segment.start]
-        self.retained = [n for n in inputs if n not in self.before]
-        self.draws = {t: k for k, t in enumerate(t for t in segment.program if t in program.random)}
+        self.schedule = schedule
+        self.program: Program = graph.program
+        self.operations = self.program.operations
+        self.position = {node: t for t, node in enumerate(self.operations)}
+        self.by_name = {node.name: node for node in self.operations}
+        self.step_numbers = {
+            (step.run, step.operation): n for n, step in enumerate(schedule.steps()) if not step.is_backward
+        }
+        runs = schedule.runs
+        self.slots: list[dict[tuple[int, int], int]] = [self._assign_slots(n) for n in range(len(runs))]
+        self.nodes: list[list[torch.fx.Node]] = [[] for _ in runs]
+        self.held: list[dict[torch.fx.Node, int]] = [{} for _ in runs]
+        self.wanted: list[dict[torch.fx.Node, list[int]]] = [{} for _ in runs]  # node -> runs inside that start from it
+        for number in range(len(runs) - 1, FORWARD, -1):
+            self._place_nodes(number)
 
-    # -- forward --------------------------------------------------------------------------------------
+    def _assign_slots(self, number: int) -> dict[tuple[int, int], int]:
+        if number == FORWARD:
+            return {}
+        slots: dict[tuple[int, int], int] = {}
+        for start, stop in self.schedule.runs[number].leaves:
+            for t in range(start, stop):
+                for k, saved in enumerate(self.program.saves[t]):
+                    if saved.external:
+                        continue
+                    if saved.tensor is None:
+                        source = self.schedule.keepers[t]
+                    else:
+                        source = self.schedule.source(number, self.program.storages[saved.tensor])
+                    if source != FORWARD:
+                        slots[t, k] = len(slots)
+        return slots
 
-    def forward(self, last_use: dict[torch.fx.Node, torch.fx.Node]) -> list[str]:
-        segment = self.segment
-        body: list[str] = []
-        for t in range(segment.start, segment.stop):
-            node = self.nodes[t]
-            if t in self.draws:
-                body.append(f"frame_{self.number}.remember_random()")
-            body.append(_statement(node, self._target(t)) + self._free(node, last_use))
-        mode = "recomputed" if segment.recompute else "saved"
-        title = f"# segment {self.number}: operations {segment.start}-{segment.stop - 1}, {mode}"
-        if not segment.recompute:
-            return [title, *body]
-        if self.retained:
-            body.append(f"frame_{self.number}.retain({', '.join(n.name for n in self.retained)})")
-        body.append(self._free_retained(last_use))
-        arguments = ", ".join(["self", str(self.number), *(n.name for n in self.before)])
-        return [title, f"with open_segment({arguments}) as frame_{self.number}:", *(f"    {x}" for x in body if x)]
+    def _place_nodes(self, number: int) -> None:
+        """Find what the run executes and what it starts from; runs inside it come first."""
+        run = self.schedule.runs[number]
+        executed = {self.operations[t] for t in run.program}
+        ends = [*self.wanted[number], *(node for node, _, _ in self.fills(number))]
+        pending = [*executed, *ends]
+        used = dict.fromkeys(ends)
+        while pending:
+            node = pending.pop()
+            if node not in executed and self._is_own_view(number, node):
+                executed.add(node)
+                pending.append(node)
+                continue
+            if node in executed:
+                inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
+                used.update(dict.fromkeys(inputs))
+                pending.extend(n for n in inputs if n not in executed)
+        self.nodes[number] = sorted(executed, key=self.position.__getitem__)
+        for node in sorted((n for n in used if n not in executed), key=lambda n: self.position.get(n, -1)):
+            source = self._source(number, node)
+            self.held[number][node] = source
+            self.wanted[source].setdefault(node, []).append(number)
 
-    def _free(self, node: torch.fx.Node, last_use: dict[torch.fx.Node, torch.fx.Node]) -> str:
-        done = [n for n in (*node.all_input_nodes, node) if n.op != "get_attr" and last_use[n] is node]
-        return _let_go(n for n in done if n not in self.retained)
+    def _source(self, number: int, node: torch.fx.Node) -> int:
+        value = self._value(node)
+        return FORWARD if value is None else self.schedule.source(number, value)
 
-    def _free_retained(self, last_use: dict[torch.fx.Node, torch.fx.Node]) -> str:
-        stop = self.segment.stop
-        done = [n for n in self.retained if self.position.get(last_use[n], stop) < stop]
-        return _let_go(done).removeprefix("; ")
+    def _value(self, node: torch.fx.Node) -> int | None:
+        return self.program.storages.get(TensorRef(node.name, 0))
 
-    def _target(self, t: int) -> Any:
-        """The operator to run: in place only where the value that is taken over was made in the segment."""
-        taken = self.graph.operations[t].takes_over
-        if taken is not None and self.graph.producers[taken] < self.segment.start:
-            return self.data.out_of_place[t]
-        return self.nodes[t].target
+    def _is_own_view(self, number: int, node: torch.fx.Node) -> bool:
+        """Whether the node is a view of a value that the run makes."""
+        t, value = self.position.get(node, -1), self._value(node)
+        if t < 0 or value is None or self.graph.operations[t].writes:
+            return False
+        return self.graph.operations[t].replayable and value in self.schedule.runs[number].made
 
-    # -- recomputation --------------------------------------------------------------------------------
-
-    def program(self) -> str:
-        names = [n.name for n in (*self.before, *self.retained)]
-        lines = [f"def recompute_{self.number}(self, frame):"]
-        if names:
-            lines.append(f"    {', '.join(names)}{',' if len(names) == 1 else ''} = frame.take()")
-        last = self._last_uses_in_program()
-        lines += [f"    {line}" for line in self._fills(before=True)]
-        for node in self.run:
-            t = self.position[node]
-            text = _statement(node, self._target(t), clone_live=True)
-            frees = _let_go(n for n in last if last[n] is node)
-            if t in self.draws:
-                lines += [f"    with frame.random({self.draws[t]}):", f"        {text}"]
-                lines += [f"    {frees.removeprefix('; ')}"] if frees else []
-            else:
-                lines.append(f"    {text}{frees}")
-        lines += [f"    {line}" for line in self._fills(before=False)]
-        return "\n".join(lines if len(lines) > 1 else [*lines, "    pass"]) + "\n"
-
-    def _fills(self, before: bool) -> list[str]:
-        """Statements that fill the slots of operations that do not run again, from the tensors they saved."""
-        lines = []
-        for node, slot, layout in self._plain_fills():
-            if before == (node not in self.run):
-                layout_text = f", {layout!r}" if layout is not None else ""
-                lines.append(f"frame.fill({slot}, {node.name}{layout_text})")
-        return lines
-
-    def _plain_fills(self) -> list[tuple[torch.fx.Node, int, Any]]:
-        by_name = {node.name: node for node in self.nodes}
-        run = set(self.segment.program)
+    def fills(self, number: int) -> list[tuple[torch.fx.Node, int, Any]]:
+        """Slots of operations that do not run again: (node of the tensor they saved, slot, layout)."""
+        again = set(self.schedule.runs[number].program)
         return [
-            (self._element(by_name[saved.tensor.node], saved.tensor), slot, saved.layout)
-            for (t, k), slot in self.slots.items()
-            if t not in run and (saved := self.data.saves[t][k]).tensor is not None
+            (self._element(self.by_name[saved.tensor.node], saved.tensor), slot, saved.layout)
+            for (t, k), slot in self.slots[number].items()
+            if t not in again and (saved := self.program.saves[t][k]).tensor is not None
         ]
 
     def _element(self, node: torch.fx.Node, ref: TensorRef) -> torch.fx.Node:
@@ -168,80 +149,166 @@ class _Writer:
                 return user
         return node
 
-    def _last_uses_in_program(self) -> dict[torch.fx.Node, torch.fx.Node]:
+    def target(self, number: int, t: int) -> Any:
+        """The operator to run: in place only where the value that is taken over is of this run and not needed again."""
+        taken = self.graph.operations[t].takes_over
+        if taken is not None and self.schedule.last_needs.get((number, taken)) != self.step_numbers[number, t]:
+            return self.program.out_of_place[t]
+        return self.operations[t].target
+
+    @property
+    def repeated(self) -> set[int]:
+        """Operations that some run executes again."""
+        return {t for run in self.schedule.runs[1:] for t in run.program}
+
+
+class _ForwardWriter:
+    """The text of the forward."""
+
+    def __init__(self, layout: _Layout) -> None:
+        self.layout = layout
+        self.draws = layout.program.random & layout.repeated
+        self.opened: dict[int, list[int]] = {}
+        self.closed: dict[int, list[int]] = {}
+        for number, run in enumerate(layout.schedule.runs[1:], 1):
+            self.opened.setdefault(run.start, []).append(number)
+            self.closed.setdefault(run.stop, []).append(number)
+        self.frees = self._frees()
+
+    def text(self) -> str:
+        graph = self.layout.program.graph
+        placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
+        output = next(node for node in graph.nodes if node.op == "output")
+        lines = [f"def forward({', '.join(['self', 'step', *placeholders])}):"]
+        leaves = sorted((leaf, n) for n, run in enumerate(self.layout.schedule.runs) for leaf in run.leaves)
+        for (start, stop), number in leaves:
+            lines += [f"    {line}" for line in self._leaf(start, stop, number)]
+        lines.append(f"    return [{', '.join(_argument(node) for node in output.args[0])}]")
+        return "\n".join(lines) + "\n"
+
+    def _leaf(self, start: int, stop: int, number: int) -> list[str]:
+        lines = [f"# operations {start}-{stop - 1}" + (f", run again in run {number}" if number else "")]
+        lines += [self._open(n) for n in self.opened.get(start, [])]
+        body = [line for t in range(start, stop) for line in self._operation(t)]
+        lines += [f"with frame_{number}:", *(f"    {line}" for line in body)] if number else body
+        for n in reversed(self.closed.get(stop, [])):
+            lines.append(self._close(n))
+        freed = _let_go(self.frees.get((stop, True), [])).removeprefix("; ")
+        return [*lines, *([freed] if freed else [])]
+
+    def _operation(self, t: int) -> list[str]:
+        node = self.layout.operations[t]
+        text = _statement(node, self.layout.target(FORWARD, t)) + _let_go(self.frees.get((t, False), []))
+        return [f"step.remember_random({t})", text] if t in self.draws else [text]
+
+    def _open(self, number: int) -> str:
+        parent = self.layout.schedule.runs[number].parent
+        around = f", frame_{parent}" if parent else ""
+        return f"frame_{number} = step.open({number}{around})"
+
+    def _close(self, number: int) -> str:
+        held = [n.name for n, source in self.layout.held[number].items() if source == FORWARD]
+        return f"frame_{number}.close({', '.join(f'{name}={name}' for name in held)})"
+
+    def _frees(self) -> dict[tuple[int, bool], list[torch.fx.Node]]:
+        """Names to let go of, by (operation after which, False) or (cut at which, True)."""
+        last: dict[torch.fx.Node, tuple[int, bool]] = {}
+        for node in self.layout.program.graph.nodes:
+            if node.op in ("placeholder", "call_function"):
+                last[node] = (self.layout.position.get(node, 0), False)
+            for used in node.all_input_nodes:
+                last[used] = (self.layout.position.get(node, len(self.layout.operations)), False)
+        for held, run in zip(self.layout.held, self.layout.schedule.runs, strict=True):
+            for node, source in held.items():
+                if source == FORWARD and run.stop > last[node][0]:
+                    last[node] = (run.stop, True)
+        frees: dict[tuple[int, bool], list[torch.fx.Node]] = {}
+        for node, place in last.items():
+            if node.op != "get_attr":
+                frees.setdefault(place, []).append(node)
+        return frees
+
+
+class _RunWriter:
+    """The text of one run again and the tables that its frames need."""
+
+    def __init__(self, layout: _Layout, number: int) -> None:
+        self.layout = layout
+        self.number = number
+        self.run: Run = layout.schedule.runs[number]
+        self.nodes = layout.nodes[number]
+        self.held = list(layout.held[number])
+
+    def text(self) -> str:
+        names = [node.name for node in self.held]
+        lines = [f"def run_{self.number}(self, frame):"]
+        if names:
+            keys = ", ".join(f"{name!r}" for name in names)
+            lines.append(f"    {', '.join(names)}{',' if len(names) == 1 else ''} = frame.take({keys})")
+        lines += [f"    {line}" for line in self._fills(before=True)]
+        last = self._last_uses()
+        for node in self.nodes:
+            t = self.layout.position[node]
+            text = _statement(node, self.layout.target(self.number, t), clone_live=True)
+            frees = _let_go(n for n in last if last[n] is node)
+            if t in self.layout.program.random and t in self.run.program:
+                lines += [f"    with frame.random({t}):", f"        {text}"]
+                lines += [f"    {frees.removeprefix('; ')}"] if frees else []
+            else:
+                lines.append(f"    {text}{frees}")
+        lines += [f"    {line}" for line in self._fills(before=False)]
+        lines += [f"    {line}" for line in self._gives()]
+        return "\n".join(lines if len(lines) > 1 else [*lines, "    pass"]) + "\n"
+
+    def _fills(self, before: bool) -> list[str]:
+        """Statements that fill the slots of operations that do not run again, from the tensors they saved."""
+        lines = []
+        for node, slot, layout in self.layout.fills(self.number):
+            if before == (node not in self.nodes):
+                layout_text = f", {layout!r}" if layout is not None else ""
+                lines.append(f"frame.fill({slot}, {node.name}{layout_text})")
+        return lines
+
+    def _gives(self) -> list[str]:
+        """Statements that hand values to the runs inside this one."""
+        names: dict[int, list[str]] = {}
+        for node, receivers in self.layout.wanted[self.number].items():
+            for number in receivers:
+                names.setdefault(number, []).append(f"{node.name}={node.name}")
+        return [f"frame.give({number}, {', '.join(given)})" for number, given in sorted(names.items())]
+
+    def _last_uses(self) -> dict[torch.fx.Node, torch.fx.Node]:
         """For each name of the program, the node after which nothing needs it."""
         last: dict[torch.fx.Node, torch.fx.Node] = {}
-        for node in self.run:
+        for node in self.nodes:
             last[node] = node
             for used in node.all_input_nodes:
                 if used.op != "get_attr":
                     last[used] = node
-        for node, _, _ in self._plain_fills():
-            last.pop(node, None)
+        for node in (*(node for node, _, _ in self.layout.fills(self.number)), *self.layout.wanted[self.number]):
+            if node in self.nodes:
+                last.pop(node, None)
         return last
 
-    def _assign_slots(self) -> dict[tuple[int, int], int]:
-        """A slot for each saved tensor (operation, number) that does not stay in memory."""
-        graph, segment = self.graph, self.segment
-        slots: dict[tuple[int, int], int] = {}
-        for t in range(segment.start, segment.stop):
-            for k, saved in enumerate(self.data.saves[t]):
-                if saved.external:
-                    continue
-                if saved.tensor is None:
-                    stays = graph.keeps_internals[t]
-                else:
-                    value = self.data.storages[saved.tensor]
-                    stays = graph.producers[value] < segment.start or graph.last_uses[value] >= segment.stop
-                if not stays:
-                    slots[t, k] = len(slots)
-        return slots
-
-    def _nodes_to_run(self) -> list[torch.fx.Node]:
-        """The segment's program, with the views that it and the slots are reached through."""
-        run = {self.nodes[t] for t in self.segment.program}
-        pending = [*run, *(node for node, _, _ in self._plain_fills())]
-        while pending:
-            node = pending.pop()
-            if node not in run and self._is_view(node):
-                run.add(node)
-            if node in run:
-                pending.extend(n for n in node.all_input_nodes if n not in run and self._is_view(n))
-        return sorted(run, key=self.position.__getitem__)
-
-    def _is_view(self, node: torch.fx.Node) -> bool:
-        t = self.position.get(node, -1)
-        if not self.segment.start <= t < self.segment.stop:
-            return False
-        op = self.graph.operations[t]
-        made_here = any(self.graph.producers[v] >= self.segment.start for v in op.reads)
-        return not op.writes and made_here and op.replayable and TensorRef(node.name, 0) in self.data.storages
-
-    def _inputs(self) -> list[torch.fx.Node]:
-        run = set(self.run)
-        used = [n for node in self.run for n in node.all_input_nodes]
-        used += [node for node, _, _ in (self._plain_fills() if self.segment.recompute else [])]
-        return [n for n in dict.fromkeys(used) if n not in run and n.op != "get_attr"]
-
-    def code(self, program: Callable[..., None]) -> SegmentCode:
-        """The tables of this segment for its frames."""
-        saves, segment = self.data.saves, self.segment
-        flat = [(t, k) for t in range(segment.start, segment.stop) for k in range(len(saves[t]))]
-        again = [(self.position[n], k) for n in self.run for k in range(len(saves[self.position[n]]))]
+    def code(self, program: Callable[..., None]) -> RunCode:
+        """The tables of this run for its frames."""
+        layout, slots = self.layout, self.layout.slots[self.number]
+        saves = layout.program.saves
+        flat = [(t, k) for start, stop in self.run.leaves for t in range(start, stop) for k in range(len(saves[t]))]
+        positions = [layout.position[node] for node in self.nodes]
+        again = [(t, k) for t in positions for k in range(len(saves[t]))]
         externals = {
             str(n.target): None
-            for node in self.run
+            for node in self.nodes
             for n in node.all_input_nodes
-            if n.op == "get_attr" and n not in _live_arguments(node) and n.target not in self.data.constants
+            if n.op == "get_attr" and n not in _live_arguments(node) and n.target not in layout.program.constants
         }
-        device = torch.device(self.graph.device)
-        return SegmentCode(
+        return RunCode(
             number=self.number,
-            slots=tuple(self.slots.get(key, KEEP) for key in flat),
-            targets=tuple(self.slots.get(key, KEEP) for key in again),
+            slots=tuple(slots.get(key, KEEP) for key in flat),
+            targets=tuple(slots.get(key, KEEP) for key in again),
             program=program,
             externals=tuple(externals),
-            devices=(device,) if device.type == "cuda" and self.draws else (),
         )
 
 
@@ -254,8 +321,12 @@ def _statement(node: torch.fx.Node, target: Any, clone_live: bool = False) -> st
     cloned = _live_arguments(node) if clone_live else []
     arguments = [_argument(a) + (".clone()" if any(a is c for c in cloned) else "") for a in node.args]
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
-    is_operator = isinstance(target, torch._ops.OpOverload)
-    function = f"torch.ops.{target}" if is_operator else f"operator.{target.__name__}"
+    if isinstance(target, Lean):
+        function = f"lean.{target.__name__}"
+    elif isinstance(target, torch._ops.OpOverload):
+        function = f"torch.ops.{target}"
+    else:
+        function = f"operator.{target.__name__}"
     return f"{node.name} = {function}({', '.join(arguments)})"
 
 

@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..graph import Graph
 from ..plan import Plan
 from ..program import Program, TensorSpec, autocast_kinds, tensor_leaves, without_autocast
-from .frame import Frame
+from .frame import Step
 from .generate import Generated, generate
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ class Runner:
         self.program: Program = graph.program
         self.plan = plan
         self.generated: Generated = generate(graph, plan)
+        device = torch.device(graph.device)
+        self.devices = (device,) if device.type == "cuda" and self.program.random else ()
         self.expected: list[Any] | None = None
         self.training = True
         self.watched: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
@@ -109,11 +111,8 @@ class Runner:
         """One planned forward."""
         tensors = tensor_leaves(args, kwargs)
         with without_autocast():
-            outputs = self.generated.forward(model, self._open_segment, *tensors)
+            outputs = self.generated.forward(model, Step(model, self.generated.runs, self.devices), *tensors)
         return self.program.outputs.rebuild(outputs)
-
-    def _open_segment(self, model: torch.nn.Module, number: int, *inputs: Any) -> Frame:
-        return Frame(self.generated.segments[number], model, inputs)
 
     def _run_plain(self, why: str) -> bool:
         if why not in self.told:

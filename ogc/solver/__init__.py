@@ -1,6 +1,17 @@
 """From a weighted graph to a plan. Numbers in, plain data out: nothing here needs torch."""
 
-from .simulate import Event, Simulation, simulate
-from .solve import make_plan, solve
+from .simulate import Event, Simulation, lower_bound, simulate
+from .solve import Budget, Frontier, frontier, make_plan, plain_plan, solve
 
-__all__ = ["Event", "Simulation", "make_plan", "simulate", "solve"]
+__all__ = [
+    "Budget",
+    "Event",
+    "Frontier",
+    "Simulation",
+    "frontier",
+    "lower_bound",
+    "make_plan",
+    "plain_plan",
+    "simulate",
+    "solve",
+]

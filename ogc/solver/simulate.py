@@ -1,20 +1,19 @@
 """The judge: a replay of forward and backward that counts every live byte of a plan.
 
-It shares no code with any solver, executes the plan event by event, and is in turn judged by the
-allocator. What it counts: checkpoints until the segments that use them have run again, saved values until
-the last backward that reads them, saved internal tensors, temporaries of each operation, the forward's
-values that are still to be used, outputs, and the gradients alive during each backward. A value is
-counted once however many hold it.
+It shares no code with any solver and is in turn judged by the allocator. It goes through the steps of
+:class:`ogc.schedule.Schedule` one by one and counts copies of values from the step that makes them to the
+last that needs them, saved internal tensors, temporaries of each operation, outputs, and the gradients
+alive during each backward. A value is counted once however many hold it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Plan, Segment
+from ..schedule import FORWARD, Schedule, Step
 
 
 @dataclass(frozen=True)
@@ -22,19 +21,60 @@ class Event:
     """One operation run in one phase, and the bytes alive while it ran."""
 
     phase: str  # "forward", "recompute" or "backward"
-    segment: int
+    run: int  # number in Schedule.runs
     operation: int
     bytes: int
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan costs: peak in bytes, recomputed time and FLOPs, and the timeline behind them."""
+    """What a plan costs: peak in bytes, recomputed time and FLOPs, and the timeline behind them.
+
+    ``peak_values`` are the values alive at the peak.
+    """
 
     peak_bytes: int
+    peak_values: tuple[int, ...]
     recomputed_seconds: float
     recomputed_flops: int
     timeline: tuple[Event, ...]
+
+    @property
+    def peak_event(self) -> Event:
+        """The first event at the peak."""
+        return max(self.timeline, key=lambda event: event.bytes)
+
+
+def plain_peak(graph: Graph) -> int:
+    """Simulated peak of the plain model in bytes: everything saved, every backward PyTorch's own."""
+    operations = tuple(
+        replace(op, backward_bytes=op.plain_bytes or op.backward_bytes, late_bytes=0) for op in graph.operations
+    )
+    return simulate(replace(graph, operations=operations), [Segment(0, len(graph))]).peak_bytes if len(graph) else 0
+
+
+def lower_bound(graph: Graph) -> int:
+    """Bytes below which no plan of any kind can peak, as long as operations are run whole."""
+    return max(operation_bounds(graph), default=0)
+
+
+def operation_bounds(graph: Graph) -> list[int]:
+    """For each operation, the bytes that must be alive while it runs, whatever the plan.
+
+    Its forward needs what it reads and writes; its backward needs what it saved, the gradients and
+    temporaries alive then, which no plan changes; both need the outputs that the caller holds.
+    """
+    size = [value.bytes for value in graph.values]
+    outputs = {v for v, value in enumerate(graph.values) if value.is_output}
+    bounds = []
+    for t, op in enumerate(graph.operations):
+        given = {*op.reads, *op.writes} - {op.takes_over}
+        given |= {v for v in outputs if graph.producers[v] < t}
+        forward = sum(size[v] for v in given) + op.internal_bytes + op.scratch_bytes
+        early = sum(size[v] for v in outputs | set(op.saves)) + op.backward_bytes
+        late = sum(size[v] for v in outputs) + op.late_bytes
+        bounds.append(max(forward, max(early, late) + op.internal_bytes))
+    return bounds
 
 
 def simulate(graph: Graph, plan: Plan | Iterable[Segment]) -> Simulation:
@@ -50,107 +90,83 @@ def simulate(graph: Graph, plan: Plan | Iterable[Segment]) -> Simulation:
     Raises:
         PlanError: the segments do not cover the graph, or one runs an operation again that must not be.
     """
-    segments = tuple(plan.segments if isinstance(plan, Plan) else plan)
-    _check(graph, segments)
-    memory = _Memory(graph, segments)
-    for number in range(len(segments)):
-        memory.forward(number)
-    for number in range(len(segments) - 1, -1, -1):
-        if segments[number].recompute:
-            memory.recompute(number)
-        memory.backward(number)
-    again = [graph.operations[t] for s in segments for t in s.program]
+    schedule = Schedule(graph, tuple(plan.segments if isinstance(plan, Plan) else plan))
+    memory = _Memory(schedule)
+    for number, step in enumerate(schedule.steps()):
+        memory.take(number, step)
+    again = [graph.operations[t] for run in schedule.runs[1:] for t in run.program]
     return Simulation(
-        peak_bytes=max((event.bytes for event in memory.timeline), default=0),
+        peak_bytes=max(memory.peak_bytes, 0),
+        peak_values=tuple(sorted(v for _, v in memory.peak_copies)),
         recomputed_seconds=sum(op.forward_seconds for op in again),
         recomputed_flops=sum(op.forward_flops for op in again),
         timeline=tuple(memory.timeline),
     )
 
 
-def _check(graph: Graph, segments: tuple[Segment, ...]) -> None:
-    edges = [0, *(s.stop for s in segments)]
-    if [s.start for s in segments] != edges[:-1] or edges[-1] != len(graph):
-        raise PlanError(f"the segments do not cover operations 0 to {len(graph) - 1} in order")
-    for segment in segments:
-        for t in segment.program:
-            if not graph.operations[t].replayable:
-                raise PlanError(f"operation {graph.operations[t].name} must not run twice")
-
-
 class _Memory:
-    """Live bytes: forward copies (``live``), copies that a recompute made (``remade``), internals."""
+    """The bytes alive from step to step."""
 
-    def __init__(self, graph: Graph, segments: tuple[Segment, ...]) -> None:
-        self.graph = graph
-        self.segments = segments
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.graph = schedule.graph
         self.timeline: list[Event] = []
-        self.live: set[int] = set()
-        self.remade: set[int] = set()
+        self.live: set[tuple[int, int]] = set()  # copies (run, value)
+        self.live_bytes = 0
         self.internals: dict[int, int] = {}
-        crossing = {v for s in segments[1:] for v in graph.boundary(s.start)}
-        in_saved = {t for s in segments if not s.recompute for t in range(s.start, s.stop)}
-        saved = {v for v, t in enumerate(graph.producers) if t in in_saved and graph.first_savers[v] < len(graph)}
-        self.kept = crossing | saved  # outlives the forward
+        self.internal_bytes = 0
+        self.peak_bytes = -1
+        self.peak_copies: frozenset[tuple[int, int]] = frozenset()
 
-    def forward(self, number: int) -> None:
-        graph, segment = self.graph, self.segments[number]
-        for t in range(segment.start, segment.stop):
-            op = graph.operations[t]
-            self.live.update(op.writes)
-            if op.takes_over is not None and op.takes_over not in self.kept:
-                self.live.discard(op.takes_over)
-            self._record("forward", number, t, op.internal_bytes + op.scratch_bytes)
-            if not segment.recompute or graph.keeps_internals[t]:
-                self.internals[t] = op.internal_bytes
-            self.live = {v for v in self.live if graph.last_uses[v] > t or v in self.kept}
+    def take(self, number: int, step: Step) -> None:
+        """Carry out one step."""
+        if step.is_backward:
+            self._backward(number, step)
+        else:
+            self._forward(number, step)
 
-    def recompute(self, number: int) -> None:
-        graph, segment = self.graph, self.segments[number]
-        self._release(segment.stop, -1)
-        gradients = graph.operations[segment.stop - 1].gradient_bytes
-        last_needed = self._last_needed(segment)
-        for t in segment.program:
-            op = graph.operations[t]
-            self.remade.update(op.writes)
-            if op.takes_over is not None:
-                self.remade.discard(op.takes_over)
-            self._record("recompute", number, t, gradients + op.internal_bytes + op.scratch_bytes)
-            if not graph.keeps_internals[t]:
-                self.internals[t] = op.internal_bytes
-            self.remade = {v for v in self.remade if last_needed.get(v, -1) > t}
-        self.live |= self.remade
-        self.remade = set()
+    def _forward(self, number: int, step: Step) -> None:
+        op, t = self.graph.operations[step.operation], step.operation
+        for v in op.writes:
+            self._add((step.run, v))
+        if op.takes_over is not None and self.schedule.last_needs.get((step.run, op.takes_over)) == number:
+            self._drop((step.run, op.takes_over))
+        gradients = self.graph.operations[step.during].gradient_bytes if step.during is not None else 0
+        phase = "recompute" if step.run else "forward"
+        self._record(phase, step, gradients + op.internal_bytes + op.scratch_bytes)
+        if step.run == self.schedule.keepers[t]:
+            self.internals[t] = op.internal_bytes
+            self.internal_bytes += op.internal_bytes
+        for copy in (*self.schedule.reads(step), *((step.run, v) for v in op.writes)):
+            self._drop_if_done(number, copy)
 
-    def backward(self, number: int) -> None:
-        graph, segment = self.graph, self.segments[number]
-        for t in range(segment.stop - 1, segment.start - 1, -1):
-            self._release(segment.start, t)
-            self._record("backward", number, t, graph.operations[t].backward_bytes)
-            self.internals.pop(t, None)
+    def _backward(self, number: int, step: Step) -> None:
+        op = self.graph.operations[step.operation]
+        self._record("backward", step, op.backward_bytes)
+        for copy in self.schedule.reads(step):
+            self._drop_if_done(number, copy)
+        if op.late_bytes:
+            self._record("backward", step, op.late_bytes)
+        self.internal_bytes -= self.internals.pop(step.operation, 0)
 
-    def _release(self, holders_before: int, backward: int) -> None:
-        """Keep what operations before ``holders_before`` use or backwards up to ``backward`` read."""
-        graph = self.graph
-        self.live = {
-            v
-            for v in self.live
-            if graph.values[v].is_output or graph.first_uses[v] < holders_before or graph.first_savers[v] <= backward
-        }
+    def _add(self, copy: tuple[int, int]) -> None:
+        if copy not in self.live:
+            self.live.add(copy)
+            self.live_bytes += self.graph.values[copy[1]].bytes
 
-    def _last_needed(self, segment: Segment) -> dict[int, int]:
-        """The last operation of the program that needs the remade copy of each value; N for a saved one."""
-        graph, retained = self.graph, set(segment.retained)
-        last: dict[int, int] = {}
-        for t in segment.program:
-            for v in graph.operations[t].reads:
-                if v not in retained or t <= graph.last_writes[v]:
-                    last[v] = t
-        for t in range(segment.start, segment.stop):
-            last.update((v, len(graph)) for v in graph.operations[t].saves if v not in retained)
-        return last
+    def _drop(self, copy: tuple[int, int]) -> None:
+        if copy in self.live:
+            self.live.remove(copy)
+            self.live_bytes -= self.graph.values[copy[1]].bytes
 
-    def _record(self, phase: str, number: int, t: int, extra: int) -> None:
-        values = self.graph.values
-        total = sum(values[v].bytes for held in (self.live, self.remade) for v in held)
-        self.timeline.append(Event(phase, number, t, total + sum(self.internals.values()) + extra))
+    def _drop_if_done(self, number: int, copy: tuple[int, int]) -> None:
+        is_output = copy[0] == FORWARD and self.graph.values[copy[1]].is_output
+        if self.schedule.last_needs[copy] == number and not is_output:
+            self._drop(copy)
+
+    def _record(self, phase: str, step: Step, extra: int) -> None:
+        total = self.live_bytes + self.internal_bytes + extra
+        self.timeline.append(Event(phase, step.run, step.operation, total))
+        if total > self.peak_bytes:
+            self.peak_bytes = total
+            self.peak_copies = frozenset(self.live)

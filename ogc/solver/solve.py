@@ -1,67 +1,201 @@
-"""The solver's front door: a graph in, a described plan out."""
+"""The solver's front door: a graph and a wish in, a described plan out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from ..graph import Graph
-from ..plan import Plan, Segment, cut_into_segments
-from .interval import least_peak_plan
-from .simulate import simulate
+from ..errors import InputError, SolveError
+from ..graph import Graph, table
+from ..plan import Plan, Segment
+from ..schedule import FORWARD, Schedule
+from .search import Search
+from .simulate import lower_bound, plain_peak, simulate
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+Budget = int | float | str
 
 
-def solve(graph: Graph) -> Plan:
-    """The plan with the least peak over all interval segmentations, and the least recomputation at it.
+def solve(graph: Graph, *, memory_budget: Budget | None = None, max_overhead: float | None = None) -> Plan:
+    """The plan that a wish asks for.
+
+    Without a wish: the least peak, and the least recomputed time at it. Plans are trees of segments, each
+    saved, recomputed at once, or recomputed through parts; see :mod:`ogc.solver.nested`.
 
     Args:
         graph: the weighted graph, from :func:`ogc.parse` or made by hand.
+        memory_budget: the least recomputed time such that the simulated peak of activations fits: bytes, a
+            text such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain peak.
+        max_overhead: the least peak with at most this share of the plain step's time recomputed.
 
     Returns:
-        The plan. If nothing beats the plain model it has one saved segment (``plan.is_plain``).
+        The plan. If the plain model meets the wish, or nothing beats it, that is it (``plan.is_plain``).
+
+    Raises:
+        InputError: a wish is of the wrong kind, or both are given.
+        SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
-    if not len(graph):
-        return make_plan(graph, [0], [])
-    cuts, recompute = least_peak_plan(graph)
-    plan = make_plan(graph, cuts, recompute)
-    if plan.peak_bytes >= plan.plain_peak_bytes:
-        return make_plan(graph, [0, len(graph)], [False])
-    return plan
+    if memory_budget is not None and max_overhead is not None:
+        raise InputError("give memory_budget or max_overhead, not both: each is bounded as the other allows")
+    if max_overhead is not None and (isinstance(max_overhead, bool) or not max_overhead >= 0):
+        raise InputError(f"max_overhead must be a share of the plain step's time, such as 0.2, not {max_overhead!r}")
+    plain = plain_plan(graph)
+    budget = None if memory_budget is None else bytes_of(memory_budget, plain.peak_bytes)
+    if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
+        return plain
+    search = Search(graph)
+    if budget is not None:
+        found = search.fastest(budget)
+        if found is None:
+            raise SolveError(_infeasible(graph, make_plan(graph, search.least_peak().segments), budget))
+    elif max_overhead is not None:
+        found = search.within(max_overhead * graph.step_seconds)
+    else:
+        found = search.least_peak()
+    plan = make_plan(graph, found.segments, "optimal")
+    return plan if plan.peak_bytes < plain.peak_bytes else plain
 
 
-def make_plan(graph: Graph, cuts: Sequence[int], recompute: Sequence[bool], solver: str = "interval") -> Plan:
-    """The plan of the given segmentation, weighed by the simulator.
+@dataclass(frozen=True)
+class Frontier:
+    """The curve of memory against overhead: each plan is faster and larger than the one before."""
+
+    plans: tuple[Plan, ...]
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                f"{plan.peak_bytes / 1e6:.1f}",
+                f"{plan.peak_bytes / plan.plain_peak_bytes:.1%}",
+                f"{plan.overhead:.1%}",
+                str(max((segment.depth for segment in plan.segments), default=0)),
+            ]
+            for plan in self.plans
+        ]
+        return table(["peak MB", "of plain", "overhead", "levels"], rows)
+
+
+def frontier(graph: Graph, *, points: int = 24) -> Frontier:
+    """Plans from the least peak to the plain model.
 
     Args:
         graph: the weighted graph.
-        cuts: positions from 0 to ``len(graph)``, all in ``graph.cuts``.
-        recompute: for each segment, whether it is recomputed (else saved).
+        points: peaks to look at, evenly spaced on a logarithmic scale; plans that others beat are left out.
+
+    Returns:
+        The plans, by ascending peak and descending overhead; hand any of them to :func:`ogc.apply`.
+    """
+    plain = plain_plan(graph)
+    if not len(graph):
+        return Frontier((plain,))
+    found = [make_plan(graph, candidate.segments, "optimal") for candidate in Search(graph).curve(points)]
+    return Frontier((*(plan for plan in found if plan.peak_bytes < plain.peak_bytes), plain))
+
+
+def bytes_of(budget: Budget, plain: int) -> int:
+    """The number of bytes that a budget stands for, where the plain model peaks at ``plain``.
 
     Raises:
-        PlanError: the cuts are not cuts of the graph, or an operation would run twice that must not.
+        InputError: it stands for none.
     """
-    segments = cut_into_segments(graph, cuts, recompute) if len(graph) else ()
+    wrong = InputError(
+        f"memory_budget must be bytes, a text like '8GB' or '512MiB', or a share in (0, 1] of the plain peak, "
+        f"not {budget!r}"
+    )
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?\s*", budget.lower())
+        if found is None:
+            raise wrong
+        return int(float(found[1]) * UNITS[found[2] or ""])
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
+        raise wrong
+    if isinstance(budget, int):
+        return budget
+    if budget > 1:
+        raise wrong
+    return int(budget * plain)
+
+
+def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
+    cost = simulate(graph, least)
+    op = graph.operations[cost.peak_event.operation]
+    where = " ".join(part for part in (op.module, f"({op.source})" if op.source else "") if part)
+    largest = sorted(((graph.values[v].bytes, graph.values[v].name) for v in cost.peak_values), reverse=True)[:5]
+    tensors = ", ".join(f"{name} {size / 1e6:.1f} MB" for size, name in largest)
+    return (
+        f"no plan found peaks at or below {budget / 1e6:.1f} MB; the smallest peak is {least.peak_bytes / 1e6:.1f} MB "
+        f"({least.peak_bytes} bytes) at {least.overhead:.1%} overhead. It is reached in the {cost.peak_event.phase} of "
+        f"operation {op.name}, {op.target} {where}, with these alive: {tensors}"
+    )
+
+
+def plain_plan(graph: Graph) -> Plan:
+    """The plan that runs the model as it is."""
+    peak = plain_peak(graph)
+    segments = (Segment(0, len(graph)),) if len(graph) else ()
+    return Plan(
+        segments=segments,
+        peak_bytes=peak,
+        plain_peak_bytes=peak,
+        lower_bound=lower_bound(graph),
+        step_seconds=graph.step_seconds,
+        step_flops=graph.step_flops,
+        recomputed_seconds=0.0,
+        recomputed_flops=0,
+        solver="none",
+        is_plain=True,
+        rows=tuple(_rows(graph, Schedule(graph, segments), segments)),
+    )
+
+
+def make_plan(graph: Graph, segments: Sequence[Segment], solver: str = "by hand") -> Plan:
+    """The plan of the given segments, weighed by the simulator.
+
+    Args:
+        graph: the weighted graph.
+        segments: they cover the operations in order; see :func:`ogc.saved` and :func:`ogc.recomputed`.
+
+    Raises:
+        PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
+            that must not.
+    """
+    segments = tuple(segments)
     cost = simulate(graph, segments)
-    plain = simulate(graph, [Segment(0, len(graph), False)] if len(graph) else [])
     return Plan(
         segments=segments,
         peak_bytes=cost.peak_bytes,
-        plain_peak_bytes=plain.peak_bytes,
+        plain_peak_bytes=plain_peak(graph),
+        lower_bound=lower_bound(graph),
         step_seconds=graph.step_seconds,
         step_flops=graph.step_flops,
         recomputed_seconds=cost.recomputed_seconds,
         recomputed_flops=cost.recomputed_flops,
         solver=solver,
-        rows=tuple(_row(graph, number, segment) for number, segment in enumerate(segments)),
+        rows=tuple(_rows(graph, Schedule(graph, segments), segments)),
     )
 
 
-def _row(graph: Graph, number: int, segment: Segment) -> tuple[str, ...]:
-    inside = graph.operations[segment.start : segment.stop]
-    modules = list(dict.fromkeys(op.module for op in inside if op.module))
-    span = modules[0] if len(modules) == 1 else f"{modules[0]} … {modules[-1]}" if modules else ""
-    kept = sum(graph.values[v].bytes for v in segment.checkpoints if graph.producers[v] < segment.start)
-    seconds = sum(op.forward_seconds for op in inside)
-    again = sum(graph.operations[t].forward_seconds for t in segment.program)
-    share = f"{again / seconds:.0%}" if segment.recompute and seconds else "-"
-    mode = "recomputed" if segment.recompute else "saved"
-    return (str(number), f"{segment.start}-{segment.stop - 1}", span, mode, f"{kept / 1e6:.2f}", share)
+def _rows(
+    graph: Graph, schedule: Schedule, segments: Sequence[Segment], number: int = FORWARD, prefix: str = ""
+) -> Iterator[tuple[str, ...]]:
+    """A row per segment, those of a sub-plan indented below it."""
+    children = iter(schedule.runs[number].children)
+    for place, segment in enumerate(segments):
+        inside = graph.operations[segment.start : segment.stop]
+        modules = list(dict.fromkeys(op.module for op in inside if op.module))
+        span = modules[0] if len(modules) == 1 else f"{modules[0]} … {modules[-1]}" if modules else ""
+        name, mode, share = f"{prefix}{place}", "saved", "-"
+        kept = {v for op in inside for v in op.saves}
+        if segment.parts:
+            child = next(children)
+            run = schedule.runs[child]
+            seconds = sum(op.forward_seconds for op in inside)
+            again = sum(graph.operations[t].forward_seconds for t in run.program)
+            mode, share = "recomputed", f"{again / seconds:.0%}" if seconds else "-"
+            kept = set(run.needs)
+        size = sum(graph.values[v].bytes for v in kept)
+        yield (name, f"{segment.start}-{segment.stop - 1}", span, mode, f"{size / 1e6:.2f}", share)
+        if len(segment.parts) > 1:
+            yield from _rows(graph, schedule, segment.parts, child, f"{name}.")

@@ -1,0 +1,268 @@
+"""Operators that compute what PyTorch's do, bit for bit, with a backward that needs less memory.
+
+Forward kernels are PyTorch's own. The backwards differ in what is alive at once:
+
+* elementwise operators write their input's gradient over their result's, where that gradient is whole and
+  nobody else's;
+* batch norm does the same on a CPU, a few channels at a time (its kernel works channel by channel);
+* convolution on a CPU computes the weights' gradient first and lets go of its saved input before it
+  allocates the input's gradient.
+
+With ``create_graph=True`` every backward is PyTorch's, so that it can be differentiated.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+CHUNK_BYTES = 1 << 20
+"""Batch norm's backward takes channels of this many bytes at a time, or one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lean:
+    """A drop-in for ``operator``; ``kind`` names the way its backward saves memory."""
+
+    operator: torch._ops.OpOverload
+    function: type[torch.autograd.Function]
+    kind: str  # "elementwise", "batch_norm" or "convolution"
+
+    @property
+    def __name__(self) -> str:
+        return self.operator._schema.name.split("::")[1]
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if not self.pays(*args):
+            return self.operator(*args, **keywords)
+        return self.function.apply(*args, *([keywords] if self.kind == "elementwise" else []))
+
+    def pays(self, *args: Any) -> bool:
+        """Whether a call with these arguments runs the lean function, not the operator itself."""
+        x = args[0]
+        if not torch.is_grad_enabled() or not x.requires_grad:
+            return False
+        if self.kind == "batch_norm":
+            return bool(args[5]) and _by_channel(x) and channels_at_once(x) < x.shape[1]
+        if self.kind == "convolution":
+            return x.is_contiguous() and x.dim() == 4
+        # Autograd rebases views that are written in place for its own operators only.
+        return not (self.operator._schema.is_mutable and x._is_view())
+
+
+def lean_operator(target: Any, device: torch.device) -> Lean | None:
+    """The drop-in for an operator on a device, if there is one."""
+    _holders_when_ours()  # counted now, outside of any backward
+    found = OPERATORS.get(target)
+    if found is None or (found.kind != "elementwise" and device.type != "cpu"):
+        return None
+    return found
+
+
+# -- elementwise ----------------------------------------------------------------------------------------
+
+
+def _elementwise(
+    operator: torch._ops.OpOverload, backward: torch._ops.OpOverloadPacket, saves: str, *constants: Any
+) -> Lean:
+    """An operator whose backward is ``backward(gradient, saved, *constants)``, element by element."""
+
+    class Elementwise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
+            result: torch.Tensor = operator(x, **keywords)
+            if operator._schema.is_mutable:
+                ctx.mark_dirty(x)
+            ctx.keywords = keywords
+            ctx.save_for_backward(result if saves == "result" else x)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            in_place = _is_ours(gradient) and not torch.is_grad_enabled()
+            differentiate = backward.grad_input if in_place else backward.default
+            target = {"grad_input": gradient} if in_place else {}
+            return differentiate(gradient, *ctx.saved_tensors, *constants, **ctx.keywords, **target), None
+
+    return Lean(operator, Elementwise, "elementwise")
+
+
+# -- batch norm -----------------------------------------------------------------------------------------
+
+
+class _BatchNorm(torch.autograd.Function):
+    """``aten.batch_norm`` in training."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor | None,
+        variance: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn: bool,
+    ) -> torch.Tensor:
+        result: torch.Tensor
+        result, batch_mean, batch_invstd = aten.native_batch_norm.default(
+            x, weight, bias, mean, variance, training, momentum, eps
+        )
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight, batch_mean, batch_invstd)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        in_place = _is_ours(gradient)
+        needs = ctx.needs_input_grad[:3]
+        x, weight, mean, invstd = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            found = _batch_norm_backward(gradient, x, weight, mean, invstd, ctx.eps, needs)
+            return (*found, *(None,) * 6)
+        # Each part of the gradient is read before it is overwritten.
+        result = gradient if in_place else torch.empty_like(x)
+        step = channels_at_once(x)
+        of_weights = []
+        for first in range(0, x.shape[1], step):
+            part = slice(first, first + step)
+            scale = None if weight is None else weight[part]
+            found = _batch_norm_backward(gradient[:, part], x[:, part], scale, mean[part], invstd[part], ctx.eps, needs)
+            result[:, part] = found[0]
+            of_weights.append(found[1:])
+            del found
+        joined = [torch.cat(parts) if parts[0] is not None else None for parts in zip(*of_weights, strict=True)]
+        return (result, *joined, *(None,) * 6)
+
+
+def _batch_norm_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    eps: float,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = aten.native_batch_norm_backward.default(
+        gradient.contiguous(), x.contiguous(), weight, None, None, mean, invstd, True, eps, needs
+    )
+    return found
+
+
+def channels_at_once(x: torch.Tensor) -> int:
+    """How many channels of ``x`` batch norm's backward handles at a time."""
+    return min(x.shape[1], max(1, CHUNK_BYTES * x.shape[1] // (x.numel() * x.element_size())))
+
+
+def _by_channel(tensor: torch.Tensor) -> bool:
+    """Whether batch norm's kernel for this layout works channel by channel: channels first, some positions each."""
+    return tensor.dim() > 2 and tensor.is_contiguous() and tensor.stride(1) > 1
+
+
+# -- convolution ----------------------------------------------------------------------------------------
+
+
+class _Convolution(torch.autograd.Function):
+    """``aten.convolution``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any
+    ) -> torch.Tensor:
+        ctx.settings = (None if bias is None else list(bias.shape), *settings)
+        ctx.save_for_backward(x, weight)
+        result: torch.Tensor = aten.convolution.default(x, weight, bias, *settings)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_input, *of_weights = ctx.needs_input_grad[:3]
+        nothing = (None,) * (len(ctx.settings) - 1)
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled() or not any(of_weights) or not of_input:
+            found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [of_input, *of_weights])
+            return (*found, *nothing)
+        weights = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [False, *of_weights])[1:]
+        x = _untouched_like(x)
+        found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [True, False, False])
+        return (found[0], *weights, *nothing)
+
+
+def _untouched_like(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of the same shape whose memory is promised but never used.
+
+    The input's gradient depends on the input's shape alone, but the operator asks for a tensor.
+    """
+    pages = mmap.mmap(-1, max(1, x.numel() * x.element_size()))
+    return torch.frombuffer(pages, dtype=x.dtype).view(x.shape)
+
+
+# -- whose gradient it is ---------------------------------------------------------------------------------
+
+
+def _is_ours(gradient: torch.Tensor) -> bool:
+    """Whether the gradient covers its storage once and nobody but the calling backward holds either.
+
+    Call it before anything else in a backward: it compares with the reference counts of a gradient that
+    nobody else holds, at that place. They differ between releases of PyTorch, so they are looked up once.
+    """
+    return _holders(gradient) == _holders_when_ours()
+
+
+def _holders(gradient: torch.Tensor) -> tuple[int, int, int]:
+    whole = (
+        gradient.is_contiguous() and gradient.numel() * gradient.element_size() == gradient.untyped_storage().nbytes()
+    )
+    if type(gradient) is not torch.Tensor or not whole:
+        return 0, 0, 0
+    storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return sys.getrefcount(gradient), gradient._use_count(), storage
+
+
+@cache
+def _holders_when_ours() -> tuple[int, int, int]:
+    found = []
+
+    def look(gradient: torch.Tensor) -> None:
+        found.append(_holders(gradient))
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            look(gradient)
+            return gradient
+
+    with torch.enable_grad():
+        x = torch.ones(2, requires_grad=True)
+        torch.autograd.grad((Probe.apply(x * 2) * 3).sum(), x)
+    return found[0]
+
+
+OPERATORS: dict[Any, Lean] = {
+    lean.operator: lean
+    for lean in (
+        _elementwise(aten.relu.default, aten.threshold_backward, "result", 0),
+        _elementwise(aten.relu_.default, aten.threshold_backward, "result", 0),
+        _elementwise(aten.sigmoid.default, aten.sigmoid_backward, "result"),
+        _elementwise(aten.tanh.default, aten.tanh_backward, "result"),
+        _elementwise(aten.silu.default, aten.silu_backward, "input"),
+        _elementwise(aten.gelu.default, aten.gelu_backward, "input"),
+        Lean(aten.batch_norm.default, _BatchNorm, "batch_norm"),
+        Lean(aten.convolution.default, _Convolution, "convolution"),
+    )
+}
+"""Drop-ins by the operator that they stand for."""

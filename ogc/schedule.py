@@ -1,0 +1,200 @@
+"""What a plan means: the runs that it consists of, and how long each copy of a value is needed.
+
+A plan is carried out in *runs*. Run 0 is the forward. Each recomputed segment is run again before its
+backward; it can start from any value that is still there. The backward of a saved segment takes what it
+needs from the run that the segment belongs to. Everything else follows: which operations a run repeats
+(those that somebody needs), and when each value is let go (after its last use). The simulator counts the
+bytes of exactly this, the runtime executes exactly this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .errors import PlanError
+from .graph import Graph
+from .plan import Segment, check_segments
+
+FORWARD = 0
+
+
+@dataclass
+class Run:
+    """One run of the operations between two cuts.
+
+    Attributes:
+        start, stop: the stretch of the program.
+        parent: the run in whose sub-plan this one is; None for the forward.
+        leaves: saved segments (start, stop) whose backward this run supplies, in program order.
+        children: the runs of its recomputed parts, in program order.
+        program: operations that are run, in order; those whose results nobody needs are left out.
+        made: values whose final content the program makes, for itself or for runs inside it.
+        needs: values that the program reads, or that the leaves save, and that it does not make.
+    """
+
+    start: int
+    stop: int
+    parent: int | None = None
+    leaves: list[tuple[int, int]] = field(default_factory=list)
+    children: list[int] = field(default_factory=list)
+    program: tuple[int, ...] = ()
+    made: frozenset[int] = frozenset()
+    needs: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation run forward (in ``run``) or backward (supplied by ``run``).
+
+    ``during`` is the operation whose backward waits for it, in a run again.
+    """
+
+    run: int
+    operation: int
+    is_backward: bool = False
+    during: int | None = None
+
+
+class Schedule:
+    """The runs of a plan over a graph, in the order in which they are carried out.
+
+    Raises:
+        PlanError: the segments are not a plan for the graph, or an operation would run twice that must not.
+    """
+
+    def __init__(self, graph: Graph, segments: Sequence[Segment]) -> None:
+        check_segments(graph, segments)
+        self.graph = graph
+        self.runs: list[Run] = [Run(0, len(graph))]
+        self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
+        self._visit(FORWARD, segments)
+        for run in reversed(self.runs[1:]):
+            self._write_program(run)
+        forward = self.runs[FORWARD]
+        forward.program = tuple(range(len(graph)))
+        forward.made = frozenset(range(len(graph.values)))
+
+    def _visit(self, number: int, segments: Sequence[Segment]) -> None:
+        run = self.runs[number]
+        for segment in reversed(segments):
+            if segment.parts:
+                child = len(self.runs)
+                self.runs.append(Run(segment.start, segment.stop, number))
+                run.children.insert(0, child)
+                self._visit(child, segment.parts)
+            else:
+                run.leaves.insert(0, (segment.start, segment.stop))
+                self._backwards.append((number, segment.start, segment.stop))
+
+    def _write_program(self, run: Run) -> None:
+        """Find what must be run again, from what is needed backwards. Children come first."""
+        graph, ops = self.graph, self.graph.operations
+        producers, last_writes, last_uses = graph.producers, graph.last_writes, graph.last_uses
+
+        def is_remade(v: int) -> bool:  # what is used beyond the stretch is still there from then
+            return producers[v] >= run.start and last_uses[v] < run.stop
+
+        in_leaves = [t for start, stop in run.leaves for t in range(start, stop)]
+        saved = {v for t in in_leaves for v in ops[t].saves}
+        needed = saved.union(*(self.runs[child].needs for child in run.children))
+        wanted = {v for v in needed if is_remade(v)}
+        alive = {t for t in in_leaves if ops[t].internal_bytes and not graph.keeps_internals[t]}
+        found = -1
+        while len(alive) != found:  # in-place operations may ask for writers behind them
+            found = len(alive)
+            for t in range(run.stop - 1, run.start - 1, -1):
+                op = ops[t]
+                if t in alive or not wanted.isdisjoint(op.writes):
+                    alive.add(t)
+                    wanted.update(
+                        v for v in op.reads if is_remade(v) or (producers[v] >= run.start and t <= last_writes[v])
+                    )
+        for t in alive:
+            if not ops[t].replayable:
+                raise PlanError(f"operation {ops[t].name} must not run twice")
+        run.program = tuple(sorted(alive))
+        run.made = frozenset(v for t in run.program for v in ops[t].writes if last_writes[v] in alive and is_remade(v))
+        read = {v for t in run.program for v in ops[t].reads if t > last_writes[v]}
+        run.needs = frozenset((read | needed) - run.made)
+
+    def source(self, number: int, value: int) -> int:
+        """The run whose copy of ``value`` run ``number`` uses: itself if it makes one, else the last before it."""
+        while value not in self.runs[number].made:
+            parent = self.runs[number].parent
+            assert parent is not None
+            number = parent
+        return number
+
+    @cached_property
+    def suppliers(self) -> tuple[int, ...]:
+        """For each operation, the run that its backward is supplied by."""
+        found = [FORWARD] * len(self.graph)
+        for number, run in enumerate(self.runs):
+            for start, stop in run.leaves:
+                found[start:stop] = [number] * (stop - start)
+        return tuple(found)
+
+    @cached_property
+    def keepers(self) -> tuple[int, ...]:
+        """For each operation, the run whose internal tensors its backward uses."""
+        programs = [frozenset(run.program) for run in self.runs]
+        return tuple(
+            FORWARD if self.graph.keeps_internals[t] or t not in programs[supplier] else supplier
+            for t, supplier in enumerate(self.suppliers)
+        )
+
+    def steps(self) -> Iterator[Step]:
+        """Every operation run, forward and backward, in order.
+
+        A run is carried out when the first of its saved tensors is asked for, those around it before it.
+        """
+        for t in range(len(self.graph)):
+            yield Step(FORWARD, t)
+        done = {FORWARD}
+        for number, start, stop in self._backwards:
+            for t in range(stop - 1, start - 1, -1):
+                if number not in done and self._asks_for(number, t):
+                    for waiting in self._around(number, done):
+                        done.add(waiting)
+                        for again in self.runs[waiting].program:
+                            yield Step(waiting, again, during=t)
+                yield Step(number, t, is_backward=True)
+
+    def _asks_for(self, number: int, t: int) -> bool:
+        saves = self.graph.operations[t].saves
+        return self.keepers[t] == number or any(self.source(number, v) != FORWARD for v in saves)
+
+    def _around(self, number: int, done: set[int]) -> list[int]:
+        """The run and those around it that are not done, outermost first."""
+        found: list[int] = []
+        while number not in done:
+            found.insert(0, number)
+            parent = self.runs[number].parent
+            assert parent is not None
+            number = parent
+        return found
+
+    def reads(self, step: Step) -> Iterator[tuple[int, int]]:
+        """The copies (run, value) that a step needs to be there."""
+        op, run = self.graph.operations[step.operation], self.runs[step.run]
+        if step.is_backward:
+            for v in op.saves:
+                yield self.source(step.run, v), v
+        else:
+            for v in op.reads:
+                partial = step.operation <= self.graph.last_writes[v]
+                yield (step.run if partial or v in run.made else self.source(step.run, v)), v
+
+    @cached_property
+    def last_needs(self) -> dict[tuple[int, int], int]:
+        """For each copy (run, value), the number of the last step that makes or needs it."""
+        last: dict[tuple[int, int], int] = {}
+        for number, step in enumerate(self.steps()):
+            if not step.is_backward:
+                for v in self.graph.operations[step.operation].writes:
+                    last[step.run, v] = number
+            for copy in self.reads(step):
+                last[copy] = number
+        return last

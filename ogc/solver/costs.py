@@ -1,0 +1,343 @@
+"""Weights of every stretch of a program between two cuts, for the solvers. Sums over rectangles, no loops over pairs.
+
+The rule that makes them depend on the two ends alone: every cut keeps its whole boundary, and a kept value is
+released by position: after the segment with its first use has run again, or after the backward of its
+first saver. Complexity for N operations, V values and C cuts: O(C (N + V)) memory, O(C² N) simple array
+steps at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..graph import Graph
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+NEVER = np.iinfo(np.int64).max // 4
+"""Bytes that no plan may have: marks what is impossible."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Weights of all segments (i, j) between cuts; axis 0 is i, axis 1 is j, axis ``mode`` is first.
+
+    Mode 0 is saved, mode 1 recomputed at once. ``kept`` is what a segment adds to the bytes that outlive
+    the forward, ``local`` the most bytes alive in its forward, its recomputation and its backward, above
+    what was kept before it. ``seconds`` is recomputed time.
+    """
+
+    cuts: Ints
+    kept: Ints
+    local: Ints
+    seconds: NDArray[np.float64]
+
+    def at(self, chosen: NDArray[np.intp]) -> Costs:
+        """The same for some of the cuts alone."""
+        pick = np.ix_(chosen, chosen)
+        layers = (np.stack([layer[pick] for layer in axis]) for axis in (self.kept, self.local, self.seconds))
+        return Costs(self.cuts[chosen], *layers)
+
+
+@dataclass(frozen=True)
+class NestedCosts:
+    """Weights of all stretches (i, j) between cuts, for plans that may run a stretch again in parts.
+
+    Axis ``mode`` is first: 0 keeps what the stretch saves, 1 keeps only what crosses its end.
+
+    Attributes:
+        cuts: positions.
+        kept: bytes that the stretch leaves behind.
+        forward: most bytes alive while it runs.
+        backward: most bytes alive in its backward, given what it saved.
+        again: most bytes alive while it is run again at once and in its backward.
+        running: bytes alive besides, while something in it is run again: gradients at its end, outputs,
+            and values that are used beyond its end.
+        seconds: time of running it.
+        again_seconds: time of running it again at once.
+    """
+
+    cuts: Ints
+    kept: Ints
+    forward: Ints
+    backward: Ints
+    again: Ints
+    running: Ints
+    seconds: NDArray[np.float64]
+    again_seconds: NDArray[np.float64]
+
+    def at(self, chosen: NDArray[np.intp]) -> NestedCosts:
+        """The same for some of the cuts alone."""
+        pick = np.ix_(chosen, chosen)
+
+        def layers(axis: NDArray[Any]) -> NDArray[Any]:
+            return np.stack([layer[pick] for layer in axis])
+
+        return NestedCosts(
+            cuts=self.cuts[chosen],
+            kept=layers(self.kept),
+            forward=layers(self.forward),
+            backward=self.backward[pick],
+            again=self.again[pick],
+            running=self.running[pick],
+            seconds=layers(self.seconds),
+            again_seconds=self.again_seconds[pick],
+        )
+
+
+def segment_costs(graph: Graph) -> tuple[Costs, NestedCosts]:
+    """The weights of every segment between two cuts, for the outermost level and for those inside."""
+    return _SegmentCosts(graph).costs()
+
+
+class _SegmentCosts:
+    """Bytes alive in every segment (i, j) at once, by sums over rectangles of (i, j) or (i, t).
+
+    ``t`` ranges over operations, ``i`` and ``j`` over cuts. A value contributes where its producer lies
+    on one side of a cut and its last use, first use or first saver on the other: a rectangle. What is
+    relative to K(i) may be negative: kept values that a later segment alone uses are free by then.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        ops = graph.operations
+        self.graph = graph
+        self.n = len(graph)
+        self.cuts = np.array(graph.cuts, np.int64)
+        self.later = np.triu(np.ones((len(self.cuts),) * 2, bool), 1)  # [i, j]: j is after i
+        self.inside = np.arange(self.n) >= self.cuts[:, None]  # [i, t]: t is at or after cut i
+
+        self.size = np.array([v.bytes for v in graph.values], np.int64)
+        self.output = np.array([v.is_output for v in graph.values], bool)
+        self.saved = np.array(graph.first_savers, np.int64) < self.n
+        self.producer = np.array(graph.producers, np.int64)
+        self.last_use = np.array(graph.last_uses, np.int64)
+        self.taken_over = np.zeros(len(graph.values), np.int64)
+        self.taken_over[[op.takes_over for op in ops if op.takes_over is not None]] = 1
+        self.saver = np.array(graph.first_savers, np.int64)
+        # The first cut after a position: "before cut j" is j >= after, "at or after cut i" is i < after.
+        self.made = self._after(self.producer)
+        self.first_used = self._after(np.array(graph.first_uses, np.int64))
+        self.passes = ~self.output & (np.array(graph.first_uses) < self.n)  # used, and not for good
+        self.last_used = self._after(self.last_use)
+
+        self.internal = np.array([op.internal_bytes for op in ops], np.int64)
+        self.small = np.array(graph.keeps_internals, bool)
+        self.scratch = np.array([op.scratch_bytes for op in ops], np.int64)
+        self.gradient = np.array([op.gradient_bytes for op in ops], np.int64)
+        self.backward_peak = np.array([op.backward_bytes for op in ops], np.int64)
+        self.late_peak = np.array([op.late_bytes for op in ops], np.int64)
+        self.seconds = np.array([op.forward_seconds for op in ops])
+        self.replayable = np.array([op.replayable for op in ops], bool)
+
+    def _within(self) -> Bools:
+        """[t, j]: whether operation t lies before cut j."""
+        return np.arange(self.n)[:, None] < self.cuts
+
+    def _crossing(self) -> Bools:
+        """[t, j]: whether operation t is needed to make the values that cross cut j."""
+        c = np.arange(len(self.cuts))
+        wanted = (self.made[:, None] <= c) & (c < self.last_used[:, None])
+        alive = np.zeros((self.n, len(c)), bool)
+        within = self._within()
+        for t in range(self.n - 1, -1, -1):
+            op = self.graph.operations[t]
+            runs = np.zeros(len(c), bool)
+            for v in op.writes:
+                runs |= wanted[v]
+            alive[t] = runs & within[t]
+            for v in op.reads:
+                wanted[v] |= alive[t]
+        return alive
+
+    def costs(self) -> tuple[Costs, NestedCosts]:
+        alive = self._alive()
+        kept = np.where(self.later, np.stack(self._kept()), NEVER)
+        forward = np.where(self.later, np.stack(self._forward()), NEVER)
+        backward = np.where(self.later, self._backward(), NEVER)
+        again = np.maximum(backward, self._recompute(alive))
+        seconds = self._from_cut(alive * self.seconds[:, None])
+        # Values that cross j and are used before it are still there when (i, j) is run again.
+        retained = self._sum_ij(0, self.made, np.maximum(self.made, self.first_used), self.last_used, ~self.output)
+        gradients = self.gradient[np.maximum(self.cuts - 1, 0)]
+        # A stretch with an operation that must not run twice takes forever to run again.
+        per_operation = np.where(self.replayable, self.seconds, np.inf)[:, None]
+        forward_seconds = [
+            self._from_cut(np.where(runs, per_operation, 0.0)) for runs in (self._within(), self._crossing())
+        ]
+        local = np.stack([np.maximum(forward[0], backward), np.maximum(forward[1], again)])
+        return (
+            Costs(self.cuts, kept, local, np.stack([np.zeros_like(seconds), seconds])),
+            NestedCosts(
+                cuts=self.cuts,
+                kept=kept,
+                forward=forward,
+                backward=backward,
+                again=again,
+                running=retained
+                + self._internals(self.internal * self.small)
+                + self._later_outputs()[:, None]
+                + gradients[None, :],
+                seconds=np.stack(forward_seconds),
+                again_seconds=seconds,
+            ),
+        )
+
+    def _kept(self) -> tuple[Ints, Ints]:
+        """Bytes that a segment adds to those outliving the forward: saved, recomputed."""
+        c = len(self.cuts)
+        crossing = self._sum_ij(0, self.made, self.made, self.last_used)
+        saved = self._sum_ij(0, self.made, self.made, np.where(self.saved, c, self.last_used))
+        return saved + self._internals(self.internal), crossing + self._internals(self.internal * self.small)
+
+    def _forward(self) -> tuple[Ints, Ints]:
+        """Most bytes alive in the first run of a segment, above K(i): saved, recomputed."""
+        ends = np.minimum(self.last_use + 1 - self.taken_over, self.n)
+        peaks = []
+        for kept_until, kept_internal in (
+            (np.where(self.saved, self.n, ends), self.internal),
+            (ends, self.internal * self.small),
+        ):
+            live = self._sum_it(0, self.made, self.producer, kept_until)
+            earlier = _prefix(kept_internal)
+            live += (earlier[:-1] + self.internal + self.scratch)[None, :] - earlier[self.cuts][:, None]
+            peaks.append(self._peak_until(live))
+        return peaks[0], peaks[1]
+
+    def _backward(self) -> Ints:
+        """Most bytes alive in the backward of a segment, above K(i)."""
+        done = _prefix(self.internal)
+        internals = done[1:][None, :] - done[self.cuts][:, None] + self._later_outputs()[:, None]
+
+        def peak(released: Ints, gradients: Ints) -> Ints:
+            live = self._sum_it(0, self.made, released, self.n, ~self.output & self.saved)
+            live -= self._sum_it(self.made, self.first_used, 0, released, self.passes)
+            return self._peak_until(live + internals + gradients[None, :])
+
+        # Once an operation has let go of what it saved, values that it alone saved are gone.
+        late = np.where(self.late_peak > 0, self.late_peak, -NEVER)
+        return np.maximum(peak(self.saver, self.backward_peak), peak(self.saver + 1, late))
+
+    def _recompute(self, alive: Bools) -> Ints:
+        """Most bytes alive while a segment runs again, above K(i); NEVER if it must not."""
+        base = self._sum_ij(0, self.made, np.maximum(self.made, self.first_used), self.last_used, ~self.output)
+        base -= self._sum_ij(self.made, self.first_used, 0, self.first_used, self.passes)
+        base += self._internals(self.internal * self.small) + self._later_outputs()[:, None]
+        base += self.gradient[np.maximum(self.cuts - 1, 0)][None, :]
+        base += self._running(alive)
+        banned = self._from_cut(alive & ~self.replayable[:, None]) > 0
+        return np.where(banned, NEVER, np.where(self.later, base, 0))
+
+    def _running(self, alive: Bools) -> Ints:
+        """Most bytes that the program itself has made and still needs, for every (i, j)."""
+        c = len(self.cuts)
+        remade = alive[self.producer]  # [v, j]
+        stays = remade & self.saved[:, None] & (np.arange(c) >= self.last_used[:, None])
+        grown = np.zeros((self.n + 1, c), np.int64)  # [t, j]: bytes that stay, made before t
+        np.add.at(grown, self.producer + 1, stays * self.size[:, None])
+        grown[1:] += alive * np.where(self.small, 0, self.internal)[:, None]
+        grown = np.cumsum(grown, 0)
+        live = grown[1:] + (self.scratch + np.where(self.small, self.internal, 0))[:, None]
+        live = np.where(alive, live, -NEVER).T.copy()  # [j, t]
+        ends = self._needed_until(alive)
+        passing = remade & ~stays
+        most = np.full((c, c), -NEVER)
+        by_group: list[list[int]] = [[] for _ in range(c)]
+        for v, group in enumerate(self.made):
+            by_group[group - 1].append(v)
+        for i in range(c - 2, -1, -1):
+            for v in by_group[i]:
+                first, last = int(self.producer[v]), int(ends[v].max())
+                span = np.arange(first, last + 1)
+                live[:, first : last + 1] += (passing[v][:, None] & (span <= ends[v][:, None])) * self.size[v]
+            start = int(self.cuts[i])
+            most[i, i + 1 :] = live[i + 1 :, start:].max(1) - grown[start, i + 1 :]
+        return np.maximum(most, -NEVER)
+
+    def _needed_until(self, alive: Bools) -> Ints:
+        """[v, j]: the last operation of the program that needs the remade copy of a passing value."""
+        c = np.arange(len(self.cuts))
+        until = np.repeat(self.producer[:, None], len(c), 1)
+        for t, op in enumerate(self.graph.operations):
+            for v in op.reads:
+                early = t <= self.graph.last_writes[v]
+                needs = alive[t] if early else alive[t] & (c >= self.last_used[v])
+                until[v, needs] = t - (v == op.takes_over)
+        return until
+
+    def _alive(self) -> Bools:
+        """[t, j]: whether a recomputation up to cut j runs operation t (see ``recompute_program``)."""
+        c = np.arange(len(self.cuts))
+        unkept = c >= self.last_used[:, None]  # [v, j]: no copy is kept at cut j
+        remade = unkept & self.saved[:, None]
+        alive = np.zeros((self.n, len(c)), bool)
+        within = np.arange(self.n)[:, None] < self.cuts
+        while True:
+            before = int(alive.sum())
+            for t in range(self.n - 1, -1, -1):
+                op = self.graph.operations[t]
+                runs = within[t] if self.internal[t] and not self.small[t] else alive[t]
+                for v in op.writes:
+                    runs = runs | (remade[v] & within[t])
+                alive[t] = runs
+                for v in op.reads:
+                    remade[v] |= runs if t <= self.graph.last_writes[v] else runs & unkept[v]
+            if int(alive.sum()) == before:
+                return alive
+
+    def _later_outputs(self) -> Ints:
+        """Bytes of outputs made at or after each cut: they stay through the backward."""
+        c = np.arange(len(self.cuts))[:, None]
+        return ((c < self.made) * np.where(self.output, self.size, 0)).sum(1)
+
+    def _internals(self, per_operation: Ints) -> Ints:
+        total = _prefix(per_operation)[self.cuts]
+        return np.where(self.later, total[None, :] - total[:, None], 0)
+
+    def _from_cut(self, per_operation: NDArray) -> NDArray:
+        """[i, j]: sums of [t, j] over the operations at or after cut i."""
+        total = np.zeros((self.n + 1, per_operation.shape[1]), np.float64)
+        total[:-1] = np.cumsum(per_operation[::-1], 0)[::-1]
+        return total[self.cuts]
+
+    def _peak_until(self, live: Ints) -> Ints:
+        """[i, j]: the largest of [i, t] over the operations t between the cuts i and j."""
+        peaks = np.maximum.accumulate(np.where(self.inside, live, -NEVER), 1)
+        return np.where(self.later, peaks[:, np.maximum(self.cuts - 1, 0)], -NEVER)
+
+    def _sum_ij(
+        self, i_from: ArrayLike, i_to: ArrayLike, j_from: ArrayLike, j_to: ArrayLike, chosen: ArrayLike = True
+    ) -> Ints:
+        c = len(self.cuts)
+        return _rectangles((c, c), i_from, i_to, j_from, j_to, np.where(chosen, self.size, 0))
+
+    def _sum_it(
+        self, i_from: ArrayLike, i_to: ArrayLike, t_from: ArrayLike, t_to: ArrayLike, chosen: ArrayLike = True
+    ) -> Ints:
+        return _rectangles((len(self.cuts), self.n), i_from, i_to, t_from, t_to, np.where(chosen, self.size, 0))
+
+    def _after(self, positions: Ints) -> Ints:
+        return np.searchsorted(self.cuts, positions, side="right")
+
+
+def _prefix(weights: Ints) -> Ints:
+    """Sums of the weights before each position, length + 1 of them."""
+    return np.concatenate([[0], np.cumsum(weights)])
+
+
+def _rectangles(
+    shape: tuple[int, int], r_from: ArrayLike, r_to: ArrayLike, c_from: ArrayLike, c_to: ArrayLike, weights: Ints
+) -> Ints:
+    """Sum of the weights whose half-open rectangle of rows and columns covers each cell."""
+    corners = np.zeros((shape[0] + 1, shape[1] + 1), np.int64)
+    rows = [np.broadcast_to(np.minimum(r, shape[0]), weights.shape) for r in (r_from, r_to)]
+    columns = [np.broadcast_to(np.minimum(c, shape[1]), weights.shape) for c in (c_from, c_to)]
+    weights = np.where((rows[0] < rows[1]) & (columns[0] < columns[1]), weights, 0)
+    for sign_r, row in zip((1, -1), rows, strict=True):
+        for sign_c, column in zip((1, -1), columns, strict=True):
+            np.add.at(corners, (row, column), sign_r * sign_c * weights)
+    return np.cumsum(np.cumsum(corners, 0), 1)[: shape[0], : shape[1]]

@@ -1,0 +1,138 @@
+"""Nested plans: a stretch that is run again may be run in parts, each kept or run again in its turn.
+
+Class of plans: all trees of :class:`ogc.Segment` over chosen cuts. Objective: the least recomputed time
+within a number of bytes, for all numbers at once. With m bytes at hand above what was kept before cut i,
+
+    T(i, j, m) = min( run (i, j) again at once,
+                      min over k of  run (i, k) keeping what crosses k, then T(k, j, m - kept), then T(i, k, m),
+                      min over k of  run (i, k) keeping what it saves, then T(k, j, m - kept) )
+
+is the time that the backward of (i, j) adds. Bytes are counted in units, always rounded against the plan.
+The table holds for every outermost level; that level itself is planned with exact bytes by
+:mod:`ogc.solver.interval`, for which (i, j) is one more kind of segment with T(i, j, m) as its time.
+
+Complexity for C cuts and M units: O(C³ M) array steps, O(C² M) memory. This is the persistent dynamic
+programme for heterogeneous chains (Beaumont et al., "Optimal memory-aware backpropagation of deep join
+networks", 2020, and Herrmann et al., 2019) carried over to the cuts of a graph. On a chain, and up to the
+rounding, it is exact; on other graphs every cut pays for its whole boundary, which the simulator may find
+to be less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from ..plan import Segment, recomputed, saved
+from .costs import NEVER, Ints, NestedCosts
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class _Units:
+    """Weights in units of bytes; axis ``mode`` is first where there is one."""
+
+    kept: Ints
+    forward: Ints
+    backward: Ints
+    again: Ints
+    running: Ints
+
+
+class NestedTable:
+    """The table T for one set of cuts and one range of bytes.
+
+    Args:
+        costs: of the stretches between the cuts.
+        most_bytes: the largest number of bytes of interest.
+        levels: into how many units it is divided.
+    """
+
+    def __init__(self, costs: NestedCosts, most_bytes: int, levels: int) -> None:
+        self.costs = costs
+        self.count = len(costs.cuts)
+        self.levels = levels
+        self.unit = max(1, -(-most_bytes // (levels - 1)))
+        self.units = self._in_units()
+        self.shifts = np.arange(levels)
+        # Right-hand parts are looked up by (j, k), left-hand parts by (i, k). What is looked up with fewer
+        # bytes than there are is a window further to the left, into the impossible first half of the row.
+        self.by_stop: Floats = np.full((self.count, self.count, 2 * levels), np.inf, np.float32)
+        self.by_start: Floats = np.full((self.count, self.count, levels), np.inf, np.float32)
+        self._fill()
+
+    def least_bytes(self) -> Ints:
+        """[i, j]: the fewest bytes with which the backward of (i, j) can be carried out."""
+        possible = np.isfinite(self.by_start)
+        return np.where(possible.any(2), possible.argmax(2) * self.unit, NEVER)
+
+    def seconds(self, i: Ints, j: int, room: Ints) -> Floats:
+        """T(i, j, room) for arrays of i and bytes."""
+        return self.by_start[i, j, np.clip(room // self.unit, 0, self.levels - 1)]
+
+    def segment(self, i: int, j: int, room: int) -> Segment:
+        """The recomputed segment (i, j) that takes T(i, j, room)."""
+        return recomputed(*self._span(i, j), *self._parts(i, j, min(self.levels - 1, room // self.unit)))
+
+    def _in_units(self) -> _Units:
+        limit = 2 * self.levels * self.unit
+
+        def up(weights: Ints) -> Ints:
+            return -(-np.clip(weights, -limit, limit) // self.unit)
+
+        costs = self.costs
+        return _Units(up(costs.kept), up(costs.forward), up(costs.backward), up(costs.again), up(costs.running))
+
+    def _fill(self) -> None:
+        for length in range(1, self.count):
+            for i in range(self.count - length):
+                row = self._options(i, i + length).min(0)
+                self.by_start[i, i + length] = row
+                self.by_stop[i + length, i, self.levels :] = row
+
+    def _options(self, i: int, j: int) -> Floats:
+        """Time of the backward of (i, j) by choice and bytes: at once, then each k crossing, each k saved."""
+        units, k = self.units, slice(i + 1, j)
+        at_once = np.full(self.levels, np.inf, np.float32)
+        at_once[max(0, int(units.again[i, j])) :] = self.costs.again_seconds[i, j]
+        if j == i + 1:
+            return at_once[None]
+        beside = units.running[i, j]
+        rest = self.by_stop[j, k]
+        crossing = self._after(rest, units.kept[1, i, k], units.forward[1, i, k] + beside)
+        crossing += self.by_start[i, k]
+        crossing += self.costs.seconds[1, i, k, None].astype(np.float32)
+        need = np.maximum(units.forward[0, i, k] + beside, units.backward[i, k])
+        whole = self._after(rest, units.kept[0, i, k], need)
+        whole += self.costs.seconds[0, i, k, None].astype(np.float32)
+        return np.concatenate([at_once[None], crossing, whole])
+
+    def _after(self, rest: Floats, kept: Ints, need: Ints) -> Floats:
+        """``rest`` with ``kept`` units less at hand, impossible below ``need``; rows are choices."""
+        rows = np.arange(len(rest)) * rest.strides[0] // rest.itemsize
+        windows = as_strided(rest, (rows[-1] + self.levels + 1, self.levels), (rest.itemsize, rest.itemsize))
+        found: Floats = windows[rows + self.levels - np.minimum(kept, self.levels)]
+        found[self.shifts < need[:, None]] = np.inf
+        return found
+
+    def _parts(self, i: int, j: int, m: int) -> list[Segment]:
+        """The parts in which (i, j) is run again with m units at hand."""
+        parts: list[Segment] = []
+        while True:
+            choice = int(np.argmin(self._options(i, j)[:, m]))
+            if choice == 0:
+                return [*parts, saved(*self._span(i, j))]
+            mode, k = (1, i + choice) if choice < j - i else (0, i + choice - (j - i - 1))
+            if mode:
+                parts.append(recomputed(*self._span(i, k), *self._parts(i, k, m)))
+            else:
+                parts.append(saved(*self._span(i, k)))
+            m = min(self.levels - 1, m - int(self.units.kept[mode, i, k]))
+            i = k
+
+    def _span(self, i: int, j: int) -> tuple[int, int]:
+        return int(self.costs.cuts[i]), int(self.costs.cuts[j])
