@@ -43,7 +43,7 @@ def test_what_the_solver_imports_is_free_of_torch():
 
 
 def test_one_file_touches_torch_jit():
-    users = {p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py") if "torch.jit.trace(" in p.read_text("utf-8")}
+    users = {p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py") if "_by_tracing(" in p.read_text("utf-8")}
     assert users == {"parser/jit.py"}
 
 

@@ -239,6 +239,12 @@ def hooked():
     return model
 
 
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.ReLU()))
+
+
 def cumulative_norm():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
 
@@ -265,6 +271,7 @@ X = torch.randn(4, 4)
         (InPlaceWithoutGrad, X, ParseError, "in-place operation under no_grad"),
         (Nothing, X, ParseError, "returns no tensor"),
         (hooked, X, ParseError, "module 0 has forward or backward hooks"),
+        (scripted, X, ParseError, "module 1 is a torch.jit.ScriptModule"),
     ],
 )
 def test_bad_input_gets_a_clear_error_and_changes_nothing(make, sample, error, message):
@@ -286,6 +293,20 @@ def test_the_models_own_error_says_whose_it_is():
     with pytest.raises(KeyError) as caught:
         ogc.optimize(Raises(), X)
     assert any("the model's own forward" in note for note in caught.value.__notes__)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return x @ self.first @ self.second
+
+
+def test_a_parameter_may_have_two_names():
+    optimised = ogc.optimize(Twice(), X)
+    assert torch.equal(optimised(X), Twice.forward(optimised, X))
 
 
 def test_control_flow_on_sizes_is_fine():

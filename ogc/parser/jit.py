@@ -1,4 +1,4 @@
-"""Reads a model's forward with ``torch.jit.trace`` and carries it over to a ``torch.fx.Graph``.
+"""Reads a model's forward with the tracer of ``torch.jit`` and carries it over to a ``torch.fx.Graph``.
 
 The only file that touches ``torch.jit``: another front end can take its place by returning the same
 :class:`Traced`. Tracing records what one call computes. What a trace cannot see is found out here and
@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import ParseError
-from ..program import TENSOR, InputSpec, OutputSpec, attribute
+from ..program import TENSOR, InputSpec, OutputSpec
 
 log = logging.getLogger(__name__)
 
@@ -84,26 +85,48 @@ def trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) 
         ParseError: the forward cannot be represented faithfully; the message names file and line.
         Exception: whatever the model's own forward raises, with a note saying so.
     """
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise ParseError(
+            f"module {scripted[0]} is a torch.jit.ScriptModule, which cannot be replayed operation by operation; "
+            "put the eager module that it was made from in its place"
+        )
     flat = _Flat(model, spec)
     watch = _Watch()
-    with warnings.catch_warnings():
+    state = dict(chain(model.named_parameters(), model.named_buffers()))
+    with (
+        warnings.catch_warnings(),
+        saved_tensors_hooks(lambda tensor: None, _never_unpacked),
+        torch.enable_grad(),
+        _without_jit_autocast(),
+        _module_scopes(model),
+        watch,
+    ):
         # torch.jit is deprecated; what its tracer warns of is decided here, by _Watch.
-        warnings.filterwarnings("ignore", message=r".*torch\.jit", category=FutureWarning)
-        warnings.filterwarnings("ignore", message=r".*torch\.jit", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", category=torch.jit.TracerWarning)
-        with (
-            saved_tensors_hooks(lambda tensor: None, _never_unpacked),
-            torch.enable_grad(),
-            _without_jit_autocast(),
-            watch,
-        ):
-            traced = torch.jit.trace(flat, tuple(tensors), check_trace=False, strict=False)
-            jit_graph = traced.inlined_graph
+        warnings.filterwarnings("ignore", message=r".*torch\.jit")
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        # torch.jit.trace would make a script module of every submodule, which takes longer than the
+        # forward. The tracer tells tensors by identity: parameters and buffers may as well be inputs.
+        jit_graph, _ = torch._C._create_graph_by_tracing(
+            lambda *given: flat(*given[: len(tensors)]), (*tensors, *state.values()), lambda tensor: "", False, False
+        )
+        torch._C._jit_pass_inline(jit_graph)  # scripted functions
     watch.raise_if_unfaithful()
     assert flat.output_spec is not None
-    lowering = _Lowering(model, watch)
+    lowering = _Lowering(state, watch)
     lowering.run(jit_graph)
     return Traced(lowering.graph, lowering.constants, flat.output_spec, flat.outputs)
+
+
+@contextmanager
+def _module_scopes(model: torch.nn.Module) -> Iterator[None]:
+    """Every node is traced in a scope named after the module that runs it."""
+    before = torch.jit._trace._trace_module_map
+    torch.jit._trace._trace_module_map = {m: name for name, m in model.named_modules(remove_duplicate=False)}
+    try:
+        yield
+    finally:
+        torch.jit._trace._trace_module_map = before
 
 
 @contextmanager
@@ -120,18 +143,16 @@ def _never_unpacked(packed: object) -> torch.Tensor:
     raise ParseError("the model runs a backward pass inside its forward, which cannot be traced")
 
 
-class _Flat(torch.nn.Module):
+class _Flat:
     """The model as a function of a flat list of tensors."""
 
     def __init__(self, model: torch.nn.Module, spec: InputSpec) -> None:
-        super().__init__()
         self.model = model
         self.spec = spec
-        self.training = model.training
         self.output_spec: OutputSpec | None = None
         self.outputs: list[torch.Tensor] = []
 
-    def forward(self, *tensors: torch.Tensor) -> Any:
+    def __call__(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = self.spec.rebuild(list(tensors))
         try:
             result = self.model.forward(*args, **kwargs)
@@ -201,7 +222,7 @@ def _depends_on_data(tensor: Any) -> bool:
             continue
         seen.add(value.unique())
         kind = value.node().kind()
-        if kind in ("prim::Param", "prim::GetAttr", "prim::TracedAttr"):
+        if kind == "prim::Param":
             return True
         if kind not in ("aten::size", "prim::Constant"):
             pending.extend(value.node().inputs())
@@ -218,24 +239,26 @@ def _user_line() -> str:
 class _Lowering:
     """Carries a jit graph over to fx, node by node."""
 
-    def __init__(self, model: torch.nn.Module, watch: _Watch) -> None:
-        self.model = model
+    def __init__(self, state: dict[str, torch.Tensor], watch: _Watch) -> None:
+        self.state = state
         self.watch = watch
         self.graph = torch.fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
-        self.values: dict[str, Any] = {}  # jit value -> fx node, Python constant, list, or _Path
-        self.attributes: dict[str, torch.fx.Node] = {}
+        self.values: dict[str, Any] = {}  # jit value -> fx node, Python constant, or list
+        self.unused: dict[str, str] = {}  # jit value -> parameter or buffer that no node has used yet
         self.scalars: set[torch.fx.Node] = set()
         self.requires_grad: dict[torch.fx.Node, bool] = {}
         self.convolutions = 0
 
     def run(self, jit_graph: Any) -> None:
-        owner, *inputs = jit_graph.inputs()
-        self.values[owner.debugName()] = _Path(())
+        values = list(jit_graph.inputs())
+        inputs = values[: len(values) - len(self.state)]
         for number, value in enumerate(inputs):
             node = self.graph.placeholder(f"input_{number}")
             self.requires_grad[node] = bool(value.requires_grad())
             self.values[value.debugName()] = node
+        for value, name in zip(values[len(inputs) :], self.state, strict=True):
+            self.unused[value.debugName()] = name
         for node in jit_graph.nodes():
             self._lower(node)
         (result,) = jit_graph.outputs()
@@ -245,9 +268,7 @@ class _Lowering:
 
     def _lower(self, node: Any) -> None:
         kind = node.kind()
-        if kind == "prim::GetAttr":
-            self._set(node, self._attribute(node))
-        elif kind == "prim::Constant":
+        if kind == "prim::Constant":
             self._set(node, self._constant(node))
         elif kind in ("prim::ListConstruct", "prim::TupleConstruct"):
             self._set(node, [self._get(value) for value in node.inputs()])
@@ -262,16 +283,12 @@ class _Lowering:
         else:
             self._call(node)
 
-    def _attribute(self, node: Any) -> _Path:
-        return _Path((*self._get(next(iter(node.inputs()))).parts, node.s("name")))
-
     def _get_attr(self, target: str, tensor: torch.Tensor) -> torch.fx.Node:
-        if target not in self.attributes:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # fx warns that its graph has no owning module
-                self.attributes[target] = self.graph.get_attr(target)
-            self.requires_grad[self.attributes[target]] = tensor.requires_grad
-        return self.attributes[target]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fx warns that its graph has no owning module
+            node = self.graph.get_attr(target)
+        self.requires_grad[node] = tensor.requires_grad
+        return node
 
     def _constant(self, node: Any) -> Any:
         value = node.output().toIValue() if node.hasAttributes() else None
@@ -378,23 +395,14 @@ class _Lowering:
         return isinstance(found, (bool, int, float, complex)) or found in self.scalars if _hashable(found) else False
 
     def _get(self, value: Any) -> Any:
-        found = self.values[value.debugName()]
-        if isinstance(found, _Path):
-            target = ".".join(found.parts[1:])
-            reached = attribute(self.model, target) if target else self.model
-            if isinstance(reached, torch.Tensor):
-                return self._get_attr(target, reached)
-        return found
+        key = value.debugName()
+        if key in self.unused:
+            name = self.unused.pop(key)
+            self.values[key] = self._get_attr(name, self.state[name])
+        return self.values[key]
 
     def _set(self, node: Any, result: Any) -> None:
         self.values[node.output().debugName()] = result
-
-
-@dataclass(frozen=True)
-class _Path:
-    """A submodule of the traced module, as a path of attribute names."""
-
-    parts: tuple[str, ...]
 
 
 def _hashable(found: Any) -> bool:
@@ -416,8 +424,7 @@ def _resolve(schema_text: str) -> tuple[Any, list[Any]]:
 
 def _origin(node: Any) -> dict[str, str]:
     """Module path and source line of a jit node."""
-    scope = node.scopeName().rsplit("/", 1)[-1]
-    module = re.sub(r"^__module\.?(model\.?)?", "", scope)
+    module = node.scopeName().rsplit("/", 1)[-1]
     lines = [line.strip() for line in node.sourceRange().splitlines()]
     places = [match for line in lines if (match := re.match(r"(.+?)\((\d+)\): ", line))]
     user = [m for m in places if not m[1].startswith(_NOT_USER_CODE)] or places
