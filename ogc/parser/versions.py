@@ -26,20 +26,31 @@ def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[
     """
     records = observation.records
     taken: dict[int, tuple[int, Any]] = {}
-    for value in range(len(observation.value_bytes)):
-        writers = [t for t, record in enumerate(records) if value in record.writes]
+    for value, users in enumerate(_users(observation)):
+        writers = [t for t in users if value in records[t].writes]
         twins = [_out_of_place(records[t], value) for t in writers[1:]]
-        if len(writers) < 2 or None in twins or not _only_the_chain(observation, value, writers, output_nodes):
+        if len(writers) < 2 or None in twins or not _only_the_chain(observation, value, users, writers, output_nodes):
             continue
         old = value
         for t, twin in zip(writers[1:], twins, strict=True):
             new = len(observation.value_bytes)
             observation.value_bytes.append(observation.value_bytes[value])
             observation.value_names.append(records[t].node.name)
-            _rename(observation, old, new, t)
+            _rename(observation, old, new, [user for user in users if user >= t])
             taken[t] = (old, twin)
             old = new
     return taken
+
+
+def _users(observation: Observation) -> list[list[int]]:
+    """For each value, the positions of the operations that have anything to do with it."""
+    users: list[list[int]] = [[] for _ in observation.value_bytes]
+    for t, record in enumerate(observation.records):
+        values = {*record.reads, *record.writes, *record.saved_values}
+        values.update(observation.storages[ref] for ref in record.outputs if ref in observation.storages)
+        for value in values:
+            users[value].append(t)
+    return users
 
 
 def _out_of_place(record: Record, value: int) -> Any:
@@ -61,30 +72,33 @@ def _out_of_place(record: Record, value: int) -> Any:
     return OPERATORS.get(twin, twin) if isinstance(record.node.target, Lean) else twin
 
 
-def _only_the_chain(observation: Observation, value: int, writers: list[int], output_nodes: set[str]) -> bool:
+def _only_the_chain(
+    observation: Observation, value: int, users: list[int], writers: list[int], output_nodes: set[str]
+) -> bool:
     """Whether nobody sees an older content through a name that outlives it, or a view of it."""
     records = observation.records
     chain = [TensorRef(records[t].node.name, 0) for t in writers]
-    for t, record in enumerate(records[: writers[-1] + 1]):
-        if t not in writers and any(observation.storages.get(ref) == value for ref in record.outputs):
+    for t in users:
+        if t < writers[-1] and t not in writers and value in map(observation.storages.get, records[t].outputs):
             return False
     for ref, overwritten in zip(chain, writers[1:], strict=False):
         if ref.node in output_nodes or records[overwritten].arguments[:1] != [ref]:
             return False
-        if any(ref in record.arguments for record in records[overwritten + 1 :]):
+        if any(t > overwritten and ref in records[t].arguments for t in users):
             return False
-        if any(value in r.saved_values for r in records[writers[0] : overwritten]):
+        if any(t < overwritten and value in records[t].saved_values for t in users):
             return False
     return True
 
 
-def _rename(observation: Observation, old: int, new: int, writer: int) -> None:
-    """From ``writer`` on, ``old`` is ``new``, but for what the writer itself reads."""
-    for t, record in enumerate(observation.records[writer:], writer):
+def _rename(observation: Observation, old: int, new: int, users: list[int]) -> None:
+    """From the first of ``users`` on, ``old`` is ``new``, but for what that one itself reads."""
+    for t in users:
+        record = observation.records[t]
         for ref in record.outputs:
             if observation.storages.get(ref) == old:
                 observation.storages[ref] = new
-        for numbers in (record.writes, record.saved_values, *([record.reads] if t > writer else [])):
+        for numbers in (record.writes, record.saved_values, *([record.reads] if t > users[0] else [])):
             numbers[:] = [new if number == old else number for number in numbers]
     if old in observation.output_values:
         observation.output_values.remove(old)
