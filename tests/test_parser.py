@@ -11,6 +11,7 @@ from torch import nn
 import ogc
 from ogc.allocator import peak_bytes
 from ogc.errors import InputError, ParseError
+from ogc.parser.estimate import QUICK
 
 
 def operation(graph, part):
@@ -73,6 +74,24 @@ def test_the_weights_add_up():
     assert convolution.backward_flops == flops  # no gradient for the images
     assert all(op.forward_seconds >= 0 for op in graph.operations)
     assert 0 < graph.forward_seconds < graph.step_seconds
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(4, 8), (4, 8, 5, 5), (2, 3, 4, 5, 6)])
+def test_batch_norm_on_meta_tensors_is_as_pytorch_finds_it(shape, dtype, training):
+    def described(tensors):
+        return [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
+
+    forward, backward = torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_batch_norm_backward.default
+    plain = torch.empty(shape, dtype=dtype, device="meta")
+    for image in (plain, plain.transpose(0, -1).contiguous().transpose(0, -1)):
+        weight, mean = (torch.empty(shape[1], device="meta") for _ in range(2))
+        args = (image, weight, weight, mean, mean, training, 0.1, 1e-5)
+        result = forward(*args)
+        assert described(QUICK[forward](*args)) == described(result)
+        args = (result[0], image, weight, mean, mean, *result[1:], training, 1e-5, [True, False, True])
+        assert described(QUICK[backward](*args)) == described(backward(*args))
 
 
 def test_export_to_networkx_is_a_dag_over_all_operations():
