@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -31,6 +32,7 @@ from ..program import TENSOR, InputSpec, OutputSpec
 log = logging.getLogger(__name__)
 
 _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_PLACE = re.compile(r"^\s*(\S.*?)\((\d+)\): ", re.MULTILINE)  # in the tracer's call stacks
 _NUMBER_METHODS = {"__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy"}
 _CONVOLUTIONS = {"convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))}
 _SCALAR_OPERATORS: dict[str, Callable[..., Any]] = {
@@ -414,6 +416,7 @@ def _is_floating(output: Any) -> bool:
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
 
 
+@cache
 def _resolve(schema_text: str) -> tuple[Any, list[Any]]:
     """The operator overload that a jit node's schema names, and its arguments."""
     schema = torch._C.parse_schema(schema_text)
@@ -425,8 +428,7 @@ def _resolve(schema_text: str) -> tuple[Any, list[Any]]:
 def _origin(node: Any) -> dict[str, str]:
     """Module path and source line of a jit node."""
     module = node.scopeName().rsplit("/", 1)[-1]
-    lines = [line.strip() for line in node.sourceRange().splitlines()]
-    places = [match for line in lines if (match := re.match(r"(.+?)\((\d+)\): ", line))]
-    user = [m for m in places if not m[1].startswith(_NOT_USER_CODE)] or places
-    source = f"{os.path.basename(user[0][1])}:{user[0][2]}" if user else ""
+    places = _PLACE.findall(node.sourceRange())
+    user = [place for place in places if not place[0].startswith(_NOT_USER_CODE)] or places
+    source = f"{os.path.basename(user[0][0])}:{user[0][1]}" if user else ""
     return {"module": module, "source": source}
