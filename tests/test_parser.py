@@ -328,6 +328,21 @@ def test_a_parameter_may_have_two_names():
     assert torch.equal(optimised(X), Twice.forward(optimised, X))
 
 
+class NestedCat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return torch.cat([y, torch.cat([y.sin(), y.cos()], 1)], 1)
+
+
+def test_nested_concatenations_are_made_at_once():
+    graph = ogc.parse(NestedCat(), X)
+    assert [op.target for op in graph.operations].count("aten.cat.default") == 1
+
+
 def test_control_flow_on_sizes_is_fine():
     optimised = ogc.optimize(SizeBranch(), X)
     assert torch.equal(optimised(X), SizeBranch.forward(optimised, X))

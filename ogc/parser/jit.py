@@ -113,6 +113,7 @@ def trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) 
             lambda *given: flat(*given[: len(tensors)]), (*tensors, *state.values()), lambda tensor: "", False, False
         )
         torch._C._jit_pass_inline(jit_graph)  # scripted functions
+        torch._C._jit_pass_peephole(jit_graph, True)  # makes one of nested concatenations
     watch.raise_if_unfaithful()
     assert flat.output_spec is not None
     lowering = _Lowering(state, watch)
