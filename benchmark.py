@@ -29,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import ogc
+from networks import NETWORKS
 from ogc.allocator import peak_bytes
 from ogc.graph import table
 
@@ -63,6 +64,9 @@ ARCHITECTURES = {
     "densenet169": Published(32, 224, 4862, 897, 0.32),
     "densenet201": Published(16, 224, 3146, 474, 0.53),
     "inception_v3": Published(32, 300, 3074, 881, 0.29),
+    "nasnet_cifar10": Published(64, 32, 5832, 1129, 0.31),
+    "amoebanet_cifar10": Published(64, 32, 4944, 1058, 0.36),
+    "darts_cifar10": Published(64, 32, 5627, 1115, 0.55),
 }
 
 
@@ -235,6 +239,8 @@ def _bench(name: str, device: torch.device, options: argparse.Namespace) -> Row:
 
 
 def _build(name: str) -> torch.nn.Module:
+    if name in NETWORKS:
+        return NETWORKS[name]()
     import torchvision
 
     keywords = {"init_weights": True} if name == "inception_v3" else {}

@@ -30,9 +30,15 @@ def test_the_default_batch_on_cpu_is_small_and_the_output_says_so(capsys):
     assert "batch size 4 instead of the published ones" in capsys.readouterr().out
 
 
+def test_all_are_the_eighteen_published():
+    assert len(benchmark._options(["--arch", "all"]).arch) == 18
+
+
 def test_an_unknown_architecture_lists_the_nearest(capsys):
     assert benchmark.main(["--arch", "resnet1001", "--device", "cpu"]) == 2
     assert "unknown architecture 'resnet1001'; the nearest are resnet101" in capsys.readouterr().err
+    assert benchmark.main(["--arch", "darts_cifar", "--device", "cpu"]) == 2
+    assert "unknown architecture 'darts_cifar'; the nearest are darts_cifar10" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
