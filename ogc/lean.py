@@ -6,7 +6,8 @@ Forward kernels are PyTorch's own. The backwards differ in what is alive at once
   nobody else's;
 * batch norm does the same on a CPU, a few channels at a time (its kernel works channel by channel);
 * convolution on a CPU computes the weights' gradient first and lets go of its saved input before it
-  allocates the input's gradient.
+  allocates the input's gradient;
+* max pooling on a CPU keeps the indices but not its input, of which its backward needs the shape alone.
 
 With ``create_graph=True`` every backward is PyTorch's, so that it can be differentiated.
 """
@@ -33,7 +34,7 @@ class Lean:
 
     operator: torch._ops.OpOverload
     function: type[torch.autograd.Function]
-    kind: str  # "elementwise", "batch_norm" or "convolution"
+    kind: str  # "elementwise", "batch_norm", "convolution" or "max_pool2d"
 
     @property
     def __name__(self) -> str:
@@ -51,7 +52,7 @@ class Lean:
             return False
         if self.kind == "batch_norm":
             return bool(args[5]) and _by_channel(x) and channels_at_once(x) < x.shape[1]
-        if self.kind == "convolution":
+        if self.kind in ("convolution", "max_pool2d"):
             return x.is_contiguous() and x.dim() == 4
         # Autograd rebases views that are written in place for its own operators only.
         return not (self.operator._schema.is_mutable and x._is_view())
@@ -73,6 +74,7 @@ def _elementwise(
     operator: torch._ops.OpOverload, backward: torch._ops.OpOverloadPacket, saves: str, *constants: Any
 ) -> Lean:
     """An operator whose backward is ``backward(gradient, saved, *constants)``, element by element."""
+    again_differentiable = _silu_backward if backward is aten.silu_backward else backward.default
 
     class Elementwise(torch.autograd.Function):
         @staticmethod
@@ -86,12 +88,21 @@ def _elementwise(
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            in_place = _is_ours(gradient) and not torch.is_grad_enabled()
-            differentiate = backward.grad_input if in_place else backward.default
-            target = {"grad_input": gradient} if in_place else {}
-            return differentiate(gradient, *ctx.saved_tensors, *constants, **ctx.keywords, **target), None
+            in_place = _is_ours(gradient)
+            arguments = (gradient, *ctx.saved_tensors, *constants)
+            if torch.is_grad_enabled():
+                return again_differentiable(*arguments, **ctx.keywords), None
+            if in_place:
+                return backward.grad_input(*arguments, **ctx.keywords, grad_input=gradient), None
+            return backward.default(*arguments, **ctx.keywords), None
 
     return Lean(operator, Elementwise, "elementwise")
+
+
+def _silu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What autograd uses where silu's own backward, which has no derivative, would not do."""
+    sigmoid = x.sigmoid()
+    return gradient * sigmoid * (1 + x * (1 - sigmoid))
 
 
 # -- batch norm -----------------------------------------------------------------------------------------
@@ -193,18 +204,43 @@ class _Convolution(torch.autograd.Function):
             found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [of_input, *of_weights])
             return (*found, *nothing)
         weights = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [False, *of_weights])[1:]
-        x = _untouched_like(x)
+        x = _untouched(x.shape, x.dtype)
         found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [True, False, False])
         return (found[0], *weights, *nothing)
 
 
-def _untouched_like(x: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of the same shape whose memory is promised but never used.
+# -- max pooling ----------------------------------------------------------------------------------------
 
-    The input's gradient depends on the input's shape alone, but the operator asks for a tensor.
+
+class _MaxPool2d(torch.autograd.Function):
+    """``aten.max_pool2d``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kernel: list[int], *settings: Any) -> torch.Tensor:
+        defaults: tuple[Any, ...] = ([], [0, 0], [1, 1], False)  # stride, padding, dilation, ceil_mode
+        ctx.settings = kernel, *settings, *defaults[len(settings) :]
+        ctx.like = x.shape, x.dtype
+        ctx.given = 1 + len(settings)
+        result: torch.Tensor
+        result, indices = aten.max_pool2d_with_indices.default(x, *ctx.settings)
+        ctx.save_for_backward(indices)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (indices,) = ctx.saved_tensors
+        x = _untouched(*ctx.like)
+        found = aten.max_pool2d_with_indices_backward.default(gradient, x, *ctx.settings, indices)
+        return (found, *(None,) * ctx.given)
+
+
+def _untouched(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor whose memory is promised but never used.
+
+    Some gradients depend on the shape of an operator's input alone, but their operators ask for a tensor.
     """
-    pages = mmap.mmap(-1, max(1, x.numel() * x.element_size()))
-    return torch.frombuffer(pages, dtype=x.dtype).view(x.shape)
+    pages = mmap.mmap(-1, max(1, shape.numel() * dtype.itemsize))
+    return torch.frombuffer(pages, dtype=dtype, count=shape.numel()).view(shape)
 
 
 # -- whose gradient it is ---------------------------------------------------------------------------------
@@ -263,6 +299,7 @@ OPERATORS: dict[Any, Lean] = {
         _elementwise(aten.gelu.default, aten.gelu_backward, "input"),
         Lean(aten.batch_norm.default, _BatchNorm, "batch_norm"),
         Lean(aten.convolution.default, _Convolution, "convolution"),
+        Lean(aten.max_pool2d.default, _MaxPool2d, "max_pool2d"),
     )
 }
 """Drop-ins by the operator that they stand for."""

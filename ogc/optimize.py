@@ -12,19 +12,29 @@ from .graph import Graph
 from .parser import parse
 from .plan import Plan
 from .runtime import optimized_module
-from .solver import solve
+from .solver import Budget, solve
 
 log = logging.getLogger(__name__)
 
 
-def optimize(model: torch.nn.Module, sample_input: Any, *, profile: str = "auto") -> torch.nn.Module:
-    """The same model with the least activation memory that checkpointing between operations can reach.
+def optimize(
+    model: torch.nn.Module,
+    sample_input: Any,
+    *,
+    memory_budget: Budget | None = None,
+    max_overhead: float | None = None,
+    profile: str = "auto",
+) -> torch.nn.Module:
+    """The same model with less activation memory: the least there is, or as much less as is asked for.
 
     Args:
         model: any module whose forward takes and returns tensors; it stays usable and shares its
             parameters, buffers and submodules with the result.
         sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments, shaped like
             a training batch and on the model's device.
+        memory_budget: recompute as little as possible such that the activations' peak fits: bytes, a text
+            such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
+        max_overhead: the least peak with at most this share of a plain step's time recomputed.
         profile: how operations are weighed, ``"auto"``, ``"estimate"`` or ``"measure"``; see
             :func:`ogc.parse`.
 
@@ -36,9 +46,13 @@ def optimize(model: torch.nn.Module, sample_input: Any, *, profile: str = "auto"
     Raises:
         InputError: an argument is of the wrong kind; the message says what was expected.
         ParseError: the forward cannot be represented faithfully; the message names file and line.
+        SolveError: nothing fits the budget; the message says what would.
     """
     graph = parse(model, sample_input, profile=profile)
-    return apply(model, graph, solve(graph))
+    plan = solve(graph, memory_budget=memory_budget, max_overhead=max_overhead)
+    if plan.is_plain and memory_budget is None:
+        log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
+    return apply(model, graph, plan)
 
 
 def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:
@@ -57,6 +71,4 @@ def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:
     home = next(model.parameters()).device
     if torch.device(graph.device).type != home.type:
         raise PlanError(f"the graph was weighed for {graph.device} but the model is on {home}; parse it there")
-    if plan.is_plain:
-        log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
     return optimized_module(model, graph, plan)

@@ -224,7 +224,16 @@ def _reusing(gradients: tuple[InputGradient, ...]) -> tuple[InputGradient, ...]:
     return tuple(replace(g, reuses=0) if g.argument == 0 else g for g in gradients)
 
 
-_LEAN = {"elementwise": _lean_elementwise, "batch_norm": _lean_batch_norm, "convolution": _lean_convolution}
+def _as_it_is(args: Any, record: Record, weights: Weights) -> Weights:
+    return weights
+
+
+_LEAN = {
+    "elementwise": _lean_elementwise,
+    "batch_norm": _lean_batch_norm,
+    "convolution": _lean_convolution,
+    "max_pool2d": _as_it_is,  # what it saves is seen, and its backward allocates what PyTorch's does
+}
 
 
 def _saving(saved: list[torch.Tensor]) -> saved_tensors_hooks:

@@ -1,0 +1,163 @@
+"""Operators with a leaner backward: PyTorch's bits, less memory, and never a gradient that somebody else holds."""
+
+import itertools
+
+import pytest
+import torch
+
+from ogc import lean
+from ogc.allocator import peak_bytes
+from ogc.lean import OPERATORS
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+CONVOLUTIONS = list(itertools.product([1, 3, 5], [1, 2], [0, 2], [1, 4]))
+ELEMENTWISE = [op for op, found in OPERATORS.items() if found.kind == "elementwise"]
+
+
+def gradients(operator, tensors, *settings, after=lambda y: (y * y).sum()):
+    """The result, and the gradients of its square's sum, as they reach the tensors through another operation."""
+    leaves = [t.clone().requires_grad_() if t is not None else None for t in tensors]
+    result = operator(leaves[0] * 1, *leaves[1:], *settings)
+    found = torch.autograd.grad(after(result), [leaf for leaf in leaves if leaf is not None])
+    return [result.detach(), *found]
+
+
+def assert_same_bits(operator, tensors, *settings, **options):
+    plain = gradients(operator, tensors, *settings, **options)
+    ours = gradients(OPERATORS[operator], tensors, *settings, **options)
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(plain, ours, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(lean, "CHUNK_BYTES", 2000)
+
+
+@pytest.mark.parametrize("operator", ELEMENTWISE, ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_elementwise(operator, layout):
+    x = torch.randn(4, 3, 6, 5).contiguous(memory_format=layout)
+    assert_same_bits(operator, [x])
+    assert_same_bits(operator, [x], after=lambda y: y.sum())
+    assert_same_bits(operator, [x], after=lambda y: (torch.cat([y, y * 2]) ** 2).sum())
+
+
+def test_keywords_reach_the_backward():
+    x = torch.randn(50, requires_grad=True)
+    for function in (aten.gelu.default, OPERATORS[aten.gelu.default]):
+        (found,) = torch.autograd.grad((function(x * 1, approximate="tanh") ** 2).sum(), x)
+        expected = torch.autograd.grad((torch.nn.functional.gelu(x, approximate="tanh") ** 2).sum(), x)[0]
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(4, 8, 9, 7), (2, 17, 3, 3), (5, 6, 10), (2, 3, 4, 5, 6), (7, 8, 1, 1), (8, 5)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm(shape, affine):
+    weights = [torch.rand(shape[1]), torch.rand(shape[1])] if affine else [None, None]
+    running = [torch.zeros(shape[1]), torch.ones(shape[1])]
+    for training in (True, False):
+        stats = [[t.clone() for t in running] for _ in range(2)]
+        plain = gradients(aten.batch_norm.default, [torch.randn(shape), *weights], *stats[0], training, 0.1, 1e-5, True)
+        torch.manual_seed(0)
+        x = torch.randn(shape)
+        stats = [[t.clone() for t in running] for _ in range(2)]
+        plain = gradients(aten.batch_norm.default, [x, *weights], *stats[0], training, 0.1, 1e-5, True)
+        ours = gradients(OPERATORS[aten.batch_norm.default], [x, *weights], *stats[1], training, 0.1, 1e-5, True)
+        for a, b in zip([*plain, *stats[0]], [*ours, *stats[1]], strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("size", "stride", "padding", "groups"), CONVOLUTIONS)
+@pytest.mark.parametrize("biased", [True, False])
+def test_convolution(size, stride, padding, groups, biased):
+    tensors = [torch.randn(3, 8, 9, 8), torch.randn(12, 8 // groups, size, size), torch.randn(12) if biased else None]
+    settings = ([stride, stride], [padding, padding], [1, 1], False, [0, 0], groups)
+    assert_same_bits(aten.convolution.default, tensors, *settings)
+    assert_same_bits(
+        aten.convolution.default, [tensors[0].contiguous(memory_format=torch.channels_last), *tensors[1:]], *settings
+    )
+
+
+@pytest.mark.parametrize("settings", [([2, 2],), ([3, 3], [2, 2], [1, 1]), ([3, 2], [1, 2], [1, 0], [2, 1], True)])
+def test_max_pool2d(settings):
+    x = torch.randn(3, 4, 11, 9).round()  # ties
+    assert_same_bits(aten.max_pool2d.default, [x], *settings)
+    assert_same_bits(aten.max_pool2d.default, [x.contiguous(memory_format=torch.channels_last)], *settings)
+
+
+@pytest.mark.parametrize("operator", [aten.relu.default, aten.batch_norm.default], ids=str)
+def test_a_gradient_that_somebody_holds_is_left_alone(operator):
+    settings = (None, None, None, None, True, 0.1, 1e-5, True) if "norm" in str(operator) else ()
+    x = torch.randn(4, 8, 9, 7, requires_grad=True)
+
+    def results(function, watch):
+        y = function(x * 1, *settings)
+        z = y * 3 if watch != "the caller's" else y
+        kept = []
+        if watch == "retain_grad":
+            y.retain_grad()
+        elif watch == "hook":
+            y.register_hook(kept.append)
+        elif watch == "prehook":
+            y.grad_fn.register_prehook(lambda given: kept.append(given[0]))
+        gradient = torch.randn(z.shape, generator=torch.Generator().manual_seed(1))
+        copy = gradient.clone()
+        wanted = [x, y] if watch == "asked for" else [x]
+        found = (
+            torch.autograd.grad(z, wanted, gradient) if watch != "retain_grad" else (z.backward(gradient), x.grad)[1:]
+        )
+        assert torch.equal(gradient, copy)
+        kept += [y.grad] if watch == "retain_grad" else []
+        x.grad = None
+        return [*found, *kept]
+
+    for watch in ("nobody", "the caller's", "retain_grad", "hook", "prehook", "asked for"):
+        plain, ours = results(operator, watch), results(OPERATORS[operator], watch)
+        assert len(plain) == len(ours)
+        assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)), watch
+
+
+@pytest.mark.parametrize("operator", [*ELEMENTWISE, aten.batch_norm.default], ids=str)
+def test_double_backward(operator):
+    settings = (None, None, None, None, True, 0.1, 1e-5, True) if "norm" in str(operator) else ()
+
+    def second(function):
+        x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        (first,) = torch.autograd.grad((function(x * 1, *settings) ** 3).sum(), x, create_graph=True)
+        return torch.autograd.grad((first**2).sum(), x)[0]
+
+    assert torch.equal(second(operator), second(OPERATORS[operator]))
+
+
+def test_second_gradients_of_convolution_and_pooling():
+    def second(convolve, pool):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(2, 3, 8, 8, generator=generator).requires_grad_()
+        weight = torch.randn(4, 3, 3, 3, generator=generator).requires_grad_()
+        y = pool(convolve(x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), [2, 2])
+        first = torch.autograd.grad((y**3).sum(), [x, weight], create_graph=True)
+        return torch.autograd.grad(sum((t**2).sum() for t in first), [x, weight])
+
+    plain = second(aten.convolution.default, aten.max_pool2d.default)
+    ours = second(OPERATORS[aten.convolution.default], OPERATORS[aten.max_pool2d.default])
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_the_backward_needs_less():
+    x = torch.randn(8, 32, 64, 64)
+    weight = torch.randn(32, 32, 3, 3)
+    size = x.numel() * x.element_size()
+
+    def peak(convolve, norm, relu):
+        start, kernel = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        y = norm(start * 1, None, None, None, None, True, 0.1, 1e-5, True)
+        y = convolve(relu(y), kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        loss = (y * 2).sum()
+        del y
+        return peak_bytes(lambda: torch.autograd.grad(loss, [start, kernel]), CPU)
+
+    plain = [aten.convolution.default, aten.batch_norm.default, aten.relu.default]
+    expected = peak(*plain)
+    assert peak(*(OPERATORS[op] for op in plain)) < expected - 0.9 * size
