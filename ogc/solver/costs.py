@@ -8,6 +8,7 @@ steps at most.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +91,18 @@ class NestedCosts:
         )
 
 
-def segment_costs(graph: Graph) -> tuple[Costs, NestedCosts]:
-    """The weights of every segment between two cuts, for the outermost level and for those inside."""
-    return _SegmentCosts(graph).costs()
+def segment_costs(graph: Graph, cuts: Sequence[int] | None = None) -> tuple[Costs, NestedCosts]:
+    """The weights of every segment between two of ``cuts`` (all there are), for both kinds of levels."""
+    return _SegmentCosts(graph, graph.cuts if cuts is None else cuts).costs()
+
+
+def boundary_bytes(graph: Graph) -> Ints:
+    """For each position from 0 to N, the bytes made before it and used at or after it."""
+    change = np.zeros(len(graph) + 2, np.int64)
+    for value, first, last in zip(graph.values, graph.producers, graph.last_uses, strict=True):
+        change[first + 1] += value.bytes
+        change[last + 1] -= value.bytes
+    return np.cumsum(change)[:-1]
 
 
 class _SegmentCosts:
@@ -103,11 +113,11 @@ class _SegmentCosts:
     relative to K(i) may be negative: kept values that a later segment alone uses are free by then.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, cuts: Sequence[int]) -> None:
         ops = graph.operations
         self.graph = graph
         self.n = len(graph)
-        self.cuts = np.array(graph.cuts, np.int64)
+        self.cuts = np.array(cuts, np.int64)
         self.later = np.triu(np.ones((len(self.cuts),) * 2, bool), 1)  # [i, j]: j is after i
         self.inside = np.arange(self.n) >= self.cuts[:, None]  # [i, t]: t is at or after cut i
 

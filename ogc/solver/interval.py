@@ -72,8 +72,8 @@ class OuterLevel:
             kept[j] = min(NEVER, np.where(fits, before + self.kept[:, :j, j], NEVER).min())
         return kept
 
-    def fastest(self, peak: int) -> tuple[Segment, ...]:
-        """The plan with the least recomputed time whose peak is at most ``peak`` bytes.
+    def fastest(self, peak: int, labels: int = MAX_LABELS) -> tuple[Segment, ...]:
+        """The plan with the least recomputed time whose peak is at most ``peak`` bytes, with ``labels`` in all.
 
         Raises:
             SolveError: no plan of the class fits.
@@ -82,7 +82,7 @@ class OuterLevel:
         if room[0] < 0:
             raise SolveError(f"no plan peaks at or below {peak} bytes; the least peak is {self.least_peak()} bytes")
         count = len(self.cuts)
-        limit = max(8, MAX_LABELS // count)
+        limit = max(8, labels // count)
         kept = np.full((count, limit), NEVER)  # [cut, label], by ascending bytes; NEVER pads
         seconds = np.full((count, limit), np.inf)
         parents = np.zeros((count, limit, 3), np.int64)  # previous cut, its label, mode

@@ -5,7 +5,7 @@ within a number of bytes, for all numbers at once. With m bytes at hand above wh
 
     T(i, j, m) = min( run (i, j) again at once,
                       min over k of  run (i, k) keeping what crosses k, then T(k, j, m - kept), then T(i, k, m),
-                      min over k of  run (i, k) keeping what it saves, then T(k, j, m - kept) )
+                      min over k <= i + WHOLE of  run (i, k) keeping what it saves, then T(k, j, m - kept) )
 
 is the time that the backward of (i, j) adds. Bytes are counted in units, always rounded against the plan.
 The table holds for every outermost level; that level itself is planned with exact bytes by
@@ -30,6 +30,9 @@ from ..plan import Segment, recomputed, saved
 from .costs import NEVER, Ints, NestedCosts
 
 Floats = NDArray[np.float32]
+
+WHOLE = 16
+"""Cuts over which a part may reach that is kept whole while it is run again, unless it is the last."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,9 @@ class NestedTable:
         crossing = self._after(rest, units.kept[1, i, k], units.forward[1, i, k] + beside)
         crossing += self.by_start[i, k]
         crossing += self.costs.seconds[1, i, k, None].astype(np.float32)
+        k = slice(i + 1, min(j, i + 1 + WHOLE))
         need = np.maximum(units.forward[0, i, k] + beside, units.backward[i, k])
-        whole = self._after(rest, units.kept[0, i, k], need)
+        whole = self._after(self.by_stop[j, k], units.kept[0, i, k], need)
         whole += self.costs.seconds[0, i, k, None].astype(np.float32)
         return np.concatenate([at_once[None], crossing, whole])
 

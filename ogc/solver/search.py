@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from ..graph import Graph
 from ..plan import Segment
-from .costs import Ints, segment_costs
+from .costs import Ints, boundary_bytes, segment_costs
 from .interval import OuterLevel
 from .nested import NestedTable
 from .simulate import operation_bounds, simulate
@@ -24,8 +24,19 @@ from .simulate import operation_bounds, simulate
 MAX_CUTS = 120
 """Cuts that nested plans may use; the outermost level may use all."""
 
+MAX_CELLS = 8_000_000
+"""Cuts times operations that are weighed; longer programs are cut only at their narrowest places.
+
+With one cut per stretch of s operations, the peak of a plan exceeds that with all cuts by at most what one
+stretch holds when it is run again.
+"""
+
 LEVELS = 256
 """Units into which the bytes at hand are divided in a nested table."""
+
+ROUGH_LEVELS = 96
+ROUGH_LABELS = 4_000
+"""The same, and the labels of the outermost level, where only a first idea is needed."""
 
 ROUNDS = 6
 """Times that the least peak is looked for again with finer units."""
@@ -48,22 +59,24 @@ class Search:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.costs, self.nested_costs = segment_costs(graph)
+        self.cuts = _narrow_cuts(graph)
+        self.costs, self.nested_costs = segment_costs(graph, self.cuts)
         self.flat = OuterLevel(self.costs)
-        self.levels: dict[int, OuterLevel] = {}  # by the peak that they were made for
+        self.levels: dict[tuple[int, int], OuterLevel] = {}  # by the peak and the units they were made for
         self.seen: dict[tuple[Segment, ...], Candidate] = {}
 
     def least_peak(self) -> Candidate:
         """The plan with the least simulated peak, and the fastest of those."""
         best = self._weigh(self.flat.fastest(self.flat_peak))
         for _ in range(ROUNDS):
-            level = self._level(best.peak_bytes)
+            level = self._level(best.peak_bytes, ROUGH_LEVELS)
             found = self._weigh(level.fastest(level.least_peak()))
             gain = 1 - found.peak_bytes / best.peak_bytes
             best = min(best, found)
             if gain < 0.02:
                 break
-        return best
+        level = self._level(best.peak_bytes, LEVELS)
+        return min(best, self._weigh(level.fastest(level.least_peak())))
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
@@ -89,8 +102,9 @@ class Search:
         lowest = self.least_peak()
         highest = int(self.flat.local[0, 0, -1])
         for peak in tqdm(np.geomspace(lowest.peak_bytes, highest, points)[1:-1], "frontier", delay=1, leave=False):
-            for _ in self._at(int(peak)):
-                pass
+            level = self._level(int(peak))
+            if level.fits(int(peak)):
+                self._weigh(level.fastest(int(peak), ROUGH_LABELS))
         self._weigh((Segment(0, len(self.graph)),))
         front: list[Candidate] = []
         for candidate in sorted(self.seen.values()):
@@ -120,14 +134,14 @@ class Search:
         """The least peak of plans without nesting."""
         return self.flat.least_peak()
 
-    def _level(self, peak: int) -> OuterLevel:
+    def _level(self, peak: int, levels: int = LEVELS) -> OuterLevel:
         """The outermost level over nested plans, with a table whose range is right for ``peak``."""
-        for top, level in self.levels.items():
-            if top / STEP <= peak <= top:
+        for (top, units), level in self.levels.items():
+            if top / STEP <= peak <= top and units >= levels:
                 return level
-        table = NestedTable(self.nested_costs.at(self._chosen), peak, LEVELS)
-        self.levels[peak] = OuterLevel(self.costs.at(self._chosen), table)
-        return self.levels[peak]
+        table = NestedTable(self.nested_costs.at(self._chosen), peak, levels)
+        self.levels[peak, levels] = OuterLevel(self.costs.at(self._chosen), table)
+        return self.levels[peak, levels]
 
     @cached_property
     def _chosen(self) -> Ints:
@@ -145,7 +159,8 @@ class Search:
                 break
         wanted = {0, len(cuts) - 1} | hot
         for share in (1.0, 2.0):
-            stops = [segment.stop for segment in self.flat.fastest(int(self.flat_peak * share))]
+            good = self.flat.fastest(int(self.flat_peak * share), labels=ROUGH_LABELS)
+            stops = [segment.stop for segment in good]
             wanted.update(int(k) for k in np.searchsorted(cuts, stops))
         spans = np.linspace(0, len(cuts), MAX_CUTS // 3).astype(int)
         wanted.update(a + int(np.argmin(self._widths[a:b])) for a, b in pairwise(spans))
@@ -164,4 +179,16 @@ class Search:
     @cached_property
     def _widths(self) -> Ints:
         """Bytes of the boundary of each cut."""
-        return np.array([sum(self.graph.values[v].bytes for v in self.graph.boundary(int(c))) for c in self.costs.cuts])
+        return boundary_bytes(self.graph)[self.costs.cuts]
+
+
+def _narrow_cuts(graph: Graph) -> list[int]:
+    """The cuts that plans may use: all, or in a long program the narrowest of each stretch."""
+    cuts = np.array(graph.cuts)
+    most = max(100, MAX_CELLS // max(1, len(graph)))
+    if len(cuts) <= most:
+        return list(graph.cuts)
+    widths = boundary_bytes(graph)[cuts]
+    edges = np.linspace(1, len(cuts) - 1, most).astype(int)
+    inner = [int(cuts[a + np.argmin(widths[a:b])]) for a, b in pairwise(edges)]
+    return [0, *inner, len(graph)]
