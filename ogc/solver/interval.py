@@ -52,11 +52,24 @@ class OuterLevel:
         low = -1
         while high - low > 1:
             middle = (low + high) // 2
-            if self.fits(middle):
-                high = middle
-            else:
-                low = middle
+            reached = self._peak_within(middle)
+            low, high = (middle, high) if reached is None else (low, reached)
+            if reached is not None and self._peak_within(high - 1) is None:
+                break
         return high
+
+    def _peak_within(self, peak: int) -> int | None:
+        """The peak that a plan within ``peak`` bytes really has, or None if there is none."""
+        kept = self._least_kept(peak)
+        if kept[-1] >= NEVER:
+            return None
+        reached, j = 0, len(self.cuts) - 1
+        while j > 0:
+            total = np.where(kept[:j] + self.local[:, :j, j] <= peak, kept[:j] + self.kept[:, :j, j], NEVER)
+            mode, i = np.unravel_index(int(np.argmin(total)), total.shape)
+            reached = max(reached, int(kept[i] + self.local[mode, i, j]))
+            j = int(i)
+        return reached
 
     def fits(self, peak: int) -> bool:
         """Whether some plan peaks at or below ``peak`` bytes."""
@@ -103,7 +116,7 @@ class OuterLevel:
         taken = self.seconds[mode, i, j]
         if self.table is not None:
             nested = mode == IN_PARTS
-            taken[nested] = self.table.seconds(i[nested], j, room[nested])
+            taken[nested] = self.table.time(i[nested], j, room[nested])
         return taken
 
     def _room(self, peak: int) -> Ints:

@@ -20,6 +20,7 @@ to be less.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +67,11 @@ class NestedTable:
         # bytes than there are is a window further to the left, into the impossible first half of the row.
         self.by_stop: Floats = np.full((self.count, self.count, 2 * levels), np.inf, np.float32)
         self.by_start: Floats = np.full((self.count, self.count, levels), np.inf, np.float32)
+        # Windows of one row's length on the flat table, by where they begin.
+        flat = self.by_stop.reshape(-1)
+        self.windows = as_strided(flat, (flat.size - levels + 1, levels), (flat.itemsize, flat.itemsize))
+        self.seconds = costs.seconds.astype(np.float32)
+        self.again_seconds = costs.again_seconds.astype(np.float32)
         self._fill()
 
     def least_bytes(self) -> Ints:
@@ -73,7 +79,7 @@ class NestedTable:
         possible = np.isfinite(self.by_start)
         return np.where(possible.any(2), possible.argmax(2) * self.unit, NEVER)
 
-    def seconds(self, i: Ints, j: int, room: Ints) -> Floats:
+    def time(self, i: Ints, j: int, room: Ints) -> Floats:
         """T(i, j, room) for arrays of i and bytes."""
         return self.by_start[i, j, np.clip(room // self.unit, 0, self.levels - 1)]
 
@@ -92,42 +98,51 @@ class NestedTable:
 
     def _fill(self) -> None:
         for length in range(1, self.count):
-            for i in range(self.count - length):
-                row = self._options(i, i + length).min(0)
-                self.by_start[i, i + length] = row
-                self.by_stop[i + length, i, self.levels :] = row
+            i = np.arange(self.count - length)
+            rows = self._at_once(i, i + length)
+            for choices in self._divided(i, i + length):
+                np.minimum(rows, choices.min(1), out=rows)
+            self.by_start[i, i + length] = self.by_stop[i + length, i, self.levels :] = rows
 
-    def _options(self, i: int, j: int) -> Floats:
-        """Time of the backward of (i, j) by choice and bytes: at once, then each k crossing, each k saved."""
-        units, k = self.units, slice(i + 1, j)
-        at_once = np.full(self.levels, np.inf, np.float32)
-        at_once[max(0, int(units.again[i, j])) :] = self.costs.again_seconds[i, j]
-        if j == i + 1:
-            return at_once[None]
-        beside = units.running[i, j]
-        rest = self.by_stop[j, k]
-        crossing = self._after(rest, units.kept[1, i, k], units.forward[1, i, k] + beside)
-        crossing += self.by_start[i, k]
-        crossing += self.costs.seconds[1, i, k, None].astype(np.float32)
-        k = slice(i + 1, min(j, i + 1 + WHOLE))
-        need = np.maximum(units.forward[0, i, k] + beside, units.backward[i, k])
-        whole = self._after(self.by_stop[j, k], units.kept[0, i, k], need)
-        whole += self.costs.seconds[0, i, k, None].astype(np.float32)
-        return np.concatenate([at_once[None], crossing, whole])
+    def _at_once(self, i: Ints, j: Ints) -> Floats:
+        """[pair, m]: time of the backward of each pair (i, j) if it is run again at once."""
+        fits = self.shifts >= self.units.again[i, j, None]
+        return np.where(fits, self.again_seconds[i, j, None], np.float32(np.inf))
 
-    def _after(self, rest: Floats, kept: Ints, need: Ints) -> Floats:
-        """``rest`` with ``kept`` units less at hand, impossible below ``need``; rows are choices."""
-        rows = np.arange(len(rest)) * rest.strides[0] // rest.itemsize
-        windows = as_strided(rest, (rows[-1] + self.levels + 1, self.levels), (rest.itemsize, rest.itemsize))
-        found: Floats = windows[rows + self.levels - np.minimum(kept, self.levels)]
-        found[self.shifts < need[:, None]] = np.inf
+    def _divided(self, i: Ints, j: Ints) -> Iterator[Floats]:
+        """[pair, choice, m]: the same if it is divided at k = i + 1, i + 2 ..., for pairs of one length.
+
+        First for all k with (i, k) forgotten, then for k near i with (i, k) kept whole.
+        """
+        length = int(j[0] - i[0])
+        units, beside = self.units, self.units.running[i, j, None]
+        i, j = i[:, None], j[:, None]
+        if length > 1:
+            k = i + np.arange(1, length)
+            forgotten = self._after(j, k, units.kept[1, i, k], units.forward[1, i, k] + beside)
+            forgotten += self.by_start[i, k]
+            forgotten += self.seconds[1, i, k, None]
+            yield forgotten
+            k = k[:, :WHOLE]
+            need = np.maximum(units.forward[0, i, k] + beside, units.backward[i, k])
+            whole = self._after(j, k, units.kept[0, i, k], need)
+            whole += self.seconds[0, i, k, None]
+            yield whole
+
+    def _after(self, j: Ints, k: Ints, kept: Ints, need: Ints) -> Floats:
+        """[pair, choice, m]: T(k, j) with ``kept`` units less at hand, impossible below ``need``."""
+        rows = (j * self.count + k) * (2 * self.levels)
+        found: Floats = self.windows[rows + self.levels - np.minimum(kept, self.levels)]
+        np.copyto(found, np.float32(np.inf), where=self.shifts < need[..., None])
         return found
 
     def _parts(self, i: int, j: int, m: int) -> list[Segment]:
         """The parts in which (i, j) is run again with m units at hand."""
         parts: list[Segment] = []
         while True:
-            choice = int(np.argmin(self._options(i, j)[:, m]))
+            pair = np.array([i]), np.array([j])
+            times = [self._at_once(*pair)[:, m], *(choices[0, :, m] for choices in self._divided(*pair))]
+            choice = int(np.argmin(np.concatenate(times)))
             if choice == 0:
                 return [*parts, saved(*self._span(i, j))]
             mode, k = (1, i + choice) if choice < j - i else (0, i + choice - (j - i - 1))

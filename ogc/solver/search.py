@@ -101,7 +101,8 @@ class Search:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""
         lowest = self.least_peak()
         highest = int(self.flat.local[0, 0, -1])
-        for peak in tqdm(np.geomspace(lowest.peak_bytes, highest, points)[1:-1], "frontier", delay=1, leave=False):
+        peaks = np.geomspace(highest, lowest.peak_bytes, points)[1:-1]  # descending: a table serves those below
+        for peak in tqdm(peaks, "frontier", delay=1, leave=False):
             level = self._level(int(peak))
             if level.fits(int(peak)):
                 self._weigh(level.fastest(int(peak), ROUGH_LABELS))
@@ -114,7 +115,7 @@ class Search:
 
     def _around(self, peak: int) -> Iterator[Candidate]:
         """Plans for ``peak`` and a little more, which the simulator may find to fit after all."""
-        for share in (1.0, 1.01, 1.03, 1.07):
+        for share in (1.07, 1.03, 1.01, 1.0):
             yield from self._at(int(peak * share))
 
     def _at(self, peak: int) -> Iterator[Candidate]:
