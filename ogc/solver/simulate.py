@@ -97,7 +97,7 @@ def simulate(graph: Graph, plan: Plan | Iterable[Segment]) -> Simulation:
     again = [graph.operations[t] for run in schedule.runs[1:] for t in run.program]
     return Simulation(
         peak_bytes=max(memory.peak_bytes, 0),
-        peak_values=tuple(sorted(v for _, v in memory.peak_copies)),
+        peak_values=memory.peak_values(),
         recomputed_seconds=sum(op.forward_seconds for op in again),
         recomputed_flops=sum(op.forward_flops for op in again),
         timeline=tuple(memory.timeline),
@@ -111,12 +111,13 @@ class _Memory:
         self.schedule = schedule
         self.graph = schedule.graph
         self.timeline: list[Event] = []
-        self.live: set[tuple[int, int]] = set()  # copies (run, value)
+        self.live: dict[tuple[int, int], int] = {}  # copies (run, value), and the event from which they are there
         self.live_bytes = 0
         self.internals: dict[int, int] = {}
         self.internal_bytes = 0
         self.peak_bytes = -1
-        self.peak_copies: frozenset[tuple[int, int]] = frozenset()
+        self.peak_event = 0
+        self.gone: list[tuple[int, int, int]] = []  # (value, first event, event from which it is gone)
 
     def take(self, number: int, step: Step) -> None:
         """Carry out one step."""
@@ -151,12 +152,12 @@ class _Memory:
 
     def _add(self, copy: tuple[int, int]) -> None:
         if copy not in self.live:
-            self.live.add(copy)
+            self.live[copy] = len(self.timeline)
             self.live_bytes += self.graph.values[copy[1]].bytes
 
     def _drop(self, copy: tuple[int, int]) -> None:
         if copy in self.live:
-            self.live.remove(copy)
+            self.gone.append((copy[1], self.live.pop(copy), len(self.timeline)))
             self.live_bytes -= self.graph.values[copy[1]].bytes
 
     def _drop_if_done(self, number: int, copy: tuple[int, int]) -> None:
@@ -169,4 +170,10 @@ class _Memory:
         self.timeline.append(Event(phase, step.run, step.operation, total))
         if total > self.peak_bytes:
             self.peak_bytes = total
-            self.peak_copies = frozenset(self.live)
+            self.peak_event = len(self.timeline) - 1
+
+    def peak_values(self) -> tuple[int, ...]:
+        """The values alive at the first event at the peak."""
+        peak = self.peak_event
+        stayed = [v for (_, v), first in self.live.items() if first <= peak]
+        return tuple(sorted(stayed + [v for v, first, gone in self.gone if first <= peak < gone]))
