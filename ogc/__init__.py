@@ -5,6 +5,7 @@ from .graph import Graph, Operation, Value
 from .optimize import apply, optimize
 from .parser import parse
 from .plan import Plan, Segment, recomputed, saved
+from .slicing import slice_batch
 from .solver import Frontier, frontier, make_plan, simulate, solve
 
 __version__ = "0.1.0"
@@ -30,5 +31,6 @@ __all__ = [
     "recomputed",
     "saved",
     "simulate",
+    "slice_batch",
     "solve",
 ]

@@ -52,6 +52,8 @@ class Operation:
     backward_seconds: float = 0.0
     forward_flops: int = 0
     backward_flops: int = 0
+    again_seconds: float = 0.0  # of a forward that is part of its backward, beyond ``backward_seconds``
+    again_flops: int = 0
     replayable: bool = True  # False: running it twice would change the model or the numbers
     takes_over: int | None = None  # a value whose storage its result takes where no cut separates the two
 
@@ -70,6 +72,8 @@ class Graph:
         program: the executable form that the runtime runs (opaque to the solver), or None.
         device: where the weights hold, e.g. ``"cpu"``.
         profile: how the weights were found, ``"estimate"`` or ``"measure"``.
+        stretches: first and last operation of stretches that can be run slice by slice; see :func:`ogc.parse`.
+        plain_peak_bytes: peak of the plain model, where these operations are not the plain model's; else None.
     """
 
     operations: tuple[Operation, ...]
@@ -77,6 +81,8 @@ class Graph:
     program: Any = field(default=None, compare=False, repr=False)
     device: str = "cpu"
     profile: str = "estimate"
+    stretches: tuple[tuple[str, str], ...] = ()
+    plain_peak_bytes: int | None = None
 
     def __post_init__(self) -> None:
         written: set[int] = set()

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from .errors import PlanError
+from .errors import InputError, PlanError
 from .graph import Graph
 from .parser import parse
 from .plan import Plan
 from .runtime import optimized_module
+from .slicing import slice_batch
 from .solver import Budget, solve
 
 log = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ def optimize(
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
     profile: str = "auto",
+    batch_slices: int = 1,
 ) -> torch.nn.Module:
     """The same model with less activation memory: the least there is, or as much less as is asked for.
 
@@ -37,11 +39,15 @@ def optimize(
         max_overhead: the least peak with at most this share of a plain step's time recomputed.
         profile: how operations are weighed, ``"auto"``, ``"estimate"`` or ``"measure"``; see
             :func:`ogc.parse`.
+        batch_slices: allow stretches of convolutions, activations, pooling, linear layers and layer norms to
+            run in so many slices of the batch where that makes the plan better. Results then differ from
+            the plain model's by rounding: sums over the batch are added up in another order.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
         ``result.plan``; other shapes, eval mode and ``torch.no_grad()`` run the original forward. Outputs,
-        gradients, buffers and the random stream are bitwise those of the plain model.
+        gradients, buffers and the random stream are bitwise those of the plain model, unless the batch is
+        sliced.
 
     Raises:
         InputError: an argument is of the wrong kind; the message says what was expected.
@@ -49,7 +55,13 @@ def optimize(
         SolveError: nothing fits the budget; the message says what would.
     """
     graph = parse(model, sample_input, profile=profile)
-    plan = solve(graph, memory_budget=memory_budget, max_overhead=max_overhead)
+    wish: dict[str, Any] = {"memory_budget": memory_budget, "max_overhead": max_overhead}
+    if isinstance(batch_slices, bool) or not isinstance(batch_slices, int) or batch_slices < 1:
+        raise InputError(f"batch_slices must be a number of slices, 1 for none, not {batch_slices!r}")
+    if batch_slices > 1:
+        graph, plan = slice_batch(model, sample_input, graph, slices=batch_slices, **wish)
+    else:
+        plan = solve(graph, **wish)
     if plan.is_plain and memory_budget is None:
         log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
     return apply(model, graph, plan)

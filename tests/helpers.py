@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 
 import ogc
+from ogc.allocator import peak_bytes
 from ogc.graph import Graph, Operation, Value
 from ogc.plan import Segment, cut_into_segments
 
@@ -110,6 +111,18 @@ def random_tree(cuts: tuple[int, ...], rng: random.Random, depth: int = 0) -> tu
 def tensors_of(result: object) -> list[torch.Tensor]:
     leaves = torch.utils._pytree.tree_leaves(result)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def measured_peak(model, inputs):
+    """Peak bytes of a training step by the allocator, gradients of parameters not counted."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+
+    def step():
+        loss_of(model(*inputs)).backward()
+
+    step()
+    return peak_bytes(step, next(model.parameters()).device)
 
 
 def loss_of(result: object) -> torch.Tensor:

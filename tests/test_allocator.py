@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers import loss_of, random_tree
+from helpers import measured_peak, random_tree
 from models import CASES
 from torch import nn
 
@@ -13,17 +13,6 @@ import ogc
 from ogc.allocator import peak_bytes
 from ogc.parser.gradients import InputGradient, OperationGradients, gradient_bytes
 from ogc.program import TensorRef
-
-
-def measured_peak(model, inputs):
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-
-    def step():
-        loss_of(model(*inputs)).backward()
-
-    step()
-    return peak_bytes(step, next(model.parameters()).device)
 
 
 def test_the_peak_of_known_allocations():

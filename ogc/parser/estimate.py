@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..lean import Lean, channels_at_once
 from ..program import operator_name, tensor_leaves
+from ..sliced import Sliced
 from .gradients import InputGradient
 from .observe import Record, is_dense
 
@@ -53,6 +54,8 @@ class Weights:
     late_bytes: int = 0  # most bytes its backward allocates once it has let go of what it saved
     backward_seconds: float = 0.0
     backward_flops: int = 0
+    again_seconds: float = 0.0  # of a forward that is part of its backward, beyond the above
+    again_flops: int = 0
     gradients: tuple[InputGradient, ...] = ()
     internal_bytes: int | None = None  # None: as observed
     plain: Weights | None = None  # of the operator that a lean one stands for
@@ -71,6 +74,8 @@ class Estimator:
         """The weights of the call ``node.target(*args, **kwargs)``."""
         lean = node.target if isinstance(node.target, Lean) else None
         operator = lean.operator if lean else node.target
+        if isinstance(operator, Sliced):
+            return self._sliced(operator, args, record)
         if not record.outputs or not isinstance(operator, torch._ops.OpOverload):
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs)
@@ -86,6 +91,17 @@ class Estimator:
             self.seen[key] = weights
         return self.seen[key]
 
+    def _sliced(self, stretch: Sliced, args: Any, record: Record) -> Weights:
+        meter = _Meter(self.rates, kernel_copies=self.device.type == "cpu")
+        weights = self._run(stretch.with_plain_operators(), *pytree.tree_flatten((args, {})), False, meter)
+        return replace(
+            weights,
+            backward_seconds=weights.backward_seconds - weights.forward_seconds,
+            backward_flops=weights.backward_flops - weights.forward_flops,
+            again_seconds=weights.forward_seconds,
+            again_flops=weights.forward_flops,
+        )
+
     def _internal_bytes(self, target: Any, args: Any, kwargs: Any) -> int:
         """Bytes that the operation saves on the device besides its arguments and results."""
 
@@ -100,10 +116,12 @@ class Estimator:
         internal = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
         return sum(size for key, size in internal.items() if key not in known)
 
-    def _run(self, target: Any, leaves: list[Any], tree: pytree.TreeSpec, in_place: bool) -> Weights:
+    def _run(
+        self, target: Any, leaves: list[Any], tree: pytree.TreeSpec, in_place: bool, meter: _Meter | None = None
+    ) -> Weights:
         with torch.enable_grad():
             fakes = [_shadow(leaf, in_place) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            meter = _Meter(self.rates)
+            meter = meter or _Meter(self.rates)
             saved: list[torch.Tensor] = []
             tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
             edges = [(n, get_gradient_edge(t)) for n, t in enumerate(tensors) if t.requires_grad]
@@ -205,6 +223,20 @@ def _lean_convolution(args: Any, record: Record, weights: Weights) -> Weights:
     )
 
 
+def _copied_bytes(function: Any, args: Any, outputs: list[torch.Tensor]) -> int:
+    """Bytes that a convolution or its backward on a CPU allocates at once, beyond its results."""
+    if function is torch.ops.aten.convolution.default:
+        image, kernel, result = (t.numel() * t.element_size() for t in (*args[:2], *outputs))
+        return max(image + kernel, result)
+    if function is torch.ops.aten.convolution_backward.default:
+        result, image, kernel = (t.numel() * t.element_size() for t in args[:3])
+        strided = any(step > 1 for step in args[4])
+        of_input = max(image + result + kernel, (3 if strided else 2) * image) if args[-1][0] else 0
+        working = max(image + result + kernel, kernel + of_input)
+        return working - sum(t.numel() * t.element_size() for t in outputs)
+    return 0
+
+
 def _lean_batch_norm(args: Any, record: Record, weights: Weights) -> Weights:
     x = args[0]
     chunk = channels_at_once(x) * x.numel() * x.element_size() // x.shape[1]
@@ -263,11 +295,15 @@ class _Reading:
 
 
 class _Meter(TorchDispatchMode):
-    """Adds up the cost of every operator that runs inside, and the fresh bytes alive at once."""
+    """Adds up the cost of every operator that runs inside, and the fresh bytes alive at once.
 
-    def __init__(self, rates: Rates) -> None:
+    With ``kernel_copies``, also what a lean convolution on a CPU allocates underneath the dispatcher.
+    """
+
+    def __init__(self, rates: Rates, kernel_copies: bool = False) -> None:
         super().__init__()
         self.rates = rates
+        self.kernel_copies = kernel_copies
         self._reset()
 
     def take(self) -> _Reading:
@@ -298,7 +334,8 @@ class _Meter(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self.fresh[storage._cdata] = (storage.nbytes(), StorageWeakRef(storage))
         self.fresh = {key: entry for key, entry in self.fresh.items() if not entry[1].expired()}
-        self.peak = max(self.peak, sum(size for size, _ in self.fresh.values()))
+        copies = _copied_bytes(function, args, outputs) if self.kernel_copies else 0
+        self.peak = max(self.peak, sum(size for size, _ in self.fresh.values()) + copies)
         return result
 
 

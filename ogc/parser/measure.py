@@ -55,7 +55,10 @@ class Measurer:
             # estimated is news, less is not.
             known = estimate.plain is not None and peak <= max(estimate.working_bytes, estimate.late_bytes)
             working = estimate.working_bytes if known else peak
-            weights = replace(weights, working_bytes=working, backward_seconds=seconds)
+            again = weights.forward_seconds if estimate.again_seconds else 0.0
+            weights = replace(
+                weights, working_bytes=working, backward_seconds=max(0.0, seconds - again), again_seconds=again
+            )
             if estimate.plain is not None:
                 plain = max(peak, estimate.plain.working_bytes)
                 weights = replace(weights, plain=replace(estimate.plain, working_bytes=plain))

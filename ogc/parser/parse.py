@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from .gradients import LiveGradients, OperationGradients, gradient_bytes
 from .jit import Traced, trace
 from .measure import Measurer
 from .observe import Observation, Record, observe, untouched
+from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .versions import separate_versions
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,8 @@ def parse(
     *,
     profile: str = "auto",
     device: torch.device | str | None = None,
+    stretches: Sequence[Stretch] = (),
+    slices: int = 1,
 ) -> Graph:
     """Turn ``model`` into a weighted graph over an executable program.
 
@@ -41,6 +46,9 @@ def parse(
             device, ``"auto"`` measures on CUDA and estimates elsewhere.
         device: weigh for this device instead of the model's own; it need not exist here (implies
             ``profile="estimate"``). The graph is then for study: it cannot be run there.
+        stretches: of ``graph.stretches`` of the same model: each becomes one operation that runs forward and
+            backward a part of the batch at a time, with results that differ in the last bits.
+        slices: into how many parts these divide the batch.
 
     Returns:
         The graph; ``print(graph)`` shows it as a table.
@@ -58,19 +66,22 @@ def parse(
     with untouched(model):
         traced = _trace(model, spec, tensors)
         make_lean(traced.graph, target)
+        slice_stretches(traced.graph, stretches, slices)
         after_trace = _state(model)
     profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
     weights: list[Weights] = []
+    samplewise: list[bool] = []
+
+    def visit(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
+        weights.append(profiler.weigh(node, args, kwargs, record))
+        samplewise.append(is_samplewise(node, args))
+
     with untouched(model):
-        observation = observe(
-            model,
-            traced,
-            _copies(tensors),
-            lambda node, args, kwargs, record: weights.append(profiler.weigh(node, args, kwargs, record)),
-        )
+        observation = observe(model, traced, _copies(tensors), visit)
         after_program = _state(model)
-    _check_same(traced, observation, after_trace, after_program)
-    return _graph(spec, traced, observation, weights, str(target), kind)
+    _check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)
+    found = find_stretches(observation.records, samplewise)
+    return replace(_graph(spec, traced, observation, weights, str(target), kind), stretches=tuple(found))
 
 
 def check_model(model: Any) -> None:
@@ -170,16 +181,20 @@ def _state(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _check_same(
-    traced: Traced, observation: Observation, after_trace: list[torch.Tensor], after_program: list[torch.Tensor]
+    traced: Traced,
+    observation: Observation,
+    after_trace: list[torch.Tensor],
+    after_program: list[torch.Tensor],
+    same: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> None:
     """The program must give bitwise what the model gave, or it is not this model's."""
     for number, (ours, theirs) in enumerate(zip(observation.outputs, traced.outputs, strict=True)):
-        if not same_bits(ours, theirs):
+        if not same(ours, theirs):
             raise ParseError(
                 f"replaying the traced program gives another output {number} than the model's forward; "
                 "the forward is not deterministic, or depends on Python state that changes between calls"
             )
-    if not all(same_bits(a, b) for a, b in zip(after_trace, after_program, strict=True)):
+    if not all(same(a, b) for a, b in zip(after_trace, after_program, strict=True)):
         raise ParseError("replaying the traced program leaves other buffers or random state than the model's forward")
 
 
@@ -188,6 +203,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(torch.equal(a, b)) or bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal up to rounding."""
+    scale = float(b.abs().max()) if b.numel() and b.is_floating_point() else 0.0
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, 1e-3, 1e-5 * scale, equal_nan=True)
 
 
 def _graph(
@@ -255,6 +276,8 @@ def _operation(
         backward_seconds=weights.backward_seconds,
         forward_flops=weights.forward_flops,
         backward_flops=weights.backward_flops,
+        again_seconds=weights.again_seconds,
+        again_flops=weights.again_flops,
         replayable=not record.writes_external and not stale,
     )
 

@@ -21,6 +21,7 @@ from ..lean import OPERATORS, Lean
 from ..plan import Plan
 from ..program import LIVE_ARGUMENTS, Program, TensorRef, operator_name
 from ..schedule import FORWARD, Run, Schedule
+from ..sliced import Sliced
 from .frame import KEEP, RunCode
 
 _serial = count()
@@ -44,6 +45,7 @@ def generate(graph: Graph, plan: Plan) -> Generated:
     source = "\n\n".join([_ForwardWriter(layout).text(), *(writer.text() for writer in again)])
     names: dict[str, Any] = {"torch": torch, "operator": operator, "lean": _LEAN, "inf": math.inf, "nan": math.nan}
     names.update(graph.program.constants)
+    names.update({n.target.name: n.target for n in graph.program.operations if isinstance(n.target, Sliced)})
     filename = f"<ogc plan {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
     exec(compile(source, filename, "exec"), names)
@@ -323,6 +325,8 @@ def _statement(node: torch.fx.Node, target: Any, clone_live: bool = False) -> st
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
     if isinstance(target, Lean):
         function = f"lean.{target.__name__}"
+    elif isinstance(target, Sliced):
+        function = target.name
     elif isinstance(target, torch._ops.OpOverload):
         function = f"torch.ops.{target}"
     else:

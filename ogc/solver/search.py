@@ -83,8 +83,8 @@ class Search:
         found = [c for c in self._around(peak) if c.peak_bytes <= peak]
         return min(found, key=lambda c: (c.seconds, c.peak_bytes), default=None)
 
-    def within(self, seconds: float) -> Candidate:
-        """The plan with the least simulated peak that recomputes for at most ``seconds``."""
+    def within(self, seconds: float) -> Candidate | None:
+        """The plan found with the least simulated peak of those that recompute for at most ``seconds``."""
         low, high = self.least_peak().peak_bytes, int(self.flat.local[0, 0, -1])
         found = [self._weigh((Segment(0, len(self.graph)),)), *self._at(low)]
         for _ in range(9):
@@ -95,7 +95,7 @@ class Search:
                 high = middle
             else:
                 low = middle
-        return min(c for c in (*found, *self.seen.values()) if c.seconds <= seconds)
+        return min((c for c in (*found, *self.seen.values()) if c.seconds <= seconds), default=None)
 
     def curve(self, points: int) -> list[Candidate]:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""

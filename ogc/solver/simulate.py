@@ -47,6 +47,8 @@ class Simulation:
 
 def plain_peak(graph: Graph) -> int:
     """Simulated peak of the plain model in bytes: everything saved, every backward PyTorch's own."""
+    if graph.plain_peak_bytes is not None:
+        return graph.plain_peak_bytes
     operations = tuple(
         replace(op, backward_bytes=op.plain_bytes or op.backward_bytes, late_bytes=0) for op in graph.operations
     )
@@ -98,8 +100,8 @@ def simulate(graph: Graph, plan: Plan | Iterable[Segment]) -> Simulation:
     return Simulation(
         peak_bytes=max(memory.peak_bytes, 0),
         peak_values=memory.peak_values(),
-        recomputed_seconds=sum(op.forward_seconds for op in again),
-        recomputed_flops=sum(op.forward_flops for op in again),
+        recomputed_seconds=sum(op.forward_seconds for op in again) + sum(op.again_seconds for op in graph.operations),
+        recomputed_flops=sum(op.forward_flops for op in again) + sum(op.again_flops for op in graph.operations),
         timeline=tuple(memory.timeline),
     )
 

@@ -52,6 +52,8 @@ def solve(graph: Graph, *, memory_budget: Budget | None = None, max_overhead: fl
             raise SolveError(_infeasible(graph, make_plan(graph, search.least_peak().segments), budget))
     elif max_overhead is not None:
         found = search.within(max_overhead * graph.step_seconds)
+        if found is None:
+            return plain
     else:
         found = search.least_peak()
     plan = make_plan(graph, found.segments, "optimal")

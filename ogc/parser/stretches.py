@@ -1,0 +1,124 @@
+"""Finds the stretches of a program that can be run slice by slice, and puts one operator in the place of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from ..errors import InputError
+from ..sliced import HEAVY, Sliced, out_of_place, works_by_sample
+from .observe import Record
+
+Stretch = tuple[str, str]
+"""Names of the first and the last operation."""
+
+
+def find_stretches(records: Sequence[Record], samplewise: Sequence[bool]) -> list[Stretch]:
+    """Stretches worth slicing, in program order.
+
+    Each runs from one tensor to another, where nothing in between is used elsewhere, and ends where the data
+    get narrower: cut at a wide place, all of it would have to be there.
+
+    Args:
+        records: of all operations.
+        samplewise: for each, whether it works sample by sample.
+    """
+    found: list[Stretch] = []
+    start = 0
+    while start < len(records):
+        stop = start
+        while stop < len(records) and samplewise[stop] and (stop == start or _continues(records, stop)):
+            stop += 1
+        for first, last in pairwise(_ends(records, start, stop)):
+            stretch = _trimmed(records, first, last)
+            if stretch is not None:
+                found.append(stretch)
+        start = max(stop, start + 1)
+    return found
+
+
+def _continues(records: Sequence[Record], t: int) -> bool:
+    """Whether the operation takes the result of the one before, and nothing else does."""
+    before = records[t - 1].node
+    return records[t].node.args[0] is before and list(before.users) == [records[t].node]
+
+
+def _ends(records: Sequence[Record], start: int, stop: int) -> list[int]:
+    """Positions between which the stretches of a chain lie: its ends, and where the data get narrower."""
+    ends = [start]
+    widest = 0
+    for t in range(start, stop):
+        size = records[t].output_bytes[0]
+        widest = max(widest, size)
+        if 2 * size <= widest:
+            ends.append(t + 1)
+            widest = 0
+    if ends[-1] < stop:
+        ends.append(stop)
+    return ends
+
+
+def _trimmed(records: Sequence[Record], first: int, last: int) -> Stretch | None:
+    """Without an operation at its start that writes to what it is given, and heavy ones at its end.
+
+    Those need not be run again for their own backward, but would be.
+    """
+    while first < last and _operator(records[first].node)._schema.is_mutable:
+        first += 1
+    while first < last and _operator(records[last - 1].node) in HEAVY:
+        last -= 1
+    if not any(_operator(record.node) in HEAVY for record in records[first:last]):
+        return None
+    return records[first].node.name, records[last - 1].node.name
+
+
+def _operator(node: torch.fx.Node) -> torch._ops.OpOverload:
+    operator: torch._ops.OpOverload = node.meta.get("operator", node.target)
+    return operator
+
+
+def is_samplewise(node: torch.fx.Node, args: Sequence[object]) -> bool:
+    """Whether the call can be part of a stretch."""
+    return not node.kwargs and works_by_sample(_operator(node), args)
+
+
+def slice_stretches(graph: torch.fx.Graph, stretches: Sequence[Stretch], slices: int) -> None:
+    """Put a :class:`Sliced` in the place of each stretch.
+
+    Raises:
+        InputError: a stretch is not one of the program's, or there are no slices.
+    """
+    if slices < 1:
+        raise InputError(f"slices must be at least 1, not {slices}")
+    by_name = {node.name: node for node in graph.nodes}
+    for first, last in stretches:
+        if first not in by_name or last not in by_name:
+            raise InputError(f"the graph has no stretch from {first} to {last}; choose among graph.stretches")
+        node, inside = by_name[first], []
+        while node is not by_name[last]:
+            inside.append(node)
+            node = node.next
+        _replace([n for n in (*inside, node) if n.op == "call_function"], slices)
+
+
+def _replace(inside: list[torch.fx.Node], slices: int) -> None:
+    first, last = inside[0], inside[-1]
+    assert isinstance(first.args[0], torch.fx.Node)
+    # All that a stretch takes from outside, but for what it starts from, is the same for each sample.
+    outside = dict.fromkeys([first.args[0], *(n for node in inside for n in node.all_input_nodes if n not in inside)])
+    body = torch.fx.Graph()
+    copies = {node: body.placeholder(node.name) for node in outside}
+    for node in inside:
+        copies[node] = body.node_copy(node, copies.__getitem__)
+        copies[node].target = out_of_place(node.target)
+    body.output(copies[last])
+    graph = last.graph
+    with graph.inserting_after(last):
+        new = graph.call_function(Sliced(f"sliced_{first.name}", body, 1, slices), tuple(outside))
+    last.replace_all_uses_with(new)
+    names = [node.meta.get("module", "") for node in (first, last)]
+    new.meta.update(last.meta, module=names[0] if names[0] == names[1] else " to ".join(names), operator="sliced")
+    for node in reversed(inside):
+        graph.erase_node(node)

@@ -1,0 +1,173 @@
+"""Stretches of operators that work sample by sample, run forward and backward a part of the batch at a time.
+
+Of all that such a stretch makes and saves in between, only one slice's share is alive at once, in the forward
+and in the backward; in between it holds its inputs. Gradients of parameters are sums over the samples: added
+up slice by slice they differ from PyTorch's in the last bits, and a kernel chosen for a smaller batch may
+round otherwise too. So nothing is sliced unless the user asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from .lean import OPERATORS, Lean
+from .program import without_autocast
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Sliced:
+    """A stretch as one operator: called with tensors to slice along their first axis, then with whole ones.
+
+    Attributes:
+        name: identifies it in generated code.
+        graph: the stretch; a placeholder for each argument, one tensor as output.
+        cut: how many of the arguments are sliced.
+        slices: into how many slices, if the batch has as many samples.
+    """
+
+    name: str
+    graph: torch.fx.Graph
+    cut: int
+    slices: int
+
+    @property
+    def __name__(self) -> str:
+        return "sliced"
+
+    def __call__(self, *tensors: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = _Slices.apply(self, *tensors)
+        return result
+
+    def run(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """The stretch, as it stands, on the arguments or on a slice of them."""
+        result: torch.Tensor = torch.fx.Interpreter(torch.nn.Module(), graph=self.graph).run(*tensors)
+        return result
+
+    def parts(self, samples: int) -> list[slice]:
+        """The slices of a batch."""
+        count = min(self.slices, samples)
+        edges = [samples * k // count for k in range(count + 1)]
+        return [slice(a, b) for a, b in pairwise(edges)]
+
+    def with_plain_operators(self) -> Sliced:
+        """The same stretch of PyTorch's own operators."""
+        graph = torch.fx.Graph()
+        output = graph.graph_copy(self.graph, {})
+        graph.output(output)
+        for node in graph.nodes:
+            if isinstance(node.target, Lean):
+                node.target = node.target.operator
+        return replace(self, graph=graph)
+
+
+class _Slices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stretch: Sliced, *tensors: torch.Tensor | None) -> torch.Tensor:
+        ctx.stretch = stretch
+        ctx.save_for_backward(*tensors)
+        result: torch.Tensor | None = None
+        samples = tensors[0].shape[0]  # type: ignore[union-attr]
+        for part in stretch.parts(samples):
+            found = stretch.run(_cut(tensors, part, stretch.cut))
+            if result is None:
+                result = found.new_empty((samples, *found.shape[1:]))
+            result[part] = found
+            del found
+        assert result is not None
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        if torch.is_grad_enabled():
+            return None, *_differentiable(stretch, tensors, needs, gradient)
+        whole = [t.detach().requires_grad_(need) if need else t for t, need in zip(tensors, needs, strict=True)]
+        totals = [
+            torch.empty_like(t) if need and k < stretch.cut else None
+            for k, (t, need) in enumerate(zip(tensors, needs, strict=True))
+        ]
+        for part in stretch.parts(gradient.shape[0]):
+            given = [
+                t[part].detach().requires_grad_(need) if k < stretch.cut else whole[k]
+                for k, (t, need) in enumerate(zip(tensors, needs, strict=True))
+            ]
+            wanted = [k for k, need in enumerate(needs) if need]
+            with torch.enable_grad(), without_autocast():
+                result = stretch.run(given)
+            found = torch.autograd.grad(result, [given[k] for k in wanted], gradient[part])
+            del result, given
+            for k, of_argument in zip(wanted, found, strict=True):
+                total = totals[k]
+                if k < stretch.cut:
+                    total[part] = of_argument  # type: ignore[index]
+                else:
+                    totals[k] = of_argument if total is None else total.add_(of_argument)
+            del found, of_argument
+        return None, *totals
+
+
+def _cut(tensors: Sequence[torch.Tensor | None], part: slice, cut: int) -> list[torch.Tensor | None]:
+    return [t[part] if t is not None and k < cut else t for k, t in enumerate(tensors)]
+
+
+def _differentiable(
+    stretch: Sliced, tensors: Sequence[Any], needs: Sequence[bool], gradient: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """The gradients as functions of the arguments, of the whole batch at once."""
+    wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
+    found = iter(torch.autograd.grad(stretch.run(tensors), wanted, gradient, create_graph=True))
+    return [next(found) if need else None for need in needs]
+
+
+# -- which operators work sample by sample --------------------------------------------------------------------
+
+HEAVY = {aten.convolution.default, aten.linear.default, aten.addmm.default}
+"""Operators whose backward does not need their result, and whose time makes a stretch worth its name."""
+
+_UNARY = {
+    aten.relu.default, aten.relu_.default, aten.sigmoid.default, aten.tanh.default, aten.silu.default,
+    aten.silu_.default, aten.gelu.default, aten.elu.default, aten.leaky_relu.default, aten.leaky_relu_.default,
+    aten.hardtanh.default, aten.hardtanh_.default, aten.hardswish.default, aten.hardswish_.default,
+    aten.hardsigmoid.default, aten.softplus.default,
+}  # fmt: skip
+
+_BY_SAMPLE = {
+    aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.linear.default,
+    aten.convolution.default, aten.layer_norm.default, aten.flatten.using_ints,
+}  # fmt: skip
+
+
+def works_by_sample(operator: Any, args: Sequence[Any]) -> bool:
+    """Whether a call treats the samples along the first axis of its first argument one by one.
+
+    Further tensors among its arguments are parameters to it, the same for each sample.
+    """
+    if operator in _UNARY:
+        return bool(args[0].dim() > 1)
+    if operator not in _BY_SAMPLE:
+        return False
+    x = args[0]
+    if operator is aten.convolution.default:
+        return bool(x.dim() == args[1].dim())
+    if operator is aten.layer_norm.default:
+        return bool(x.dim() > len(args[1]))
+    if operator is aten.flatten.using_ints:
+        return bool(x.dim() > 1 and len(args) > 1 and args[1] % x.dim() > 0)
+    return bool(x.dim() == 4 or (operator is aten.linear.default and x.dim() > 1))
+
+
+def out_of_place(operator: Any) -> Any:
+    """The operator or lean drop-in that leaves its argument as it is."""
+    plain = operator.operator if isinstance(operator, Lean) else operator
+    name = plain._schema.name.split("::")[1]
+    if not name.endswith("_"):
+        return operator
+    twin = getattr(getattr(aten, name.removesuffix("_")), plain._overloadname)
+    return OPERATORS.get(twin, twin) if isinstance(operator, Lean) else twin

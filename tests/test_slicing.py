@@ -1,0 +1,172 @@
+"""Stretches run slice by slice: the numbers are the model's up to rounding, the memory is a slice's."""
+
+import pytest
+import torch
+from helpers import measured_peak
+from torch import nn
+
+import ogc
+from ogc.parser.stretches import slice_stretches
+from ogc.sliced import Sliced, works_by_sample
+
+aten = torch.ops.aten
+
+
+class Wide(nn.Module):
+    """Two wide stages and a narrow one, as in VGG."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.ReLU(inplace=True),
+        )
+        self.two = nn.Sequential(nn.MaxPool2d(4), nn.Conv2d(16, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.head(self.two(self.one(x)).mean((2, 3)))
+
+
+@pytest.fixture
+def wide():
+    torch.manual_seed(0)
+    return Wide(), torch.randn(10, 3, 32, 32)
+
+
+def gradients(run, model, x):
+    model.zero_grad()
+    loss = run(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def test_stretches_end_where_the_data_narrow_and_without_convolutions_at_the_end(wide):
+    graph = ogc.parse(*wide)
+    assert graph.stretches == (
+        ("convolution_default", "max_pool2d_default"),
+        ("convolution_default_2", "silu_default"),
+    )
+
+
+def test_sliced_training_is_the_plain_models_up_to_rounding(wide):
+    model, x = wide
+    optimised = ogc.optimize(model, x, batch_slices=4)
+    assert any(op.target == "sliced" for op in optimised.graph.operations)
+    plain = gradients(model, model, x)
+    statistics = model.two[4].running_var.clone()
+    model.two[4].reset_running_stats()
+    gradients(model, model, x)
+    model.two[4].reset_running_stats()
+    ours = gradients(optimised, model, x)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(model.two[4].running_var, statistics)
+    assert "sliced_convolution_default(" in optimised.code
+
+
+@pytest.mark.parametrize("slices", [2, 3, 5])
+def test_the_peak_is_as_simulated_and_lower(wide, slices):
+    model, x = wide
+    graph = ogc.parse(model, x)
+    sliced, plan = ogc.slice_batch(model, x, graph, slices=slices)
+    assert plan.peak_bytes < ogc.solve(graph).peak_bytes
+    assert plan.plain_peak_bytes == ogc.solve(graph).plain_peak_bytes
+    measured = measured_peak(ogc.apply(model, sliced, plan), (x,))
+    assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
+
+
+def test_the_forward_inside_the_backward_is_counted_as_overhead(wide):
+    model, x = wide
+    graph = ogc.parse(model, x)
+    sliced = ogc.parse(model, x, stretches=graph.stretches[:1], slices=2)
+    again = sum(op.forward_flops for op in graph.operations[:5])
+    assert [op.again_flops for op in sliced.operations if op.again_flops] == [again]
+    assert sliced.step_flops == graph.step_flops
+    plan = ogc.make_plan(sliced, [ogc.saved(0, len(sliced))])
+    assert plan.recomputed_flops == again
+    assert plan.recomputed_seconds > 0
+
+
+def test_a_measured_profile_plans_on_measured_slices(wide):
+    model, x = wide
+    graph = ogc.parse(model, x, profile="measure")
+    sliced, plan = ogc.slice_batch(model, x, graph, slices=5)
+    assert sliced.profile == "measure"
+    measured = measured_peak(ogc.apply(model, sliced, plan), (x,))
+    assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
+
+
+def test_a_budget_that_needs_slices(wide):
+    model, x = wide
+    budget = ogc.solve(ogc.parse(model, x)).peak_bytes * 4 // 5
+    with pytest.raises(ogc.SolveError, match="no plan found"):
+        ogc.optimize(model, x, memory_budget=budget)
+    optimised = ogc.optimize(model, x, memory_budget=budget, batch_slices=10)
+    assert measured_peak(optimised, (x,)) <= budget * 1.001
+    with pytest.raises(ogc.SolveError, match="no plan found"):
+        ogc.optimize(model, x, memory_budget=1000, batch_slices=10)
+
+
+def test_no_slices_where_the_overhead_is_not_allowed(wide):
+    model, x = wide
+    assert not any(op.again_seconds for op in ogc.optimize(model, x, max_overhead=0.0, batch_slices=4).graph.operations)
+
+
+def test_a_model_without_stretches_is_planned_as_ever():
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), torch.randn(4, 3, 8, 8)
+    assert ogc.parse(model, x).stretches == ()
+    assert ogc.optimize(model, x, batch_slices=4).plan == ogc.optimize(model, x).plan
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(12, 4), nn.GELU()],
+        [nn.Conv2d(2, 2, 3, padding=1), nn.LayerNorm((4, 4)), nn.Sigmoid(), nn.AdaptiveAvgPool2d(2)],
+    ],
+)
+def test_gradients_and_their_gradients_are_right(layers):
+    model, x = nn.Sequential(*layers).double(), torch.randn(3, 2, 4, 4, dtype=torch.double, requires_grad=True)
+    graph = ogc.parse(model, x)
+    program = ogc.parse(model, x, stretches=graph.stretches, slices=2).program.graph
+    (stretch,) = (n for n in program.nodes if isinstance(n.target, Sliced))
+    parameters = [model.get_parameter(str(n.target)) for n in stretch.args[1:]]
+    assert torch.autograd.gradcheck(stretch.target, (x, *parameters))
+    assert torch.autograd.gradgradcheck(stretch.target, (x, *parameters))
+
+
+def test_what_works_by_sample():
+    x, weight = torch.randn(4, 3, 8, 8), torch.randn(2, 3, 3, 3)
+    settings = None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    assert works_by_sample(aten.convolution.default, (x, weight, *settings))
+    assert not works_by_sample(aten.convolution.default, (x[0], weight, *settings))
+    assert works_by_sample(aten.layer_norm.default, (x, [8, 8]))
+    assert not works_by_sample(aten.layer_norm.default, (x[0, 0], [8, 8]))
+    assert not works_by_sample(aten.flatten.using_ints, (x, 0, -1))
+    assert works_by_sample(aten.flatten.using_ints, (x, 1, -1))
+    assert not works_by_sample(aten.linear.default, (x[0, 0, 0], weight))
+    assert not works_by_sample(aten.batch_norm.default, (x,))
+    assert not works_by_sample(aten.max_pool2d.default, (x[0],))
+
+
+def test_bad_input(wide):
+    model, x = wide
+    for slices in (0, -1, True, 2.5, "2"):
+        with pytest.raises(ogc.InputError, match="batch_slices must be a number of slices"):
+            ogc.optimize(model, x, batch_slices=slices)
+    with pytest.raises(ogc.InputError, match="no stretch from nowhere to relu"):
+        ogc.parse(model, x, stretches=[("nowhere", "relu")], slices=2)
+    with pytest.raises(ogc.InputError, match="slices must be"):
+        ogc.parse(model, x, stretches=ogc.parse(model, x).stretches, slices=0)
+
+
+def test_slice_stretches_leaves_other_operations_alone():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    one = graph.call_function(aten.relu.default, (x,))
+    two = graph.call_function(aten.tanh.default, (one,))
+    graph.output(graph.call_function(aten.mean.default, (two,)))
+    slice_stretches(graph, [(one.name, two.name)], 2)
+    assert [n.name for n in graph.nodes if n.op == "call_function"] == ["sliced", "mean_default"]
