@@ -89,13 +89,7 @@ def test_plans_of_chains_are_exact(seed):
     assert ogc.solve(graph).peak_bytes == least_peak(graph)
 
 
-HELD_TOO_EARLY = pytest.mark.xfail(
-    reason="the bound counts an output from its first write on, yet until its last it may be dropped and made again",
-    strict=True,
-)
-
-
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=HELD_TOO_EARLY) if s == 20 else s for s in SEEDS])
+@pytest.mark.parametrize("seed", SEEDS)
 def test_the_lower_bound_is_not_above_the_optimum(seed):
     assert lower_bound(weighed_graph(seed)) <= exact(seed, True)
 

@@ -24,8 +24,10 @@ from .simulate import operation_bounds, simulate
 MAX_CUTS = 120
 """Cuts that nested plans may use; the outermost level may use all."""
 
-MAX_CELLS = 8_000_000
-"""Cuts times operations that are weighed; longer programs are cut only at their narrowest places.
+MAX_CELLS = 3_000_000
+MIN_CUTS = 250
+"""Cuts times operations that are weighed, if there are more cuts than the least number; longer programs are cut
+only at their narrowest places.
 
 With one cut per stretch of s operations, the peak of a plan exceeds that with all cuts by at most what one
 stretch holds when it is run again.
@@ -186,7 +188,7 @@ class Search:
 def _narrow_cuts(graph: Graph) -> list[int]:
     """The cuts that plans may use: all, or in a long program the narrowest of each stretch."""
     cuts = np.array(graph.cuts)
-    most = max(100, MAX_CELLS // max(1, len(graph)))
+    most = max(MIN_CUTS, MAX_CELLS // max(1, len(graph)))
     if len(cuts) <= most:
         return list(graph.cuts)
     widths = boundary_bytes(graph)[cuts]

@@ -50,7 +50,7 @@ def plain_peak(graph: Graph) -> int:
     if graph.plain_peak_bytes is not None:
         return graph.plain_peak_bytes
     operations = tuple(
-        replace(op, backward_bytes=op.plain_bytes or op.backward_bytes, late_bytes=0) for op in graph.operations
+        replace(op, backward_bytes=op.plain_bytes, late_bytes=0) if op.plain_bytes else op for op in graph.operations
     )
     return simulate(replace(graph, operations=operations), [Segment(0, len(graph))]).peak_bytes if len(graph) else 0
 
@@ -71,7 +71,7 @@ def operation_bounds(graph: Graph) -> list[int]:
     bounds = []
     for t, op in enumerate(graph.operations):
         given = {*op.reads, *op.writes} - {op.takes_over}
-        given |= {v for v in outputs if graph.producers[v] < t}
+        given |= {v for v in outputs if graph.last_writes[v] < t}
         forward = sum(size[v] for v in given) + op.internal_bytes + op.scratch_bytes
         early = sum(size[v] for v in outputs | set(op.saves)) + op.backward_bytes
         late = sum(size[v] for v in outputs) + op.late_bytes
