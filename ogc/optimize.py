@@ -24,6 +24,7 @@ def optimize(
     *,
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
+    solver: str = "optimal",
     profile: str = "auto",
     batch_slices: int = 1,
 ) -> torch.nn.Module:
@@ -37,6 +38,7 @@ def optimize(
         memory_budget: recompute as little as possible such that the activations' peak fits: bytes, a text
             such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
         max_overhead: the least peak with at most this share of a plain step's time recomputed.
+        solver: another name than ``"optimal"`` plans by a method to compare with; see :func:`ogc.solve`.
         profile: how operations are weighed, ``"auto"``, ``"estimate"`` or ``"measure"``; see
             :func:`ogc.parse`.
         batch_slices: allow stretches of convolutions, activations, pooling, linear layers and layer norms to
@@ -54,15 +56,17 @@ def optimize(
         ParseError: the forward cannot be represented faithfully; the message names file and line.
         SolveError: nothing fits the budget; the message says what would.
     """
-    graph = parse(model, sample_input, profile=profile)
-    wish: dict[str, Any] = {"memory_budget": memory_budget, "max_overhead": max_overhead}
     if isinstance(batch_slices, bool) or not isinstance(batch_slices, int) or batch_slices < 1:
         raise InputError(f"batch_slices must be a number of slices, 1 for none, not {batch_slices!r}")
+    if batch_slices > 1 and solver != "optimal":
+        raise InputError(f"solver={solver!r} does not slice the batch; only 'optimal' does")
+    graph = parse(model, sample_input, profile=profile)
+    wish: dict[str, Any] = {"memory_budget": memory_budget, "max_overhead": max_overhead}
     if batch_slices > 1:
         graph, plan = slice_batch(model, sample_input, graph, slices=batch_slices, **wish)
     else:
-        plan = solve(graph, **wish)
-    if plan.is_plain and memory_budget is None:
+        plan = solve(graph, solver=solver, **wish)
+    if plan.is_plain and memory_budget is None and solver != "none":
         log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
     return apply(model, graph, plan)
 

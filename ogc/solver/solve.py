@@ -10,15 +10,25 @@ from ..errors import InputError, SolveError
 from ..graph import Graph, table
 from ..plan import Plan, Segment
 from ..schedule import FORWARD, Schedule
+from .reference import REFERENCES
 from .search import Search
 from .simulate import lower_bound, plain_peak, simulate
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+SOLVERS = ("optimal", "none", *REFERENCES)
+"""The names that :func:`solve` takes."""
+
 Budget = int | float | str
 
 
-def solve(graph: Graph, *, memory_budget: Budget | None = None, max_overhead: float | None = None) -> Plan:
+def solve(
+    graph: Graph,
+    *,
+    memory_budget: Budget | None = None,
+    max_overhead: float | None = None,
+    solver: str = "optimal",
+) -> Plan:
     """The plan that a wish asks for.
 
     Without a wish: the least peak, and the least recomputed time at it. Plans are trees of segments, each
@@ -29,14 +39,20 @@ def solve(graph: Graph, *, memory_budget: Budget | None = None, max_overhead: fl
         memory_budget: the least recomputed time such that the simulated peak of activations fits: bytes, a
             text such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain peak.
         max_overhead: the least peak with at most this share of the plain step's time recomputed.
+        solver: ``"optimal"`` or, to compare with, ``"none"`` (the plain model) or one of
+            :mod:`ogc.solver.reference`: ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only
+            ``"optimal"`` takes a wish.
 
     Returns:
-        The plan. If the plain model meets the wish, or nothing beats it, that is it (``plan.is_plain``).
+        The plan. If the plain model meets the wish, or nothing beats it, that is it (``plan.is_plain``). The
+        plan of a reference solver is returned even where the plain model needs less.
 
     Raises:
-        InputError: a wish is of the wrong kind, or both are given.
+        InputError: a wish is of the wrong kind, both are given, or the solver is unknown or takes no wish.
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
+    if solver != "optimal":
+        return _reference_plan(graph, solver, memory_budget is not None or max_overhead is not None)
     if memory_budget is not None and max_overhead is not None:
         raise InputError("give memory_budget or max_overhead, not both: each is bounded as the other allows")
     if max_overhead is not None and (isinstance(max_overhead, bool) or not max_overhead >= 0):
@@ -58,6 +74,16 @@ def solve(graph: Graph, *, memory_budget: Budget | None = None, max_overhead: fl
         found = search.least_peak()
     plan = make_plan(graph, found.segments, "optimal")
     return plan if plan.peak_bytes < plain.peak_bytes else plain
+
+
+def _reference_plan(graph: Graph, solver: str, has_wish: bool) -> Plan:
+    if solver not in SOLVERS:
+        raise InputError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, not {solver!r}")
+    if has_wish:
+        raise InputError(f"solver={solver!r} takes neither memory_budget nor max_overhead; only 'optimal' does")
+    if solver == "none" or not len(graph):
+        return plain_plan(graph)
+    return make_plan(graph, REFERENCES[solver](graph), solver)
 
 
 @dataclass(frozen=True)
