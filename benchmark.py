@@ -2,6 +2,7 @@
 
     python benchmark.py --arch resnet101 --device cuda:0
     python benchmark.py --arch resnet50 densenet121 --device cpu --batch-size 8 --json out.json
+    python benchmark.py --arch resnet50 --solver optimal chen feng-huang
 
 One step is a forward, ``sum().backward()``, with the parameters' gradients already allocated. Memory is the
 allocator's peak during a step less what was allocated before it. Published figures: Feng & Huang, "Optimal
@@ -32,6 +33,7 @@ import ogc
 from networks import NETWORKS
 from ogc.allocator import peak_bytes
 from ogc.graph import table
+from ogc.solver import SOLVERS
 
 MIB = 2**20
 CPU_BATCH_SIZE = 4
@@ -72,9 +74,10 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One architecture's result. Bytes, seconds, shares of the plain step."""
+    """One architecture's result with one solver. Bytes, seconds, shares of the plain step."""
 
     arch: str
+    solver: str
     device: str
     batch_size: int
     image_size: int
@@ -91,7 +94,7 @@ class Row:
     recomputed_segments: int
     parse_seconds: float
     solve_seconds: float
-    overhead_at_theirs: float | None  # recomputed time of the plan that fits into the published memory
+    overhead_at_theirs: float | None  # recomputed time of our plan that fits into the published memory
     published: dict[str, Any]
 
     @property
@@ -134,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = []
     for name in tqdm(options.arch, desc="architectures", disable=len(options.arch) == 1):
         try:
-            rows.append(_bench(name, device, options))
+            rows += _bench(name, device, options)
         except CheckFailed as failure:
             print(f"{name}: CHECK FAILED: {failure}", file=sys.stderr)
             return 1
@@ -164,6 +167,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=_positive, default=3, help="timed steps of each model, interleaved")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", choices=["auto", "estimate", "measure"], default="measure")
+    parser.add_argument(
+        "--solver", nargs="+", default=["optimal"], choices=SOLVERS, metavar="NAME",
+        help="a row for each of: " + ", ".join(SOLVERS) + "; budget and overhead hold for 'optimal' alone",
+    )  # fmt: skip
     wish = parser.add_mutually_exclusive_group()
     wish.add_argument("--memory-budget", type=_budget, help="bytes, '2GB', '512MiB' or a share of the plain peak")
     wish.add_argument("--max-overhead", type=float, help="default: the published overhead of the architecture")
@@ -171,6 +178,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.arch == ["all"]:
         options.arch = list(ARCHITECTURES)
+    if "optimal" not in options.solver and (options.memory_budget, options.max_overhead) != (None, None):
+        parser.error("--memory-budget and --max-overhead need 'optimal' among the solvers")
     return options
 
 
@@ -194,12 +203,14 @@ def _input_size(name: str, device: torch.device, options: argparse.Namespace) ->
     )
 
 
-def _bench(name: str, device: torch.device, options: argparse.Namespace) -> Row:
+def _bench(name: str, device: torch.device, options: argparse.Namespace) -> list[Row]:
+    """A row for each solver, all with the same model and graph."""
     batch_size, image_size = _input_size(name, device, options)
     torch.manual_seed(options.seed)
     model = _build(name).to(device).train()
     images = torch.randn(batch_size, 3, image_size, image_size, device=device)
-    with tqdm(total=3 + options.iterations, desc=f"{name}: parse", leave=False) as progress:
+    total = 1 + len(options.solver) * (2 + options.iterations)
+    with tqdm(total=total, desc=f"{name}: parse", leave=False) as progress:
 
         def stage(what: str) -> None:
             progress.update()
@@ -208,24 +219,43 @@ def _bench(name: str, device: torch.device, options: argparse.Namespace) -> Row:
         start = time.perf_counter()
         graph = ogc.parse(model, images, profile=options.profile)
         parse_seconds = time.perf_counter() - start
-        stage("solve")
-        start = time.perf_counter()
-        plan = _solve(graph, name, options)
-        solve_seconds = time.perf_counter() - start
-        theirs = ARCHITECTURES[name].theirs * MIB if _is_published(name, batch_size, image_size) else None
-        stage("check and memory")
-        optimised = ogc.apply(model, graph, plan)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        plain_peak, plain_flops, ogc_peak, ogc_flops = _check(model, optimised, images, options.seed, device)
-        plain_times, ogc_times = [], []
-        for number in range(options.iterations):
-            stage(f"timed step {number + 1}")
-            plain_times.append(_timed(model, images, device))
-            ogc_times.append(_timed(optimised, images, device))
+        rows = [_row(name, solver, model, images, graph, parse_seconds, options, stage) for solver in options.solver]
         progress.update()
+    return rows
+
+
+def _row(
+    name: str,
+    solver: str,
+    model: torch.nn.Module,
+    images: torch.Tensor,
+    graph: ogc.Graph,
+    parse_seconds: float,
+    options: argparse.Namespace,
+    stage: Callable[[str], None],
+) -> Row:
+    """Plan, check and time one solver's model beside the plain one."""
+    device, batch_size, image_size = images.device, images.shape[0], images.shape[-1]
+    stage(f"solve ({solver})")
+    start = time.perf_counter()
+    plan = _solve(graph, name, solver, options)
+    solve_seconds = time.perf_counter() - start
+    at_theirs = None
+    if solver == "optimal" and _is_published(name, batch_size, image_size):
+        at_theirs = ogc.solve(graph, memory_budget=ARCHITECTURES[name].theirs * MIB).overhead
+    stage("check and memory")
+    optimised = ogc.apply(model, graph, plan)
+    plain_peak, plain_flops, ogc_peak, ogc_flops = _check(model, optimised, images, options.seed, device)
+    plain_times, ogc_times = [], []
+    for number in range(options.iterations):
+        stage(f"timed step {number + 1}")
+        plain_times.append(_timed(model, images, device))
+        ogc_times.append(_timed(optimised, images, device))
     return Row(
         arch=name,
+        solver=solver,
         device=_device_name(device),
         batch_size=batch_size,
         image_size=image_size,
@@ -242,13 +272,15 @@ def _bench(name: str, device: torch.device, options: argparse.Namespace) -> Row:
         recomputed_segments=sum(row[3] == "recomputed" for row in plan.rows),
         parse_seconds=parse_seconds,
         solve_seconds=solve_seconds,
-        overhead_at_theirs=None if theirs is None else ogc.solve(graph, memory_budget=theirs).overhead,
+        overhead_at_theirs=at_theirs,
         published=asdict(ARCHITECTURES[name]),
     )
 
 
-def _solve(graph: ogc.Graph, name: str, options: argparse.Namespace) -> ogc.Plan:
-    """The plan that the options ask for; by default the least peak at no more than the published overhead."""
+def _solve(graph: ogc.Graph, name: str, solver: str, options: argparse.Namespace) -> ogc.Plan:
+    """The plan that the options ask for; by default our least peak at no more than the published overhead."""
+    if solver != "optimal":
+        return ogc.solve(graph, solver=solver)
     if options.memory_budget is not None:
         return ogc.solve(graph, memory_budget=options.memory_budget)
     if options.max_overhead is not None:
@@ -344,7 +376,7 @@ def _timed(model: torch.nn.Module, images: torch.Tensor, device: torch.device) -
 
 def _table(rows: list[Row]) -> str:
     header = [
-        "arch", "batch", "plain MiB", "ogc MiB", "cut", "plain s", "ogc s", "overhead", "by FLOPs",
+        "arch", "solver", "batch", "plain MiB", "ogc MiB", "cut", "plain s", "ogc s", "overhead", "by FLOPs",
         "predicted MiB", "error", "predicted overhead", "segments", "planning s",
         "published: plain", "theirs", "overhead",
     ]  # fmt: skip
@@ -356,6 +388,7 @@ def _cells(row: Row) -> list[str]:
     comparable = _is_published(row.arch, row.batch_size, row.image_size)
     return [
         row.arch,
+        row.solver,
         f"{row.batch_size}",
         f"{row.plain_bytes / MIB:.1f}",
         f"{row.ogc_bytes / MIB:.1f}",

@@ -25,6 +25,31 @@ def test_it_prints_a_table_and_writes_the_same_as_json(capsys, tmp_path):
     assert row["predicted_plain_bytes"] == pytest.approx(row["plain_bytes"], rel=0.03)
 
 
+def test_solvers_side_by_side(capsys, tmp_path):
+    path = tmp_path / "out.json"
+    names = ["optimal", "none", "chen", "feng-huang"]
+    assert benchmark.main([*SMALL, "--solver", *names, "--max-overhead", "0.3", "--json", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[-4:]] == [["resnet18", name] for name in names]
+    rows = {row["solver"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["optimal"]["ogc_bytes"] < rows["feng-huang"]["ogc_bytes"] < rows["none"]["ogc_bytes"]
+    for row in rows.values():
+        assert row["predicted_bytes"] == pytest.approx(row["ogc_bytes"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--solver", "best"], "invalid choice: 'best'"),
+        (["--solver", "chen", "--memory-budget", "0.5"], "need 'optimal' among the solvers"),
+    ],
+)
+def test_wrong_solvers_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main([*SMALL, *options])
+    assert message in capsys.readouterr().err
+
+
 def test_the_default_batch_on_cpu_is_small_and_the_output_says_so(capsys):
     assert benchmark.main(["--arch", "alexnet", "--device", "cpu", "--image-size", "64", "--iterations", "1"]) == 0
     assert "batch size 4 instead of the published ones" in capsys.readouterr().out
