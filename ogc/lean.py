@@ -137,7 +137,8 @@ class _BatchNorm(torch.autograd.Function):
         in_place = _is_ours(gradient)
         needs = ctx.needs_input_grad[:3]
         x, weight, mean, invstd = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        # A gradient that is not contiguous takes another kernel, which adds up in another order, in no more memory.
+        if torch.is_grad_enabled() or not gradient.is_contiguous():
             found = _batch_norm_backward(gradient, x, weight, mean, invstd, ctx.eps, needs)
             return (*found, *(None,) * 6)
         # Each part of the gradient is read before it is overwritten.
@@ -147,10 +148,11 @@ class _BatchNorm(torch.autograd.Function):
         for first in range(0, x.shape[1], step):
             part = slice(first, first + step)
             scale = None if weight is None else weight[part]
-            found = _batch_norm_backward(gradient[:, part], x[:, part], scale, mean[part], invstd[part], ctx.eps, needs)
+            given = gradient[:, part].contiguous(), x[:, part].contiguous()
+            found = _batch_norm_backward(*given, scale, mean[part], invstd[part], ctx.eps, needs)
             result[:, part] = found[0]
             of_weights.append(found[1:])
-            del found
+            del found, given
         joined = [torch.cat(parts) if parts[0] is not None else None for parts in zip(*of_weights, strict=True)]
         return (result, *joined, *(None,) * 6)
 
@@ -165,7 +167,7 @@ def _batch_norm_backward(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Any, ...]:
     found: tuple[Any, ...] = aten.native_batch_norm_backward.default(
-        gradient.contiguous(), x.contiguous(), weight, None, None, mean, invstd, True, eps, needs
+        gradient, x, weight, None, None, mean, invstd, True, eps, needs
     )
     return found
 

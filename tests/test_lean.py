@@ -87,6 +87,30 @@ def test_max_pool2d(settings):
     assert_same_bits(aten.max_pool2d.default, [x.contiguous(memory_format=torch.channels_last)], *settings)
 
 
+def concatenated(y):
+    """A loss whose gradient reaches ``y`` as a part of a larger one."""
+    return (torch.cat([y, y * 2], 1) ** 3).sum()
+
+
+def transposed(y):
+    """A loss whose gradient has another order of strides, and no gaps."""
+    weights = torch.randn(y.transpose(1, -1).shape, generator=torch.Generator().manual_seed(0))
+    return (y.transpose(1, -1) * weights).sum()
+
+
+@pytest.mark.parametrize("after", [concatenated, transposed, lambda y: y.mean((2, 3)).pow(2).sum()])
+@pytest.mark.parametrize("operator", [*ELEMENTWISE, *list(OPERATORS)[-3:]], ids=str)
+def test_a_gradient_that_is_not_contiguous(operator, after):
+    x, settings, weights = torch.randn(4, 12, 16, 16), (), []
+    if operator is aten.batch_norm.default:
+        weights, settings = [torch.rand(12), torch.rand(12)], (None, None, True, 0.1, 1e-5, True)
+    if operator is aten.convolution.default:
+        weights, settings = [torch.randn(6, 12, 3, 3), None], ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    if operator is aten.max_pool2d.default:
+        settings = ([3, 3], [2, 2])
+    assert_same_bits(operator, [x, *weights], *settings, after=after)
+
+
 @pytest.mark.parametrize("operator", [aten.relu.default, aten.batch_norm.default], ids=str)
 def test_a_gradient_that_somebody_holds_is_left_alone(operator):
     settings = (None, None, None, None, True, 0.1, 1e-5, True) if "norm" in str(operator) else ()
