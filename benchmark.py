@@ -38,6 +38,9 @@ from ogc.solver import SOLVERS
 MIB = 2**20
 CPU_BATCH_SIZE = 4
 
+SLICED_TOLERANCE = 1e-2
+"""Most by which a tensor may differ from the plain model's where the batch is sliced, relative to its largest entry."""
+
 
 @dataclass(frozen=True)
 class Published:
