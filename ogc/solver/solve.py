@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import InputError, SolveError
 from ..graph import Graph, table
@@ -65,14 +65,14 @@ def solve(
     if budget is not None:
         found = search.fastest(budget)
         if found is None:
-            raise SolveError(_infeasible(graph, make_plan(graph, search.least_peak().segments), budget))
+            raise SolveError(_infeasible(graph, make_plan(graph, search.least_peak().segments, plain=plain), budget))
     elif max_overhead is not None:
         found = search.within(max_overhead * graph.step_seconds)
         if found is None:
             return plain
     else:
         found = search.least_peak()
-    plan = make_plan(graph, found.segments, "optimal")
+    plan = make_plan(graph, found.segments, "optimal", plain=plain)
     return plan if plan.peak_bytes < plain.peak_bytes else plain
 
 
@@ -118,7 +118,7 @@ def frontier(graph: Graph, *, points: int = 24) -> Frontier:
     plain = plain_plan(graph)
     if not len(graph):
         return Frontier((plain,))
-    found = [make_plan(graph, candidate.segments, "optimal") for candidate in Search(graph).curve(points)]
+    found = [make_plan(graph, c.segments, "optimal", plain=plain) for c in Search(graph).curve(points)]
     return Frontier((*(plan for plan in found if plan.peak_bytes < plain.peak_bytes), plain))
 
 
@@ -178,12 +178,14 @@ def plain_plan(graph: Graph) -> Plan:
     )
 
 
-def make_plan(graph: Graph, segments: Sequence[Segment], solver: str = "by hand") -> Plan:
+def make_plan(graph: Graph, segments: Sequence[Segment], solver: str = "by hand", *, plain: Plan | None = None) -> Plan:
     """The plan of the given segments, weighed by the simulator.
 
     Args:
         graph: the weighted graph.
         segments: they cover the operations in order; see :func:`ogc.saved` and :func:`ogc.recomputed`.
+        solver: the name of what chose them.
+        plain: the plain plan of the same graph, if it is at hand.
 
     Raises:
         PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
@@ -191,16 +193,14 @@ def make_plan(graph: Graph, segments: Sequence[Segment], solver: str = "by hand"
     """
     segments = tuple(segments)
     cost = simulate(graph, segments)
-    return Plan(
+    return replace(
+        plain or plain_plan(graph),
         segments=segments,
         peak_bytes=cost.peak_bytes,
-        plain_peak_bytes=plain_peak(graph),
-        lower_bound=lower_bound(graph),
-        step_seconds=graph.step_seconds,
-        step_flops=graph.step_flops,
         recomputed_seconds=cost.recomputed_seconds,
         recomputed_flops=cost.recomputed_flops,
         solver=solver,
+        is_plain=False,
         rows=tuple(_rows(graph, Schedule(graph, segments), segments)),
     )
 
