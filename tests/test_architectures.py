@@ -86,6 +86,24 @@ def test_batch_4_is_below_the_reference_and_as_simulated(name):
     assert optimised.plan.peak_bytes == pytest.approx(peaks[1], rel=0.03)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet50", "densenet121", "inception_v3", "vgg16", "amoebanet_cifar10"])
+def test_points_of_the_frontier_hold_when_measured(name):
+    model, x = benchmark._build(name), images(name, 4)
+    graph = ogc.parse(model, x, profile="measure")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    plans = [plan for plan in ogc.frontier(graph).plans if not plan.is_plain]
+    assert len(plans) >= 10
+    assert any(part.depth > 1 for plan in plans for part in plan.segments)
+    errors = []
+    for plan in plans:
+        optimised = ogc.apply(model, graph, plan)
+        errors.append(plan.peak_bytes / peak_bytes(lambda: benchmark._step(optimised, x), "cpu") - 1)  # noqa: B023
+    print(f"{name}: {len(plans)} points, error {min(errors):+.2%} to {max(errors):+.2%}")
+    assert max(map(abs, errors)) <= 0.03
+
+
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row["arch"])
 def test_committed_results_are_consistent(row):
     """Prediction within 3 % of the allocator, overhead by profile and by FLOPs within the published one."""
