@@ -94,6 +94,8 @@ class Estimator:
     def _sliced(self, stretch: Sliced, args: Any, record: Record) -> Weights:
         meter = _Meter(self.rates, kernel_copies=self.device.type == "cpu")
         weights = self._run(stretch.with_plain_operators(), *pytree.tree_flatten((args, {})), False, meter)
+        if not weights.gradients:
+            return weights
         return replace(
             weights,
             backward_seconds=weights.backward_seconds - weights.forward_seconds,
