@@ -1,6 +1,8 @@
 """Optimal gradient checkpointing for PyTorch: the same model in a fraction of the activation memory."""
 
-from .errors import InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
+from .builder import GraphBuilder
+from .check import Difference, Report, check
+from .errors import CheckError, InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
 from .graph import Graph, Operation, Value
 from .optimize import apply, optimize
 from .parser import parse
@@ -11,8 +13,11 @@ from .solver import Frontier, frontier, make_plan, simulate, solve
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckError",
+    "Difference",
     "Frontier",
     "Graph",
+    "GraphBuilder",
     "InputError",
     "OgcError",
     "Operation",
@@ -20,10 +25,12 @@ __all__ = [
     "Plan",
     "PlanError",
     "ReplayError",
+    "Report",
     "Segment",
     "SolveError",
     "Value",
     "apply",
+    "check",
     "frontier",
     "make_plan",
     "optimize",

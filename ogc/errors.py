@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+log = logging.getLogger(__name__)
+
 
 class OgcError(Exception):
     """Root of every error that ``ogc`` raises itself."""
@@ -25,3 +29,15 @@ class PlanError(OgcError):
 
 class ReplayError(OgcError):
     """A segment cannot be recomputed as it ran in the forward pass."""
+
+
+class CheckError(OgcError):
+    """An optimized model computed something else than the plain one."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Say more about an error that is not ours."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        log.error(note)

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from .check import check
 from .errors import InputError, PlanError
 from .graph import Graph
-from .parser import parse
+from .parser import ParseGraph, parse
+from .parser.parse import call_arguments
 from .plan import Plan
 from .runtime import optimized_module
 from .slicing import slice_batch
@@ -22,11 +24,13 @@ def optimize(
     model: torch.nn.Module,
     sample_input: Any,
     *,
+    parse_graph: ParseGraph | bool | None = None,
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
     solver: str = "optimal",
     profile: str = "auto",
     batch_slices: int = 1,
+    verify: bool = False,
 ) -> torch.nn.Module:
     """The same model with less activation memory: the least there is, or as much less as is asked for.
 
@@ -35,6 +39,7 @@ def optimize(
             parameters, buffers and submodules with the result.
         sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments, shaped like
             a training batch and on the model's device.
+        parse_graph: a function that returns a graph of the model made by hand; see :func:`ogc.parse`.
         memory_budget: recompute as little as possible such that the activations' peak fits: bytes, a text
             such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
         max_overhead: the least peak with at most this share of a plain step's time recomputed.
@@ -44,6 +49,8 @@ def optimize(
         batch_slices: allow stretches of convolutions, activations, pooling, linear layers and layer norms to
             run in so many slices of the batch where that makes the plan better. Results then differ from
             the plain model's by rounding: sums over the batch are added up in another order.
+        verify: run the result beside the plain model on the sample input (see :func:`ogc.check`). That takes
+            the time and the memory of a plain step.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -55,20 +62,27 @@ def optimize(
         InputError: an argument is of the wrong kind; the message says what was expected.
         ParseError: the forward cannot be represented faithfully; the message names file and line.
         SolveError: nothing fits the budget; the message says what would.
+        CheckError: with ``verify``, where the result differs from the plain model.
     """
     if isinstance(batch_slices, bool) or not isinstance(batch_slices, int) or batch_slices < 1:
         raise InputError(f"batch_slices must be a number of slices, 1 for none, not {batch_slices!r}")
     if batch_slices > 1 and solver != "optimal":
         raise InputError(f"solver={solver!r} does not slice the batch; only 'optimal' does")
-    graph = parse(model, sample_input, profile=profile)
+    if verify and batch_slices > 1:
+        raise InputError("verify=True compares bit by bit, but a sliced batch is equal up to rounding only")
+    graph = parse(model, sample_input, parse_graph=parse_graph, profile=profile)
     wish: dict[str, Any] = {"memory_budget": memory_budget, "max_overhead": max_overhead}
     if batch_slices > 1:
-        graph, plan = slice_batch(model, sample_input, graph, slices=batch_slices, **wish)
+        graph, plan = slice_batch(model, sample_input, graph, slices=batch_slices, parse_graph=parse_graph, **wish)
     else:
         plan = solve(graph, solver=solver, **wish)
     if plan.is_plain and memory_budget is None and solver != "none":
         log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
-    return apply(model, graph, plan)
+    optimized = apply(model, graph, plan)
+    if verify:
+        args, kwargs = call_arguments(sample_input)
+        check(model, optimized, *args, **kwargs).raise_if_different()
+    return optimized
 
 
 def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:

@@ -9,7 +9,7 @@ import torch
 
 from .errors import SolveError
 from .graph import Graph
-from .parser import parse
+from .parser import ParseGraph, parse
 from .plan import Plan
 from .solver import Budget, plain_plan, simulate, solve
 
@@ -31,6 +31,7 @@ def slice_batch(
     graph: Graph,
     *,
     slices: int,
+    parse_graph: ParseGraph | bool | None = None,
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
 ) -> tuple[Graph, Plan]:
@@ -45,6 +46,7 @@ def slice_batch(
         sample_input: the same as for ``graph``.
         graph: from :func:`ogc.parse`, without slices.
         slices: into how many parts a stretch divides the batch.
+        parse_graph: the same as for ``graph``.
         memory_budget: as for :func:`ogc.solve`.
         max_overhead: as for :func:`ogc.solve`.
 
@@ -58,7 +60,9 @@ def slice_batch(
         nonlocal failure
         found = graph
         if stretches:
-            found = parse(model, sample_input, profile=profile, stretches=stretches, slices=slices)
+            found = parse(
+                model, sample_input, parse_graph=parse_graph, profile=profile, stretches=stretches, slices=slices
+            )
             found = replace(found, plain_peak_bytes=plain_peak)
         try:
             plan = solve(found, memory_budget=memory_budget, max_overhead=max_overhead)

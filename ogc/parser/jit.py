@@ -8,7 +8,6 @@ scripted code, in-place writes without gradients.
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
 import re
@@ -26,10 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..errors import ParseError
+from ..errors import OgcError, ParseError, add_note
 from ..program import TENSOR, InputSpec, OutputSpec
-
-log = logging.getLogger(__name__)
 
 _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _PLACE = re.compile(r"^\s*(\S.*?)\((\d+)\): ", re.MULTILINE)  # in the tracer's call stacks
@@ -76,10 +73,16 @@ class Traced:
     constants: dict[str, torch.Tensor]
     output_spec: OutputSpec
     outputs: list[torch.Tensor]
+    requires_grad: list[bool]  # of each output
 
 
-def trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) -> Traced:
-    """Run ``model`` once on ``tensors`` and return what it computed.
+def trace(
+    model: torch.nn.Module,
+    spec: InputSpec,
+    tensors: list[torch.Tensor],
+    forward: Callable[..., Any] | None = None,
+) -> Traced:
+    """Run ``model``, or ``forward`` in its place, once on ``tensors`` and return what it computed.
 
     Gradients are on, but nothing is saved for a backward: memory is that of inference.
 
@@ -93,13 +96,12 @@ def trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) 
             f"module {scripted[0]} is a torch.jit.ScriptModule, which cannot be replayed operation by operation; "
             "put the eager module that it was made from in its place"
         )
-    flat = _Flat(model, spec)
+    flat = FlatForward(model.forward if forward is None else forward, spec)
     watch = _Watch()
     state = dict(chain(model.named_parameters(), model.named_buffers()))
     with (
         warnings.catch_warnings(),
-        saved_tensors_hooks(lambda tensor: None, _never_unpacked),
-        torch.enable_grad(),
+        nothing_saved(),
         _without_jit_autocast(),
         _module_scopes(model),
         watch,
@@ -118,7 +120,7 @@ def trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) 
     assert flat.output_spec is not None
     lowering = _Lowering(state, watch)
     lowering.run(jit_graph)
-    return Traced(lowering.graph, lowering.constants, flat.output_spec, flat.outputs)
+    return Traced(lowering.graph, lowering.constants, flat.output_spec, flat.outputs, flat.requires_grad)
 
 
 @contextmanager
@@ -142,29 +144,35 @@ def _without_jit_autocast() -> Iterator[None]:
         torch._C._jit_set_autocast_mode(before)
 
 
+@contextmanager
+def nothing_saved() -> Iterator[None]:
+    """Gradients are on, but nothing is kept for a backward: memory is that of inference."""
+    with saved_tensors_hooks(lambda tensor: None, _never_unpacked), torch.enable_grad():
+        yield
+
+
 def _never_unpacked(packed: object) -> torch.Tensor:
     raise ParseError("the model runs a backward pass inside its forward, which cannot be traced")
 
 
-class _Flat:
-    """The model as a function of a flat list of tensors."""
+class FlatForward:
+    """A forward as a function of a flat list of tensors. It remembers what it returned."""
 
-    def __init__(self, model: torch.nn.Module, spec: InputSpec) -> None:
-        self.model = model
+    def __init__(self, forward: Callable[..., Any], spec: InputSpec) -> None:
+        self.forward = forward
         self.spec = spec
         self.output_spec: OutputSpec | None = None
         self.outputs: list[torch.Tensor] = []
+        self.requires_grad: list[bool] = []
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = self.spec.rebuild(list(tensors))
         try:
-            result = self.model.forward(*args, **kwargs)
+            result = self.forward(*args, **kwargs)
+        except OgcError:
+            raise
         except Exception as error:
-            note = "ogc: this error was raised by the model's own forward on the sample input."
-            if hasattr(error, "add_note"):
-                error.add_note(note)
-            else:  # Python 3.10
-                log.error(note)
+            add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
             raise
         leaves, tree = pytree.tree_flatten(result)
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -172,6 +180,7 @@ class _Flat:
             raise ParseError("the model's forward returns no tensor; there is nothing to train")
         self.output_spec = OutputSpec(tree, tuple(TENSOR if isinstance(x, torch.Tensor) else x for x in leaves))
         self.outputs = [tensor.detach() for tensor in outputs]
+        self.requires_grad = [tensor.requires_grad for tensor in outputs]
         return tuple(outputs)
 
 
@@ -185,7 +194,7 @@ class _Watch(TorchFunctionMode):
         self.convolution_grad: list[bool] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", "")
+        name = getattr(function, "__name__", "").partition(".")[0]  # of an overload such as add_.Tensor: add_
         if name in _NUMBER_METHODS and args and _depends_on_data(args[0]):
             self.numbers.append(f"{name.strip('_')}() of a tensor at {_user_line()}")
         if name in _CONVOLUTIONS:

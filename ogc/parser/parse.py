@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from ..compare import difference, same_bits
 from ..errors import InputError, ParseError
 from ..graph import Graph, Operation, Value
 from ..lean import lean_operator
 from ..program import InputSpec, Program, TensorRef
+from .custom import CustomForward, ParseGraph, custom_forward
 from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
-from .jit import Traced, trace
+from .jit import FlatForward, Traced, nothing_saved, trace
 from .measure import Measurer
 from .observe import Observation, Record, observe, untouched
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
@@ -28,6 +30,7 @@ def parse(
     model: torch.nn.Module,
     sample_input: Any,
     *,
+    parse_graph: ParseGraph | bool | None = None,
     profile: str = "auto",
     device: torch.device | str | None = None,
     stretches: Sequence[Stretch] = (),
@@ -42,6 +45,11 @@ def parse(
     Args:
         model: any module; it is parsed as it stands (training flags, dtypes, device).
         sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+        parse_graph: ``parse_graph(model, *inputs)`` returns a graph made by hand, to be parsed instead of the
+            forward: a ``torch.fx.Graph`` or ``GraphModule``, a ``torch.export.ExportedProgram``, an
+            :class:`ogc.GraphBuilder`, or the published ``(networkx.MultiDiGraph, source, target)``. It must
+            give bitwise what the forward gives. Without it the model's own method of that name is used if
+            there is one; with False the forward all the same.
         profile: ``"estimate"`` finds the weights from shapes, ``"measure"`` times each operation on the
             device, ``"auto"`` measures on CUDA and estimates elsewhere.
         device: weigh for this device instead of the model's own; it need not exist here (implies
@@ -55,7 +63,7 @@ def parse(
 
     Raises:
         InputError: an argument is of the wrong kind or on another device than the model.
-        ParseError: the forward cannot be represented faithfully.
+        ParseError: the forward cannot be represented faithfully, or the graph made by hand is not the model's.
     """
     check_model(model)
     args, kwargs = call_arguments(sample_input)
@@ -64,10 +72,14 @@ def parse(
     target = torch.device(device) if device is not None else home
     kind = _profile_kind(profile, home, target)
     with untouched(model):
-        traced = _trace(model, spec, tensors)
+        custom = custom_forward(model, parse_graph, *spec.rebuild(_copies(tensors)))
+    with untouched(model):
+        traced = _trace(model, spec, tensors, custom)
         make_lean(traced.graph, target)
         slice_stretches(traced.graph, stretches, slices)
         after_trace = _state(model)
+    if custom is not None:
+        traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
     profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
     weights: list[Weights] = []
     samplewise: list[bool] = []
@@ -139,7 +151,9 @@ def _profile_kind(profile: str, home: torch.device, target: torch.device) -> str
     return ("measure" if home.type == "cuda" else "estimate") if profile == "auto" else profile
 
 
-def _trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) -> Traced:
+def _trace(
+    model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor], forward: CustomForward | None
+) -> Traced:
     hooked = [name or "the model" for name, m in model.named_modules() if _has_hooks(m, is_root=m is model)]
     if hooked:
         raise ParseError(
@@ -147,7 +161,7 @@ def _trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor])
             "remove them, or optimize the model before they are registered on the result"
         )
     buffers = dict(model.named_buffers())
-    traced = trace(model, spec, _copies(tensors))
+    traced = trace(model, spec, _copies(tensors), forward)
     replaced = [name for name, buffer in model.named_buffers() if buffers.get(name) is not buffer]
     if replaced:
         raise ParseError(
@@ -155,6 +169,35 @@ def _trace(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor])
             "update it in place (copy_, add_, mul_) instead"
         )
     return traced
+
+
+def _check_custom(
+    model: torch.nn.Module,
+    custom: CustomForward,
+    spec: InputSpec,
+    tensors: list[torch.Tensor],
+    traced: Traced,
+    after_trace: list[torch.Tensor],
+) -> Traced:
+    """A graph made by hand must do what the model's forward does. Its outputs get the forward's structure."""
+    plain = FlatForward(model.forward, spec)
+    with untouched(model), nothing_saved():
+        plain(*_copies(tensors))
+        after_plain = _state(model)
+    if len(traced.outputs) != len(plain.outputs):
+        raise ParseError(
+            f"the graph gives {len(traced.outputs)} output tensors, the model's forward {len(plain.outputs)}"
+        )
+    for number, (ours, theirs) in enumerate(zip(traced.outputs, plain.outputs, strict=True)):
+        where = f"{custom.output_label(number)} gives another output {number} than the model's forward"
+        if not same_bits(ours, theirs):
+            raise ParseError(f"{where}: {difference(ours, theirs)}")
+        if traced.requires_grad[number] != plain.requires_grad[number]:
+            raise ParseError(f"{where}: only one of the two requires grad")
+    if not all(same_bits(a, b) for a, b in zip(after_trace, after_plain, strict=True)):
+        raise ParseError("the graph leaves other buffers or random state than the model's forward")
+    assert plain.output_spec is not None
+    return replace(traced, output_spec=plain.output_spec)
 
 
 def make_lean(graph: torch.fx.Graph, device: torch.device) -> None:
@@ -196,13 +239,6 @@ def _check_same(
             )
     if not all(same(a, b) for a, b in zip(after_trace, after_program, strict=True)):
         raise ParseError("replaying the traced program leaves other buffers or random state than the model's forward")
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal in shape, dtype and content, NaN being equal to NaN."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return bool(torch.equal(a, b)) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,0 +1,294 @@
+"""Graphs made by hand (``parse_graph=``): whatever form they come in, a :class:`CustomForward` runs them.
+
+It takes the place of the model's forward in front of the tracer, so that the rest of the way is one and
+the same: its operators are traced, observed and weighed like those of any model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import networkx as nx
+import torch
+from torch.fx.node import Node, map_arg
+from torch.utils import _pytree as pytree
+
+from ..builder import GraphBuilder, label_of
+from ..errors import InputError, OgcError, ParseError, add_note
+from ..program import attribute
+
+ParseGraph = Callable[..., Any]
+
+FORMS = (
+    "a torch.fx.Graph or GraphModule, a torch.export.ExportedProgram, an ogc.GraphBuilder, or "
+    "(networkx.MultiDiGraph, source, target)"
+)
+
+
+class CustomForward:
+    """A graph made by hand, called like the model's forward. It has been checked for structure.
+
+    Args:
+        model: the model that it is a graph of.
+        graph: the program, each node in front of those that use it.
+        root: where the targets of its nodes are found, the model or a GraphModule around parts of it.
+        signature: how arguments become its inputs; by default each placeholder is one.
+
+    Raises:
+        ParseError: the graph is no program, or uses parameters that are not the model's.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        graph: torch.fx.Graph,
+        root: torch.nn.Module | None = None,
+        signature: inspect.Signature | None = None,
+    ) -> None:
+        self.graph = graph
+        self.root = model if root is None else root
+        self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self.signature = signature or _signature(self.inputs)
+        self._check_order()
+        self._check_targets(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph, node by node.
+
+        Raises:
+            ParseError: a node cannot be run; the message names it.
+        """
+        values = self._bind(args, kwargs)
+        users = {node: len(node.users) for node in self.graph.nodes}
+        for node in self.graph.nodes:
+            if node.op == "output":
+                return map_arg(node.args[0], values.__getitem__)
+            if node.op != "placeholder":
+                result = self._run(node, values)
+                if node.users:
+                    values[node] = result
+            for used in node.all_input_nodes:
+                users[used] -= 1
+                if not users[used]:
+                    del values[used]
+        raise AssertionError("the graph was checked to have an output")
+
+    def output_label(self, number: int) -> str:
+        """What messages call the node that gives output tensor ``number``."""
+        (output,) = self.graph.find_nodes(op="output")
+        nodes = [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, Node)]
+        return label_of(nodes[number] if number < len(nodes) else output)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Node, Any]:
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ParseError(f"the graph takes {self.signature}, the sample input does not fit: {error}") from None
+        bound.apply_defaults()
+        given = self.graph.process_inputs(*bound.arguments.values())
+        if len(given) != len(self.inputs):
+            raise ParseError(f"the graph takes {len(self.inputs)} inputs, the sample input gives {len(given)}")
+        return dict(zip(self.inputs, given, strict=True))
+
+    def _run(self, node: Node, values: dict[Node, Any]) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        try:
+            if node.op == "get_attr":
+                return attribute(self.root, str(node.target))
+            if node.op == "call_module":
+                return attribute(self.root, str(node.target))(*args, **kwargs)
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        except OgcError:
+            raise
+        except Exception as error:
+            raise ParseError(f"{label_of(node)} of the graph raises {type(error).__name__}: {error}") from error
+
+    def _check_order(self) -> None:
+        seen: set[Node] = set()
+        from_inputs: set[Node] = set(self.inputs)
+        for node in self.graph.nodes:
+            for used in node.all_input_nodes:
+                if used.graph is not self.graph:
+                    raise ParseError(f"{label_of(node)} uses {label_of(used)}, which belongs to another graph")
+                if used not in seen:
+                    raise ParseError(
+                        f"{label_of(node)} uses {label_of(used)} before it is computed: the graph has a cycle or is "
+                        "out of order"
+                    )
+            seen.add(node)
+            if not from_inputs.isdisjoint(node.all_input_nodes):
+                from_inputs.add(node)
+        outputs = self.graph.find_nodes(op="output")
+        if not outputs:
+            raise ParseError("the graph has no output node; end it with one")
+        if outputs[0] not in from_inputs:
+            raise ParseError("the output of the graph does not depend on its inputs")
+
+    def _check_targets(self, model: torch.nn.Module) -> None:
+        own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
+        for node in self.graph.nodes:
+            used: list[Any] = [node.target, *pytree.tree_leaves((node.args, node.kwargs))]
+            if node.op in ("get_attr", "call_module"):
+                try:
+                    used.append(attribute(self.root, str(node.target)))
+                except AttributeError as error:
+                    raise ParseError(f"{label_of(node)} stands for '{node.target}': {error}") from None
+            for thing in used:
+                foreign = _foreign(thing, own)
+                if foreign:
+                    raise ParseError(
+                        f"{label_of(node)} uses {foreign}, which is not the model's; the optimized model trains and "
+                        "saves its own parameters and buffers only, so make it part of the model"
+                    )
+
+
+def custom_forward(
+    model: torch.nn.Module, parse_graph: ParseGraph | bool | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CustomForward | None:
+    """What ``parse_graph``, or else the model's own method of that name, makes of the model; None without either.
+
+    Raises:
+        InputError: ``parse_graph`` is no function, or what it returns is no graph.
+        ParseError: the graph is not one of this model.
+        Exception: whatever ``parse_graph`` raises, with a note saying so.
+    """
+    if parse_graph is None or parse_graph is True:
+        own = getattr(type(model), "parse_graph", None)
+        if own is None and parse_graph:
+            raise InputError(f"parse_graph=True, but {type(model).__name__} has no method parse_graph")
+        parse_graph = own
+    if parse_graph is None or parse_graph is False:
+        return None
+    if not callable(parse_graph):
+        raise InputError(f"parse_graph must be a function of the model and its inputs, not {parse_graph!r}")
+    try:
+        made = parse_graph(model, *args, **kwargs)
+    except Exception as error:
+        add_note(error, "ogc: this error was raised by parse_graph on the sample input.")
+        raise
+    return _forward_of(model, made, args, kwargs)
+
+
+def _forward_of(model: torch.nn.Module, made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CustomForward:
+    if isinstance(made, torch.export.ExportedProgram):
+        made = made.module(check_guards=False)
+    if isinstance(made, torch.fx.GraphModule):
+        return CustomForward(model, made.graph, made, inspect.signature(made.forward))
+    if isinstance(made, torch.fx.Graph):
+        return CustomForward(model, made)
+    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nx.DiGraph):
+        made = _from_networkx(model, *made, args, kwargs)
+    if isinstance(made, GraphBuilder):
+        if not made.is_complete:
+            raise ParseError("the GraphBuilder that parse_graph returned has no output; end it with .output(...)")
+        return CustomForward(model, made.graph)
+    described = f"({', '.join(type(x).__name__ for x in made)})" if isinstance(made, tuple) else type(made).__name__
+    raise InputError(f"parse_graph must return {FORMS}; it returned {described}")
+
+
+def _signature(inputs: list[Node]) -> inspect.Signature:
+    """The arguments that placeholders stand for; their own arguments are default values."""
+    kinds = {0: inspect.Parameter.POSITIONAL_OR_KEYWORD, 1: inspect.Parameter.VAR_POSITIONAL}
+    parameters = []
+    for node in inputs:
+        stars = len(str(node.target)) - len(str(node.target).lstrip("*"))
+        default = node.args[0] if node.args else inspect.Parameter.empty
+        kind = kinds.get(stars, inspect.Parameter.VAR_KEYWORD)
+        parameters.append(inspect.Parameter(str(node.target).lstrip("*"), kind, default=default))
+    return inspect.Signature(parameters)
+
+
+def _foreign(thing: Any, own: set[int]) -> str:
+    """A parameter or buffer in use that is not among the model's, in words; else nothing."""
+    if isinstance(thing, torch.nn.Module):
+        for name, tensor in chain(thing.named_parameters(), thing.named_buffers()):
+            if id(tensor) not in own:
+                return f"'{name}' of a {type(thing).__name__}"
+    elif isinstance(thing, torch.Tensor) and thing.requires_grad and id(thing) not in own:
+        return f"a tensor of shape {tuple(thing.shape)} that requires grad"
+    return ""
+
+
+def _from_networkx(
+    model: torch.nn.Module, dag: Any, source: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> GraphBuilder:
+    """The published form (Feng & Huang, 2021): vertices are values, an edge applies its ``module`` to its tail.
+
+    A vertex with a ``transition`` is that function of the list of its edges' results, in the order of
+    ``transition_input_order``, a list of (tail, key) or of tails; without it their sum, in the order in
+    which the edges were added. Costs are not read: all operations are weighed here.
+    """
+    if len(args) + len(kwargs) != 1:
+        raise ParseError(
+            f"a graph with one source takes one input, the sample input has {len(args) + len(kwargs)}; use "
+            "ogc.GraphBuilder for several"
+        )
+    dag = nx.MultiDiGraph(dag)
+    _check_dag(dag, source, target)
+    build = GraphBuilder(model)
+    values = {source: build.input(next(iter(kwargs), "input"))}
+    position = {vertex: number for number, vertex in enumerate(dag)}
+    for vertex in nx.lexicographical_topological_sort(dag, position.__getitem__):
+        if vertex != source:
+            values[vertex] = _vertex(build, dag, vertex, values)
+    return build.output(values[target])
+
+
+def _check_dag(dag: nx.MultiDiGraph, source: Any, target: Any) -> None:
+    for role, vertex in (("source", source), ("target", target)):
+        if vertex not in dag:
+            raise ParseError(f"the {role} {vertex!r} is not a node of the graph")
+    if source == target:
+        raise ParseError(f"source and target are the same node {source!r}")
+    if not nx.is_directed_acyclic_graph(dag):
+        around = [edge[0] for edge in nx.find_cycle(dag)]
+        raise ParseError(f"the graph has a cycle: {' -> '.join(map(repr, [*around, around[0]]))}")
+    reached, leading = nx.descendants(dag, source) | {source}, nx.ancestors(dag, target) | {target}
+    for vertex in dag:
+        if vertex not in reached:
+            raise ParseError(f"node {vertex!r} cannot be reached from the source {source!r}")
+        if vertex not in leading:
+            raise ParseError(f"node {vertex!r} does not lead to the target {target!r}")
+
+
+def _vertex(build: GraphBuilder, dag: nx.MultiDiGraph, vertex: Any, values: dict[Any, Node]) -> Node:
+    results = {}
+    for tail, _, key, data in dag.in_edges(vertex, keys=True, data=True):
+        edge = f"edge {tail!r} -> {vertex!r}" + (f" ({key!r})" if key else "")
+        if data.get("module") is None:
+            raise ParseError(f"{edge} has no module; give it torch.nn.Identity() if it only carries its value on")
+        results[tail, key] = build.labelled_call(edge, data["module"], (values[tail],), {})
+    node = dag.nodes[vertex]
+    ordered = _ordered(vertex, results, node.get("transition_input_order"))
+    if node.get("transition") is not None:
+        return build.labelled_call(f"node {vertex!r}", node["transition"], (ordered,), {})
+    total = ordered[0]
+    for more in ordered[1:]:
+        total = build.labelled_call(f"node {vertex!r}", torch.add, (total, more), {})
+    return total
+
+
+def _ordered(vertex: Any, results: dict[tuple[Any, Any], Node], order: list[Any] | None) -> list[Node]:
+    if order is None:
+        return list(results.values())
+    tails = {tail: (tail, key) for tail, key in results}
+    edges = [entry if _is_key(entry, results) else tails.get(entry) for entry in order]
+    if None in edges:
+        unknown = order[edges.index(None)]
+        raise ParseError(
+            f"node {vertex!r}: transition_input_order names {unknown!r}, but the edges into it come from "
+            f"{', '.join(map(repr, results))} (tail, key)"
+        )
+    for edge in results:
+        if edge not in edges:
+            raise ParseError(f"node {vertex!r}: transition_input_order leaves out the edge from {edge!r} (tail, key)")
+    return [results[edge] for edge in edges if edge is not None]
+
+
+def _is_key(entry: Any, results: dict[tuple[Any, Any], Node]) -> bool:
+    return isinstance(entry, tuple) and entry in results
