@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ..builder import GraphBuilder, label_of
 from ..errors import InputError, OgcError, ParseError, add_note
 from ..program import attribute
+from .jit import scope
 
 ParseGraph = Callable[..., Any]
 
@@ -56,7 +57,7 @@ class CustomForward:
         self._check_targets(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph, node by node.
+        """Run the graph, node by node, while it is being traced.
 
         Raises:
             ParseError: a node cannot be run; the message names it.
@@ -67,7 +68,8 @@ class CustomForward:
             if node.op == "output":
                 return map_arg(node.args[0], values.__getitem__)
             if node.op != "placeholder":
-                result = self._run(node, values)
+                with scope(label_of(node).replace("/", "_")):
+                    result = self._run(node, values)
                 if node.users:
                     values[node] = result
             for used in node.all_input_nodes:
@@ -106,7 +108,8 @@ class CustomForward:
         except OgcError:
             raise
         except Exception as error:
-            raise ParseError(f"{label_of(node)} of the graph raises {type(error).__name__}: {error}") from error
+            text = str(error).partition("\n")[0]
+            raise ParseError(f"{label_of(node)} of the graph raises {type(error).__name__}: {text}") from error
 
     def _check_order(self) -> None:
         seen: set[Node] = set()

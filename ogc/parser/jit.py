@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ from torch.utils import _pytree as pytree
 from ..errors import OgcError, ParseError, add_note
 from ..program import TENSOR, InputSpec, OutputSpec
 
-_NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_OWN_CODE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, _OWN_CODE)
 _PLACE = re.compile(r"^\s*(\S.*?)\((\d+)\): ", re.MULTILINE)  # in the tracer's call stacks
 _NUMBER_METHODS = {"__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy"}
 _CONVOLUTIONS = {"convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))}
@@ -132,6 +133,17 @@ def _module_scopes(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.jit._trace._trace_module_map = before
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Operators traced inside are said to come from ``name``, unless they come from a module."""
+    state = torch._C._get_tracing_state()
+    state.push_scope(name)
+    try:
+        yield
+    finally:
+        state.pop_scope()
 
 
 @contextmanager
@@ -438,7 +450,8 @@ def _resolve(schema_text: str) -> tuple[Any, list[Any]]:
 def _origin(node: Any) -> dict[str, str]:
     """Module path and source line of a jit node."""
     module = node.scopeName().rsplit("/", 1)[-1]
-    places = _PLACE.findall(node.sourceRange())
+    # Innermost first; outside of our own frames is the caller, not the model.
+    places = list(takewhile(lambda place: not place[0].startswith(_OWN_CODE), _PLACE.findall(node.sourceRange())))
     user = [place for place in places if not place[0].startswith(_NOT_USER_CODE)] or places
     source = f"{os.path.basename(user[0][0])}:{user[0][1]}" if user else ""
     return {"module": module, "source": source}
