@@ -18,7 +18,7 @@ def test_examples_run(number):
 
 
 def test_there_are_examples_and_two_commands():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     assert len(re.findall(r"```bash\n", TEXT)) == 2
 
 

@@ -220,8 +220,8 @@ class _Watch(TorchFunctionMode):
             raise ParseError(
                 f"the forward reads numbers out of tensors: {'; '.join(dict.fromkeys(self.numbers))}. What it "
                 "computes then depends on the data, and a plan for the sample input would be wrong for other "
-                "data. Replace the branch or loop by tensor operations (torch.where, masks), or optimize the "
-                "submodules around it instead."
+                "data. Replace the branch or loop by tensor operations (torch.where, masks), optimize the "
+                "submodules around it instead, or write down what is computed with parse_graph=."
             )
         if self.writes_without_grad:
             raise ParseError(
