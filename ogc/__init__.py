@@ -1,7 +1,7 @@
 """Optimal gradient checkpointing for PyTorch: the same model in a fraction of the activation memory."""
 
 from .builder import GraphBuilder
-from .check import Difference, Report, check
+from .check import CheckReport, Difference, check
 from .errors import CheckError, InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
 from .graph import Graph, Operation, Value
 from .optimize import apply, optimize
@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckError",
+    "CheckReport",
     "Difference",
     "Frontier",
     "Graph",
@@ -25,7 +26,6 @@ __all__ = [
     "Plan",
     "PlanError",
     "ReplayError",
-    "Report",
     "Segment",
     "SolveError",
     "Value",

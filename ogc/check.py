@@ -35,7 +35,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """What :func:`check` found; true if nothing differs.
 
     Attributes:
@@ -82,7 +82,7 @@ class Report:
             raise CheckError(str(self))
 
 
-def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **named_inputs: Any) -> Report:
+def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **named_inputs: Any) -> CheckReport:
     """Run one forward and backward of both models from the same state and compare everything bit by bit.
 
     Compared are the outputs, the gradients of all parameters and of inputs that require grad, the buffers,
@@ -108,9 +108,9 @@ def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **na
     plain = _results(model, optimized, model, call)
     found = _differences(_results(model, optimized, optimized, call), plain)
     if not found:
-        return Report(len(plain), ())
+        return CheckReport(len(plain), ())
     again = _differences(_results(model, optimized, model, call), plain)
-    return Report(len(plain), tuple(found), is_deterministic=not again)
+    return CheckReport(len(plain), tuple(found), is_deterministic=not again)
 
 
 def _check_comparable(model: torch.nn.Module, optimized: torch.nn.Module) -> None:

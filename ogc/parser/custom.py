@@ -162,9 +162,9 @@ def custom_forward(
     """
     if parse_graph is None or parse_graph is True:
         own = getattr(type(model), "parse_graph", None)
-        if own is None and parse_graph:
+        if not callable(own) and parse_graph:
             raise InputError(f"parse_graph=True, but {type(model).__name__} has no method parse_graph")
-        parse_graph = own
+        parse_graph = own if callable(own) else None
     if parse_graph is None or parse_graph is False:
         return None
     if not callable(parse_graph):

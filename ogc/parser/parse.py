@@ -194,8 +194,10 @@ def _check_custom(
             raise ParseError(f"{where}: {difference(ours, theirs)}")
         if traced.requires_grad[number] != plain.requires_grad[number]:
             raise ParseError(f"{where}: only one of the two requires grad")
-    if not all(same_bits(a, b) for a, b in zip(after_trace, after_plain, strict=True)):
-        raise ParseError("the graph leaves other buffers or random state than the model's forward")
+    names = [*(f"buffer {name}" for name, _ in model.named_buffers()), "random state"]
+    for name, ours, theirs in zip(names, after_trace, after_plain, strict=True):
+        if not same_bits(ours, theirs):
+            raise ParseError(f"the graph leaves another {name} than the model's forward: {difference(ours, theirs)}")
     assert plain.output_spec is not None
     return replace(traced, output_spec=plain.output_spec)
 
