@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -61,6 +62,8 @@ class Program:
         storages: the value number of each program tensor that is a value.
         random: operations that draw random numbers.
         out_of_place: for operations that may take over a value's storage, the operator that does not.
+        checked: ``graph`` with a comparison for each size that the traced forward made a Python number of; None
+            if these are not all known. Where the comparisons hold, the program is that of other sizes too.
     """
 
     graph: torch.fx.Graph
@@ -72,6 +75,7 @@ class Program:
     differentiable: frozenset[TensorRef]
     random: frozenset[int]
     out_of_place: dict[int, Any] = field(default_factory=dict)
+    checked: torch.fx.Graph | None = None
 
     @property
     def operations(self) -> list[torch.fx.Node]:
@@ -85,15 +89,27 @@ class InputSpec:
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]  # a TensorSpec for each tensor, the value itself for anything else
-    state: tuple[Any, ...] = field(default=())
+    casts: tuple[tuple[str, torch.dtype], ...]  # what autocast does, by device type
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, list[torch.Tensor]]:
         """The specification of a call and its tensors, in order."""
+        casts = autocast_state()
+        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+            return InputSpec(_tree_of_tensors(len(args)), tuple(map(TensorSpec.of, args)), casts), list(args)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         described = tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return InputSpec(tree, described), tensors
+        return InputSpec(tree, described, casts), tensors
+
+    def fits(self, other: InputSpec, size: bool = True) -> bool:
+        """Whether calls of the two are alike; without ``size``, up to shapes and strides."""
+        same_tree = self.tree is other.tree or self.tree == other.tree
+        return (
+            same_tree
+            and self.casts == other.casts
+            and all(_same_leaf(a, b, size) for a, b in zip(self.leaves, other.leaves, strict=True))
+        )
 
     def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, with the given tensors in the places of its own."""
@@ -104,7 +120,14 @@ class InputSpec:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class Call:
+    """The arguments of a call, as a sample input."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class TensorSpec(NamedTuple):
     """Shape, strides, type and place of an input tensor."""
 
     shape: tuple[int, ...]
@@ -116,6 +139,27 @@ class TensorSpec:
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
         return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def same_kind(self, other: TensorSpec) -> bool:
+        """Whether the two differ in sizes and strides at most."""
+        return len(self.shape) == len(other.shape) and self[2:] == other[2:]
+
+
+@cache
+def _tree_of_tensors(count: int) -> pytree.TreeSpec:
+    """How a call with so many tensors and nothing else flattens."""
+    return pytree.tree_structure(((0,) * count, {}))
+
+
+def _same_leaf(a: Any, b: Any, size: bool) -> bool:
+    if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
+        return a == b if size else a.same_kind(b)
+    if a is b or type(a) is not type(b):
+        return a is b
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError, RuntimeError):  # an array has no one truth
+        return False
 
 
 @dataclass(frozen=True)
@@ -130,6 +174,11 @@ class OutputSpec:
         source = iter(tensors)
         leaves = [next(source) if leaf is TENSOR else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.tree)
+
+
+def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
+    """Device types for which autocast is on, and what it casts to."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in autocast_kinds())
 
 
 def autocast_kinds() -> list[str]:

@@ -15,8 +15,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, wraps
 from itertools import chain, takewhile
 from typing import Any
 
@@ -31,7 +31,10 @@ from ..program import TENSOR, InputSpec, OutputSpec
 _OWN_CODE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, _OWN_CODE)
 _PLACE = re.compile(r"^\s*(\S.*?)\((\d+)\): ", re.MULTILINE)  # in the tracer's call stacks
-_NUMBER_METHODS = {"__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy"}
+_NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "item", "tolist", "numpy"]
+_TEXT_METHODS = ["__repr__", "__format__"]  # messages name sizes
+_INDEX_METHODS = {"__getitem__", "__setitem__"}  # the tracer follows sizes used as bounds
+_LAYOUT_METHODS = {"stride", "is_contiguous", "storage_offset", "data_ptr"}  # a trace does not follow these
 _CONVOLUTIONS = {"convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))}
 _SCALAR_OPERATORS: dict[str, Callable[..., Any]] = {
     "aten::add": operator.add,
@@ -59,6 +62,7 @@ _SAME_VALUE = {
     "aten::FloatImplicit",
     "aten::ScalarImplicit",
     "aten::item",
+    "aten::detach",
 }
 _DEFAULT_SCALARS = {torch.float64, torch.int64, torch.bool, torch.complex128}
 
@@ -67,14 +71,21 @@ _DEFAULT_SCALARS = {torch.float64, torch.int64, torch.bool, torch.complex128}
 class Traced:
     """A traced forward: its program, and the outputs and output structure of the traced call.
 
-    Nodes of ``graph`` carry ``meta["module"]`` and ``meta["source"]``.
+    Nodes of ``graph`` carry ``meta["module"]`` and ``meta["source"]``. Calls of :func:`same_number` stand where the
+    forward made Python numbers of sizes; ``follows_sizes`` tells whether these are all.
     """
 
     graph: torch.fx.Graph
     constants: dict[str, torch.Tensor]
     output_spec: OutputSpec
     outputs: list[torch.Tensor]
-    requires_grad: list[bool]  # of each output
+    requires_grad: list[bool] = field(default_factory=list)  # of each output
+    follows_sizes: bool = False
+
+
+def same_number(now: Any, then: Any) -> bool:
+    """In a program: whether a size, or what was computed from sizes, is the number that Python saw in the trace."""
+    return bool(now == then)
 
 
 def trace(
@@ -97,14 +108,15 @@ def trace(
             f"module {scripted[0]} is a torch.jit.ScriptModule, which cannot be replayed operation by operation; "
             "put the eager module that it was made from in its place"
         )
-    flat = FlatForward(model.forward if forward is None else forward, spec)
     watch = _Watch()
+    flat = FlatForward(model.forward if forward is None else forward, spec, watch)
     state = dict(chain(model.named_parameters(), model.named_buffers()))
     with (
         warnings.catch_warnings(),
         nothing_saved(),
         _without_jit_autocast(),
         _module_scopes(model),
+        _numbers_told(watch),
         watch,
     ):
         # torch.jit is deprecated; what its tracer warns of is decided here, by _Watch.
@@ -121,7 +133,40 @@ def trace(
     assert flat.output_spec is not None
     lowering = _Lowering(state, watch)
     lowering.run(jit_graph)
-    return Traced(lowering.graph, lowering.constants, flat.output_spec, flat.outputs, flat.requires_grad)
+    return Traced(
+        lowering.graph, lowering.constants, flat.output_spec, flat.outputs, flat.requires_grad, not watch.unclear
+    )
+
+
+def without_decisions(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy without :func:`same_number` and what is computed for it alone."""
+    result = torch.fx.Graph()
+    outputs = result.graph_copy(graph, {})
+    result.output(outputs)
+    pending = [node for node in reversed(result.nodes) if node.target is same_number]
+    while pending:
+        node = pending.pop(0)
+        if node.op in ("call_function", "get_attr") and not node.users and not _has_effects(node):
+            before = node.all_input_nodes
+            result.erase_node(node)
+            pending.extend(n for n in before if n not in pending)
+    return result
+
+
+def _has_effects(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.is_mutable) or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def forward_alone(
+    model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]
+) -> tuple[OutputSpec, list[torch.Tensor]]:
+    """The structure and the tensors that the model's forward returns, with gradients on and nothing saved."""
+    flat = FlatForward(model.forward, spec)
+    with nothing_saved():
+        flat(*tensors)
+    assert flat.output_spec is not None
+    return flat.output_spec, flat.outputs
 
 
 @contextmanager
@@ -144,6 +189,26 @@ def scope(name: str) -> Iterator[None]:
         yield
     finally:
         state.pop_scope()
+
+
+@contextmanager
+def _numbers_told(watch: _Watch) -> Iterator[None]:
+    """``watch`` is told of numbers made of tensors in any Python code, that of ``torch.nn.functional`` included."""
+
+    def told(method: Callable[..., Any]) -> Callable[..., Any]:
+        return wraps(method)(lambda *args, **kwargs: watch.number(method, *args, **kwargs))
+
+    own = {name: vars(torch.Tensor).get(name) for name in (*_NUMBER_METHODS, *_TEXT_METHODS)}
+    for name in own:
+        setattr(torch.Tensor, name, told(getattr(torch.Tensor, name)))
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            if method is None:
+                delattr(torch.Tensor, name)
+            else:
+                setattr(torch.Tensor, name, method)
 
 
 @contextmanager
@@ -170,9 +235,10 @@ def _never_unpacked(packed: object) -> torch.Tensor:
 class FlatForward:
     """A forward as a function of a flat list of tensors. It remembers what it returned."""
 
-    def __init__(self, forward: Callable[..., Any], spec: InputSpec) -> None:
+    def __init__(self, forward: Callable[..., Any], spec: InputSpec, watch: _Watch | None = None) -> None:
         self.forward = forward
         self.spec = spec
+        self.watch = watch
         self.output_spec: OutputSpec | None = None
         self.outputs: list[torch.Tensor] = []
         self.requires_grad: list[bool] = []
@@ -193,7 +259,8 @@ class FlatForward:
         self.output_spec = OutputSpec(tree, tuple(TENSOR if isinstance(x, torch.Tensor) else x for x in leaves))
         self.outputs = [tensor.detach() for tensor in outputs]
         self.requires_grad = [tensor.requires_grad for tensor in outputs]
-        return tuple(outputs)
+        sizes = [tensor for tensor, _ in self.watch.decisions] if self.watch is not None else []
+        return (*outputs, *sizes)
 
 
 class _Watch(TorchFunctionMode):
@@ -204,16 +271,46 @@ class _Watch(TorchFunctionMode):
         self.numbers: list[str] = []  # places where a tensor's content became a Python number
         self.writes_without_grad: list[str] = []
         self.convolution_grad: list[bool] = []
+        self.decisions: list[tuple[torch.Tensor, Any]] = []  # sizes that became Python numbers, and which
+        self.is_harmless = False  # whether sizes are being made numbers without consequence
+        self.unclear: list[str] = []  # where sizes became anything else, or Python looked at layouts
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "").partition(".")[0]  # of an overload such as add_.Tensor: add_
-        if name in _NUMBER_METHODS and args and _depends_on_data(args[0]):
-            self.numbers.append(f"{name.strip('_')}() of a tensor at {_user_line()}")
+        if name in _LAYOUT_METHODS and args and _origins(args[0]):
+            self.unclear.append(f"{name} at {_user_line()}")
+        if name in _INDEX_METHODS:
+            return self._harmlessly(function, *args, **(kwargs or {}))
         if name in _CONVOLUTIONS:
             self.convolution_grad.append(torch.is_grad_enabled())
         if not torch.is_grad_enabled() and _is_in_place(name) and args and getattr(args[0], "requires_grad", False):
             self.writes_without_grad.append(f"{name} at {_user_line()}")
         return function(*args, **(kwargs or {}))
+
+    def number(self, method: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a method that makes something else of a tensor, and write down what came of it."""
+        name = method.__name__
+        if name in _TEXT_METHODS:
+            return self._harmlessly(method, tensor, *args, **kwargs)
+        origins, result = _origins(tensor), method(tensor, *args, **kwargs)
+        if self.is_harmless and "prim::Param" not in origins:
+            return result
+        if name == "__len__" and origins:
+            self.decisions.append((tensor.size(0), result))
+        elif "prim::Param" in origins:
+            self.numbers.append(f"{name.strip('_')}() of a tensor at {_user_line()}")
+        elif origins and isinstance(result, (bool, int, float)):
+            self.decisions.append((tensor, result))
+        elif origins:
+            self.unclear.append(f"{name} at {_user_line()}")
+        return result
+
+    def _harmlessly(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self.is_harmless = self.is_harmless, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.is_harmless = before
 
     def raise_if_unfaithful(self) -> None:
         if self.numbers:
@@ -234,23 +331,26 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
-def _depends_on_data(tensor: Any) -> bool:
-    """Whether a traced tensor holds anything but sizes and constants."""
+def _origins(tensor: Any) -> set[str]:
+    """What a traced tensor is computed from: ``prim::Param`` stands for data, ``aten::size`` for sizes."""
     if not isinstance(tensor, torch.Tensor) or not torch._C._get_tracing_state():
-        return False
+        return set()
     pending = [torch._C._get_value_trace(tensor)]  # type: ignore[attr-defined]
     seen: set[int] = set()
+    found: set[str] = set()
     while pending:
         value = pending.pop()
         if value.unique() in seen:
             continue
         seen.add(value.unique())
         kind = value.node().kind()
-        if kind == "prim::Param":
-            return True
-        if kind not in ("aten::size", "prim::Constant"):
+        if kind in ("aten::size", "aten::numel"):
+            found.add("aten::size")
+        elif kind == "prim::Param":
+            found.add(kind)
+        elif kind != "prim::Constant":
             pending.extend(value.node().inputs())
-    return False
+    return found
 
 
 def _user_line() -> str:
@@ -287,8 +387,18 @@ class _Lowering:
             self._lower(node)
         (result,) = jit_graph.outputs()
         outputs = self.values[result.debugName()]
-        self.graph.output(tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,))
+        outputs = tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
+        count = len(outputs) - len(self.watch.decisions)
+        for size, (_, number) in zip(outputs[count:], self.watch.decisions, strict=True):
+            self._compare(size, number)
+        self.graph.output(outputs[:count])
         self.graph.lint()
+
+    def _compare(self, now: Any, then: Any) -> None:
+        if isinstance(now, torch.fx.Node):
+            with self.graph.inserting_after(now):
+                call = self.graph.call_function(same_number, (now, then))
+            call.meta.update(now.meta)
 
     def _lower(self, node: Any) -> None:
         kind = node.kind()
@@ -300,7 +410,7 @@ class _Lowering:
             self._unpack(node)
         elif kind in _SAME_VALUE and self._is_scalar(next(iter(node.inputs()))):
             self._set(node, self._get(next(iter(node.inputs()))))
-        elif kind in _SCALAR_OPERATORS and all(self._is_scalar(v) for v in self._operands(node)):
+        elif kind.removesuffix("_") in _SCALAR_OPERATORS and all(self._is_scalar(v) for v in self._operands(node)):
             self._scalar_call(node)
         elif kind.startswith("prim::"):
             self._refuse(node)
@@ -326,6 +436,10 @@ class _Lowering:
 
     def _unpack(self, node: Any) -> None:
         packed = self._get(next(iter(node.inputs())))
+        if isinstance(packed, torch.fx.Node):
+            count = self.graph.call_function(len, (packed,))
+            count.meta.update(packed.meta)
+            self._compare(count, len(list(node.outputs())))
         for index, value in enumerate(node.outputs()):
             if isinstance(packed, (list, tuple)):
                 self.values[value.debugName()] = packed[index]
@@ -336,7 +450,7 @@ class _Lowering:
             self.values[value.debugName()] = item
 
     def _scalar_call(self, node: Any) -> None:
-        function = _SCALAR_OPERATORS[node.kind()]
+        function = _SCALAR_OPERATORS[node.kind().removesuffix("_")]
         operands = [self._get(value) for value in self._operands(node)]
         if node.kind() == "aten::rsub":
             operands.reverse()

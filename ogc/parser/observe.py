@@ -314,10 +314,12 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
     flags = [(module, module.training) for module in model.modules()]
     random = torch.get_rng_state()
+    torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
+        torch.clear_autocast_cache()
         torch.set_rng_state(random)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
@@ -333,5 +335,4 @@ def _restore_buffer(model: torch.nn.Module, name: str, buffer: torch.Tensor, cop
     if owner._buffers.get(leaf) is not buffer:
         owner._buffers[leaf] = buffer
     if not torch.equal(buffer, copy):
-        with torch.no_grad():
-            buffer.copy_(copy)
+        buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward

@@ -13,11 +13,11 @@ from ..compare import difference, same_bits
 from ..errors import InputError, ParseError
 from ..graph import Graph, Operation, Value
 from ..lean import lean_operator
-from ..program import InputSpec, Program, TensorRef
+from ..program import Call, InputSpec, Program, TensorRef
 from .custom import CustomForward, ParseGraph, custom_forward
 from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
-from .jit import FlatForward, Traced, nothing_saved, trace
+from .jit import FlatForward, Traced, nothing_saved, trace, without_decisions
 from .measure import Measurer
 from .observe import Observation, Record, observe, untouched
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
@@ -72,12 +72,13 @@ def parse(
     target = torch.device(device) if device is not None else home
     kind = _profile_kind(profile, home, target)
     with untouched(model):
-        custom = custom_forward(model, parse_graph, *spec.rebuild(_copies(tensors)))
+        custom = custom_forward(model, parse_graph, *spec.rebuild(copies(tensors)))
     with untouched(model):
         traced = _trace(model, spec, tensors, custom)
         make_lean(traced.graph, target)
+        checked, traced = traced.graph, replace(traced, graph=without_decisions(traced.graph))
         slice_stretches(traced.graph, stretches, slices)
-        after_trace = _state(model)
+        after_trace = state_of(model)
     if custom is not None:
         traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
     profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
@@ -89,11 +90,13 @@ def parse(
         samplewise.append(is_samplewise(node, args))
 
     with untouched(model):
-        observation = observe(model, traced, _copies(tensors), visit)
-        after_program = _state(model)
-    _check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)
+        observation = observe(model, traced, copies(tensors), visit)
+        after_program = state_of(model)
+    check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)
     found = find_stretches(observation.records, samplewise)
-    return replace(_graph(spec, traced, observation, weights, str(target), kind), stretches=tuple(found))
+    graph = _graph(spec, traced, observation, weights, str(target), kind)
+    program = replace(graph.program, checked=checked if traced.follows_sizes and not stretches else None)
+    return replace(graph, program=program, stretches=tuple(found))
 
 
 def check_model(model: Any) -> None:
@@ -117,6 +120,8 @@ def call_arguments(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return sample_input, {}
     if isinstance(sample_input, dict):
         return (), sample_input
+    if isinstance(sample_input, Call):
+        return sample_input.args, sample_input.kwargs
     raise InputError(
         "sample_input must be a tensor, a tuple of positional arguments or a dict of keyword arguments, "
         f"not {type(sample_input).__name__}"
@@ -154,14 +159,9 @@ def _profile_kind(profile: str, home: torch.device, target: torch.device) -> str
 def _trace(
     model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor], forward: CustomForward | None
 ) -> Traced:
-    hooked = [name or "the model" for name, m in model.named_modules() if _has_hooks(m, is_root=m is model)]
-    if hooked:
-        raise ParseError(
-            f"module {hooked[0]} has forward or backward hooks, which the replayed forward would not call; "
-            "remove them, or optimize the model before they are registered on the result"
-        )
+    refuse_hooks(model)
     buffers = dict(model.named_buffers())
-    traced = trace(model, spec, _copies(tensors), forward)
+    traced = trace(model, spec, copies(tensors), forward)
     replaced = [name for name, buffer in model.named_buffers() if buffers.get(name) is not buffer]
     if replaced:
         raise ParseError(
@@ -182,8 +182,8 @@ def _check_custom(
     """A graph made by hand must do what the model's forward does. Its outputs get the forward's structure."""
     plain = FlatForward(model.forward, spec)
     with untouched(model), nothing_saved():
-        plain(*_copies(tensors))
-        after_plain = _state(model)
+        plain(*copies(tensors))
+        after_plain = state_of(model)
     if len(traced.outputs) != len(plain.outputs):
         raise ParseError(
             f"the graph gives {len(traced.outputs)} output tensors, the model's forward {len(plain.outputs)}"
@@ -202,6 +202,16 @@ def _check_custom(
     return replace(traced, output_spec=plain.output_spec)
 
 
+def refuse_hooks(model: torch.nn.Module) -> None:
+    """Raise ParseError if a submodule has hooks."""
+    hooked = [name or "the model" for name, m in model.named_modules() if _has_hooks(m, is_root=m is model)]
+    if hooked:
+        raise ParseError(
+            f"module {hooked[0]} has forward or backward hooks, which the replayed forward would not call; "
+            "remove them, or optimize the model before they are registered on the result"
+        )
+
+
 def make_lean(graph: torch.fx.Graph, device: torch.device) -> None:
     """Put operators whose backward needs less memory in the places of those that they stand for."""
     for node in graph.nodes:
@@ -217,22 +227,24 @@ def _has_hooks(module: torch.nn.Module, is_root: bool) -> bool:
     return any((*own, module._backward_hooks, module._backward_pre_hooks))
 
 
-def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs of their own for a run on the side."""
     return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
 
 
-def _state(model: torch.nn.Module) -> list[torch.Tensor]:
+def state_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """What a forward may change: buffers and the random state."""
     return [*(b.clone() for b in model.buffers()), torch.get_rng_state()]
 
 
-def _check_same(
+def check_same(
     traced: Traced,
     observation: Observation,
     after_trace: list[torch.Tensor],
     after_program: list[torch.Tensor],
     same: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> None:
-    """The program must give bitwise what the model gave, or it is not this model's."""
+    """Raise ParseError unless the program gave what the model gave, or it is not this model's."""
     for number, (ours, theirs) in enumerate(zip(observation.outputs, traced.outputs, strict=True)):
         if not same(ours, theirs):
             raise ParseError(
@@ -253,21 +265,37 @@ def _graph(
     spec: InputSpec, traced: Traced, observation: Observation, weights: list[Weights], device: str, kind: str
 ) -> Graph:
     records = observation.records
-    output = next(node for node in traced.graph.nodes if node.op == "output")
-    taken = separate_versions(observation, {node.name for node in output.all_input_nodes})
-    returned = [TensorRef(node.name, 0) for node in output.all_input_nodes]
+    taken = versions_of(traced.graph, observation)
+    returned = [TensorRef(node.name, 0) for node in _returned(traced.graph)]
     lean = gradient_bytes([_gradients(r, w) for r, w in zip(records, weights, strict=True)], returned)
     plain = gradient_bytes([_gradients(r, w.plain or w) for r, w in zip(records, weights, strict=True)], returned)
-    last_external_write = {e: t for t, record in enumerate(records) for e in record.writes_external}
-    operations = tuple(
-        _operation(position, record, weight, gradients, last_external_write, taken.get(position, (None,))[0])
-        for position, (record, weight, *gradients) in enumerate(zip(records, weights, lean, plain, strict=True))
-    )
-    values = tuple(
+    seen = memory_of(records, taken)
+    operations = tuple(map(_operation, records, weights, lean, plain, seen))
+    program = program_of(spec, traced, observation, taken)
+    return Graph(operations, values_of(observation), program, device, kind)
+
+
+def _returned(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return next(node for node in graph.nodes if node.op == "output").all_input_nodes
+
+
+def versions_of(graph: torch.fx.Graph, observation: Observation) -> dict[int, tuple[int, Any]]:
+    """Make values of their own of what is written in place; see :func:`separate_versions`."""
+    return separate_versions(observation, {node.name for node in _returned(graph)})
+
+
+def values_of(observation: Observation) -> tuple[Value, ...]:
+    """The values of a graph."""
+    return tuple(
         Value(name, size, number in observation.output_values)
         for number, (name, size) in enumerate(zip(observation.value_names, observation.value_bytes, strict=True))
     )
-    program = Program(
+
+
+def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken: dict[int, tuple[int, Any]]) -> Program:
+    """A traced program with what was seen when it ran."""
+    records = observation.records
+    return Program(
         graph=traced.graph,
         constants=traced.constants,
         inputs=spec,
@@ -280,30 +308,36 @@ def _graph(
         random=frozenset(t for t, record in enumerate(records) if record.random),
         out_of_place={t: twin for t, (_, twin) in taken.items()},
     )
-    return Graph(operations, values, program, device, kind)
+
+
+def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> list[dict[str, Any]]:
+    """For each operation, the fields of the graph's that say what it does to memory."""
+    last_external_write = {e: t for t, record in enumerate(records) for e in record.writes_external}
+    found = []
+    for t, record in enumerate(records):
+        # What a read of a buffer saw is gone once a later operation has written it.
+        stale = any(last_external_write.get(e, -1) >= t for e in record.reads_external)
+        found.append(
+            {
+                "reads": tuple(record.reads),
+                "writes": tuple(record.writes),
+                "saves": tuple(record.saved_values),
+                "takes_over": taken.get(t, (None,))[0],
+                "replayable": not record.writes_external and not stale,
+            }
+        )
+    return found
 
 
 def _operation(
-    position: int,
-    record: Record,
-    weights: Weights,
-    gradients: list[LiveGradients],
-    last_external_write: dict[int, int],
-    takes_over: int | None,
+    record: Record, weights: Weights, lean: LiveGradients, plain: LiveGradients, seen: dict[str, Any]
 ) -> Operation:
     node = record.node
-    lean, plain = gradients
-    # What a read of a buffer saw is gone once a later operation has written it.
-    stale = any(last_external_write.get(e, -1) >= position for e in record.reads_external)
     return Operation(
         name=node.name,
         target=str(node.meta.get("operator", node.target)),
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),
-        reads=tuple(record.reads),
-        writes=tuple(record.writes),
-        saves=tuple(record.saved_values),
-        takes_over=takes_over,
         internal_bytes=record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes,
         scratch_bytes=weights.scratch_bytes,
         gradient_bytes=lean.before,
@@ -316,7 +350,7 @@ def _operation(
         backward_flops=weights.backward_flops,
         again_seconds=weights.again_seconds,
         again_flops=weights.again_flops,
-        replayable=not record.writes_external and not stale,
+        **seen,
     )
 
 
