@@ -13,6 +13,7 @@ from .graph import Graph
 from .parser import ParseGraph, parse
 from .parser.parse import call_arguments
 from .plan import Plan
+from .replan import Replanner
 from .runtime import optimized_module
 from .slicing import slice_batch
 from .solver import Budget, solve
@@ -54,7 +55,9 @@ def optimize(
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
-        ``result.plan``; other shapes, eval mode and ``torch.no_grad()`` run the original forward. Outputs,
+        ``result.plan``. For inputs of other sizes it is carried over where the model computes the same
+        program for them; calls that differ otherwise (types, flags, autocast) are planned for when they
+        come, by the same wish. Eval mode and ``torch.no_grad()`` run the original forward. Outputs,
         gradients, buffers and the random stream are bitwise those of the plain model, unless the batch is
         sliced.
 
@@ -70,15 +73,19 @@ def optimize(
         raise InputError(f"solver={solver!r} does not slice the batch; only 'optimal' does")
     if verify and batch_slices > 1:
         raise InputError("verify=True compares bit by bit, but a sliced batch is equal up to rounding only")
-    graph = parse(model, sample_input, parse_graph=parse_graph, profile=profile)
-    wish: dict[str, Any] = {"memory_budget": memory_budget, "max_overhead": max_overhead}
-    if batch_slices > 1:
-        graph, plan = slice_batch(model, sample_input, graph, slices=batch_slices, parse_graph=parse_graph, **wish)
-    else:
-        plan = solve(graph, solver=solver, **wish)
+
+    def make(model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
+        graph = parse(model, sample_input, parse_graph=parse_graph, profile=profile)
+        wish: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}
+        if batch_slices > 1:
+            return slice_batch(model, sample_input, graph, slices=batch_slices, parse_graph=parse_graph, **wish)
+        return graph, solve(graph, solver=solver, **wish)
+
+    graph, plan = make(model, sample_input, memory_budget)
     if plan.is_plain and memory_budget is None and solver != "none":
         log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
-    optimized = apply(model, graph, plan)
+    planner = None if solver == "none" else Replanner(make, memory_budget)
+    optimized = _apply(model, graph, plan, planner)
     if verify:
         args, kwargs = call_arguments(sample_input)
         check(model, optimized, *args, **kwargs).raise_if_different()
@@ -88,6 +95,8 @@ def optimize(
 def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:
     """The module that :func:`optimize` returns, for a graph and a plan that were made before.
 
+    It carries the plan over to inputs of other sizes too. Calls that differ otherwise run the plain model.
+
     Args:
         model: the module that ``graph`` was parsed from, unchanged since.
         graph: from :func:`ogc.parse`.
@@ -96,9 +105,13 @@ def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:
     Raises:
         PlanError: the graph has no program, or was weighed for a device that the model is not on.
     """
+    return _apply(model, graph, plan, Replanner())
+
+
+def _apply(model: torch.nn.Module, graph: Graph, plan: Plan, planner: Replanner | None) -> torch.nn.Module:
     if graph.program is None:
         raise PlanError("the graph has no program to run; use the graph that ogc.parse returned for the model")
     home = next(model.parameters()).device
     if torch.device(graph.device).type != home.type:
         raise PlanError(f"the graph was weighed for {graph.device} but the model is on {home}; parse it there")
-    return optimized_module(model, graph, plan)
+    return optimized_module(model, graph, plan, planner)

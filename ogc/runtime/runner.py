@@ -1,0 +1,213 @@
+"""Chooses what runs each call of an optimised module: a plan that was made for calls like it, or the plain model."""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import time
+import weakref
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import OgcError
+from ..graph import Graph
+from ..plan import Plan
+from ..program import Call, InputSpec, TensorSpec, tensor_leaves, without_autocast
+from .frame import Step
+from .generate import Generated, generate
+from .watch import State, Watched
+
+log = logging.getLogger(__name__)
+
+PLANS = 8
+"""How many kinds of calls are planned for beside the sample's; the least recently used makes room."""
+SHAPES = 64
+"""Over how many other shapes of the inputs plans are carried; the least recently used makes room."""
+EVICTIONS = 3
+"""How many plans may make room for others before no more are made."""
+
+
+class Planner(Protocol):
+    """Makes plans for calls that differ from the sample input. Whatever it raises, the plain model runs."""
+
+    def carry_over(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
+        """``graph`` for inputs of other sizes, if the plan still holds; None if that is not sure."""
+
+    def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
+        """A plan of its own, if this planner makes any."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of calls and what runs them: generated code, or without it the original forward."""
+
+    state: State  # of the module
+    inputs: InputSpec
+    graph: Graph | None = None
+    plan: Plan | None = None
+    code: Generated | None = None
+    is_carried: bool = False  # the plan was made for other sizes
+
+    def fits(self, state: State, inputs: InputSpec, size: bool = True) -> bool:
+        """Whether a call is of this kind; without ``size``, up to shapes and strides."""
+        return (self.state is state or self.state == state) and self.inputs.fits(inputs, size)
+
+
+class Runner:
+    """The plans of one optimised module and its deep copies."""
+
+    def __init__(self, model: torch.nn.Module, graph: Graph, plan: Plan, planner: Planner | None = None) -> None:
+        self.planner = planner
+        self.training = model.training
+        self.structures = count(1)
+        self.watched: weakref.WeakKeyDictionary[torch.nn.Module, Watched] = weakref.WeakKeyDictionary()
+        self.generated = generate(graph, plan)
+        self.is_idle = plan.is_plain and planner is None
+        self.sample = self._variant(self.watch(model).state(model), graph.program.inputs, graph, plan, self.generated)
+        self.variants = [self.sample]  # most recently used first
+        self.evictions = 0
+        self.is_planning = False
+        self.told: set[str] = set()
+
+    def watch(self, model: torch.nn.Module, like: torch.nn.Module | None = None) -> Watched:
+        """Start to compare ``model`` with what it is now: as the sample was planned for, or the same as ``like``."""
+        structure = self.watched[like].state(like)[0] if like in self.watched and like is not None else 0
+        watched = self.watched[model] = Watched(model, self.structures, structure)
+        return watched
+
+    def select(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
+        """What runs this call, or None for the original forward."""
+        if self.is_idle or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return None
+        if (self.training and not model.training) or torch.jit.is_tracing() or torch.compiler.is_compiling():
+            return None
+        if self.is_planning:
+            return None
+        state = (self.watched.get(model) or self.watch(model)).state(model)
+        inputs, _ = InputSpec.of(args, kwargs)
+        for variant in self.variants:
+            if variant.fits(state, inputs):
+                break
+        else:
+            if self.evictions > EVICTIONS:
+                return None
+            variant = self._make(model, Call(args, kwargs), state, inputs)
+        if variant is not self.variants[0]:
+            self._put_first(variant)
+        return variant if variant.code is not None else None
+
+    def run(self, variant: Variant, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One planned forward."""
+        assert variant.graph is not None and variant.code is not None
+        program, device = variant.graph.program, torch.device(variant.graph.device)
+        devices = (device,) if device.type == "cuda" and program.random else ()
+        with without_autocast():
+            outputs = variant.code.forward(model, Step(model, variant.code.runs, devices), *tensor_leaves(args, kwargs))
+        return program.outputs.rebuild(outputs)
+
+    def _make(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant:
+        """What runs a kind of calls that was not seen before."""
+        why, start = self._difference(state, inputs), time.perf_counter()
+        self.is_planning = True  # calls of the model from here on are the planner's
+        try:
+            variant = self._carry_over(model, call, state, inputs) or self._plan(model, call, state, inputs)
+        except Exception as error:  # a broken call raises the same from the plain model
+            self._tell(f"ogc runs the plain model for calls where {why}: {_first_line(error)}")
+            return Variant(state, inputs)
+        finally:
+            self.is_planning = False
+        seconds = time.perf_counter() - start
+        if variant is None:
+            self._tell(f"ogc runs the plain model for calls where {why}")
+            return Variant(state, inputs)
+        if variant.is_carried:
+            log.info("the plan is carried over to inputs %s, in %.2f s", _shapes(inputs), seconds)
+        else:
+            what = "needs no less memory than the plain model" if variant.code is None else "is ready"
+            log.warning("a plan for calls where %s %s, after %.2f s", why, what, seconds)
+        return variant
+
+    def _carry_over(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant | None:
+        for origin in self.variants if self.planner is not None else ():
+            if origin.graph is None or origin.plan is None or origin.is_carried:
+                continue
+            if origin.fits(state, inputs, size=False):
+                assert self.planner is not None
+                graph = self.planner.carry_over(model, call, origin.graph, origin.plan)
+                if graph is not None:
+                    same_code = graph.program.saves == origin.graph.program.saves
+                    code = origin.code if same_code else None
+                    return self._variant(state, inputs, graph, origin.plan, code, is_carried=True)
+        return None
+
+    def _plan(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant | None:
+        if self.planner is None:
+            return None
+        found = self.planner.plan(model, call)
+        return None if found is None else self._variant(state, inputs, *found)
+
+    def _variant(
+        self,
+        state: State,
+        inputs: InputSpec,
+        graph: Graph,
+        plan: Plan,
+        code: Generated | None = None,
+        is_carried: bool = False,
+    ) -> Variant:
+        code = None if plan.is_plain else code or generate(graph, plan)
+        return Variant(state, inputs, graph, plan, code, is_carried)
+
+    def _put_first(self, variant: Variant) -> None:
+        """Note that a variant is used; if it is new, one of its kind may have to make room."""
+        variants = [variant, *(v for v in self.variants if v is not variant)]
+        alike = [v for v in variants if v.is_carried == variant.is_carried and v is not self.sample]
+        if len(alike) > (SHAPES if variant.is_carried else PLANS):
+            variants.remove(alike[-1])
+            self._forget(alike[-1], variants)
+        self.variants = variants
+
+    def _forget(self, variant: Variant, others: list[Variant]) -> None:
+        if variant.code is not None and all(variant.code is not other.code for other in others):
+            linecache.cache.pop(variant.code.forward.__code__.co_filename, None)
+        if variant.is_carried:
+            self._tell(
+                f"ogc meets more than {SHAPES} shapes of inputs and checks those that it forgot anew; "
+                "pad them to a few sizes"
+            )
+            return
+        self.evictions += 1
+        if self.evictions > EVICTIONS:
+            self._tell(
+                f"ogc met more than {PLANS + EVICTIONS} kinds of calls that need a plan each and makes no more: "
+                "calls unlike those of the last plans run the plain model"
+            )
+
+    def _difference(self, state: State, inputs: InputSpec) -> str:
+        """In what a call differs from the sample, in words."""
+        found = []
+        if state != self.sample.state:
+            found.append("training flags, parameters, hooks or submodules differ from when it was optimized")
+        if inputs.casts != self.sample.inputs.casts:
+            found.append("autocast is another")
+        if not inputs.fits(self.sample.inputs):
+            found.append(f"the inputs differ in shape, type, device or structure from the sample: {_shapes(inputs)}")
+        return " and ".join(found) or "something differs"
+
+    def _tell(self, what: str) -> None:
+        if what not in self.told:
+            self.told.add(what)
+            log.warning(what)
+
+
+def _shapes(inputs: InputSpec) -> str:
+    specs = [leaf for leaf in inputs.leaves if isinstance(leaf, TensorSpec)]
+    return ", ".join(f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}" for spec in specs[:4])
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error) if isinstance(error, OgcError) else repr(error)
+    return text.splitlines()[0] if text else ""

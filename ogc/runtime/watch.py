@@ -1,0 +1,91 @@
+"""Tells, cheaply and before every call, whether a module is still the one that a plan was made for.
+
+A program holds for the module's submodules, hooks, parameters and buffers, for the training flags and for each
+parameter's ``requires_grad``, type, device and shape. All of these live in dictionaries that PyTorch changes
+in place, so they are found once and compared with what was seen last, without running Python for each module.
+Only where something differs is the module described anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_training = itemgetter("training")
+_look = attrgetter("requires_grad", "dtype", "device", "shape")
+
+State = tuple[Any, ...]
+"""Describes a module; equal where the same program holds."""
+
+
+class Watched:
+    """One module, whose state is asked for again and again.
+
+    Args:
+        model: the module.
+        structures: numbers for arrangements of submodules that were not seen before.
+        structure: the number of the arrangement that ``model`` has now.
+    """
+
+    def __init__(self, model: torch.nn.Module, structures: Iterator[int], structure: int = 0) -> None:
+        self.structures = structures
+        self.structure = structure
+        self.children = _children(model)
+        self._remember(model)
+
+    def state(self, model: torch.nn.Module) -> State:
+        """What the module is now; the same object as long as nothing changes."""
+        if not self._is_as_remembered():
+            children = _children(model)
+            if len(children) != len(self.children) or not all(map(is_, children, self.children)):
+                self.structure, self.children = next(self.structures), children
+            self._remember(model)
+        return self.found
+
+    def _is_as_remembered(self) -> bool:
+        return (
+            not any(self.empty)
+            and sum(map(len, self.full)) == len(self.members)
+            and all(map(is_, chain.from_iterable(map(dict.values, self.full)), self.members))
+            and list(map(len, self.attributes)) == self.sizes
+            and list(map(_training, self.attributes)) == self.training
+            and list(map(_look, self.parameters)) == self.looks
+        )
+
+    def _remember(self, model: torch.nn.Module) -> None:
+        # No reference to the module itself: it is the key of the weak dictionary that holds this.
+        self.attributes = [vars(module) for module in chain([model], self.children)]
+        hooks = [found[name] for found in self.attributes[1:] for name in _HOOKS]
+        members = [found[name] for found in self.attributes for name in _MEMBERS]
+        self.empty = [found for found in chain(members, hooks) if not found]
+        self.full = [found for found in chain(members, hooks) if found]
+        self.members = list(chain.from_iterable(map(dict.values, self.full)))
+        self.parameters = [p for found in self.attributes for p in found["_parameters"].values() if p is not None]
+        self.sizes = list(map(len, self.attributes))
+        self.training = list(map(_training, self.attributes))
+        self.looks = list(map(_look, self.parameters))
+        self.found = self._describe(hooks)
+
+    def _describe(self, hooks: list[Any]) -> State:
+        tensors = [t for name in _MEMBERS[:2] for found in self.attributes for t in found[name].values()]
+        first: dict[int, int] = {}
+        return (
+            self.structure,
+            tuple(self.training),
+            tuple(self.looks),
+            tuple(None if t is None else first.setdefault(id(t), n) for n, t in enumerate(tensors)),  # which are shared
+            tuple(key for name in _MEMBERS[:2] for found in self.attributes for key in found[name]),
+            tuple(map(len, hooks)),
+            tuple("forward" in found for found in self.attributes),
+        )
+
+
+def _children(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Everything below ``model``, with the places where it stands: a module may have several."""
+    return [child for module in model.modules() for child in module._modules.values() if child is not None]

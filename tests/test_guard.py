@@ -1,0 +1,564 @@
+"""Calls that differ from the sample input: never other numbers, and planned for where that can be."""
+
+import copy
+import importlib
+import logging
+import time
+
+import pytest
+import torch
+from helpers import assert_same_training, forced, loss_of, measured_peak, tensors_of
+from models import Attention, Outputs, Residual, images
+from torch import nn
+from torch.nn import functional as F
+
+import ogc
+from ogc.errors import OgcError
+from ogc.runtime import frame, runner
+from ogc.runtime.runner import Runner
+
+optimize_module = importlib.import_module("ogc.optimize")
+
+
+@pytest.fixture
+def parses(monkeypatch):
+    """The sample inputs that are parsed."""
+    seen = []
+    original = optimize_module.parse
+
+    def parse(model, sample_input, **options):
+        seen.append(sample_input)
+        return original(model, sample_input, **options)
+
+    monkeypatch.setattr(optimize_module, "parse", parse)
+    return seen
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The frames that are opened: none where the plain model runs."""
+    seen = []
+    original = frame.Frame.__enter__
+    monkeypatch.setattr(frame.Frame, "__enter__", lambda self: (seen.append(1), original(self))[1])
+    return seen
+
+
+def runner_of(optimised):
+    cells = [cell.cell_contents for cell in type(optimised).forward.__closure__]
+    return next(cell for cell in cells if isinstance(cell, Runner))
+
+
+def run(model, *args, **kwargs):
+    """Outputs and gradients of one step."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    result = model(*args, **kwargs)
+    loss_of(result).backward()
+    seen = [*tensors_of(result), *(p.grad for p in model.parameters() if p.grad is not None)]
+    seen += [b.clone() for b in model.buffers()]
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    return [t.detach().clone() for t in seen]
+
+
+def assert_same_step(model, optimised, *args, **kwargs):
+    for a, b in zip(run(model, *args, **kwargs), run(optimised, *args, **kwargs), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+class Positions(Attention):
+    """Positions as transformers have them: a slice as long as the input, and a message that names its shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(30, 11) / 10)
+
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        assert length <= len(self.positions), f"{length} tokens of {tokens.shape} are too many"
+        return super().forward(tokens) + self.positions[:length] + self.positions[length - 1]
+
+
+class Net(nn.Module):
+    """Convolutions for any size of image, with an input-shape dependent ``middle``."""
+
+    def __init__(self, middle=lambda x: x):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3 if n == 0 else 6, 6, 3, padding=1) for n in range(6))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(6) for _ in range(6))
+        self.middle = middle
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        for n, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
+            x = torch.relu(norm(layer(x)))
+            if n == 3:
+                x = self.middle(x)
+        return self.head(x.mean((2, 3)))
+
+
+# -- sizes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: Residual(), lambda: Net()], ids=["residual", "net"])
+def test_an_epoch_with_a_ragged_batch_an_evaluation_and_accumulation_is_the_plain_models(make, parses):
+    torch.manual_seed(0)
+    model = make()
+    data = [images(4) + n for n in range(4)] + [images(3)]
+
+    def epoch(run):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        losses = []
+        for step, batch in enumerate(data):
+            loss = loss_of(run(batch))
+            (loss / 2).backward()
+            losses.append(loss.detach())
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 2:
+                run.eval()
+                with torch.no_grad():
+                    losses.append(run(batch).sum())
+                losses.append(run(images(2)).detach().sum())
+                run.train()
+        return [*losses, *(t.clone() for t in model.state_dict().values()), torch.get_rng_state()]
+
+    start = copy.deepcopy(model.state_dict())
+    plain = epoch(model)
+    model.load_state_dict(start)
+    model.zero_grad()
+    optimised = ogc.optimize(model, images(4))
+    ours = epoch(optimised)
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    # Residual asks in Python for more than two samples: there are three.
+    assert len(parses) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 3, 5, 9])
+def test_another_batch_size_needs_no_other_trace(batch, parses, opened):
+    model = Net()
+    optimised = ogc.optimize(model, images(4))
+    assert_same_training(model, optimised, (images(batch),))
+    assert opened and len(parses) == (1 if batch > 1 else len(parses))
+
+
+@pytest.mark.parametrize("batch,size", [(16, 32), (4, 32), (8, 48)])
+def test_a_carried_plan_saves_memory(batch, size, parses):
+    model = Net()
+    optimised = ogc.optimize(model, images(8, 32))
+    x = images(batch, size)
+    plain, ours = measured_peak(model, (x,)), measured_peak(optimised, (x,))
+    assert ours < 0.75 * plain
+    assert len(parses) == 1
+
+
+def test_a_plan_by_hand_is_carried_over(opened, caplog):
+    model = Net()
+    optimised = forced(model, images(4))
+    assert_same_training(model, optimised, (images(7),))
+    assert opened
+    count = len(opened)
+    assert_same_training(model.double(), optimised, (images(7).double(),))
+    assert len(opened) == count
+    assert "plain model" in caplog.text
+
+
+def branch(x):
+    return x * 2 if x.shape[0] > 4 else x * 3
+
+
+def loop(x):
+    for _ in range(x.shape[0]):
+        x = x * 1.01
+    return x
+
+
+def length(x):
+    return x * len(x)
+
+
+def number(x):
+    return x * int(x.shape[0])
+
+
+def unrolled(x):
+    return torch.stack([row * (n + 1) for n, row in enumerate(x)])
+
+
+def pieces(x):
+    return torch.cat([part * (n + 1) for n, part in enumerate(x.split(3))])
+
+
+def literal(x):
+    return x.view(4, -1).cos().view(x.shape)
+
+
+def layout(x):
+    return x * x.stride(0)
+
+
+def branch_on_what_is_computed(x):
+    y = x.flatten()[: x.shape[0] * 3]
+    return x * 2 if y.shape[0] // 3 > 4 else x * 3
+
+
+SHAPE_DEPENDENT = [branch, loop, length, number, unrolled, pieces, literal, layout, branch_on_what_is_computed]
+
+
+@pytest.mark.parametrize("middle", SHAPE_DEPENDENT, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [ogc.optimize, forced], ids=["optimize", "by hand"])
+def test_what_python_makes_of_a_size_is_not_carried_over_silently(middle, make):
+    model = Net(middle)
+    optimised = make(model, images(4))
+    for batch in (8, 2, 4, 12):
+        assert_same_training(model, optimised, (images(batch),), steps=1)
+
+
+def test_a_branch_is_planned_for_once_on_either_side(parses):
+    model = Net(branch)
+    optimised = ogc.optimize(model, images(4))
+    for batch in (3, 8, 2, 9, 8, 4, 3):
+        assert_same_step(model, optimised, images(batch))
+    assert [len(call.args[0]) for call in parses[1:]] == [8]
+
+
+@pytest.mark.parametrize("make", [Attention, Positions])
+def test_sequence_lengths_of_attention(make, parses, opened):
+    model = make()
+    optimised = ogc.optimize(model, torch.arange(20).reshape(2, 10) % 11)
+    for batch, tokens in ((2, 7), (2, 25), (3, 10), (1, 1)):
+        opened.clear()
+        assert_same_training(model, optimised, (torch.arange(batch * tokens).reshape(batch, tokens) % 11,))
+        assert opened
+    assert len(parses) <= 2
+
+
+@pytest.mark.parametrize("kind", ["lstm", "encoder"])
+def test_sequence_lengths_of_recurrent_and_encoder_layers(kind, opened):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = (
+                nn.LSTM(8, 8, 2)
+                if kind == "lstm"
+                else nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 32), 2, enable_nested_tensor=False)
+            )
+            self.last = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+
+        def forward(self, x):
+            x = self.inner(x)
+            return self.last(x[0] if isinstance(x, tuple) else x)
+
+    model = Model()
+    optimised = forced(model, torch.randn(6, 3, 8))
+    for shape in ((6, 3, 8), (9, 3, 8), (4, 2, 8), (1, 1, 8)):
+        assert_same_training(model, optimised, (torch.randn(*shape),))
+    optimised = ogc.optimize(model, torch.randn(6, 3, 8))
+    opened.clear()
+    for shape in ((9, 3, 8), (4, 2, 8)):
+        assert_same_training(model, optimised, (torch.randn(*shape),))
+    assert opened
+
+
+def test_a_wrong_shape_raises_what_the_plain_model_raises():
+    model = Net()
+    optimised = ogc.optimize(model, images(4))
+    with pytest.raises(RuntimeError, match="expected input"):
+        model(torch.randn(4, 5, 8, 8))
+    with pytest.raises(RuntimeError, match="expected input"):
+        optimised(torch.randn(4, 5, 8, 8))
+    assert_same_training(model, optimised, (images(4),))
+
+
+def test_a_check_between_forward_and_backward_disturbs_no_step():
+    """Both forwards come first: the check of the second one must leave what the first one saved."""
+    model = Residual()
+    optimised = ogc.optimize(model, images())
+    results = []
+    start = copy.deepcopy(model.state_dict())
+    for run in (model, optimised):
+        torch.manual_seed(3)
+        model.load_state_dict(start)
+        model.zero_grad()
+        first, second = loss_of(run(images())), loss_of(run(images(3)))
+        (first + second).backward()
+        results.append([*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# -- budgets --------------------------------------------------------------------------------------------
+
+
+def test_a_budget_in_bytes_holds_for_a_larger_batch(parses):
+    model = Net()
+    budget = int(0.9 * ogc.solve(ogc.parse(model, images(8, 16))).plain_peak_bytes)
+    optimised = ogc.optimize(model, images(8, 16), memory_budget=budget)
+    for batch in (6, 10):
+        assert_same_step(model, optimised, images(batch, 16))
+    assert [len(call.args[0]) for call in parses[1:]] == [10]
+    plans = [variant.plan for variant in runner_of(optimised).variants]
+    assert all(plan.peak_bytes <= budget for plan in plans)
+
+
+def test_a_budget_that_cannot_be_met_gets_the_least_peak(caplog):
+    model = Net()
+    least = ogc.solve(ogc.parse(model, images(8, 16))).peak_bytes
+    optimised = ogc.optimize(model, images(8, 16), memory_budget=least)
+    assert_same_step(model, optimised, images(32, 16))
+    assert "taking the least peak instead" in caplog.text
+    plan = runner_of(optimised).variants[0].plan
+    assert not plan.is_plain and plan.peak_bytes < 0.9 * plan.plain_peak_bytes
+
+
+def test_a_plain_plan_within_its_budget_becomes_another_for_a_larger_batch(opened):
+    model = Net()
+    plain = ogc.solve(ogc.parse(model, images(8, 16)), solver="none").peak_bytes
+    optimised = ogc.optimize(model, images(8, 16), memory_budget=plain)
+    assert optimised.plan.is_plain
+    for batch, is_planned in ((8, False), (4, False), (16, True)):
+        assert_same_step(model, optimised, images(batch, 16))
+        assert bool(opened) == is_planned
+
+
+# -- other differences ----------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank addition."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.down = nn.Linear(inner.in_features, 2, bias=False)
+        self.up = nn.Linear(2, inner.out_features, bias=False)
+
+    def forward(self, x):
+        return self.inner(x) + self.up(self.down(x))
+
+
+def freeze(model):
+    model.layers[:2].requires_grad_(False)
+    model.norms[:2].requires_grad_(False)
+
+
+def unfreeze_all_but_the_first(model):
+    model.requires_grad_(True)
+    model.layers[0].requires_grad_(False)
+
+
+def norms_in_eval(model):
+    model.norms[1].eval()
+
+
+def adapters(model):
+    model.head = Adapted(model.head)
+
+
+def replace_by_the_same_kind(model):
+    model.layers[1] = nn.Conv2d(6, 6, 3, padding=2)
+
+
+def tie(model):
+    model.layers[2].weight = model.layers[1].weight
+
+
+def patch(model):
+    norm = model.norms[0]
+    norm.forward = lambda x: F.batch_norm(x, None, None, norm.weight, norm.bias, True) * 2
+
+
+CHANGES = [freeze, unfreeze_all_but_the_first, norms_in_eval, adapters, replace_by_the_same_kind, tie, patch]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_a_change_of_the_module_is_planned_for(change, opened, parses, caplog):
+    model = Net()
+    optimised = ogc.optimize(model, images(4, 16))
+    change(model)
+    assert_same_training(model, optimised, (images(4, 16),))
+    assert opened
+    assert_same_training(model, optimised, (images(6, 16),))
+    assert len(parses) == 2
+    assert caplog.text.count("is ready, after") == 1
+
+
+def test_back_and_forth_needs_no_new_plan(parses):
+    model = Net()
+    optimised = ogc.optimize(model, images())
+    for _ in range(3):
+        freeze(model)
+        assert_same_step(model, optimised, images())
+        model.requires_grad_(True)
+        assert_same_step(model, optimised, images())
+    assert len(parses) == 2
+
+
+def test_untying_parameters_is_seen():
+    model = Net()
+    tie(model)
+    optimised = ogc.optimize(model, images())
+    model.layers[2].weight = nn.Parameter(torch.randn(6, 6, 3, 3))
+    assert_same_training(model, optimised, (images(),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_dtype(dtype, opened, parses):
+    model = Net()
+    optimised = ogc.optimize(model, images(4, 16))
+    model.to(dtype)
+    assert_same_training(model, optimised, (images(4, 16).to(dtype),))
+    assert opened and len(parses) == 2
+
+
+@pytest.mark.parametrize("planned_with", [False, True])
+def test_autocast_on_or_off(planned_with, opened, parses):
+    model = Net()
+    with torch.autocast("cpu", torch.bfloat16, enabled=planned_with):
+        optimised = ogc.optimize(model, images(4, 16))
+    for enabled in (not planned_with, planned_with):
+        opened.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert_same_step(model, optimised, images(4, 16))
+        assert opened
+    assert len(parses) == 2
+
+
+def test_planning_amid_an_autocast_region_bakes_no_cast_weight():
+    """Autocast remembers the weights that it has cast, which a trace would take for constants."""
+    model = Net()
+    optimised = ogc.optimize(model, images())
+    with torch.autocast("cpu", torch.bfloat16):
+        model(images())
+        optimised(images())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(images()), optimised(images()))
+
+
+def test_inputs_that_require_grad(opened):
+    model = Net()
+    optimised = ogc.optimize(model, images(4, 16))
+    x = images(4, 16).requires_grad_()
+    assert_same_training(model, optimised, (x,))
+    assert opened
+
+
+def test_another_structure_of_the_arguments(parses):
+    model = Outputs()
+    x = torch.randn(5, 6)
+    optimised = ogc.optimize(model, x)
+    for arguments in ({"x": x}, {"x": x, "scale": 3.0}, {"x": x, "shift": torch.randn(6)}, {"x": x, "scale": 3}):
+        assert_same_step(model, optimised, **arguments)
+        assert_same_step(model, optimised, **arguments)
+    assert len(parses) == 5
+
+
+def test_changes_since_a_deep_copy_are_seen():
+    optimised = forced(Residual(dropout=0.0), images())
+    twin = copy.deepcopy(optimised)
+    twin.blocks[0][1] = nn.Conv2d(8, 8, 3, padding=1, stride=1, bias=False, dilation=1, padding_mode="circular")
+    expected = type(twin).__mro__[1].forward(twin, images())
+    assert torch.equal(twin(images()), expected)
+
+
+@pytest.mark.parametrize("error", [OgcError("no"), ValueError("no"), torch.OutOfMemoryError("no")])
+def test_whatever_goes_wrong_in_planning_runs_the_plain_model(error, monkeypatch, opened, caplog):
+    model = Net()
+    optimised = ogc.optimize(model, images())
+    tried = []
+
+    def fail(*args, **options):
+        tried.append(1)
+        raise error
+
+    monkeypatch.setattr(optimize_module, "parse", fail)
+    model.double()
+    for _ in range(2):
+        assert_same_step(model, optimised, images().double())
+    assert not opened and len(tried) == 1
+    assert caplog.text.count("runs the plain model") == 1
+
+
+def test_hooks_on_a_submodule_are_called(opened):
+    model = Net()
+    optimised = ogc.optimize(model, images())
+    seen = []
+    handle = model.layers[1].register_forward_hook(lambda module, given, result: seen.append(1))
+    for batch in (4, 3):
+        loss_of(optimised(images(batch))).backward()
+    assert len(seen) == 2 and not opened
+    handle.remove()
+    loss_of(optimised(images())).backward()
+    assert len(seen) == 2 and opened
+
+
+def test_plans_are_bounded_and_thrashing_ends_in_one_warning(parses, monkeypatch, caplog):
+    monkeypatch.setattr(runner, "PLANS", 2)
+    model = Outputs()
+    x = torch.randn(5, 6)
+    optimised = ogc.optimize(model, x)
+    for scale in range(10):
+        assert_same_step(model, optimised, x, scale=float(scale))
+        assert len(runner_of(optimised).variants) <= 3
+    assert len(parses) == 1 + 2 + runner.EVICTIONS + 1
+    assert caplog.text.count("makes no more") == 1
+    assert_same_step(model, optimised, x)
+
+
+def test_shapes_are_bounded(monkeypatch, parses, caplog):
+    monkeypatch.setattr(runner, "SHAPES", 2)
+    model = Net()
+    optimised = ogc.optimize(model, images())
+    for batch in (3, 5, 6, 7, 3, 8):
+        assert_same_step(model, optimised, images(batch))
+        assert len(runner_of(optimised).variants) <= 3
+    assert len(parses) == 1
+    assert caplog.text.count("pad them to a few sizes") == 1
+
+
+# -- cost -----------------------------------------------------------------------------------------------
+
+
+def test_an_unchanged_module_is_recognised_without_being_described(monkeypatch):
+    model = Net()
+    optimised = ogc.optimize(model, images())
+    watched = runner_of(optimised).watched[optimised]
+    monkeypatch.setattr(type(watched), "_describe", lambda *_: pytest.fail("described anew"))
+    loss_of(optimised(images())).backward()
+
+
+@pytest.mark.slow
+def test_the_guard_is_cheap(record_property, capsys):
+    torchvision = pytest.importorskip("torchvision")
+    for name, model, x in (
+        ("resnet50", torchvision.models.resnet50(), torch.randn(8, 3, 64, 64)),
+        ("small", Residual(), images(32, 8)),
+    ):
+        optimised = forced(model, x)
+        select = runner_of(optimised).select
+        guard = fastest(lambda: select(optimised, (x,), {}), 100)  # noqa: B023
+        step = fastest(lambda: loss_of(optimised(x)).backward(), 1)  # noqa: B023
+        with capsys.disabled():
+            print(f"\n{name}: guard {guard * 1e6:.0f} us, step {step * 1e3:.1f} ms ({guard / step:.2%})")
+        assert guard < 20e-6 + 0.01 * step
+
+
+def fastest(function, times):
+    """Seconds of one call, in the best of a few rounds."""
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(times):
+            function()
+        rounds.append((time.perf_counter() - start) / times)
+    return min(rounds)
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog):
+    caplog.set_level(logging.INFO)
