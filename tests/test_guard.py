@@ -1,8 +1,10 @@
 """Calls that differ from the sample input: never other numbers, and planned for where that can be."""
 
+import contextlib
 import copy
 import importlib
 import logging
+import random
 import time
 
 import pytest
@@ -287,6 +289,40 @@ def test_a_check_between_forward_and_backward_disturbs_no_step():
         (first + second).backward()
         results.append([*(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_inputs_of_any_strides(carried, opened):
+    strided = torch.randn(4, 8, 16, 3)[..., ::2, :].permute(0, 3, 1, 2)
+    expanded = torch.randn(1, 3, 8, 8).expand(4, 3, 8, 8)
+    model = Net(lambda x: x.reshape(-1, 6, 8, 8).contiguous().tanh())
+    for x in (strided, expanded, images().to(memory_format=torch.channels_last)):
+        optimised = forced(model, images(5) if carried else x)
+        opened.clear()
+        assert_same_training(model, optimised, (x,))
+        assert opened
+
+
+def test_a_check_leaves_attributes_and_pythons_random_state_alone():
+    class Remembers(Net):
+        count = 0
+
+        def forward(self, x):
+            self.count += 1
+            self.head.last = x
+            self.chance = random.random()
+            return super().forward(x)
+
+    model = Remembers()
+    optimised = forced(model, images())
+    model.count = 0
+    del model.head.last, model.chance
+    random.seed(1)
+    for x in (images(3), images(3).double()):
+        with contextlib.suppress(RuntimeError):
+            runner_of(optimised).select(optimised, (x,), {})
+    assert model.count == 0 and not hasattr(model.head, "last") and not hasattr(model, "chance")
+    assert random.random() == random.Random(1).random()
 
 
 # -- budgets --------------------------------------------------------------------------------------------

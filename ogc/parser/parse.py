@@ -19,7 +19,7 @@ from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
 from .jit import FlatForward, Traced, nothing_saved, trace, without_decisions
 from .measure import Measurer
-from .observe import Observation, Record, observe, untouched
+from .observe import Observation, Record, is_dense, observe, untouched
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .versions import separate_versions
 
@@ -228,8 +228,16 @@ def _has_hooks(module: torch.nn.Module, is_root: bool) -> bool:
 
 
 def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of their own for a run on the side."""
-    return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+    """Inputs of their own for a run on the side, of the same strides."""
+    return [_copy(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided or is_dense(tensor) or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    block = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
+    return block.as_strided(tensor.shape, tensor.stride())
 
 
 def state_of(model: torch.nn.Module) -> list[torch.Tensor]:

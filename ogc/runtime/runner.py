@@ -18,7 +18,7 @@ from ..plan import Plan
 from ..program import Call, InputSpec, TensorSpec, tensor_leaves, without_autocast
 from .frame import Step
 from .generate import Generated, generate
-from .watch import State, Watched
+from .watch import State, Watched, attributes_restored
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,8 @@ class Runner:
         why, start = self._difference(state, inputs), time.perf_counter()
         self.is_planning = True  # calls of the model from here on are the planner's
         try:
-            variant = self._carry_over(model, call, state, inputs) or self._plan(model, call, state, inputs)
+            with attributes_restored(model):
+                variant = self._carry_over(model, call, state, inputs) or self._plan(model, call, state, inputs)
         except Exception as error:  # a broken call raises the same from the plain model
             self._tell(f"ogc runs the plain model for calls where {why}: {_first_line(error)}")
             return Variant(state, inputs)

@@ -8,7 +8,9 @@ Only where something differs is the module described anew.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -61,7 +63,7 @@ class Watched:
     def _remember(self, model: torch.nn.Module) -> None:
         # No reference to the module itself: it is the key of the weak dictionary that holds this.
         self.attributes = [vars(module) for module in chain([model], self.children)]
-        hooks = [found[name] for found in self.attributes[1:] for name in _HOOKS]
+        hooks = [found[name] for found in self.attributes[1:] for name in _HOOKS if name in found]
         members = [found[name] for found in self.attributes for name in _MEMBERS]
         self.empty = [found for found in chain(members, hooks) if not found]
         self.full = [found for found in chain(members, hooks) if found]
@@ -89,3 +91,18 @@ class Watched:
 def _children(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Everything below ``model``, with the places where it stands: a module may have several."""
     return [child for module in model.modules() for child in module._modules.values() if child is not None]
+
+
+@contextmanager
+def attributes_restored(model: torch.nn.Module) -> Iterator[None]:
+    """Attributes that forwards inside assign to modules, and Python's random state, are afterwards as before."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        for attributes, copy in before:
+            for name in attributes.keys() - copy.keys():
+                del attributes[name]
+            attributes.update(copy)
