@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, wraps
-from itertools import chain, takewhile
+from itertools import chain, dropwhile
 from typing import Any
 
 import torch
@@ -564,8 +564,10 @@ def _resolve(schema_text: str) -> tuple[Any, list[Any]]:
 def _origin(node: Any) -> dict[str, str]:
     """Module path and source line of a jit node."""
     module = node.scopeName().rsplit("/", 1)[-1]
-    # Innermost first; outside of our own frames is the caller, not the model.
-    places = list(takewhile(lambda place: not place[0].startswith(_OWN_CODE), _PLACE.findall(node.sourceRange())))
-    user = [place for place in places if not place[0].startswith(_NOT_USER_CODE)] or places
+    places = _PLACE.findall(node.sourceRange())  # innermost first: watch, model, tracer, whoever called that
+    called = dropwhile(lambda place: not place[0].startswith(_OWN_CODE), reversed(places))
+    inside = [*dropwhile(lambda place: place[0].startswith(_OWN_CODE), called)][::-1]
+    foreign = [place for place in inside if not place[0].startswith(_OWN_CODE)]
+    user = [place for place in foreign if not place[0].startswith(_NOT_USER_CODE)] or foreign
     source = f"{os.path.basename(user[0][0])}:{user[0][1]}" if user else ""
     return {"module": module, "source": source}
