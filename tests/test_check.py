@@ -189,8 +189,8 @@ def test_what_cannot_be_compared_is_refused():
 def test_optimize_verifies_on_request(monkeypatch):
     model, x = Plain(), sample()
     assert ogc.optimize(model, x, verify=True).plan
-    apply = ogc.optimize.__globals__["apply"]
-    monkeypatch.setitem(ogc.optimize.__globals__, "apply", lambda *given: changed(apply(*given), a_gradient))
+    apply = ogc.optimize.__globals__["_apply"]
+    monkeypatch.setitem(ogc.optimize.__globals__, "_apply", lambda *given: changed(apply(*given), a_gradient))
     with pytest.raises(ogc.CheckError, match=r"differ from the plain model's, first gradient of input 0: off by up to"):
         ogc.optimize(model, x, verify=True)
     with pytest.raises(ogc.InputError, match="verify=True compares bit by bit"):
