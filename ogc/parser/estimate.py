@@ -108,7 +108,7 @@ class Estimator:
         """Bytes that the operation saves on the device besides its arguments and results."""
 
         def fake(leaf: Any) -> Any:
-            return _shadow(leaf, True, self.device) if isinstance(leaf, torch.Tensor) else leaf
+            return _pretended(leaf, True, self.device)
 
         saved: list[torch.Tensor] = []
         with FakeTensorMode(), torch.enable_grad(), _saving(saved):
@@ -122,7 +122,7 @@ class Estimator:
         self, target: Any, leaves: list[Any], tree: pytree.TreeSpec, in_place: bool, meter: _Meter | None = None
     ) -> Weights:
         with torch.enable_grad():
-            fakes = [_shadow(leaf, in_place) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            fakes = [_pretended(leaf, in_place) for leaf in leaves]
             meter = meter or _Meter(self.rates)
             saved: list[torch.Tensor] = []
             tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
@@ -278,6 +278,13 @@ def _saving(saved: list[torch.Tensor]) -> saved_tensors_hooks:
         return len(saved) - 1
 
     return saved_tensors_hooks(pack, saved.__getitem__)
+
+
+def _pretended(leaf: Any, in_place: bool, device: torch.device | str = "meta") -> Any:
+    """An argument as it is on another device."""
+    if isinstance(leaf, torch.Tensor):
+        return _shadow(leaf, in_place, device)
+    return torch.device(device) if isinstance(leaf, torch.device) else leaf
 
 
 def _shadow(tensor: torch.Tensor, in_place: bool, device: torch.device | str = "meta") -> torch.Tensor:
