@@ -164,16 +164,61 @@ def _same_leaf(a: Any, b: Any, size: bool) -> bool:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """How a result is rebuilt: its tree, and for each leaf a tensor's number or the leaf itself."""
+    """How a result is rebuilt: its tree, and for each leaf that it is a tensor, an opened object or the leaf itself."""
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]  # TENSOR where one stands
 
+    @staticmethod
+    def of(result: Any, around: tuple[int, ...] = ()) -> tuple[OutputSpec, list[torch.Tensor]]:
+        """The specification of a result and its tensors, in order; those that objects hold are among them.
+
+        ``around`` are the identities of the objects that hold the result.
+        """
+        leaves, tree = pytree.tree_flatten(result)
+        described: list[Any] = []
+        tensors: list[torch.Tensor] = []
+        for leaf in leaves:
+            opened, inside = _open(leaf, around)
+            described.append(opened)
+            tensors += inside
+        return OutputSpec(tree, tuple(described)), tensors
+
     def rebuild(self, tensors: list[torch.Tensor]) -> Any:
         """The result of the call, from the tensors of the output node."""
-        source = iter(tensors)
-        leaves = [next(source) if leaf is TENSOR else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.tree)
+        return self._rebuild(iter(tensors))
+
+    def _rebuild(self, source: Iterator[torch.Tensor]) -> Any:
+        def leaf_of(described: Any) -> Any:
+            if described is TENSOR:
+                return next(source)
+            return described._rebuild(source) if isinstance(described, _Opened) else described
+
+        return pytree.tree_unflatten([leaf_of(described) for described in self.leaves], self.tree)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An object that holds tensors (a cache, a dataclass): its class and attributes."""
+
+    kind: type
+    attributes: OutputSpec
+
+    def _rebuild(self, source: Iterator[torch.Tensor]) -> Any:
+        result: Any = object.__new__(self.kind)
+        vars(result).update(self.attributes._rebuild(source))
+        return result
+
+
+def _open(leaf: Any, around: tuple[int, ...]) -> tuple[Any, list[torch.Tensor]]:
+    if isinstance(leaf, torch.Tensor):
+        return TENSOR, [leaf]
+    if isinstance(leaf, (type, torch.nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
+        return leaf, []
+    if id(leaf) in around:
+        return leaf, []
+    spec, tensors = OutputSpec.of(vars(leaf), (*around, id(leaf)))
+    return (_Opened(type(leaf), spec), tensors) if tensors else (leaf, [])
 
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:

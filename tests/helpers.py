@@ -11,6 +11,7 @@ import ogc
 from ogc.allocator import peak_bytes
 from ogc.graph import Graph, Operation, Value
 from ogc.plan import Segment, cut_into_segments
+from ogc.program import OutputSpec
 
 
 def random_graph(seed: int, most: int = 8) -> Graph:
@@ -109,8 +110,7 @@ def random_tree(cuts: tuple[int, ...], rng: random.Random, depth: int = 0) -> tu
 
 
 def tensors_of(result: object) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(result)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return OutputSpec.of(result)[1]
 
 
 def measured_peak(model, inputs):

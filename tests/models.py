@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -139,6 +141,45 @@ class Frozen(nn.Module):
         return self.tail(self.trained(self.frozen(x)) + self.calls)
 
 
+class SizesAsTensors(nn.Module):
+    """Sizes that meet tensors where no number may stand, and move between devices as tensors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        scale = torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float32))
+        x = self.layer(x).to(device=x.device, dtype=x.dtype) / scale
+        place = torch.arange(x.shape[1], device=x.device)
+        x = torch.where(place >= x.shape[1] - 2, x, self.layer(x))
+        return torch.tanh(x) * torch.tensor(x.shape[0]).to(x.dtype)
+
+
+@dataclass
+class Result:
+    """No pytree: an object with attributes, as caches and many libraries' results are."""
+
+    logits: torch.Tensor
+    layers: list[torch.Tensor] = field(default_factory=list)
+    label: str = ""
+
+
+class InObjects(nn.Module):
+    """Tensors inside objects among the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        inside = Result(x, label="inside")
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            inside.layers.append(x)
+        return inside, {"outside": x * 2, "inside": inside}
+
+
 def images(batch: int = 4, size: int = 8) -> torch.Tensor:
     return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
 
@@ -151,5 +192,7 @@ CASES = {
     "outputs": (Outputs, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
     "shared": (Shared, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
     "without grad": (WithoutGrad, lambda: (images(),)),
+    "sizes as tensors": (SizesAsTensors, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
+    "in objects": (InObjects, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
     "frozen": (Frozen, lambda: (images(),)),
 }

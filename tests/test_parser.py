@@ -5,7 +5,8 @@ import warnings
 import networkx as nx
 import pytest
 import torch
-from models import CASES, Attention, Frozen, Residual, Shared, images
+from helpers import forced
+from models import CASES, Attention, Frozen, InObjects, Residual, Result, Shared, images
 from torch import nn
 
 import ogc
@@ -359,3 +360,30 @@ def test_attention_is_parsed_with_its_log_sum_exp():
     graph = ogc.parse(Attention(), torch.zeros(2, 10, dtype=torch.long))
     attention = operation(graph, "scaled_dot_product_attention")
     assert attention.internal_bytes > 0 and len(attention.saves) > 0
+
+
+def test_shapes_that_depend_on_the_data_are_refused():
+    class Picks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.layer(x)
+            return x[x > 0] if self.masked else x[(x[:, 0] > 0).nonzero()]
+
+    for masked, what in [(True, "aten::index"), (False, "aten::nonzero")]:
+        model = Picks()
+        model.masked = masked
+        with pytest.raises(ParseError, match=f"{what}, whose result has a shape that depends on the data"):
+            ogc.parse(model, torch.randn(5, 6))
+
+
+def test_objects_among_the_outputs_are_made_anew():
+    model, sample = InObjects().train(), torch.randn(5, 6)
+    optimised = forced(model, sample)
+    first, second = optimised(sample), optimised(sample * 2)
+    assert type(first[0]) is Result and first[0].label == "inside"
+    assert first[0] is not second[0]
+    assert torch.equal(second[0].logits, sample * 2)
+    assert torch.equal(second[0].layers[-1] * 2, second[1]["outside"])

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ..errors import OgcError, ParseError, add_note
-from ..program import TENSOR, InputSpec, OutputSpec
+from ..program import InputSpec, OutputSpec
 
 _OWN_CODE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, _OWN_CODE)
@@ -122,6 +121,7 @@ def trace(
         # torch.jit is deprecated; what its tracer warns of is decided here, by _Watch.
         warnings.filterwarnings("ignore", message=r".*torch\.jit")
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.filterwarnings("ignore", message="To copy construct from a tensor")  # sizes are tensors here only
         # torch.jit.trace would make a script module of every submodule, which takes longer than the
         # forward. The tracer tells tensors by identity: parameters and buffers may as well be inputs.
         jit_graph, _ = torch._C._create_graph_by_tracing(
@@ -252,11 +252,9 @@ class FlatForward:
         except Exception as error:
             add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
             raise
-        leaves, tree = pytree.tree_flatten(result)
-        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.output_spec, outputs = OutputSpec.of(result)
         if not outputs:
             raise ParseError("the model's forward returns no tensor; there is nothing to train")
-        self.output_spec = OutputSpec(tree, tuple(TENSOR if isinstance(x, torch.Tensor) else x for x in leaves))
         self.outputs = [tensor.detach() for tensor in outputs]
         self.requires_grad = [tensor.requires_grad for tensor in outputs]
         sizes = [tensor for tensor, _ in self.watch.decisions] if self.watch is not None else []
@@ -474,12 +472,18 @@ class _Lowering:
         if "(no schema)" in schema:
             self._refuse(node)
         overload, arguments = _resolve(schema)
+        if _shape_depends_on_data(overload, node):
+            self._refuse(node)
         args, kwargs = [], {}
         for argument, value in zip(arguments, node.inputs(), strict=True):
+            given = self._get(value)
+            if self._is_scalar(value) and _wants_tensor(argument, overload):
+                given = self.graph.call_function(torch.ops.aten.scalar_tensor.default, (given,), _dtype_of(value))
+                given.meta.update(_origin(node))
             if argument.kwarg_only:
-                kwargs[argument.name] = self._get(value)
+                kwargs[argument.name] = given
             else:
-                args.append(self._get(value))
+                args.append(given)
         is_convolution = node.kind() == "aten::_convolution"
         if is_convolution:
             # The tracer records the flags of the day; aten::convolution reads them when it runs.
@@ -522,6 +526,8 @@ class _Lowering:
             "prim::If": "scripted control flow",
             "prim::Loop": "a scripted loop",
         }.get(node.kind(), f"the operator {node.kind()}")
+        if node.kind().startswith("aten::") and "(no schema)" not in node.schema():
+            what += ", whose result has a shape that depends on the data,"
         origin = _origin(node)
         raise ParseError(
             f"{what} cannot be replayed operation by operation (module '{origin['module']}', {origin['source']}); "
@@ -545,6 +551,28 @@ class _Lowering:
 
 def _hashable(found: Any) -> bool:
     return not isinstance(found, (list, dict))
+
+
+def _shape_depends_on_data(overload: Any, node: Any) -> bool:
+    """Whether another input of the same shape may give a result of another shape, as ``x[mask]`` does."""
+    if torch.Tag.dynamic_output_shape not in getattr(overload, "tags", ()):
+        return False
+    if overload._opname != "index":
+        return True
+    indices = list(node.inputs())[1].node().inputs()
+    types = [index.type() for index in indices if isinstance(index.type(), torch._C.TensorType)]
+    return any(t.dtype() in (torch.bool, torch.uint8) for t in types)
+
+
+def _wants_tensor(argument: Any, overload: Any) -> bool:
+    """Whether an operator takes a tensor here and no number in its place."""
+    kinds = ("Tensor", "Optional[Tensor]")
+    return str(argument.type) in kinds and not torch._C._should_allow_numbers_as_tensors(overload._opname)
+
+
+def _dtype_of(value: Any) -> dict[str, Any]:
+    dtype = value.type().dtype() if isinstance(value.type(), torch._C.TensorType) else None
+    return {"dtype": dtype} if dtype is not None else {}
 
 
 def _is_floating(output: Any) -> bool:
