@@ -1,0 +1,227 @@
+"""Optimises published architectures and compares two training steps with the plain model's, bit by bit.
+
+    python tests/zoo.py --family torchvision resnet18 vit_b_16
+    OMP_NUM_THREADS=1 python tests/zoo.py --family transformers
+
+Each model is built from its configuration, with a small input, on the CPU, and tried in a process of its own
+that is ended after --seconds. Rows of models tried before stay in the table. It needs torchvision, timm or
+transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import platform
+import sys
+import time
+import warnings
+from collections import Counter
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import ogc
+from ogc.allocator import peak_bytes
+from ogc.graph import table
+from ogc.parser.parse import call_arguments, same_bits
+from ogc.program import OutputSpec
+from tests.zoo_models import Build, family
+
+STEPS = 2
+SEED = 3
+SPREAD = "within the plain model's own run-to-run spread"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: the whole family")
+    parser.add_argument("--family", choices=["torchvision", "timm", "transformers"], default="torchvision")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: tests/results/zoo_<family>.json")
+    parser.add_argument("--seconds", type=float, default=60.0, help="a model that takes longer is not tried")
+    parser.add_argument("--missing", action="store_true", help="only models without a row that says equal")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    path = options.json or Path(__file__).parent / "results" / f"zoo_{options.family}.json"
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    builds = family(options.family)
+    names = options.names or list(builds)
+    for name in names:
+        if options.missing and rows.get(name, {}).get("equal", "").startswith("yes"):
+            continue
+        rows[name] = {"name": name, **_in_own_process(builds[name], options.seconds)}
+        print(f"{name}: {_brief(rows[name])}", flush=True)
+        _write(path, options.family, [rows[n] for n in builds if n in rows])
+    print(_table([rows[n] for n in names if n in rows]))
+
+
+def _in_own_process(build: Build, seconds: float) -> dict[str, Any]:
+    """The row of a model, or why there is none."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_try, args=(build, theirs))
+    process.start()
+    theirs.close()
+    try:
+        row = ours.recv() if ours.poll(seconds) else {"equal": "not tried", "error": f"took more than {seconds:g} s"}
+    except EOFError:
+        process.join()
+        row = {"equal": "error", "error": f"the process ended with exit code {process.exitcode}"}
+    process.kill()
+    process.join()
+    return dict(row)
+
+
+def _try(build: Build, pipe: Connection) -> None:
+    try:
+        pipe.send(_row(build))
+    except Exception as error:  # any model may fail in any way: that is what is found out here
+        lines = str(error).strip().splitlines() or [""]
+        pipe.send({"equal": "error", "error": f"{type(error).__name__}: {lines[0]}"})
+
+
+def _row(build: Build) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, inputs = build()
+    model.train()
+    shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    start = time.perf_counter()
+    optimised = ogc.optimize(model, inputs, profile="estimate")
+    seconds = time.perf_counter() - start
+    plan: Any = optimised.plan
+    state = [tensor.detach().clone() for tensor in _tensors_of(model).values()]
+    plain, plain_bytes = _training(model, model, inputs, state)
+    ours, ogc_bytes = _training(model, optimised, inputs, state)
+    difference = _difference(plain, ours)
+    if difference is not None and _difference(plain, _training(model, model, inputs, state)[0]) is not None:
+        difference = SPREAD
+    finite = all(bool(t.isfinite().all()) for t in plain.values() if t.is_floating_point())
+    return {
+        "equal": difference or ("yes" if finite else "yes (not all finite)"),
+        "inputs": shapes,
+        "operations": len(optimised.graph.operations),  # type: ignore[arg-type, union-attr]
+        "plain_bytes": plain_bytes,
+        "ogc_bytes": ogc_bytes,
+        "predicted_plain_bytes": plan.plain_peak_bytes,
+        "predicted_bytes": plan.peak_bytes,
+        "lower_bound": plan.lower_bound,
+        "overhead": plan.overhead,
+        "plan_seconds": seconds,
+    }
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
+
+
+def _step(run: torch.nn.Module, inputs: Any) -> list[torch.Tensor]:
+    """One forward and backward; the outputs, detached."""
+    args, kwargs = call_arguments(inputs)
+    outputs = OutputSpec.of(run(*args, **kwargs))[1]
+    sum(t.square().mean() for t in outputs if t.requires_grad).backward()  # type: ignore[union-attr]
+    return [t.detach() for t in outputs]
+
+
+def _into(outputs: list[torch.Tensor], run: torch.nn.Module, inputs: Any) -> None:
+    outputs += _step(run, inputs)
+
+
+def _training(
+    model: torch.nn.Module, run: torch.nn.Module, inputs: Any, state: list[torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], int]:
+    """What a few SGD steps of ``run`` give, by name, and the peak of the first, which finds gradients allocated."""
+    with torch.no_grad():
+        for tensor, value in zip(_tensors_of(model).values(), state, strict=True):
+            tensor.copy_(value)
+    torch.manual_seed(SEED)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    seen: dict[str, torch.Tensor] = {}
+    outputs: list[torch.Tensor] = []
+    peak = 0
+    for number in range(STEPS):
+        if number == 0:
+            peak = peak_bytes(partial(_into, outputs, run, inputs), "cpu")
+        else:
+            optimizer.zero_grad()
+            outputs = _step(run, inputs)
+        seen |= {f"output {n} of step {number}": t.clone() for n, t in enumerate(outputs)}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        seen |= {f"gradient of {name} in step {number}": gradient.clone() for name, gradient in gradients.items()}
+        optimizer.step()
+    seen |= {f"{name} at the end": tensor.detach().clone() for name, tensor in _tensors_of(model).items()}
+    seen["random state"] = torch.get_rng_state()
+    model.zero_grad()
+    return seen, peak
+
+
+def _difference(plain: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> str | None:
+    if plain.keys() != ours.keys():
+        return f"no: only one of them has {sorted(plain.keys() ^ ours.keys())[0]}"
+    for name, tensor in plain.items():
+        if not same_bits(tensor, ours[name]):
+            distance = (tensor.double() - ours[name].double()).abs().max().item()
+            return f"no: {name} differs by {distance:.3g} of {tensor.double().abs().max().item():.3g}"
+    return None
+
+
+def _cut(row: dict[str, Any]) -> float:
+    return 1 - float(row["ogc_bytes"]) / float(row["plain_bytes"])
+
+
+def _brief(row: dict[str, Any]) -> str:
+    if "plain_bytes" not in row:
+        return f"{row['equal']}, {row['error']}"
+    return (
+        f"{row['equal']}, {row['plain_bytes'] / 1e6:.1f} -> {row['ogc_bytes'] / 1e6:.1f} MB "
+        f"({row['predicted_plain_bytes'] / 1e6:.1f} -> {row['predicted_bytes'] / 1e6:.1f}, "
+        f"bound {row['lower_bound'] / 1e6:.1f}), cut {_cut(row):.0%}, overhead {row['overhead']:.0%}, "
+        f"planned in {row['plan_seconds']:.1f} s"
+    )
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    heads = ["name", "equal", "plain MB", "ogc MB", "cut", "overhead", "plan s"]
+    cells = []
+    for row in rows:
+        if "plain_bytes" not in row:
+            cells.append([row["name"], f"{row['equal']}: {row['error'][:90]}", *[""] * 5])
+            continue
+        sizes = [f"{row[key] / 1e6:.1f}" for key in ("plain_bytes", "ogc_bytes")]
+        shares = [f"{_cut(row):.0%}", f"{row['overhead']:.0%}", f"{row['plan_seconds']:.1f}"]
+        cells.append([row["name"], row["equal"], *sizes, *shares])
+    measured = [row for row in rows if "plain_bytes" in row]
+    counts = Counter(row["equal"].split(":")[0] for row in rows)
+    return (
+        f"{table(heads, cells)}\n{len(rows)} models: {', '.join(f'{n} {kind}' for kind, n in counts.items())}; "
+        f"cut of at least 25 %: {sum(_cut(row) >= 0.25 for row in measured)} of {len(measured)}; "
+        f"above the plain peak: {sum(_cut(row) < 0 for row in measured)}"
+    )
+
+
+def _write(path: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    library = __import__(name)
+    environment = {
+        "command": f"python tests/zoo.py --family {name}",  # perhaps in groups of models
+        "versions": {"torch": torch.__version__, name: library.__version__, "python": platform.python_version()},
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    path.write_text(json.dumps({**environment, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
