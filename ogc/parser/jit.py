@@ -484,6 +484,9 @@ class _Lowering:
                 kwargs[argument.name] = given
             else:
                 args.append(given)
+        if overload._opname == "repeat_interleave" and self._is_scalar(list(node.inputs())[1]):
+            sizes = node.output().type().sizes()  # without it there is no knowing the shape on meta tensors
+            kwargs["output_size"] = sizes[args[2] if args[2] is not None else 0]
         is_convolution = node.kind() == "aten::_convolution"
         if is_convolution:
             # The tracer records the flags of the day; aten::convolution reads them when it runs.
