@@ -98,3 +98,37 @@ def test_gradients_that_are_added_in_place_or_not():
     assert live([make, through(dense=True), join], c) == [(8, 11), (16, 24), (16, 16)]
     # ... but where neither is dense their sum is a third storage.
     assert live([make, through(dense=False), join], c) == [(8, 11), (16, 32), (16, 16)]
+
+
+class Dense(nn.Module):
+    """Layers that each add to a concatenation, as in a dense block: their gradients are slices of a large one."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, padding=1)
+        self.squeeze = nn.ModuleList(nn.Conv2d(32 + 16 * k, 32, 1) for k in range(4))
+        self.grow = nn.ModuleList(nn.Conv2d(32, 16, 3, padding=1) for _ in range(4))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for squeeze, grow in zip(self.squeeze, self.grow, strict=True):
+            x = torch.cat([x, grow(squeeze(x.relu()).relu())], 1)
+        return x.mean((2, 3))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("batch_size", [4, 16])
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+def test_every_solvers_checkpoints_of_a_dense_block_are_as_simulated(threads, batch_size, profile):
+    """One thread and a small batch take another kernel for pointwise convolutions, with fewer copies."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        model, x = Dense(), torch.randn(batch_size, 3, 48, 48)
+        graph = ogc.parse(model, x, profile=profile)
+        for solver in set(ogc.solver.SOLVERS) - {"none"}:
+            plan = ogc.solve(graph, solver=solver)
+            measured = measured_peak(ogc.apply(model, graph, plan), (x,))
+            assert plan.peak_bytes == pytest.approx(measured, rel=0.01), solver
+    finally:
+        torch.set_num_threads(before)

@@ -189,6 +189,8 @@ def _with_kernel_copies(name: str, args: Any, record: Record, weights: Weights) 
     results back, the batch-norm backward allocates its result twice.
     """
     if name == "convolution":
+        if _is_matrix_product(args):
+            return weights
         image, kernel, result = _convolution_bytes(args, record)
         scratch = max(image + kernel, result)
         if any(gradient.argument == 0 for gradient in weights.gradients):
@@ -207,6 +209,16 @@ def _convolution_bytes(args: Any, record: Record) -> tuple[int, int, int]:
     return image, kernel, record.output_bytes[0]
 
 
+def _is_matrix_product(args: Any) -> bool:
+    """Whether PyTorch computes a convolution on a CPU as a product of matrices, without oneDNN and its copies.
+
+    Source: ``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp.
+    """
+    image, kernel, _, stride, padding, dilation, transposed, _, groups = args[:9]
+    pointwise = image.dim() == 4 and all(size == 1 for size in (*kernel.shape[2:], *stride, *dilation, groups))
+    return pointwise and not transposed and not any(padding) and len(image) < 16 and torch.get_num_threads() == 1
+
+
 def _input_phase(args: Any, record: Record) -> int:
     """Most bytes that oneDNN allocates for the gradient of a convolution's input, that included."""
     image, kernel, result = _convolution_bytes(args, record)
@@ -218,6 +230,8 @@ def _lean_convolution(args: Any, record: Record, weights: Weights) -> Weights:
     if not any(gradient.argument == 0 for gradient in weights.gradients):
         return weights
     image, kernel, result = _convolution_bytes(args, record)
+    if _is_matrix_product(args):
+        return replace(weights, working_bytes=kernel, late_bytes=kernel + image)
     return replace(
         weights,
         working_bytes=max(image + result + kernel, 2 * kernel),

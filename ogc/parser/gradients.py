@@ -120,7 +120,7 @@ class _Engine:
         incoming = {n: self.waiting.pop(ref) for n, ref in enumerate(op.outputs) if ref in self.waiting}
         if not incoming:
             return LiveGradients(before, before, 0)
-        strided = sum(self.bytes[g.storage] for g in incoming.values() if not g.dense) if op.copies_strided else 0
+        strided = sum(op.output_bytes[n] for n, g in incoming.items() if not g.dense) if op.copies_strided else 0
         reused = {
             g.argument: incoming[g.reuses] for g in op.gradients if g.reuses is not None and self._ours(incoming, g)
         }

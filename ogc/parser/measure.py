@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..allocator import peak_bytes
+from ..lean import Lean
 from ..program import LIVE_ARGUMENTS, operator_name, tensor_leaves
 from .estimate import Estimator, Weights, call_key
 from .observe import Record
@@ -56,6 +57,10 @@ class Measurer:
             known = estimate.plain is not None and peak <= max(estimate.working_bytes, estimate.late_bytes)
             working = estimate.working_bytes if known else peak
             again = weights.forward_seconds if estimate.again_seconds else 0.0
+            if isinstance(node.target, Lean) and node.target.kind == "convolution":
+                # Whatever the estimate says, neither half of it takes more than the whole was seen to.
+                working = min(working, peak)
+                weights = replace(weights, late_bytes=min(weights.late_bytes, peak))
             weights = replace(
                 weights, working_bytes=working, backward_seconds=max(0.0, seconds - again), again_seconds=again
             )
