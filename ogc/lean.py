@@ -67,6 +67,21 @@ def lean_operator(target: Any, device: torch.device) -> Lean | None:
     return found
 
 
+def out_of_place(target: Any) -> Any:
+    """The operator without its underscore, lean if ``target`` is; None if it has none, or no such twin."""
+    operator = target.operator if isinstance(target, Lean) else target
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
+        return None
+    name, overload = operator._schema.name.split("::")[1], operator._overloadname
+    packet = getattr(aten, name.removesuffix("_"), None)
+    if not name.endswith("_") or packet is None or overload not in packet.overloads():
+        return None
+    twin = getattr(packet, overload)
+    if len(twin._schema.arguments) != len(operator._schema.arguments):
+        return None
+    return OPERATORS.get(twin, twin) if isinstance(target, Lean) else twin
+
+
 # -- elementwise ----------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .lean import OPERATORS, Lean
+from .lean import Lean
 from .program import without_autocast
 
 aten = torch.ops.aten
@@ -161,13 +161,3 @@ def works_by_sample(operator: Any, args: Sequence[Any]) -> bool:
     if operator is aten.flatten.using_ints:
         return bool(x.dim() > 1 and len(args) > 1 and args[1] % x.dim() > 0)
     return bool(x.dim() == 4 or (operator is aten.linear.default and x.dim() > 1))
-
-
-def out_of_place(operator: Any) -> Any:
-    """The operator or lean drop-in that leaves its argument as it is."""
-    plain = operator.operator if isinstance(operator, Lean) else operator
-    name = plain._schema.name.split("::")[1]
-    if not name.endswith("_"):
-        return operator
-    twin = getattr(getattr(aten, name.removesuffix("_")), plain._overloadname)
-    return OPERATORS.get(twin, twin) if isinstance(operator, Lean) else twin

@@ -10,10 +10,11 @@ import torch
 from .errors import SolveError
 from .graph import Graph
 from .parser import ParseGraph, parse
+from .parser.stretches import Stretch
 from .plan import Plan
 from .solver import Budget, plain_plan, simulate, solve
 
-Stretches = tuple[tuple[str, str], ...]
+Stretches = tuple[Stretch, ...]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..compare import same_bits
 from ..errors import ParseError
 from ..graph import Graph
 from ..program import InputSpec, Program
@@ -25,7 +26,6 @@ from .parse import (
     memory_of,
     program_of,
     refuse_hooks,
-    same_bits,
     state_of,
     values_of,
     versions_of,

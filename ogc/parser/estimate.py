@@ -10,6 +10,7 @@ under FakeTensorMode, which needs no such device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -189,68 +190,86 @@ def _with_kernel_copies(name: str, args: Any, record: Record, weights: Weights) 
     results back, the batch-norm backward allocates its result twice.
     """
     if name == "convolution":
-        if _is_matrix_product(args):
+        sizes = _ConvolutionBytes.of(args[0], args[1], record.output_bytes[0], args[3:9])
+        if sizes.is_product:
             return weights
-        image, kernel, result = _convolution_bytes(args, record)
-        scratch = max(image + kernel, result)
         if any(gradient.argument == 0 for gradient in weights.gradients):
-            working = max(image + _input_phase(args, record), image + 2 * kernel)
+            working = sizes.image + max(sizes.input_phase, 2 * sizes.kernel)
         else:
-            working = weights.working_bytes + result
-        return replace(weights, scratch_bytes=scratch, working_bytes=working if weights.gradients else 0)
+            working = weights.working_bytes + sizes.result
+        return replace(weights, scratch_bytes=sizes.scratch, working_bytes=working if weights.gradients else 0)
     if name == "batch_norm":
         return replace(weights, working_bytes=weights.working_bytes + record.output_bytes[0])
     return weights
 
 
-def _convolution_bytes(args: Any, record: Record) -> tuple[int, int, int]:
-    """Bytes of a convolution's input, weight and result."""
-    image, kernel = (t.numel() * t.element_size() for t in args[:2])
-    return image, kernel, record.output_bytes[0]
+@dataclass(frozen=True)
+class _ConvolutionBytes:
+    """What a convolution on a CPU allocates beside its operands, by the bytes of its input, weight and result.
 
-
-def _is_matrix_product(args: Any) -> bool:
-    """Whether PyTorch computes a convolution on a CPU as a product of matrices, without oneDNN and its copies.
-
-    Source: ``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp.
+    Attributes:
+        strided: whether a stride is more than one.
+        is_product: whether it is computed as a product of matrices, without oneDNN and its copies.
     """
-    image, kernel, _, stride, padding, dilation, transposed, _, groups = args[:9]
-    pointwise = image.dim() == 4 and all(size == 1 for size in (*kernel.shape[2:], *stride, *dilation, groups))
-    return pointwise and not transposed and not any(padding) and len(image) < 16 and torch.get_num_threads() == 1
 
+    image: int
+    kernel: int
+    result: int
+    strided: bool
+    is_product: bool
 
-def _input_phase(args: Any, record: Record) -> int:
-    """Most bytes that oneDNN allocates for the gradient of a convolution's input, that included."""
-    image, kernel, result = _convolution_bytes(args, record)
-    strided = any(step > 1 for step in args[3])
-    return max(image + result + kernel, (3 if strided else 2) * image)
+    @staticmethod
+    def of(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: Any) -> _ConvolutionBytes:
+        """``settings`` are the operator's arguments from the stride to the groups.
+
+        Source of what is a product: ``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp.
+        """
+        stride, padding, dilation, transposed, _, groups = settings
+        pointwise = image.dim() == 4 and all(size == 1 for size in (*kernel.shape[2:], *stride, *dilation, groups))
+        is_product = (
+            pointwise and not transposed and not any(padding) and len(image) < 16 and torch.get_num_threads() == 1
+        )
+        strided = any(step > 1 for step in stride)
+        return _ConvolutionBytes(_bytes_of([image]), _bytes_of([kernel]), result, strided, is_product)
+
+    @property
+    def scratch(self) -> int:
+        """In the forward, beside the result."""
+        return 0 if self.is_product else max(self.image + self.kernel, self.result)
+
+    @property
+    def weights_phase(self) -> int:
+        """For the gradient of the weight, that included."""
+        return self.kernel if self.is_product else max(self.image + self.result + self.kernel, 2 * self.kernel)
+
+    @property
+    def input_phase(self) -> int:
+        """For the gradient of the input, that included."""
+        if self.is_product:
+            return self.image
+        return max(self.image + self.result + self.kernel, (3 if self.strided else 2) * self.image)
 
 
 def _lean_convolution(args: Any, record: Record, weights: Weights) -> Weights:
     if not any(gradient.argument == 0 for gradient in weights.gradients):
         return weights
-    image, kernel, result = _convolution_bytes(args, record)
-    if _is_matrix_product(args):
-        return replace(weights, working_bytes=kernel, late_bytes=kernel + image)
-    return replace(
-        weights,
-        working_bytes=max(image + result + kernel, 2 * kernel),
-        late_bytes=kernel + _input_phase(args, record),
-    )
+    sizes = _ConvolutionBytes.of(args[0], args[1], record.output_bytes[0], args[3:9])
+    return replace(weights, working_bytes=sizes.weights_phase, late_bytes=sizes.kernel + sizes.input_phase)
 
 
 def _copied_bytes(function: Any, args: Any, outputs: list[torch.Tensor]) -> int:
-    """Bytes that a convolution or its backward on a CPU allocates at once, beyond its results."""
+    """Bytes that a lean convolution or its backward on a CPU allocates at once, beyond its results."""
     if function is torch.ops.aten.convolution.default:
-        image, kernel, result = (t.numel() * t.element_size() for t in (*args[:2], *outputs))
-        return max(image + kernel, result)
+        return _ConvolutionBytes.of(args[0], args[1], _bytes_of(outputs), args[3:9]).scratch
     if function is torch.ops.aten.convolution_backward.default:
-        result, image, kernel = (t.numel() * t.element_size() for t in args[:3])
-        strided = any(step > 1 for step in args[4])
-        of_input = max(image + result + kernel, (3 if strided else 2) * image) if args[-1][0] else 0
-        working = max(image + result + kernel, kernel + of_input)
-        return working - sum(t.numel() * t.element_size() for t in outputs)
+        sizes = _ConvolutionBytes.of(args[1], args[2], _bytes_of(args[:1]), args[4:10])
+        late = sizes.kernel + (sizes.input_phase if args[-1][0] else 0)
+        return max(sizes.weights_phase, late) - _bytes_of(outputs)
     return 0
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _lean_batch_norm(args: Any, record: Record, weights: Weights) -> Weights:

@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 
 from ..errors import InputError
-from ..sliced import HEAVY, Sliced, out_of_place, works_by_sample
+from ..lean import out_of_place
+from ..sliced import HEAVY, Sliced, works_by_sample
 from .observe import Record
 
 Stretch = tuple[str, str]
@@ -112,7 +113,7 @@ def _replace(inside: list[torch.fx.Node], slices: int) -> None:
     copies = {node: body.placeholder(node.name) for node in outside}
     for node in inside:
         copies[node] = body.node_copy(node, copies.__getitem__)
-        copies[node].target = out_of_place(node.target)
+        copies[node].target = out_of_place(node.target) or node.target
     body.output(copies[last])
     graph = last.graph
     with graph.inserting_after(last):

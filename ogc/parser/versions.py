@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from ..lean import OPERATORS, Lean
+from ..lean import out_of_place
 from ..program import TensorRef
 from .observe import Observation, Record
 
@@ -55,21 +53,12 @@ def _users(observation: Observation) -> list[list[int]]:
 
 def _out_of_place(record: Record, value: int) -> Any:
     """The operator without its underscore, if it would compute the same from the same; else None."""
-    target = record.node.meta.get("operator", record.node.target)
-    if not isinstance(target, torch._ops.OpOverload) or record.random or record.writes != [value]:
-        return None
-    name = target._schema.name.split("::")[1]
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    if not name.endswith("_") or target.namespace != "aten" or packet is None or len(record.outputs) != 1:
+    if record.random or record.writes != [value] or len(record.outputs) != 1:
         return None
     # With another type or layout among the operands, the result could get that one's.
     if record.saved_values not in ([], [value]) or len(set(record.layouts)) != 1 or not record.layouts[0][-1]:
         return None
-    overload = target._overloadname
-    twin = getattr(packet, overload, None) if overload in packet.overloads() else None
-    if twin is None or len(twin._schema.arguments) != len(target._schema.arguments):
-        return None
-    return OPERATORS.get(twin, twin) if isinstance(record.node.target, Lean) else twin
+    return out_of_place(record.node.target)
 
 
 def _only_the_chain(

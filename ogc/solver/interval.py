@@ -71,10 +71,6 @@ class OuterLevel:
             j = int(i)
         return reached
 
-    def fits(self, peak: int) -> bool:
-        """Whether some plan peaks at or below ``peak`` bytes."""
-        return int(self._least_kept(peak)[-1]) < NEVER
-
     def _least_kept(self, peak: int) -> Ints:
         """K(j) for every cut j: the least bytes kept by a plan of the operations before j within ``peak``."""
         kept = np.full(len(self.cuts), NEVER)
@@ -91,9 +87,16 @@ class OuterLevel:
         Raises:
             SolveError: no plan of the class fits.
         """
+        found = self.find(peak, labels)
+        if found is None:
+            raise SolveError(f"no plan peaks at or below {peak} bytes; the least peak is {self.least_peak()} bytes")
+        return found
+
+    def find(self, peak: int, labels: int = MAX_LABELS) -> tuple[Segment, ...] | None:
+        """What :meth:`fastest` returns, or None if no plan of the class fits."""
         room = self._room(peak)
         if room[0] < 0:
-            raise SolveError(f"no plan peaks at or below {peak} bytes; the least peak is {self.least_peak()} bytes")
+            return None
         count = len(self.cuts)
         limit = max(8, labels // count)
         kept = np.full((count, limit), NEVER)  # [cut, label], by ascending bytes; NEVER pads

@@ -105,9 +105,9 @@ class Search:
         highest = int(self.flat.local[0, 0, -1])
         peaks = np.geomspace(highest, lowest.peak_bytes, points)[1:-1]  # descending: a table serves those below
         for peak in tqdm(peaks, "frontier", delay=1, leave=False):
-            level = self._level(int(peak))
-            if level.fits(int(peak)):
-                self._weigh(level.fastest(int(peak), ROUGH_LABELS))
+            segments = self._level(int(peak)).find(int(peak), ROUGH_LABELS)
+            if segments is not None:
+                self._weigh(segments)
         self._weigh((Segment(0, len(self.graph)),))
         front: list[Candidate] = []
         for candidate in sorted(self.seen.values()):
@@ -123,8 +123,9 @@ class Search:
     def _at(self, peak: int) -> Iterator[Candidate]:
         """The fastest plans for ``peak``, flat and nested."""
         for level in (self.flat, self._level(peak)):
-            if level.fits(peak):
-                yield self._weigh(level.fastest(peak))
+            segments = level.find(peak)
+            if segments is not None:
+                yield self._weigh(segments)
 
     def _weigh(self, segments: tuple[Segment, ...]) -> Candidate:
         if segments not in self.seen:
