@@ -60,7 +60,7 @@ class OuterLevel:
             middle = (low + high) // 2
             reached = self._peak_within(middle)
             low, high = (middle, high) if reached is None else (low, reached)
-            if reached is not None and self._peak_within(high - 1) is None:
+            if reached is not None and not tolerance and self._peak_within(high - 1) is None:
                 break
         return high
 
@@ -81,11 +81,16 @@ class OuterLevel:
         """K(j) for every cut j: the least bytes kept by a plan of the operations before j within ``peak``."""
         kept = np.full(len(self.cuts), NEVER)
         kept[0] = 0
-        for j in range(1, len(self.cuts)):
-            before = kept[:j]
-            fits = before + self.local[:, j, :j] <= peak
-            kept[j] = min(NEVER, np.where(fits, before + self.kept[:, j, :j], NEVER).min())
+        for j, near in self._segments_within(peak):
+            before = kept[near]
+            fits = before + self.local[:, j, near] <= peak
+            kept[j] = min(NEVER, np.where(fits, before + self.kept[:, j, near], NEVER).min())
         return kept
+
+    def _segments_within(self, peak: int) -> list[tuple[int, slice]]:
+        """For each cut j, the cuts i < j among which are all (i, j) that fit by themselves."""
+        first = (self.local.min(0) <= peak).argmax(1)
+        return [(j, slice(int(first[j]), j)) for j in range(1, len(self.cuts))]
 
     def fastest(self, peak: int, labels: int = MAX_LABELS) -> tuple[Segment, ...]:
         """The plan with the least recomputed time whose peak is at most ``peak`` bytes, with ``labels`` in all.
@@ -109,13 +114,13 @@ class OuterLevel:
         seconds = np.full((count, limit), np.inf)
         parents = np.zeros((count, limit, 3), np.int64)  # previous cut, its label, mode
         kept[0, 0], seconds[0, 0] = 0, 0.0
-        for j in range(1, count):
-            limits = np.minimum(peak - self.local[:, j, :j], room[j] - self.kept[:, j, :j])
-            mode, i = np.nonzero(kept[:j, 0] <= limits)
+        for j, near in self._segments_within(peak):
+            limits = np.minimum(peak - self.local[:, j, near], room[j] - self.kept[:, j, near])
+            mode, i = np.nonzero(kept[near, 0] <= limits)
             if not len(i):
                 continue
-            pair, label = np.nonzero(kept[i] <= limits[mode, i, None])
-            mode, i = mode[pair], i[pair]
+            pair, label = np.nonzero(kept[near][i] <= limits[mode, i, None])
+            mode, i = mode[pair], near.start + i[pair]
             before = kept[i, label]
             reached = before + self.kept[mode, j, i]
             taken = seconds[i, label] + np.where(mode == AGAIN, self._seconds(i, j, peak - before), 0.0)
@@ -135,9 +140,9 @@ class OuterLevel:
         """For each cut, the most kept bytes from which the rest of the program still fits; negative: none."""
         room = np.full(len(self.cuts), -1, np.int64)
         room[-1] = NEVER
-        for j in range(len(self.cuts) - 1, 0, -1):
-            fits = np.minimum(peak - self.local[:, j, :j], room[j] - self.kept[:, j, :j])
-            np.maximum(room[:j], fits.max(0), out=room[:j])
+        for j, near in reversed(self._segments_within(peak)):
+            fits = np.minimum(peak - self.local[:, j, near], room[j] - self.kept[:, j, near])
+            np.maximum(room[near], fits.max(0), out=room[near])
         return room
 
     def _trace_back(self, peak: int, label: int, kept: Ints, parents: Ints) -> tuple[Segment, ...]:
@@ -157,10 +162,8 @@ class OuterLevel:
 
 def _pareto(kept: Ints, seconds: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
     """Indices of labels that no other beats in both, by ascending bytes; at most ``limit`` of them."""
-    if len(kept) > 16 * limit:
-        order = _fastest_per_bucket(kept, seconds, 8 * limit)
-    else:
-        order = np.lexsort((seconds, kept))
+    is_long = len(kept) > 16 * limit
+    order = _fastest_per_bucket(kept, seconds, 8 * limit) if is_long else np.lexsort((seconds, kept))
     lowest = np.minimum.accumulate(seconds[order])
     front = order[np.concatenate([[True], lowest[1:] < lowest[:-1]])]
     if len(front) > limit:

@@ -33,7 +33,7 @@ stretch holds when it is run again.
 LEVELS = 256
 """Units into which the bytes at hand are divided in a nested table."""
 
-ROUGH_LEVELS = 96
+ROUGH_LEVELS = 48
 ROUGH_LABELS = 4_000
 """The same, and the labels of the outermost level, where only a first idea is needed."""
 
