@@ -157,7 +157,7 @@ class _ScaleTable:
         yield whole
 
     def _after(self, i: Ints, length: int, lengths: Ints, kept: Ints, need: Ints) -> Floats:
-        """[pair, choice, m]: T of what follows (i, i + lengths) with what that keeps gone, impossible below ``need``."""
+        """[pair, choice, m]: T of what follows (i, i + lengths), less what that keeps; impossible below ``need``."""
         rows = self._row(i[:, None] + lengths, length - lengths) * (2 * self.table.levels)
         less = np.minimum(kept[i[:, None], lengths], self.table.levels)
         found: Floats = self.table.windows[rows + self.table.levels - less]
