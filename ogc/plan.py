@@ -53,6 +53,7 @@ class Plan:
         recomputed_seconds, recomputed_flops: what the plan adds to it.
         solver: the name of the solver that chose it.
         is_plain: whether the model itself should be run: no plan was needed, or none is better.
+        remade: values that are not kept where they cross a cut: what needs them later makes them again.
     """
 
     segments: tuple[Segment, ...]
@@ -66,6 +67,7 @@ class Plan:
     solver: str = ""
     is_plain: bool = False
     rows: tuple[tuple[str, ...], ...] = ()
+    remade: tuple[int, ...] = ()
 
     @property
     def overhead(self) -> float:

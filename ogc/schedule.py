@@ -3,13 +3,14 @@
 A plan is carried out in *runs*. Run 0 is the forward. Each recomputed segment is run again before its
 backward; it can start from any value that is still there. The backward of a saved segment takes what it
 needs from the run that the segment belongs to. Everything else follows: which operations a run repeats
-(those that somebody needs), and when each value is let go (after its last use). The simulator counts the
-bytes of exactly this, the runtime executes exactly this.
+(those that somebody needs), and when each value is let go (after its last use). A value that crosses a cut
+is there from then on, unless the plan has it *remade*: then whoever needs it runs what makes it again, however
+far back that lies. The simulator counts the bytes of exactly this, the runtime executes exactly this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -64,9 +65,10 @@ class Schedule:
         PlanError: the segments are not a plan for the graph, or an operation would run twice that must not.
     """
 
-    def __init__(self, graph: Graph, segments: Sequence[Segment]) -> None:
+    def __init__(self, graph: Graph, segments: Sequence[Segment], remade: Collection[int] = ()) -> None:
         check_segments(graph, segments)
         self.graph = graph
+        self.remade = frozenset(remade)
         self.runs: list[Run] = [Run(0, len(graph))]
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
         self._visit(FORWARD, segments)
@@ -93,8 +95,8 @@ class Schedule:
         graph, ops = self.graph, self.graph.operations
         producers, last_writes, last_uses = graph.producers, graph.last_writes, graph.last_uses
 
-        def is_remade(v: int) -> bool:  # what is used beyond the stretch is still there from then
-            return producers[v] >= run.start and last_uses[v] < run.stop
+        def is_remade(v: int) -> bool:  # what else is used beyond the stretch is still there from then
+            return v in self.remade or (producers[v] >= run.start and last_uses[v] < run.stop)
 
         in_leaves = [t for start, stop in run.leaves for t in range(start, stop)]
         saved = {v for t in in_leaves for v in ops[t].saves}
@@ -104,13 +106,11 @@ class Schedule:
         found = -1
         while len(alive) != found:  # in-place operations may ask for writers behind them
             found = len(alive)
-            for t in range(run.stop - 1, run.start - 1, -1):
+            for t in range(run.stop - 1, -1 if self.remade else run.start - 1, -1):
                 op = ops[t]
                 if t in alive or not wanted.isdisjoint(op.writes):
                     alive.add(t)
-                    wanted.update(
-                        v for v in op.reads if is_remade(v) or (producers[v] >= run.start and t <= last_writes[v])
-                    )
+                    wanted.update(v for v in op.reads if is_remade(v) or t <= last_writes[v])
         for t in alive:
             if not ops[t].replayable:
                 raise PlanError(f"operation {ops[t].name} must not run twice")

@@ -109,6 +109,11 @@ def random_tree(cuts: tuple[int, ...], rng: random.Random, depth: int = 0) -> tu
     return tuple(segments)
 
 
+def random_values(graph: ogc.Graph, rng: random.Random) -> list[int]:
+    """About a third of the values, to be remade, or none."""
+    return [v for v in range(len(graph.values)) if rng.random() < 0.3] if rng.random() < 0.8 else []
+
+
 def tensors_of(result: object) -> list[torch.Tensor]:
     return OutputSpec.of(result)[1]
 

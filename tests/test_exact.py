@@ -129,7 +129,7 @@ def check_gaps(seeds):
     """
     median_gap("the lower bound", seeds, lambda seed: lower_bound(weighed_graph(seed)))
     assert median_gap("the optimum that recomputes for the backward", seeds, lambda seed: exact(seed, False)) <= 0.03
-    assert median_gap("the optimum of all schedules", seeds, lambda seed: exact(seed, True)) <= 0.05
+    assert median_gap("the optimum of all schedules", seeds, lambda seed: exact(seed, True)) <= 0.03
 
 
 def test_half_of_the_plans_are_within_3_percent_of_the_optimum():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import assert_same_training, forced, loss_of, random_tree
+from helpers import assert_same_training, forced, loss_of, random_tree, random_values
 from models import CASES, Attention, Outputs, Residual, images
 from torch import nn
 
@@ -52,7 +52,7 @@ def test_any_nested_plan_is_bitwise_the_plain_model(name, seed):
     rng = random.Random(seed)
     for _ in range(20):
         try:
-            plan = ogc.make_plan(graph, random_tree(graph.cuts, rng))
+            plan = ogc.make_plan(graph, random_tree(graph.cuts, rng), remade=random_values(graph, rng))
             break
         except PlanError as error:
             assert "must not run twice" in str(error)

@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from helpers import chain, random_graph, random_tree
+from helpers import chain, random_graph, random_tree, random_values
 from interval_oracle import all_flat_plans, flat_segments, weigh
 
 import ogc
@@ -188,9 +188,24 @@ def test_nothing_is_below_the_lower_bound(seed):
     bound = lower_bound(graph)
     for _ in range(10):
         try:
-            assert simulate(graph, random_tree(graph.cuts, rng)).peak_bytes >= bound
+            tree, remade = random_tree(graph.cuts, rng), random_values(graph, rng)
+            assert simulate(graph, tree, remade).peak_bytes >= bound
         except PlanError:
             continue
+
+
+def test_a_value_that_is_remade_is_not_there_between_its_uses():
+    free = chain([1, 9, 1, 1, 8, 8])
+    skip = Operation(**{**vars(free.operations[3]), "reads": (2, 1), "saves": (*free.operations[3].saves, 1)})
+    graph = Graph((*free.operations[:3], skip, *free.operations[4:]), free.values)
+    segments = [recomputed(0, 2), recomputed(2, 4), saved(4, 6)]
+    assert [run.program for run in Schedule(graph, segments).runs[1:]] == [(2,), (0,)]
+    assert [run.program for run in Schedule(graph, segments, [1]).runs[1:]] == [(1, 2), (0,)]
+    kept, remade = simulate(graph, segments), simulate(graph, segments, [1])
+    # Value 1 is gone after operation 3, and value 0 stays in its place, from which it is made again.
+    assert [event.bytes for event in kept.timeline[:6]] == [1, 10, 10, 11, 18, 26]
+    assert [event.bytes for event in remade.timeline[:6]] == [1, 10, 11, 12, 10, 18]
+    assert remade.recomputed_seconds == kept.recomputed_seconds + graph.operations[1].forward_seconds
 
 
 def test_a_uniform_chain_needs_about_the_square_root():

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 from tqdm import tqdm
 
+from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Segment
 from .costs import boundary_bytes, segment_costs
@@ -40,6 +41,9 @@ ROUGH_LABELS = 20_000
 ROUGH = 0.02
 """By how much of itself a first idea of the least peak may be too large."""
 
+REMAKING_STEPS = 4_000
+"""Operations that the simulator may go through to find values that are better made again than kept."""
+
 STEP = 1.4
 """A table serves peaks down to this many times less than it was made for."""
 
@@ -51,6 +55,7 @@ class Candidate:
     peak_bytes: int
     seconds: float
     segments: tuple[Segment, ...]
+    remade: tuple[int, ...] = ()
 
 
 class Search:
@@ -70,7 +75,7 @@ class Search:
         bound = lower_bound(self.graph) - 1
         rough = self._level(self.flat.least_peak(above=bound, tolerance=ROUGH), ROUGH_LEVELS)
         level = self._level(rough.least_peak(above=bound, tolerance=ROUGH))
-        return self._weigh(level.fastest(level.least_peak(above=bound), ROUGH_LABELS))
+        return self._remaking(self._weigh(level.fastest(level.least_peak(above=bound), ROUGH_LABELS)))
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
@@ -86,7 +91,7 @@ class Search:
             middle = int(np.sqrt(float(low) * high))
             here = self._at(middle)
             low, high = (low, middle) if here is not None and here.seconds <= seconds else (middle, high)
-        return min((c for c in self.seen.values() if c.seconds <= seconds), default=None)
+        return min((c for c in (self.least_peak, *self.seen.values()) if c.seconds <= seconds), default=None)
 
     def curve(self, points: int) -> list[Candidate]:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""
@@ -94,7 +99,7 @@ class Search:
         for peak in tqdm(peaks, "frontier", delay=1, leave=False):  # descending: a table serves those below
             self._at(int(peak), ROUGH_LABELS)
         front: list[Candidate] = []
-        for candidate in sorted(self.seen.values()):
+        for candidate in sorted([self.least_peak, *self.seen.values()]):
             if not front or candidate.seconds < front[-1].seconds:
                 front.append(candidate)
         return front
@@ -103,6 +108,37 @@ class Search:
     def _saved(self) -> Candidate:
         """The plan that recomputes nothing."""
         return self._weigh((Segment(0, len(self.graph)),))
+
+    def _remaking(self, best: Candidate) -> Candidate:
+        """The plan without values that are better made again than kept, as far as the simulator may be asked.
+
+        Of the values alive at the peak, the one or else the two whose loss helps most go, again and again.
+        """
+        graph, asked = self.graph, REMAKING_STEPS // max(1, len(self.graph))
+        while True:
+            before = best
+            alive = simulate(graph, before.segments, before.remade).peak_values
+            kept = [v for v in alive if not graph.values[v].is_output and v not in before.remade]
+            kept.sort(key=lambda v: -graph.values[v].bytes)
+            for several in (1, 2):
+                for lost in combinations(kept, several):
+                    if asked <= 0:
+                        return best
+                    asked -= 1
+                    best = min(best, self._without(before, lost), key=lambda c: (c.peak_bytes, c.seconds))
+                if best != before:
+                    break
+            if best == before:
+                return best
+
+    def _without(self, plan: Candidate, lost: tuple[int, ...]) -> Candidate:
+        """The plan with these values remade too, or the plan itself if they cannot be."""
+        remade = tuple(sorted({*plan.remade, *lost}))
+        try:
+            cost = simulate(self.graph, plan.segments, remade)
+        except PlanError:  # an operation would run twice that must not
+            return plan
+        return Candidate(cost.peak_bytes, cost.recomputed_seconds, plan.segments, remade)
 
     def _at(self, peak: int, labels: int = MAX_LABELS) -> Candidate | None:
         """The fastest plan for ``peak``, or None if nothing fits."""

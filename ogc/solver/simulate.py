@@ -8,7 +8,7 @@ alive during each backward. A value is counted once however many hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from ..graph import Graph
@@ -79,12 +79,13 @@ def operation_bounds(graph: Graph) -> list[int]:
     return bounds
 
 
-def simulate(graph: Graph, plan: Plan | Iterable[Segment]) -> Simulation:
+def simulate(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int] = ()) -> Simulation:
     """Replay one forward and backward of ``plan``.
 
     Args:
         graph: the weighted graph.
         plan: a plan, or its segments, for this graph.
+        remade: as in :class:`ogc.Plan`, where only segments are given.
 
     Returns:
         Peak bytes, the time (seconds) and FLOPs that are recomputed, and one event per operation run.
@@ -92,7 +93,9 @@ def simulate(graph: Graph, plan: Plan | Iterable[Segment]) -> Simulation:
     Raises:
         PlanError: the segments do not cover the graph, or one runs an operation again that must not be.
     """
-    schedule = Schedule(graph, tuple(plan.segments if isinstance(plan, Plan) else plan))
+    if isinstance(plan, Plan):
+        remade, plan = plan.remade, plan.segments
+    schedule = Schedule(graph, tuple(plan), remade)
     memory = _Memory(schedule)
     for number, step in enumerate(schedule.steps()):
         memory.take(number, step)

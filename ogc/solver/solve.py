@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import InputError, SolveError
@@ -11,7 +11,7 @@ from ..graph import Graph, table
 from ..plan import Plan, Segment
 from ..schedule import FORWARD, Schedule
 from .reference import REFERENCES
-from .search import Search
+from .search import Candidate, Search
 from .simulate import lower_bound, plain_peak, simulate
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -65,15 +65,19 @@ def solve(
     if budget is not None:
         found = search.fastest(budget)
         if found is None:
-            raise SolveError(_infeasible(graph, make_plan(graph, search.least_peak.segments, plain=plain), budget))
+            raise SolveError(_infeasible(graph, _plan_of(graph, search.least_peak, plain), budget))
     elif max_overhead is not None:
         found = search.within(max_overhead * graph.step_seconds)
         if found is None:
             return plain
     else:
         found = search.least_peak
-    plan = make_plan(graph, found.segments, "optimal", plain=plain)
+    plan = _plan_of(graph, found, plain)
     return plan if plan.peak_bytes < plain.peak_bytes else plain
+
+
+def _plan_of(graph: Graph, found: Candidate, plain: Plan) -> Plan:
+    return make_plan(graph, found.segments, "optimal", remade=found.remade, plain=plain)
 
 
 def _reference_plan(graph: Graph, solver: str, has_wish: bool) -> Plan:
@@ -118,7 +122,7 @@ def frontier(graph: Graph, *, points: int = 24) -> Frontier:
     plain = plain_plan(graph)
     if not len(graph):
         return Frontier((plain,))
-    found = [make_plan(graph, c.segments, "optimal", plain=plain) for c in Search(graph).curve(points)]
+    found = [_plan_of(graph, c, plain) for c in Search(graph).curve(points)]
     return Frontier((*(plan for plan in found if plan.peak_bytes < plain.peak_bytes), plain))
 
 
@@ -178,21 +182,29 @@ def plain_plan(graph: Graph) -> Plan:
     )
 
 
-def make_plan(graph: Graph, segments: Sequence[Segment], solver: str = "by hand", *, plain: Plan | None = None) -> Plan:
+def make_plan(
+    graph: Graph,
+    segments: Sequence[Segment],
+    solver: str = "by hand",
+    *,
+    remade: Iterable[int] = (),
+    plain: Plan | None = None,
+) -> Plan:
     """The plan of the given segments, weighed by the simulator.
 
     Args:
         graph: the weighted graph.
         segments: they cover the operations in order; see :func:`ogc.saved` and :func:`ogc.recomputed`.
         solver: the name of what chose them.
+        remade: values that are not kept where they cross a cut; see :class:`ogc.Plan`.
         plain: the plain plan of the same graph, if it is at hand.
 
     Raises:
         PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
             that must not.
     """
-    segments = tuple(segments)
-    cost = simulate(graph, segments)
+    segments, remade = tuple(segments), tuple(sorted(remade))
+    cost = simulate(graph, segments, remade)
     return replace(
         plain or plain_plan(graph),
         segments=segments,
@@ -201,7 +213,8 @@ def make_plan(graph: Graph, segments: Sequence[Segment], solver: str = "by hand"
         recomputed_flops=cost.recomputed_flops,
         solver=solver,
         is_plain=False,
-        rows=tuple(_rows(graph, Schedule(graph, segments), segments)),
+        rows=tuple(_rows(graph, Schedule(graph, segments, remade), segments)),
+        remade=remade,
     )
 
 
