@@ -16,6 +16,7 @@ from ogc.schedule import Schedule
 from ogc.solver.costs import segment_costs
 from ogc.solver.interval import OuterLevel
 from ogc.solver.nested import NestedTable
+from ogc.solver.scales import Scale
 from ogc.solver.simulate import lower_bound, simulate
 
 SEEDS = range(500)
@@ -132,7 +133,8 @@ def test_segment_costs_agree_with_the_rule_on_larger_graphs(seed):
 def nested_level(graph, top=None, levels=None):
     costs, nested = segment_costs(graph)
     top = top or OuterLevel(costs).least_peak()
-    return OuterLevel(costs, NestedTable(nested, top, levels or top + 1))
+    count = len(costs.cuts)
+    return OuterLevel(costs, NestedTable(nested, [Scale(np.arange(count), count - 1)], top, levels or top + 1))
 
 
 def all_trees(cuts):

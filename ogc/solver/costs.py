@@ -30,19 +30,13 @@ class Costs:
 
     Mode 0 is saved, mode 1 recomputed at once. ``kept`` is what a segment adds to the bytes that outlive
     the forward, ``local`` the most bytes alive in its forward, its recomputation and its backward, above
-    what was kept before it. ``seconds`` is recomputed time.
+    what was kept before it. ``seconds`` is the time of running it again at once.
     """
 
     cuts: Ints
     kept: Ints
     local: Ints
     seconds: NDArray[np.float64]
-
-    def at(self, chosen: NDArray[np.intp]) -> Costs:
-        """The same for some of the cuts alone."""
-        pick = np.ix_(chosen, chosen)
-        layers = (np.stack([layer[pick] for layer in axis]) for axis in (self.kept, self.local, self.seconds))
-        return Costs(self.cuts[chosen], *layers)
 
 
 @dataclass(frozen=True)
@@ -71,24 +65,6 @@ class NestedCosts:
     running: Ints
     seconds: NDArray[np.float64]
     again_seconds: NDArray[np.float64]
-
-    def at(self, chosen: NDArray[np.intp]) -> NestedCosts:
-        """The same for some of the cuts alone."""
-        pick = np.ix_(chosen, chosen)
-
-        def layers(axis: NDArray[Any]) -> NDArray[Any]:
-            return np.stack([layer[pick] for layer in axis])
-
-        return NestedCosts(
-            cuts=self.cuts[chosen],
-            kept=layers(self.kept),
-            forward=layers(self.forward),
-            backward=self.backward[pick],
-            again=self.again[pick],
-            running=self.running[pick],
-            seconds=layers(self.seconds),
-            again_seconds=self.again_seconds[pick],
-        )
 
 
 def segment_costs(graph: Graph, cuts: Sequence[int] | None = None) -> tuple[Costs, NestedCosts]:
@@ -181,7 +157,7 @@ class _SegmentCosts:
         ]
         local = np.stack([np.maximum(forward[0], backward), np.maximum(forward[1], again)])
         return (
-            Costs(self.cuts, kept, local, np.stack([np.zeros_like(seconds), seconds])),
+            Costs(self.cuts, kept, local, seconds),
             NestedCosts(
                 cuts=self.cuts,
                 kept=kept,

@@ -30,27 +30,33 @@ from .nested import NestedTable
 MAX_LABELS = 20_000
 """Labels over all cuts that the second pass keeps; a cut whose share is exceeded thins its front."""
 
-SAVED, AT_ONCE, IN_PARTS = range(3)
+SAVED, AGAIN = range(2)
 
 
 class OuterLevel:
-    """Plans over the segments of ``costs``, and through the parts of ``table`` if there is one."""
+    """Plans over the segments of ``costs``, run again at once or as ``table`` says, if there is one."""
 
     def __init__(self, costs: Costs, table: NestedTable | None = None) -> None:
         self.cuts = costs.cuts
         self.table = table
-        self.kept, self.local, self.seconds = costs.kept, costs.local, costs.seconds
+        # By [mode, j, i]: everything below looks at all segments that end at one cut.
+        self.kept, self.local = (np.ascontiguousarray(each.swapaxes(1, 2)) for each in (costs.kept, costs.local))
+        self.seconds = np.ascontiguousarray(costs.seconds.T)
+        self.at_once = self.local[AGAIN].copy()
         if table is not None:
-            local = np.maximum(table.costs.forward[1], table.least_bytes())
-            self.kept = np.concatenate([costs.kept, costs.kept[1:]])
-            self.local = np.concatenate([costs.local, local[None]])
-            self.seconds = np.concatenate([costs.seconds, costs.seconds[1:]])  # replaced by what the table says
+            nested = np.maximum(table.costs.forward[1], table.least_bytes()).T
+            np.minimum(self.local[AGAIN], nested, out=self.local[AGAIN])
 
-    def least_peak(self) -> int:
-        """The least peak in bytes that any plan reaches."""
-        high = int(self.local[SAVED, 0, -1])  # everything saved: always possible
-        low = -1
-        while high - low > 1:
+    def least_peak(self, *, above: int = -1, tolerance: float = 0.0) -> int:
+        """The least peak in bytes that any plan reaches.
+
+        Args:
+            above: bytes that no plan is known to stay within.
+            tolerance: the peak may be larger than the least by this share of it.
+        """
+        high = int(self.local[SAVED, -1, 0])  # everything saved: always possible
+        low = min(above, high - 1)
+        while high - low > max(1.0, tolerance * high):
             middle = (low + high) // 2
             reached = self._peak_within(middle)
             low, high = (middle, high) if reached is None else (low, reached)
@@ -65,9 +71,9 @@ class OuterLevel:
             return None
         reached, j = 0, len(self.cuts) - 1
         while j > 0:
-            total = np.where(kept[:j] + self.local[:, :j, j] <= peak, kept[:j] + self.kept[:, :j, j], NEVER)
+            total = np.where(kept[:j] + self.local[:, j, :j] <= peak, kept[:j] + self.kept[:, j, :j], NEVER)
             mode, i = np.unravel_index(int(np.argmin(total)), total.shape)
-            reached = max(reached, int(kept[i] + self.local[mode, i, j]))
+            reached = max(reached, int(kept[i] + self.local[mode, j, i]))
             j = int(i)
         return reached
 
@@ -77,8 +83,8 @@ class OuterLevel:
         kept[0] = 0
         for j in range(1, len(self.cuts)):
             before = kept[:j]
-            fits = before + self.local[:, :j, j] <= peak
-            kept[j] = min(NEVER, np.where(fits, before + self.kept[:, :j, j], NEVER).min())
+            fits = before + self.local[:, j, :j] <= peak
+            kept[j] = min(NEVER, np.where(fits, before + self.kept[:, j, :j], NEVER).min())
         return kept
 
     def fastest(self, peak: int, labels: int = MAX_LABELS) -> tuple[Segment, ...]:
@@ -104,32 +110,34 @@ class OuterLevel:
         parents = np.zeros((count, limit, 3), np.int64)  # previous cut, its label, mode
         kept[0, 0], seconds[0, 0] = 0, 0.0
         for j in range(1, count):
-            limits = np.minimum(peak - self.local[:, :j, j], room[j] - self.kept[:, :j, j])
-            mode, i, label = np.nonzero(kept[None, :j] <= limits[:, :, None])
+            limits = np.minimum(peak - self.local[:, j, :j], room[j] - self.kept[:, j, :j])
+            mode, i = np.nonzero(kept[:j, 0] <= limits)
             if not len(i):
                 continue
-            reached = kept[i, label] + self.kept[mode, i, j]
-            taken = seconds[i, label] + self._seconds(mode, i, j, peak - kept[i, label])
+            pair, label = np.nonzero(kept[i] <= limits[mode, i, None])
+            mode, i = mode[pair], i[pair]
+            before = kept[i, label]
+            reached = before + self.kept[mode, j, i]
+            taken = seconds[i, label] + np.where(mode == AGAIN, self._seconds(i, j, peak - before), 0.0)
             best = _pareto(reached, taken, limit)
             kept[j, : len(best)], seconds[j, : len(best)] = reached[best], taken[best]
             parents[j, : len(best)] = np.column_stack([i[best], label[best], mode[best]])
         return self._trace_back(peak, int(np.argmin(seconds[-1])), kept, parents)
 
-    def _seconds(self, mode: Ints, i: Ints, j: int, room: Ints) -> NDArray[np.float64]:
-        taken = self.seconds[mode, i, j]
-        if self.table is not None:
-            nested = mode == IN_PARTS
-            taken[nested] = self.table.time(i[nested], j, room[nested])
-        return taken
+    def _seconds(self, i: Ints, j: int, room: Ints) -> NDArray[np.float64]:
+        """Time of running segments (i, j) again with so many bytes at hand."""
+        taken = self.seconds[j, i]
+        if self.table is None:
+            return taken
+        return np.where(self.at_once[j, i] <= room, taken, self.table.time(i, j, room))
 
     def _room(self, peak: int) -> Ints:
         """For each cut, the most kept bytes from which the rest of the program still fits; negative: none."""
         room = np.full(len(self.cuts), -1, np.int64)
         room[-1] = NEVER
-        for i in range(len(self.cuts) - 2, -1, -1):
-            after = slice(i + 1, None)
-            fits = np.minimum(peak - self.local[:, i, after], room[after] - self.kept[:, i, after])
-            room[i] = max(-1, fits.max())
+        for j in range(len(self.cuts) - 1, 0, -1):
+            fits = np.minimum(peak - self.local[:, j, :j], room[j] - self.kept[:, j, :j])
+            np.maximum(room[:j], fits.max(0), out=room[:j])
         return room
 
     def _trace_back(self, peak: int, label: int, kept: Ints, parents: Ints) -> tuple[Segment, ...]:
@@ -137,10 +145,11 @@ class OuterLevel:
         segments: list[Segment] = []
         while j > 0:
             i, label, mode = (int(number) for number in parents[j, label])
-            if mode == IN_PARTS and self.table is not None:
-                segments.append(self.table.segment(i, j, peak - int(kept[i, label])))
+            room = peak - int(kept[i, label])
+            if mode == AGAIN and self.table is not None and room < self.at_once[j, i]:
+                segments.append(self.table.segment(i, j, room))
             else:
-                make = recomputed if mode == AT_ONCE else saved
+                make = recomputed if mode == AGAIN else saved
                 segments.append(make(int(self.cuts[i]), int(self.cuts[j])))
             j = i
         return tuple(reversed(segments))
@@ -148,10 +157,10 @@ class OuterLevel:
 
 def _pareto(kept: Ints, seconds: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
     """Indices of labels that no other beats in both, by ascending bytes; at most ``limit`` of them."""
-    chosen = np.arange(len(kept))
     if len(kept) > 16 * limit:
-        chosen = _fastest_per_bucket(kept, seconds, 8 * limit)
-    order = chosen[np.lexsort((seconds[chosen], kept[chosen]))]
+        order = _fastest_per_bucket(kept, seconds, 8 * limit)
+    else:
+        order = np.lexsort((seconds, kept))
     lowest = np.minimum.accumulate(seconds[order])
     front = order[np.concatenate([[True], lowest[1:] < lowest[:-1]])]
     if len(front) > limit:
@@ -160,11 +169,10 @@ def _pareto(kept: Ints, seconds: NDArray[np.float64], limit: int) -> NDArray[np.
 
 
 def _fastest_per_bucket(kept: Ints, seconds: NDArray[np.float64], buckets: int) -> NDArray[np.intp]:
-    """The fastest label of each of equal ranges of bytes, and the label with the fewest bytes."""
+    """The label with the fewest bytes, and the fastest of each of equal ranges of bytes, by ascending range."""
     low, high = int(kept.min()), int(kept.max())
     bucket = (kept - low) * buckets // (high - low + 1)
-    fastest = np.full(buckets, np.inf)
-    np.minimum.at(fastest, bucket, seconds)
-    winners = np.flatnonzero(seconds == fastest[bucket])
-    _, first = np.unique(bucket[winners], return_index=True)
-    return np.unique(np.append(winners[first], int(np.argmin(kept))))
+    slowest_first = np.argsort(-seconds, kind="stable")
+    fastest = np.full(buckets, -1)
+    fastest[bucket[slowest_first]] = slowest_first  # the last of those written to one place stays
+    return np.append(np.argmin(kept), fastest[fastest >= 0])

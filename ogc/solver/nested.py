@@ -1,27 +1,27 @@
 """Nested plans: a stretch that is run again may be run in parts, each kept or run again in its turn.
 
-Class of plans: all trees of :class:`ogc.Segment` over chosen cuts. Objective: the least recomputed time
-within a number of bytes, for all numbers at once. With m bytes at hand above what was kept before cut i,
+Class of plans: all trees of :class:`ogc.Segment` over the cuts of each scale. Objective: the least recomputed
+time within a number of bytes, for all numbers at once. With m bytes at hand above what was kept before cut i,
 
     T(i, j, m) = min( run (i, j) again at once,
+                      T(i, j, m) between the cuts of a finer scale,
                       min over k of  run (i, k) keeping what crosses k, then T(k, j, m - kept), then T(i, k, m),
                       min over k <= i + WHOLE of  run (i, k) keeping what it saves, then T(k, j, m - kept) )
 
 is the time that the backward of (i, j) adds. Bytes are counted in units, always rounded against the plan.
 The table holds for every outermost level; that level itself is planned with exact bytes by
-:mod:`ogc.solver.interval`, for which (i, j) is one more kind of segment with T(i, j, m) as its time.
+:mod:`ogc.solver.interval`, for which (i, j) is one more way to run a segment, with T(i, j, m) as its time.
 
-Complexity for C cuts and M units: O(C³ M) array steps, O(C² M) memory. This is the persistent dynamic
-programme for heterogeneous chains (Beaumont et al., "Optimal memory-aware backpropagation of deep join
-networks", 2020, and Herrmann et al., 2019) carried over to the cuts of a graph. On a chain, and up to the
-rounding, it is exact; on other graphs every cut pays for its whole boundary, which the simulator may find
-to be less.
+Complexity for M units and scales of C cuts that reach over R of them: O(C R² M) array steps and O(C R M)
+memory each. With one scale that reaches over all cuts, this is the persistent dynamic programme for
+heterogeneous chains (Beaumont et al., "Optimal memory-aware backpropagation of deep join networks", 2020,
+and Herrmann et al., 2019) carried over to the cuts of a graph. On a chain, and up to the rounding, that is
+exact; on other graphs every cut pays for its whole boundary, which the simulator may find to be less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -29,22 +29,15 @@ from numpy.typing import NDArray
 
 from ..plan import Segment, recomputed, saved
 from .costs import NEVER, Ints, NestedCosts
+from .scales import Scale
 
 Floats = NDArray[np.float32]
 
 WHOLE = 16
 """Cuts over which a part may reach that is kept whole while it is run again, unless it is the last."""
 
-
-@dataclass(frozen=True)
-class _Units:
-    """Weights in units of bytes; axis ``mode`` is first where there is one."""
-
-    kept: Ints
-    forward: Ints
-    backward: Ints
-    again: Ints
-    running: Ints
+PORTION = 2**17
+"""Numbers that are worked on at once, to stay within the processor's cache."""
 
 
 class NestedTable:
@@ -52,106 +45,147 @@ class NestedTable:
 
     Args:
         costs: of the stretches between the cuts.
+        scales: between which of them T is known, from the finest to the coarsest.
         most_bytes: the largest number of bytes of interest.
         levels: into how many units it is divided.
     """
 
-    def __init__(self, costs: NestedCosts, most_bytes: int, levels: int) -> None:
+    def __init__(self, costs: NestedCosts, scales: Sequence[Scale], most_bytes: int, levels: int) -> None:
         self.costs = costs
-        self.count = len(costs.cuts)
         self.levels = levels
         self.unit = max(1, -(-most_bytes // (levels - 1)))
-        self.units = self._in_units()
-        self.shifts = np.arange(levels)
-        # Right-hand parts are looked up by (j, k), left-hand parts by (i, k). What is looked up with fewer
-        # bytes than there are is a window further to the left, into the impossible first half of the row.
-        self.by_stop: Floats = np.full((self.count, self.count, 2 * levels), np.inf, np.float32)
-        self.by_start: Floats = np.full((self.count, self.count, levels), np.inf, np.float32)
-        # Windows of one row's length on the flat table, by where they begin.
-        flat = self.by_stop.reshape(-1)
+        sizes = [len(scale.chosen) * (scale.reach + 1) for scale in scales]
+        self.firsts = np.cumsum([1, *sizes])
+        # A row per pair of cuts of each scale. What is looked up with fewer bytes than there are is a window
+        # further to the left, into the impossible first half of the row. Row 0 is impossible altogether.
+        self.rows: Floats = np.full((self.firsts[-1], 2 * levels), np.inf, np.float32)
+        flat = self.rows.reshape(-1)
         self.windows = as_strided(flat, (flat.size - levels + 1, levels), (flat.itemsize, flat.itemsize))
-        self.seconds = costs.seconds.astype(np.float32)
-        self.again_seconds = costs.again_seconds.astype(np.float32)
-        self._fill()
+        self.row_of = np.zeros((len(costs.cuts),) * 2, np.int64)  # the row of the coarsest scale that has the pair
+        self.finer = np.zeros(self.firsts[-1], np.int64)  # by row: the row of the same pair, one scale finer
+        self.scales = [_ScaleTable(self, *each) for each in zip(scales, self.firsts[:-1], strict=True)]
 
     def least_bytes(self) -> Ints:
         """[i, j]: the fewest bytes with which the backward of (i, j) can be carried out."""
-        possible = np.isfinite(self.by_start)
-        return np.where(possible.any(2), possible.argmax(2) * self.unit, NEVER)
+        impossible = np.isinf(self.rows[:, self.levels :]).sum(1)
+        least: Ints = np.where(impossible < self.levels, impossible * self.unit, NEVER)[self.row_of]
+        return least
 
     def time(self, i: Ints, j: int, room: Ints) -> Floats:
         """T(i, j, room) for arrays of i and bytes."""
-        return self.by_start[i, j, np.clip(room // self.unit, 0, self.levels - 1)]
+        return self.rows[self.row_of[i, j], self.levels + np.clip(room // self.unit, 0, self.levels - 1)]
 
     def segment(self, i: int, j: int, room: int) -> Segment:
         """The recomputed segment (i, j) that takes T(i, j, room)."""
-        return recomputed(*self._span(i, j), *self._parts(i, j, min(self.levels - 1, room // self.unit)))
+        parts = self.parts(int(self.row_of[i, j]), min(self.levels - 1, room // self.unit))
+        return recomputed(int(self.costs.cuts[i]), int(self.costs.cuts[j]), *parts)
 
-    def _in_units(self) -> _Units:
+    def parts(self, row: int, m: int) -> list[Segment]:
+        """The parts in which the pair of a row is run again with m units at hand."""
+        return self.scales[int(np.searchsorted(self.firsts, row, side="right")) - 1].parts(row, m)
+
+    def in_units(self, weights: Ints) -> Ints:
+        """Bytes in units, rounded up."""
         limit = 2 * self.levels * self.unit
+        return -(-np.clip(weights, -limit, limit) // self.unit)
 
-        def up(weights: Ints) -> Ints:
-            return -(-np.clip(weights, -limit, limit) // self.unit)
 
-        costs = self.costs
-        return _Units(up(costs.kept), up(costs.forward), up(costs.backward), up(costs.again), up(costs.running))
+class _ScaleTable:
+    """T between the cuts of one scale.
 
-    def _fill(self) -> None:
-        for length in range(1, self.count):
+    Weights are those of :class:`NestedCosts`, in units, by [i, length] for the pair (i, i + length).
+    """
+
+    def __init__(self, table: NestedTable, scale: Scale, first: int) -> None:
+        self.table = table
+        self.width = scale.reach + 1
+        self.first = first
+        self.count = len(scale.chosen)
+        self.cuts = table.costs.cuts[scale.chosen]
+        self.shifts = np.arange(table.levels)
+        costs = table.costs
+        ends = np.minimum(np.arange(self.count)[:, None] + np.arange(self.width), self.count - 1)
+        pairs = scale.chosen[:, None], scale.chosen[ends]
+        self.kept, self.forward, self.backward, self.again, self.running = (
+            table.in_units(weights[..., *pairs])
+            for weights in (costs.kept, costs.forward, costs.backward, costs.again, costs.running)
+        )
+        self.seconds = costs.seconds[:, *pairs].astype(np.float32)
+        self.again_seconds = costs.again_seconds[pairs].astype(np.float32)
+        for length in range(1, self.width):
             i = np.arange(self.count - length)
-            rows = self._at_once(i, i + length)
-            for choices in self._divided(i, i + length):
-                np.minimum(rows, choices.min(1), out=rows)
-            self.by_start[i, i + length] = self.by_stop[i + length, i, self.levels :] = rows
+            chosen = scale.chosen[i], scale.chosen[i + length]
+            rows = self._row(i, length)
+            table.finer[rows] = table.row_of[chosen]
+            table.row_of[chosen] = rows
+            for portion in np.array_split(i, 1 + length * len(i) * table.levels // PORTION):
+                self._fill(portion, length)
 
-    def _at_once(self, i: Ints, j: Ints) -> Floats:
-        """[pair, m]: time of the backward of each pair (i, j) if it is run again at once."""
-        fits = self.shifts >= self.units.again[i, j, None]
-        return np.where(fits, self.again_seconds[i, j, None], np.float32(np.inf))
+    def _row(self, i: Ints, length: Ints | int) -> Ints:
+        return self.first + (i + length) * self.width + length
 
-    def _divided(self, i: Ints, j: Ints) -> Iterator[Floats]:
-        """[pair, choice, m]: the same if it is divided at k = i + 1, i + 2 ..., for pairs of one length.
+    def _fill(self, i: Ints, length: int) -> None:
+        rows = self._row(i, length)
+        times = np.minimum(self._at_once(i, length), self.table.rows[self.table.finer[rows], self.table.levels :])
+        for choices in self._divided(i, length):
+            np.minimum(times, choices.min(1), out=times)
+        self.table.rows[rows, self.table.levels :] = times
+
+    def _at_once(self, i: Ints, length: int) -> Floats:
+        """[pair, m]: time of the backward of each pair (i, i + length) if it is run again at once."""
+        fits = self.shifts >= self.again[i, length, None]
+        return np.where(fits, self.again_seconds[i, length, None], np.float32(np.inf))
+
+    def _divided(self, i: Ints, length: int) -> Iterator[Floats]:
+        """[pair, choice, m]: the same if it is divided at k = i + 1, i + 2 ....
 
         First for all k with (i, k) forgotten, then for k near i with (i, k) kept whole.
         """
-        length = int(j[0] - i[0])
-        units, beside = self.units, self.units.running[i, j, None]
-        i, j = i[:, None], j[:, None]
-        if length > 1:
-            k = i + np.arange(1, length)
-            forgotten = self._after(j, k, units.kept[1, i, k], units.forward[1, i, k] + beside)
-            forgotten += self.by_start[i, k]
-            forgotten += self.seconds[1, i, k, None]
-            yield forgotten
-            k = k[:, :WHOLE]
-            need = np.maximum(units.forward[0, i, k] + beside, units.backward[i, k])
-            whole = self._after(j, k, units.kept[0, i, k], need)
-            whole += self.seconds[0, i, k, None]
-            yield whole
+        if length == 1:
+            return
+        beside = self.running[i, length, None]
+        lengths = np.arange(1, length)
+        forgotten = self._after(i, length, lengths, self.kept[1], self.forward[1, i, 1:length] + beside)
+        forgotten += self.table.rows[self._row(i[:, None], lengths), self.table.levels :]
+        forgotten += self.seconds[1, i, 1:length, None]
+        yield forgotten
+        lengths = lengths[:WHOLE]
+        near = i[:, None], lengths
+        need = np.maximum(self.forward[0][near] + beside, self.backward[near])
+        whole = self._after(i, length, lengths, self.kept[0], need)
+        whole += self.seconds[0][near][..., None]
+        yield whole
 
-    def _after(self, j: Ints, k: Ints, kept: Ints, need: Ints) -> Floats:
-        """[pair, choice, m]: T(k, j) with ``kept`` units less at hand, impossible below ``need``."""
-        rows = (j * self.count + k) * (2 * self.levels)
-        found: Floats = self.windows[rows + self.levels - np.minimum(kept, self.levels)]
+    def _after(self, i: Ints, length: int, lengths: Ints, kept: Ints, need: Ints) -> Floats:
+        """[pair, choice, m]: T of what follows (i, i + lengths) with what that keeps gone, impossible below ``need``."""
+        rows = self._row(i[:, None] + lengths, length - lengths) * (2 * self.table.levels)
+        less = np.minimum(kept[i[:, None], lengths], self.table.levels)
+        found: Floats = self.table.windows[rows + self.table.levels - less]
         np.copyto(found, np.float32(np.inf), where=self.shifts < need[..., None])
         return found
 
-    def _parts(self, i: int, j: int, m: int) -> list[Segment]:
-        """The parts in which (i, j) is run again with m units at hand."""
+    def parts(self, row: int, m: int) -> list[Segment]:
+        """The parts in which the pair of a row is run again with m units at hand."""
+        stop, length = divmod(row - self.first, self.width)
+        i = stop - length
         parts: list[Segment] = []
         while True:
-            pair = np.array([i]), np.array([j])
-            times = [self._at_once(*pair)[:, m], *(choices[0, :, m] for choices in self._divided(*pair))]
-            choice = int(np.argmin(np.concatenate(times)))
+            pair = np.array([i])
+            times = [self._at_once(pair, length)[:, m], *(found[0, :, m] for found in self._divided(pair, length))]
+            choices = np.concatenate(times)
+            choice = int(np.argmin(choices))
+            finer = int(self.table.finer[self._row(pair, length)[0]])
+            if self.table.rows[finer, self.table.levels + m] <= choices[choice]:
+                return [*parts, *self.table.parts(finer, m)]
             if choice == 0:
-                return [*parts, saved(*self._span(i, j))]
-            mode, k = (1, i + choice) if choice < j - i else (0, i + choice - (j - i - 1))
+                return [*parts, saved(*self._span(i, length))]
+            mode, first = (1, choice) if choice < length else (0, choice - length + 1)
             if mode:
-                parts.append(recomputed(*self._span(i, k), *self._parts(i, k, m)))
+                parts.append(recomputed(*self._span(i, first), *self.parts(int(self._row(pair, first)[0]), m)))
             else:
-                parts.append(saved(*self._span(i, k)))
-            m = min(self.levels - 1, m - int(self.units.kept[mode, i, k]))
-            i = k
+                parts.append(saved(*self._span(i, first)))
+            m = min(self.table.levels - 1, m - int(self.kept[mode, i, first]))
+            i, length = i + first, length - first
 
-    def _span(self, i: int, j: int) -> tuple[int, int]:
-        return int(self.costs.cuts[i]), int(self.costs.cuts[j])
+    def _span(self, i: int, length: int) -> tuple[int, int]:
+        return int(self.cuts[i]), int(self.cuts[i + length])

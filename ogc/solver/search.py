@@ -6,7 +6,6 @@ or count for a boundary that nobody needs, is not lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,13 +15,11 @@ from tqdm import tqdm
 
 from ..graph import Graph
 from ..plan import Segment
-from .costs import Ints, boundary_bytes, segment_costs
-from .interval import OuterLevel
+from .costs import boundary_bytes, segment_costs
+from .interval import MAX_LABELS, OuterLevel
 from .nested import NestedTable
-from .simulate import operation_bounds, simulate
-
-MAX_CUTS = 120
-"""Cuts that nested plans may use; the outermost level may use all."""
+from .scales import choose_scales
+from .simulate import lower_bound, simulate
 
 MAX_CELLS = 3_000_000
 MIN_CUTS = 250
@@ -40,8 +37,8 @@ ROUGH_LEVELS = 96
 ROUGH_LABELS = 4_000
 """The same, and the labels of the outermost level, where only a first idea is needed."""
 
-ROUNDS = 6
-"""Times that the least peak is looked for again with finer units."""
+ROUGH = 0.02
+"""By how much of itself a first idea of the least peak may be too large."""
 
 STEP = 1.4
 """A table serves peaks down to this many times less than it was made for."""
@@ -61,71 +58,56 @@ class Search:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.cuts = _narrow_cuts(graph)
-        self.costs, self.nested_costs = segment_costs(graph, self.cuts)
+        self.costs, self.nested_costs = segment_costs(graph, _narrow_cuts(graph))
+        self.scales = choose_scales(graph, self.costs.cuts)
         self.flat = OuterLevel(self.costs)
         self.levels: dict[tuple[int, int], OuterLevel] = {}  # by the peak and the units they were made for
         self.seen: dict[tuple[Segment, ...], Candidate] = {}
 
+    @cached_property
     def least_peak(self) -> Candidate:
-        """The plan with the least simulated peak, and the fastest of those."""
-        best = self._weigh(self.flat.fastest(self.flat_peak))
-        for _ in range(ROUNDS):
-            level = self._level(best.peak_bytes, ROUGH_LEVELS)
-            found = self._weigh(level.fastest(level.least_peak()))
-            gain = 1 - found.peak_bytes / best.peak_bytes
-            best = min(best, found)
-            if gain < 0.02:
-                break
-        level = self._level(best.peak_bytes, LEVELS)
-        return min(best, self._weigh(level.fastest(level.least_peak())))
+        """The plan with the least peak, and the fastest of those."""
+        bound = lower_bound(self.graph) - 1
+        rough = self._level(self.flat.least_peak(above=bound, tolerance=ROUGH), ROUGH_LEVELS)
+        level = self._level(rough.least_peak(above=bound, tolerance=ROUGH))
+        return self._weigh(level.fastest(level.least_peak(above=bound)))
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
-        found = [c for c in self._around(peak) if c.peak_bytes <= peak]
+        # The simulator may find that plans for a little more fit after all.
+        tried = [self._at(int(peak * share)) for share in (1.07, 1.03, 1.01, 1.0)]
+        found = [c for c in tried if c is not None and c.peak_bytes <= peak]
         return min(found, key=lambda c: (c.seconds, c.peak_bytes), default=None)
 
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that recompute for at most ``seconds``."""
-        low, high = self.least_peak().peak_bytes, int(self.flat.local[0, 0, -1])
-        found = [self._weigh((Segment(0, len(self.graph)),)), *self._at(low)]
+        low, high = self.least_peak.peak_bytes, self._saved.peak_bytes
         for _ in range(9):
             middle = int(np.sqrt(float(low) * high))
-            here = list(self._at(middle))
-            found += here
-            if any(c.seconds <= seconds for c in here):
-                high = middle
-            else:
-                low = middle
-        return min((c for c in (*found, *self.seen.values()) if c.seconds <= seconds), default=None)
+            here = self._at(middle)
+            low, high = (low, middle) if here is not None and here.seconds <= seconds else (middle, high)
+        return min((c for c in self.seen.values() if c.seconds <= seconds), default=None)
 
     def curve(self, points: int) -> list[Candidate]:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""
-        lowest = self.least_peak()
-        highest = int(self.flat.local[0, 0, -1])
-        peaks = np.geomspace(highest, lowest.peak_bytes, points)[1:-1]  # descending: a table serves those below
-        for peak in tqdm(peaks, "frontier", delay=1, leave=False):
-            segments = self._level(int(peak)).find(int(peak), ROUGH_LABELS)
-            if segments is not None:
-                self._weigh(segments)
-        self._weigh((Segment(0, len(self.graph)),))
+        peaks = np.geomspace(self._saved.peak_bytes, self.least_peak.peak_bytes, points)[1:-1]
+        for peak in tqdm(peaks, "frontier", delay=1, leave=False):  # descending: a table serves those below
+            self._at(int(peak), ROUGH_LABELS)
         front: list[Candidate] = []
         for candidate in sorted(self.seen.values()):
             if not front or candidate.seconds < front[-1].seconds:
                 front.append(candidate)
         return front
 
-    def _around(self, peak: int) -> Iterator[Candidate]:
-        """Plans for ``peak`` and a little more, which the simulator may find to fit after all."""
-        for share in (1.07, 1.03, 1.01, 1.0):
-            yield from self._at(int(peak * share))
+    @cached_property
+    def _saved(self) -> Candidate:
+        """The plan that recomputes nothing."""
+        return self._weigh((Segment(0, len(self.graph)),))
 
-    def _at(self, peak: int) -> Iterator[Candidate]:
-        """The fastest plans for ``peak``, flat and nested."""
-        for level in (self.flat, self._level(peak)):
-            segments = level.find(peak)
-            if segments is not None:
-                yield self._weigh(segments)
+    def _at(self, peak: int, labels: int = MAX_LABELS) -> Candidate | None:
+        """The fastest plan for ``peak``, or None if nothing fits."""
+        segments = self._level(peak).find(peak, labels)
+        return None if segments is None else self._weigh(segments)
 
     def _weigh(self, segments: tuple[Segment, ...]) -> Candidate:
         if segments not in self.seen:
@@ -133,57 +115,14 @@ class Search:
             self.seen[segments] = Candidate(cost.peak_bytes, cost.recomputed_seconds, segments)
         return self.seen[segments]
 
-    @cached_property
-    def flat_peak(self) -> int:
-        """The least peak of plans without nesting."""
-        return self.flat.least_peak()
-
     def _level(self, peak: int, levels: int = LEVELS) -> OuterLevel:
         """The outermost level over nested plans, with a table whose range is right for ``peak``."""
         for (top, units), level in self.levels.items():
             if top / STEP <= peak <= top and units >= levels:
                 return level
-        table = NestedTable(self.nested_costs.at(self._chosen), peak, levels)
-        self.levels[peak, levels] = OuterLevel(self.costs.at(self._chosen), table)
+        table = NestedTable(self.nested_costs, self.scales, peak, levels)
+        self.levels[peak, levels] = OuterLevel(self.costs, table)
         return self.levels[peak, levels]
-
-    @cached_property
-    def _chosen(self) -> Ints:
-        """Indices of cuts for nested plans: those of good flat plans, those around operations that need the
-        most by themselves, and the narrowest places in between."""
-        cuts = self.costs.cuts
-        if len(cuts) <= MAX_CUTS:
-            return np.arange(len(cuts))
-        needs = np.array(operation_bounds(self.graph))
-        hot: set[int] = set()
-        for t in np.argsort(-needs, kind="stable"):
-            place = int(np.searchsorted(cuts, t, side="right"))
-            hot.update(range(max(0, place - 2), min(len(cuts), place + 2)))
-            if len(hot) > MAX_CUTS // 3:
-                break
-        wanted = {0, len(cuts) - 1} | hot
-        for share in (1.0, 2.0):
-            good = self.flat.fastest(int(self.flat_peak * share), labels=ROUGH_LABELS)
-            stops = [segment.stop for segment in good]
-            wanted.update(int(k) for k in np.searchsorted(cuts, stops))
-        spans = np.linspace(0, len(cuts), MAX_CUTS // 3).astype(int)
-        wanted.update(a + int(np.argmin(self._widths[a:b])) for a, b in pairwise(spans))
-        return self._thin(sorted(wanted), hot)
-
-    def _thin(self, chosen: list[int], hot: set[int]) -> Ints:
-        """Drop cuts until there are few enough: those that save little time to have, for their width."""
-        seconds = np.cumsum([0.0, *(op.forward_seconds for op in self.graph.operations)])[self.costs.cuts]
-        while len(chosen) > MAX_CUTS:
-            kept = np.array(chosen)
-            worth = (seconds[kept[2:]] - seconds[kept[:-2]]) / (1 + self._widths[kept[1:-1]])
-            worth[np.isin(kept[1:-1], list(hot))] = np.inf
-            del chosen[1 + int(np.argmin(worth))]
-        return np.array(chosen)
-
-    @cached_property
-    def _widths(self) -> Ints:
-        """Bytes of the boundary of each cut."""
-        return boundary_bytes(self.graph)[self.costs.cuts]
 
 
 def _narrow_cuts(graph: Graph) -> list[int]:

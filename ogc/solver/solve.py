@@ -73,13 +73,13 @@ def solve(
     if budget is not None:
         found = search.fastest(budget)
         if found is None:
-            raise SolveError(_infeasible(graph, make_plan(graph, search.least_peak().segments, plain=plain), budget))
+            raise SolveError(_infeasible(graph, make_plan(graph, search.least_peak.segments, plain=plain), budget))
     elif max_overhead is not None:
         found = search.within(max_overhead * graph.step_seconds)
         if found is None:
             return plain
     else:
-        found = search.least_peak()
+        found = search.least_peak
     plan = make_plan(graph, found.segments, "optimal", plain=plain)
     return plan if plan.peak_bytes < plain.peak_bytes else plain
 
