@@ -8,9 +8,8 @@ steps at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,8 +19,14 @@ from ..graph import Graph
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+Rectangles = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, Ints]
+"""Rows from and to, columns from and to, and a weight, for every value."""
+
 NEVER = np.iinfo(np.int64).max // 4
 """Bytes that no plan may have: marks what is impossible."""
+
+BLOCK = 64
+"""Cuts that are looked at together where each by itself would take too long, and all would look too far."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,9 @@ class _SegmentCosts:
         again = np.maximum(backward, self._recompute(alive))
         seconds = self._from_cut(alive * self.seconds[:, None])
         # Values that cross j and are used before it are still there when (i, j) is run again.
-        retained = self._sum_ij(0, self.made, np.maximum(self.made, self.first_used), self.last_used, ~self.output)
+        retained = self._sum_ij(
+            (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(self.output, 0, self.size))
+        )
         gradients = self.gradient[np.maximum(self.cuts - 1, 0)]
         # A stretch with an operation that must not run twice takes forever to run again.
         per_operation = np.where(self.replayable, self.seconds, np.inf)[:, None]
@@ -176,8 +183,8 @@ class _SegmentCosts:
     def _kept(self) -> tuple[Ints, Ints]:
         """Bytes that a segment adds to those outliving the forward: saved, recomputed."""
         c = len(self.cuts)
-        crossing = self._sum_ij(0, self.made, self.made, self.last_used)
-        saved = self._sum_ij(0, self.made, self.made, np.where(self.saved, c, self.last_used))
+        crossing = self._sum_ij((0, self.made, self.made, self.last_used, self.size))
+        saved = self._sum_ij((0, self.made, self.made, np.where(self.saved, c, self.last_used), self.size))
         return saved + self._internals(self.internal), crossing + self._internals(self.internal * self.small)
 
     def _forward(self) -> tuple[Ints, Ints]:
@@ -188,7 +195,7 @@ class _SegmentCosts:
             (np.where(self.saved, self.n, ends), self.internal),
             (ends, self.internal * self.small),
         ):
-            live = self._sum_it(0, self.made, self.producer, kept_until)
+            live = self._sum_it((0, self.made, self.producer, kept_until, self.size))
             earlier = _prefix(kept_internal)
             live += (earlier[:-1] + self.internal + self.scratch)[None, :] - earlier[self.cuts][:, None]
             peaks.append(self._peak_until(live))
@@ -200,8 +207,10 @@ class _SegmentCosts:
         internals = done[1:][None, :] - done[self.cuts][:, None] + self._later_outputs()[:, None]
 
         def peak(released: Ints, gradients: Ints) -> Ints:
-            live = self._sum_it(0, self.made, released, self.n, ~self.output & self.saved)
-            live -= self._sum_it(self.made, self.first_used, 0, released, self.passes)
+            live = self._sum_it(
+                (0, self.made, released, self.n, np.where(~self.output & self.saved, self.size, 0)),
+                (self.made, self.first_used, 0, released, np.where(self.passes, -self.size, 0)),
+            )
             return self._peak_until(live + internals + gradients[None, :])
 
         # Once an operation has let go of what it saved, values that it alone saved are gone.
@@ -210,8 +219,10 @@ class _SegmentCosts:
 
     def _recompute(self, alive: Bools) -> Ints:
         """Most bytes alive while a segment runs again, above K(i); NEVER if it must not."""
-        base = self._sum_ij(0, self.made, np.maximum(self.made, self.first_used), self.last_used, ~self.output)
-        base -= self._sum_ij(self.made, self.first_used, 0, self.first_used, self.passes)
+        base = self._sum_ij(
+            (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(self.output, 0, self.size)),
+            (self.made, self.first_used, 0, self.first_used, np.where(self.passes, -self.size, 0)),
+        )
         base += self._internals(self.internal * self.small) + self._later_outputs()[:, None]
         base += self.gradient[np.maximum(self.cuts - 1, 0)][None, :]
         base += self._running(alive)
@@ -239,9 +250,12 @@ class _SegmentCosts:
             for v in by_group[i]:
                 first, last = int(self.producer[v]), int(ends[v].max())
                 span = np.arange(first, last + 1)
-                live[:, first : last + 1] += (passing[v][:, None] & (span <= ends[v][:, None])) * self.size[v]
+                needed = passing[v, i + 1 :, None] & (span <= ends[v, i + 1 :, None])
+                live[i + 1 :, first : last + 1] += needed * self.size[v]
             start = int(self.cuts[i])
-            most[i, i + 1 :] = live[i + 1 :, start:].max(1) - grown[start, i + 1 :]
+            for j in range(i + 1, c, BLOCK):  # nothing runs beyond the last cut of a block
+                block = slice(j, min(c, j + BLOCK))
+                most[i, block] = live[block, start : self.cuts[block.stop - 1]].max(1) - grown[start, block]
         return np.maximum(most, -NEVER)
 
     def _needed_until(self, alive: Bools) -> Ints:
@@ -295,16 +309,11 @@ class _SegmentCosts:
         peaks = np.maximum.accumulate(np.where(self.inside, live, -NEVER), 1)
         return np.where(self.later, peaks[:, np.maximum(self.cuts - 1, 0)], -NEVER)
 
-    def _sum_ij(
-        self, i_from: ArrayLike, i_to: ArrayLike, j_from: ArrayLike, j_to: ArrayLike, chosen: ArrayLike = True
-    ) -> Ints:
-        c = len(self.cuts)
-        return _rectangles((c, c), i_from, i_to, j_from, j_to, np.where(chosen, self.size, 0))
+    def _sum_ij(self, *rectangles: Rectangles) -> Ints:
+        return _cover((len(self.cuts), len(self.cuts)), rectangles)
 
-    def _sum_it(
-        self, i_from: ArrayLike, i_to: ArrayLike, t_from: ArrayLike, t_to: ArrayLike, chosen: ArrayLike = True
-    ) -> Ints:
-        return _rectangles((len(self.cuts), self.n), i_from, i_to, t_from, t_to, np.where(chosen, self.size, 0))
+    def _sum_it(self, *rectangles: Rectangles) -> Ints:
+        return _cover((len(self.cuts), self.n), rectangles)
 
     def _after(self, positions: Ints) -> Ints:
         return np.searchsorted(self.cuts, positions, side="right")
@@ -315,15 +324,16 @@ def _prefix(weights: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(weights)])
 
 
-def _rectangles(
-    shape: tuple[int, int], r_from: ArrayLike, r_to: ArrayLike, c_from: ArrayLike, c_to: ArrayLike, weights: Ints
-) -> Ints:
+def _cover(shape: tuple[int, int], rectangles: Iterable[Rectangles]) -> Ints:
     """Sum of the weights whose half-open rectangle of rows and columns covers each cell."""
     corners = np.zeros((shape[0] + 1, shape[1] + 1), np.int64)
-    rows = [np.broadcast_to(np.minimum(r, shape[0]), weights.shape) for r in (r_from, r_to)]
-    columns = [np.broadcast_to(np.minimum(c, shape[1]), weights.shape) for c in (c_from, c_to)]
-    weights = np.where((rows[0] < rows[1]) & (columns[0] < columns[1]), weights, 0)
-    for sign_r, row in zip((1, -1), rows, strict=True):
-        for sign_c, column in zip((1, -1), columns, strict=True):
-            np.add.at(corners, (row, column), sign_r * sign_c * weights)
-    return np.cumsum(np.cumsum(corners, 0), 1)[: shape[0], : shape[1]]
+    for r_from, r_to, c_from, c_to, weights in rectangles:
+        rows = [np.broadcast_to(np.minimum(r, shape[0]), weights.shape) for r in (r_from, r_to)]
+        columns = [np.broadcast_to(np.minimum(c, shape[1]), weights.shape) for c in (c_from, c_to)]
+        inside = np.where((rows[0] < rows[1]) & (columns[0] < columns[1]), weights, 0)
+        for sign_r, row in zip((1, -1), rows, strict=True):
+            for sign_c, column in zip((1, -1), columns, strict=True):
+                np.add.at(corners, (row, column), sign_r * sign_c * inside)
+    np.cumsum(corners, 0, out=corners)
+    np.cumsum(corners, 1, out=corners)
+    return corners[: shape[0], : shape[1]]

@@ -10,14 +10,18 @@ K(N) is finite exactly if some plan peaks at or below P; bisection over P gives 
 carries the Pareto front of (bytes kept, time recomputed) at each cut.
 
 Complexity for C cuts: O(C² log bytes) for the bisection, O(C² F) for fronts of at most F = ``MAX_LABELS`` / C
-labels. The first pass is exact. The second is exact as long as no front exceeds F; beyond that it keeps F
-labels spread over the front, so that the plan still fits but may recompute a little more than the least.
+labels. The first pass is exact. The second is exact as long as no front exceeds F; beyond that it keeps the
+F labels with the least bound on what they lead to, so that the plan still fits but may recompute a little
+more than the least. The bound is a Lagrangian relaxation: bytes have a price, and the rest of the program
+costs at least so much. What it shows to be slower than a plan already found is left out.
 
 This extends the linear case of Feng & Huang, CVPR 2021, section 3 (checkpoints minimising the kept bytes
 plus the largest interior) to a full memory model and to several levels.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +31,42 @@ from ..plan import Segment, recomputed, saved
 from .costs import NEVER, Costs, Ints
 from .nested import NestedTable
 
-MAX_LABELS = 20_000
+MAX_LABELS = 80_000
 """Labels over all cuts that the second pass keeps; a cut whose share is exceeded thins its front."""
 
+PRICES = 12
+"""Prices of a byte that are tried."""
+
 SAVED, AGAIN = range(2)
+
+Ways = list[tuple[int, slice, Ints, NDArray[np.float64]]]
+"""For each cut j, last first: the cuts i before it, and by [mode, i] bytes and seconds of (i, j), or NEVER and inf."""
+
+
+@dataclass(frozen=True)
+class _Guide:
+    """The ``price`` of a byte in seconds, and the least that the ``rest`` of the program costs from each cut."""
+
+    price: float
+    rest: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """By [cut, label], by ascending bytes, padded with NEVER: a plan up to the cut.
+
+    ``parents`` are the previous cut, its label, and the mode of the segment between.
+    """
+
+    kept: Ints
+    seconds: NDArray[np.float64]
+    parents: Ints
+    limit: int
+
+    @classmethod
+    def empty(cls, cuts: int, limit: int) -> _Labels:
+        shape = (cuts, limit)
+        return cls(np.full(shape, NEVER), np.full(shape, np.inf), np.zeros((*shape, 3), np.int64), limit)
 
 
 class OuterLevel:
@@ -60,7 +96,7 @@ class OuterLevel:
             middle = (low + high) // 2
             reached = self._peak_within(middle)
             low, high = (middle, high) if reached is None else (low, reached)
-            if reached is not None and self._peak_within(high - 1) is None:
+            if reached is not None and not tolerance and self._peak_within(high - 1) is None:
                 break
         return high
 
@@ -81,11 +117,16 @@ class OuterLevel:
         """K(j) for every cut j: the least bytes kept by a plan of the operations before j within ``peak``."""
         kept = np.full(len(self.cuts), NEVER)
         kept[0] = 0
-        for j in range(1, len(self.cuts)):
-            before = kept[:j]
-            fits = before + self.local[:, j, :j] <= peak
-            kept[j] = min(NEVER, np.where(fits, before + self.kept[:, j, :j], NEVER).min())
+        for j, near in self._segments_within(peak):
+            before = kept[near]
+            fits = before + self.local[:, j, near] <= peak
+            kept[j] = min(NEVER, np.where(fits, before + self.kept[:, j, near], NEVER).min())
         return kept
+
+    def _segments_within(self, peak: int) -> list[tuple[int, slice]]:
+        """For each cut j, the cuts i < j among which are all (i, j) that fit by themselves."""
+        first = (self.local.min(0) <= peak).argmax(1)
+        return [(j, slice(int(first[j]), j)) for j in range(1, len(self.cuts))]
 
     def fastest(self, peak: int, labels: int = MAX_LABELS) -> tuple[Segment, ...]:
         """The plan with the least recomputed time whose peak is at most ``peak`` bytes, with ``labels`` in all.
@@ -103,26 +144,71 @@ class OuterLevel:
         room = self._room(peak)
         if room[0] < 0:
             return None
+        guide = self._guide(peak)
+        rough = self._spread_labels(peak, room, guide, labels // 4)
+        exact = self._spread_labels(peak, room, guide, labels, within=rough.seconds[-1].min() * (1 + 1e-9))
+        best = min(exact, rough, key=lambda found: found.seconds[-1].min())
+        return self._trace_back(peak, int(np.argmin(best.seconds[-1])), best)
+
+    def _spread_labels(self, peak: int, room: Ints, guide: _Guide, labels: int, within: float = np.inf) -> _Labels:
+        """The fronts of all cuts, without what is known to take longer than ``within`` seconds in the end."""
         count = len(self.cuts)
-        limit = max(8, labels // count)
-        kept = np.full((count, limit), NEVER)  # [cut, label], by ascending bytes; NEVER pads
-        seconds = np.full((count, limit), np.inf)
-        parents = np.zeros((count, limit, 3), np.int64)  # previous cut, its label, mode
-        kept[0, 0], seconds[0, 0] = 0, 0.0
-        for j in range(1, count):
-            limits = np.minimum(peak - self.local[:, j, :j], room[j] - self.kept[:, j, :j])
-            mode, i = np.nonzero(kept[:j, 0] <= limits)
-            if not len(i):
-                continue
-            pair, label = np.nonzero(kept[i] <= limits[mode, i, None])
-            mode, i = mode[pair], i[pair]
-            before = kept[i, label]
-            reached = before + self.kept[mode, j, i]
-            taken = seconds[i, label] + np.where(mode == AGAIN, self._seconds(i, j, peak - before), 0.0)
-            best = _pareto(reached, taken, limit)
-            kept[j, : len(best)], seconds[j, : len(best)] = reached[best], taken[best]
-            parents[j, : len(best)] = np.column_stack([i[best], label[best], mode[best]])
-        return self._trace_back(peak, int(np.argmin(seconds[-1])), kept, parents)
+        found = _Labels.empty(count, max(8, labels // count))
+        found.kept[0, 0], found.seconds[0, 0] = 0, 0.0
+        for j, near in self._segments_within(peak):
+            limits = np.minimum(peak - self.local[:, j, near], room[j] - self.kept[:, j, near])
+            mode, i = np.nonzero(found.kept[near, 0] <= limits)
+            pair, label = np.nonzero(found.kept[near][i] <= limits[mode, i, None])
+            mode, i = mode[pair], near.start + i[pair]
+            before = found.kept[i, label]
+            kept = before + self.kept[mode, j, i]
+            seconds = found.seconds[i, label] + np.where(mode == AGAIN, self._seconds(i, j, peak - before), 0.0)
+            estimates = seconds + guide.price * (kept - peak) + guide.rest[j]
+            promising = np.flatnonzero(estimates <= within)
+            front = promising[_front(kept[promising], seconds[promising])]
+            best = front[_thinned(estimates[front], found.limit)]
+            found.kept[j, : len(best)], found.seconds[j, : len(best)] = kept[best], seconds[best]
+            found.parents[j, : len(best)] = np.column_stack([i[best], label[best], mode[best]])
+        return found
+
+    def _guide(self, peak: int) -> _Guide:
+        """Prices for plans within ``peak`` bytes.
+
+        The Lagrangian relaxation of the bytes kept in the end: at the price that maximises its bound, what a
+        label costs together with the least that can follow tells how good the plans are that it leads to.
+        """
+        least = np.minimum(self._least_kept(peak), peak)
+        last = len(self.cuts) - 1
+        ways: Ways = []
+        for j, near in reversed(self._segments_within(peak)):
+            i = np.arange(near.start, near.stop)
+            local = self.local[:, j, near]
+            kept = np.where(least[i] + local <= peak, local if j == last else self.kept[:, j, near], NEVER)
+            seconds = np.stack([np.zeros(len(i)), self._seconds(i, j, peak - least[i])])
+            ways.append((j, near, kept, np.where(kept < NEVER, seconds, np.inf)))
+        low, high = -5.0, 5.0  # powers of ten of the price, in times the program takes per byte at hand
+        unit = max(seconds.max(initial=0.0, where=np.isfinite(seconds)) for _, _, _, seconds in ways) / max(1, peak)
+        best = _Guide(0.0, np.zeros(last + 1))
+        for _ in range(PRICES):
+            price = unit * 10 ** ((low + high) / 2)
+            rest, kept_bytes = self._rest(ways, price)
+            best = max(best, _Guide(price, rest), key=lambda guide: guide.rest[0] - guide.price * peak)
+            low, high = ((low + high) / 2, high) if kept_bytes > peak else (low, (low + high) / 2)
+        return best
+
+    def _rest(self, ways: Ways, price: float) -> tuple[NDArray[np.float64], float]:
+        """The least seconds and price of bytes from each cut to the end, and the bytes of the cheapest whole plan."""
+        rest = np.full(len(self.cuts), np.inf)
+        kept_bytes = np.zeros(len(self.cuts))
+        rest[-1] = 0.0
+        for j, near, kept, seconds in ways:
+            total = seconds + price * kept + rest[j]
+            mode = total.argmin(0)
+            each = mode, np.arange(total.shape[1])
+            better = total[each] < rest[near]
+            rest[near] = np.where(better, total[each], rest[near])
+            kept_bytes[near] = np.where(better, kept[each] + kept_bytes[j], kept_bytes[near])
+        return rest, float(kept_bytes[0])
 
     def _seconds(self, i: Ints, j: int, room: Ints) -> NDArray[np.float64]:
         """Time of running segments (i, j) again with so many bytes at hand."""
@@ -135,17 +221,17 @@ class OuterLevel:
         """For each cut, the most kept bytes from which the rest of the program still fits; negative: none."""
         room = np.full(len(self.cuts), -1, np.int64)
         room[-1] = NEVER
-        for j in range(len(self.cuts) - 1, 0, -1):
-            fits = np.minimum(peak - self.local[:, j, :j], room[j] - self.kept[:, j, :j])
-            np.maximum(room[:j], fits.max(0), out=room[:j])
+        for j, near in reversed(self._segments_within(peak)):
+            fits = np.minimum(peak - self.local[:, j, near], room[j] - self.kept[:, j, near])
+            np.maximum(room[near], fits.max(0), out=room[near])
         return room
 
-    def _trace_back(self, peak: int, label: int, kept: Ints, parents: Ints) -> tuple[Segment, ...]:
+    def _trace_back(self, peak: int, label: int, found: _Labels) -> tuple[Segment, ...]:
         j = len(self.cuts) - 1
         segments: list[Segment] = []
         while j > 0:
-            i, label, mode = (int(number) for number in parents[j, label])
-            room = peak - int(kept[i, label])
+            i, label, mode = (int(number) for number in found.parents[j, label])
+            room = peak - int(found.kept[i, label])
             if mode == AGAIN and self.table is not None and room < self.at_once[j, i]:
                 segments.append(self.table.segment(i, j, room))
             else:
@@ -155,24 +241,17 @@ class OuterLevel:
         return tuple(reversed(segments))
 
 
-def _pareto(kept: Ints, seconds: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
-    """Indices of labels that no other beats in both, by ascending bytes; at most ``limit`` of them."""
-    if len(kept) > 16 * limit:
-        order = _fastest_per_bucket(kept, seconds, 8 * limit)
-    else:
-        order = np.lexsort((seconds, kept))
+def _front(kept: Ints, seconds: NDArray[np.float64]) -> NDArray[np.intp]:
+    """Indices of labels that no other beats in both, by ascending bytes."""
+    order = np.lexsort((seconds, kept))
     lowest = np.minimum.accumulate(seconds[order])
-    front = order[np.concatenate([[True], lowest[1:] < lowest[:-1]])]
-    if len(front) > limit:
-        front = front[np.linspace(0, len(front) - 1, limit).astype(np.intp)]
-    return front
+    return order[np.concatenate([[True], lowest[1:] < lowest[:-1]])[: len(order)]]
 
 
-def _fastest_per_bucket(kept: Ints, seconds: NDArray[np.float64], buckets: int) -> NDArray[np.intp]:
-    """The label with the fewest bytes, and the fastest of each of equal ranges of bytes, by ascending range."""
-    low, high = int(kept.min()), int(kept.max())
-    bucket = (kept - low) * buckets // (high - low + 1)
-    slowest_first = np.argsort(-seconds, kind="stable")
-    fastest = np.full(buckets, -1)
-    fastest[bucket[slowest_first]] = slowest_first  # the last of those written to one place stays
-    return np.append(np.argmin(kept), fastest[fastest >= 0])
+def _thinned(estimates: NDArray[np.float64], limit: int) -> NDArray[np.intp]:
+    """At most ``limit`` indices, ascending: most of them promise the most, the others are spread evenly."""
+    if len(estimates) <= limit:
+        return np.arange(len(estimates))
+    most = limit * 7 // 8
+    promising = np.argpartition(estimates, most)[:most]
+    return np.union1d(promising, np.linspace(0, len(estimates) - 1, limit - most).astype(np.intp))

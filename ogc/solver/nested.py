@@ -33,7 +33,7 @@ from .scales import Scale
 
 Floats = NDArray[np.float32]
 
-WHOLE = 16
+WHOLE = 8
 """Cuts over which a part may reach that is kept whole while it is run again, unless it is the last."""
 
 PORTION = 2**17
@@ -105,13 +105,13 @@ class _ScaleTable:
         self.shifts = np.arange(table.levels)
         costs = table.costs
         ends = np.minimum(np.arange(self.count)[:, None] + np.arange(self.width), self.count - 1)
-        pairs = scale.chosen[:, None], scale.chosen[ends]
+        starts, stops = scale.chosen[:, None], scale.chosen[ends]
         self.kept, self.forward, self.backward, self.again, self.running = (
-            table.in_units(weights[..., *pairs])
+            table.in_units(weights[..., starts, stops])
             for weights in (costs.kept, costs.forward, costs.backward, costs.again, costs.running)
         )
-        self.seconds = costs.seconds[:, *pairs].astype(np.float32)
-        self.again_seconds = costs.again_seconds[pairs].astype(np.float32)
+        self.seconds = costs.seconds[:, starts, stops].astype(np.float32)
+        self.again_seconds = costs.again_seconds[starts, stops].astype(np.float32)
         for length in range(1, self.width):
             i = np.arange(self.count - length)
             chosen = scale.chosen[i], scale.chosen[i + length]
@@ -157,7 +157,7 @@ class _ScaleTable:
         yield whole
 
     def _after(self, i: Ints, length: int, lengths: Ints, kept: Ints, need: Ints) -> Floats:
-        """[pair, choice, m]: T of what follows (i, i + lengths) with what that keeps gone, impossible below ``need``."""
+        """[pair, choice, m]: T of what follows (i, i + lengths), less what that keeps; impossible below ``need``."""
         rows = self._row(i[:, None] + lengths, length - lengths) * (2 * self.table.levels)
         less = np.minimum(kept[i[:, None], lengths], self.table.levels)
         found: Floats = self.table.windows[rows + self.table.levels - less]

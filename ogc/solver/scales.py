@@ -10,16 +10,16 @@ from ..graph import Graph
 from .costs import Ints, boundary_bytes
 from .simulate import operation_bounds
 
-NEAR = 12
+NEAR = 8
 """Cuts over which a stretch may reach between any two cuts."""
 
 FAR = 24
 """The same, counted in the cuts of a coarser scale."""
 
-COARSER = 3
+COARSER = 4
 """How many times fewer cuts a scale has than the one before."""
 
-MOST = 100
+MOST = 80
 """Cuts of the coarsest scale, in which a stretch may reach as far as it likes."""
 
 
@@ -34,11 +34,11 @@ class Scale:
 def choose_scales(graph: Graph, cuts: Ints) -> list[Scale]:
     """Scales from all ``cuts`` to at most ``MOST`` of them.
 
-    A quarter of a coarser scale's cuts lies around the operations that need the most bytes by themselves.
+    A third of a coarser scale's cuts lies around the operations that need the most bytes by themselves.
     The others are what is left when those are dropped, one by one, that save little time for their width.
     """
     chosen = np.arange(len(cuts))
-    scales = []
+    scales: list[Scale] = []
     while len(chosen) > MOST:
         scales.append(Scale(chosen, FAR if scales else NEAR))
         chosen = _thin(graph, cuts, chosen, max(MOST, len(chosen) // COARSER))
@@ -49,7 +49,7 @@ def _thin(graph: Graph, cuts: Ints, chosen: Ints, count: int) -> Ints:
     seconds = np.cumsum([0.0, *(op.forward_seconds for op in graph.operations)])[cuts]
     widths = np.sqrt(1.0 + boundary_bytes(graph)[cuts])
     stays = np.zeros(len(cuts), bool)
-    stays[_around_the_largest(graph, cuts, count // 4)] = True
+    stays[_around_the_largest(graph, cuts, count // 3)] = True
     while len(chosen) > count:
         before, here, after = chosen[:-2], chosen[1:-1], chosen[2:]
         worth = np.where(stays[here], np.inf, (seconds[after] - seconds[before]) / widths[here])

@@ -33,8 +33,8 @@ stretch holds when it is run again.
 LEVELS = 256
 """Units into which the bytes at hand are divided in a nested table."""
 
-ROUGH_LEVELS = 96
-ROUGH_LABELS = 4_000
+ROUGH_LEVELS = 48
+ROUGH_LABELS = 20_000
 """The same, and the labels of the outermost level, where only a first idea is needed."""
 
 ROUGH = 0.02
@@ -70,7 +70,7 @@ class Search:
         bound = lower_bound(self.graph) - 1
         rough = self._level(self.flat.least_peak(above=bound, tolerance=ROUGH), ROUGH_LEVELS)
         level = self._level(rough.least_peak(above=bound, tolerance=ROUGH))
-        return self._weigh(level.fastest(level.least_peak(above=bound)))
+        return self._weigh(level.fastest(level.least_peak(above=bound), ROUGH_LABELS))
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
