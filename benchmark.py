@@ -3,6 +3,7 @@
     python benchmark.py --arch resnet101 --device cuda:0
     python benchmark.py --arch resnet50 densenet121 --device cpu --batch-size 8 --json out.json
     python benchmark.py --arch resnet50 --solver optimal chen feng-huang
+    python benchmark.py --arch resnet18 --solver optimal chen --plot pictures
 
 One step is a forward, ``sum().backward()``, with the parameters' gradients already allocated. Memory is the
 allocator's peak during a step less what was allocated before it. Published figures: Feng & Huang, "Optimal
@@ -22,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -138,6 +140,12 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError:
         print("benchmark.py needs torchvision: pip install torchvision", file=sys.stderr)
         return 2
+    if options.plot:
+        try:
+            from ogc import plots  # noqa: F401
+        except ogc.DependencyError as error:
+            print(f"--plot: {error}", file=sys.stderr)
+            return 2
     torch.use_deterministic_algorithms(True)
     rows = []
     for name in tqdm(options.arch, desc="architectures", disable=len(options.arch) == 1):
@@ -182,6 +190,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-slices", type=_positive, default=1, help="let stretches run slice by slice: equal up to rounding"
     )
+    parser.add_argument(
+        "--plot", metavar="DIR", type=Path, help="also draw memory over a step, the frontier and the graph (PNG, SVG)"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the results, with command, versions and machine")
     options = parser.parse_args(arguments)
     if options.arch == ["all"]:
@@ -217,7 +228,7 @@ def _bench(name: str, device: torch.device, options: argparse.Namespace) -> list
     torch.manual_seed(options.seed)
     model = _build(name).to(device).train()
     images = torch.randn(batch_size, 3, image_size, image_size, device=device)
-    total = 1 + len(options.solver) * (2 + options.iterations)
+    total = 1 + len(options.solver) * (2 + options.iterations) + bool(options.plot)
     with tqdm(total=total, desc=f"{name}: parse", leave=False) as progress:
 
         def stage(what: str) -> None:
@@ -229,9 +240,29 @@ def _bench(name: str, device: torch.device, options: argparse.Namespace) -> list
         parse_seconds = time.perf_counter() - start
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        rows = [_row(name, solver, model, images, graph, parse_seconds, options, stage) for solver in options.solver]
+        rows, plans = [], {}
+        for solver in options.solver:
+            row, plans[solver] = _row(name, solver, model, images, graph, parse_seconds, options, stage)
+            rows.append(row)
+        if options.plot:
+            stage("pictures")
+            _plot(options.plot, name, graph, plans)
         progress.update()
     return rows
+
+
+def _plot(folder: Path, name: str, graph: ogc.Graph, plans: dict[str, ogc.Plan]) -> None:
+    """The first solver's memory over a step and graph, and the frontier with all other solvers' plans."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = plans[next(iter(plans))]
+    curve = ogc.frontier(graph)
+    peers = {solver: (plan.peak_bytes, plan.overhead) for solver, plan in plans.items() if solver != "none"}
+    if "optimal" in peers:
+        peers = {"this plan": peers.pop("optimal"), **peers}
+    for ending in ("png", "svg"):
+        first.plot(folder / f"{name}_timeline.{ending}")
+        curve.plot(folder / f"{name}_frontier.{ending}", peers=peers)
+        first.draw(folder / f"{name}_graph.{ending}")
 
 
 def _row(
@@ -243,7 +274,7 @@ def _row(
     parse_seconds: float,
     options: argparse.Namespace,
     stage: Callable[[str], None],
-) -> Row:
+) -> tuple[Row, ogc.Plan]:
     """Plan, check and time one solver's model beside the plain one."""
     device, batch_size, image_size = images.device, images.shape[0], images.shape[-1]
     stage(f"solve ({solver})")
@@ -262,7 +293,7 @@ def _row(
         stage(f"timed step {number + 1}")
         plain_times.append(_timed(model, images, device))
         ogc_times.append(_timed(optimised, images, device))
-    return Row(
+    row = Row(
         arch=name,
         solver=solver,
         device=_device_name(device),
@@ -286,6 +317,7 @@ def _row(
         deviation=checked.deviation,
         published=asdict(ARCHITECTURES[name]),
     )
+    return row, plan
 
 
 def _solve(

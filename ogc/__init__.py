@@ -2,7 +2,7 @@
 
 from .builder import GraphBuilder
 from .check import CheckReport, Difference, check
-from .errors import CheckError, InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
+from .errors import CheckError, DependencyError, InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
 from .graph import Graph, Operation, Value
 from .optimize import apply, optimize
 from .parser import parse
@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckError",
     "CheckReport",
+    "DependencyError",
     "Difference",
     "Frontier",
     "Graph",

@@ -35,6 +35,10 @@ class CheckError(OgcError):
     """An optimized model computed something else than the plain one."""
 
 
+class DependencyError(OgcError, ImportError):
+    """An optional package is not installed; the message says how to install it."""
+
+
 def add_note(error: BaseException, note: str) -> None:
     """Say more about an error that is not ours."""
     if hasattr(error, "add_note"):

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from .errors import PlanError
 from .graph import Graph, table
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, order=True)
@@ -54,6 +61,8 @@ class Plan:
         solver: the name of the solver that chose it.
         is_plain: whether the model itself should be run: no plan was needed, or none is better.
         remade: values that are not kept where they cross a cut: what needs them later makes them again.
+        budget_bytes: the memory budget that was asked for, if one was.
+        graph: what the plan was made for; pickled and copied without its program.
     """
 
     segments: tuple[Segment, ...]
@@ -68,6 +77,8 @@ class Plan:
     is_plain: bool = False
     rows: tuple[tuple[str, ...], ...] = ()
     remade: tuple[int, ...] = ()
+    budget_bytes: int | None = None
+    graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
     def overhead(self) -> float:
@@ -83,6 +94,42 @@ class Plan:
     def gap(self) -> float:
         """How far the peak is above the lower bound, as a share of the bound."""
         return self.peak_bytes / self.lower_bound - 1 if self.lower_bound else 0.0
+
+    def plot(self, path: str | PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
+        """The memory of one step, operation by operation, as the simulator has it: what is alive, and of what kind.
+
+        Args:
+            path: where to save the picture, ending in .png, .svg or .pdf.
+            ax: matplotlib axes to draw on, instead of a new figure.
+
+        Raises:
+            DependencyError: matplotlib is not installed.
+            InputError: the path ends otherwise.
+            PlanError: the plan has no graph, or is plain where the graph is not the plain model's.
+        """
+        from .plots import plot_plan
+
+        return plot_plan(self, path, ax)
+
+    def draw(self, path: str | PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
+        """The graph from top to bottom: operations in order, segments as bands, checkpoints marked.
+
+        Args:
+            path: where to save the picture, ending in .png, .svg or .pdf.
+            ax: matplotlib axes to draw on, instead of a new figure.
+
+        Raises:
+            DependencyError: matplotlib is not installed.
+            InputError: the path ends otherwise.
+            PlanError: the plan has no graph.
+        """
+        from .plots import draw_plan
+
+        return draw_plan(self, path, ax)
+
+    def __getstate__(self) -> dict[str, Any]:
+        graph = self.graph and replace(self.graph, program=None)
+        return {**vars(self), "graph": graph}
 
     def __str__(self) -> str:
         summary = (

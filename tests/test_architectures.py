@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from helpers import assert_same_training, loss_of, trace_of_training
-from readme_table import rows
+from result_tables import rows
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 

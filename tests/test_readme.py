@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import readme_table
+import result_tables
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,7 +23,12 @@ def test_there_are_examples_and_two_commands():
 
 
 def test_the_table_is_that_of_the_results():
-    assert readme_table.inserted(TEXT) == TEXT, "run python tests/readme_table.py"
+    assert result_tables.inserted(TEXT) == TEXT, "run python tests/result_tables.py"
+
+
+def test_every_file_a_reader_is_sent_to_is_there():
+    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (ROOT / target).is_file(), target
 
 
 def test_ci_runs_the_test_command():

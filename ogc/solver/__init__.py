@@ -1,6 +1,6 @@
 """From a weighted graph to a plan. Numbers in, plain data out: nothing here needs torch."""
 
-from .simulate import Event, Simulation, lower_bound, simulate
+from .simulate import Event, Moment, Simulation, lower_bound, simulate, trace
 from .solve import SOLVERS, Budget, Frontier, frontier, make_plan, plain_plan, solve
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "Budget",
     "Event",
     "Frontier",
+    "Moment",
     "Simulation",
     "frontier",
     "lower_bound",
@@ -15,4 +16,5 @@ __all__ = [
     "plain_plan",
     "simulate",
     "solve",
+    "trace",
 ]

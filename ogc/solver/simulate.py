@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Plan, Segment
-from ..schedule import FORWARD, Schedule, Step
+from ..schedule import FORWARD, Run, Schedule, Step
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,48 @@ class Simulation:
         return max(self.timeline, key=lambda event: event.bytes)
 
 
+@dataclass(frozen=True)
+class Moment:
+    """What the bytes alive at one event are; a value is counted once, however many hold it.
+
+    Attributes:
+        event: which operation ran, and all bytes alive.
+        checkpoints: values of the forward that some run again starts from.
+        recomputed: values and internal tensors made by a run again.
+        saved: everything else that the forward made: what saved segments need for their backward, outputs,
+            and values on their way from one operation to the next.
+        gradients: gradients of activations that were there before the operation began.
+        working: what the operation itself adds while it runs: temporaries, and gradients it is making.
+    """
+
+    event: Event
+    checkpoints: int
+    recomputed: int
+    saved: int
+    gradients: int
+    working: int
+
+
 def plain_peak(graph: Graph) -> int:
     """Simulated peak of the plain model in bytes: everything saved, every backward PyTorch's own."""
     if graph.plain_peak_bytes is not None:
         return graph.plain_peak_bytes
+    return simulate(_as_plain(graph), [Segment(0, len(graph))]).peak_bytes if len(graph) else 0
+
+
+def plain_timeline(graph: Graph) -> tuple[Event, ...] | None:
+    """The events of the plain model; None where the graph's operations are not the plain model's."""
+    if graph.plain_peak_bytes is not None:
+        return None
+    return simulate(_as_plain(graph), [Segment(0, len(graph))]).timeline if len(graph) else ()
+
+
+def _as_plain(graph: Graph) -> Graph:
+    """The graph with every backward PyTorch's own."""
     operations = tuple(
         replace(op, backward_bytes=op.plain_bytes, late_bytes=0) if op.plain_bytes else op for op in graph.operations
     )
-    return simulate(replace(graph, operations=operations), [Segment(0, len(graph))]).peak_bytes if len(graph) else 0
+    return replace(graph, operations=operations)
 
 
 def lower_bound(graph: Graph) -> int:
@@ -93,9 +128,7 @@ def simulate(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[in
     Raises:
         PlanError: the segments do not cover the graph, or one runs an operation again that must not be.
     """
-    if isinstance(plan, Plan):
-        remade, plan = plan.remade, plan.segments
-    schedule = Schedule(graph, tuple(plan), remade)
+    schedule = _schedule(graph, plan, remade)
     memory = _Memory(schedule)
     for number, step in enumerate(schedule.steps()):
         memory.take(number, step)
@@ -107,6 +140,39 @@ def simulate(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[in
         recomputed_flops=sum(op.forward_flops for op in again) + sum(op.again_flops for op in graph.operations),
         timeline=tuple(memory.timeline),
     )
+
+
+def trace(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int] = ()) -> tuple[Moment, ...]:
+    """The timeline of :func:`simulate`, with what the bytes of each event are.
+
+    Args:
+        graph: the weighted graph.
+        plan: a plan, or its segments, for this graph. A plan that ``is_plain`` runs PyTorch's own backwards.
+        remade: as in :class:`ogc.Plan`, where only segments are given.
+
+    Returns:
+        One moment per event of ``simulate(graph, plan).timeline``, the same events in the same order; for a plan
+        that ``is_plain``, those of the plain model. Their largest total is the peak.
+
+    Raises:
+        PlanError: as :func:`simulate` does, or the plan is plain and the graph's operations are not the plain
+            model's.
+    """
+    if isinstance(plan, Plan) and plan.is_plain:
+        if graph.plain_peak_bytes is not None:
+            raise PlanError("this graph runs slice by slice, so it has no timeline of the plain model")
+        graph = _as_plain(graph)
+    schedule = _schedule(graph, plan, remade)
+    memory = _Trace(schedule)
+    for number, step in enumerate(schedule.steps()):
+        memory.take(number, step)
+    return tuple(memory.moments)
+
+
+def _schedule(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int]) -> Schedule:
+    if isinstance(plan, Plan):
+        return Schedule(graph, plan.segments, plan.remade)
+    return Schedule(graph, tuple(plan), remade)
 
 
 class _Memory:
@@ -182,3 +248,63 @@ class _Memory:
         peak = self.peak_event
         stayed = [v for (_, v), first in self.live.items() if first <= peak]
         return tuple(sorted(stayed + [v for v, first, gone in self.gone if first <= peak < gone]))
+
+
+class _Trace(_Memory):
+    """The bytes alive from step to step, and what they are."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule)
+        self.moments: list[Moment] = []
+        self.kept = {v for run in schedule.runs[1:] for v in run.needs if _is_checkpoint(schedule, run, v)}
+        self.kept_bytes = 0
+        self.again_bytes = 0
+
+    def take(self, number: int, step: Step) -> None:
+        """Carry out one step."""
+        before = self.internal_bytes
+        super().take(number, step)
+        if self.schedule.keepers[step.operation] != FORWARD:
+            self.again_bytes += self.internal_bytes - before
+
+    def _add(self, copy: tuple[int, int]) -> None:
+        before = self.live_bytes
+        super()._add(copy)
+        self._count(copy, self.live_bytes - before)
+
+    def _drop(self, copy: tuple[int, int]) -> None:
+        before = self.live_bytes
+        super()._drop(copy)
+        self._count(copy, self.live_bytes - before)
+
+    def _count(self, copy: tuple[int, int], change: int) -> None:
+        if copy[0] != FORWARD:
+            self.again_bytes += change
+        elif copy[1] in self.kept:
+            self.kept_bytes += change
+
+    def _record(self, phase: str, step: Step, extra: int) -> None:
+        super()._record(phase, step, extra)
+        op = self.graph.operations[step.operation]
+        forward = again = 0  # internal tensors that are being made
+        if step.is_backward:
+            gradients = min(op.gradient_bytes, extra)
+        elif step.run == FORWARD:
+            gradients, forward = 0, op.internal_bytes
+        else:
+            assert step.during is not None
+            gradients, again = self.graph.operations[step.during].gradient_bytes, op.internal_bytes
+        moment = Moment(
+            event=self.timeline[-1],
+            checkpoints=self.kept_bytes,
+            recomputed=self.again_bytes + again,
+            saved=self.live_bytes + self.internal_bytes - self.kept_bytes - self.again_bytes + forward,
+            gradients=gradients,
+            working=extra - gradients - forward - again,
+        )
+        self.moments.append(moment)
+
+
+def _is_checkpoint(schedule: Schedule, run: Run, value: int) -> bool:
+    assert run.parent is not None
+    return schedule.source(run.parent, value) == FORWARD

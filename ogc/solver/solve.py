@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ..errors import InputError, SolveError
 from ..graph import Graph, table
@@ -13,6 +14,12 @@ from ..schedule import FORWARD, Schedule
 from .reference import REFERENCES
 from .search import Candidate, Search
 from .simulate import lower_bound, plain_peak, simulate
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -59,6 +66,7 @@ def solve(
         raise InputError(f"max_overhead must be a share of the plain step's time, such as 0.2, not {max_overhead!r}")
     plain = plain_plan(graph)
     budget = None if memory_budget is None else bytes_of(memory_budget, plain.peak_bytes)
+    plain = replace(plain, budget_bytes=budget)
     if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
         return plain
     search = Search(graph)
@@ -95,6 +103,28 @@ class Frontier:
     """The curve of memory against overhead: each plan is faster and larger than the one before."""
 
     plans: tuple[Plan, ...]
+
+    def plot(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        peers: Mapping[str, tuple[int, float]] | None = None,
+        ax: Axes | None = None,
+    ) -> Figure:
+        """Memory against overhead, with the plain model and the lower bound, and other methods as named points.
+
+        Args:
+            path: where to save the picture, ending in .png, .svg or .pdf.
+            peers: by name, the peak in bytes and the overhead as a share of the plain step.
+            ax: matplotlib axes to draw on, instead of a new figure.
+
+        Raises:
+            DependencyError: matplotlib is not installed.
+            InputError: the path ends otherwise, or a peer is no pair of numbers.
+        """
+        from ..plots import plot_frontier
+
+        return plot_frontier(self, path, peers or {}, ax)
 
     def __str__(self) -> str:
         rows = [
@@ -178,6 +208,7 @@ def plain_plan(graph: Graph) -> Plan:
         recomputed_flops=0,
         solver="none",
         is_plain=True,
+        graph=graph,
         rows=tuple(_rows(graph, Schedule(graph, segments), segments)),
     )
 

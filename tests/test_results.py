@@ -1,0 +1,80 @@
+"""RESULTS.md says what the committed results say."""
+
+import json
+import re
+
+import pytest
+import result_tables
+from result_tables import ROOT, document, files, rows
+
+TEXT = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+
+
+def test_the_document_is_that_of_the_results():
+    assert document() == TEXT, "run python tests/result_tables.py"
+
+
+def test_it_has_every_row_and_every_command():
+    assert len(rows()) == 18
+    for path in result_tables.RESULTS.glob("*.json"):
+        assert f"`{path.name}`: `{json.loads(path.read_text())['command']}`" in TEXT
+    for name in {row["arch"] for row in rows()}:
+        assert f"| {name} |" in TEXT
+
+
+def test_every_table_is_rectangular():
+    for block in re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE):
+        assert len({line.count("|") for line in block.splitlines()}) == 1, block
+
+
+def test_it_says_where_it_was_measured(tmp_path):
+    assert "not measured on CUDA yet" in TEXT
+    for path in result_tables.RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    data = json.loads((tmp_path / "cpu_sliced.json").read_text())
+    data["rows"][0]["device"] = "NVIDIA H200"
+    (tmp_path / "cpu_sliced.json").write_text(json.dumps(data))
+    text = document(tmp_path)
+    assert "Measured on CPU, NVIDIA H200." in text
+    assert "CUDA" not in text
+
+
+def test_other_tools_have_their_place(tmp_path):
+    for path in result_tables.RESULTS.glob("*.json"):
+        if "compare" not in path.name:
+            (tmp_path / path.name).write_text(path.read_text())
+    place = "## Other tools side by side"
+    assert document(tmp_path).split(place)[1].split("\n## ")[0].rstrip().endswith("Not measured yet.")
+    row = {
+        "name": "plain", "detail": "", "is_ours": False, "reason": "", "peak_bytes": 8 << 20, "flops": 100,
+        "seconds": 1.0, "plain_seconds": 1.0, "deviation": 0.0, "recomputed_share": None, "dominated_by": "",
+    }  # fmt: skip
+    ours = row | {"name": "ogc", "detail": "least", "is_ours": True, "peak_bytes": 4 << 20, "recomputed_share": 0.5}
+    failed = row | {"name": "torch.compile", "reason": "no compiler | here"}
+    (file,) = files("cpu_sliced.json")
+    comparison = {"arch": "tiny", "input_shape": [2, 3], "rows": [row, ours, failed]}
+    (tmp_path / "cpu_compare_tiny.json").write_text(json.dumps(file | {"rows": [comparison]}))
+    found = document(tmp_path).split(place)[1].split("\n## ")[0]
+    assert "### tiny, input 2×3" in found
+    assert "| **ogc**, least | 4 | 50% | 0.0% | 1.00× | 0 | 50.0% | – |" in found
+    assert "| torch.compile | not run: no compiler / here |" in found
+
+
+@pytest.mark.parametrize("said", ["no: output 0 of step 0 differs by 1", "within the plain model's own spread"])
+def test_a_model_that_is_not_equal_is_not_passed_over(said):
+    (run,) = files("zoo_timm.json")
+    with pytest.raises(AssertionError, match="say so in RESULTS"):
+        result_tables._zoo([run | {"rows": [*run["rows"], {"name": "x", "equal": said}]}])
+
+
+def test_an_error_that_is_not_ours_counts_as_a_failure():
+    kinds = [
+        result_tables._kind({"equal": "error", "error": f"{name}: it did not work"})
+        for name in ("ParseError", "RuntimeError")
+    ]
+    assert kinds == ["refused", "failed"]
+
+
+def test_reasons_are_short():
+    error = "ParseError: numbers: bool() of a tensor at /a/b/site-packages/x.py:1; item() of a tensor at y.py:2. Do so."
+    assert result_tables._reason(error) == "ParseError: numbers: bool() of a tensor at x.py:1 and 1 more place"
