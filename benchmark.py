@@ -100,6 +100,7 @@ class Row:
     parse_seconds: float
     solve_seconds: float
     overhead_at_theirs: float | None  # recomputed time of our plan that fits into the published memory
+    flops_at_theirs: float | None  # its recomputed FLOPs
     batch_slices: int
     deviation: float  # most by which a tensor differs from the plain model's, as a share of its largest entry
     published: dict[str, Any]
@@ -281,9 +282,9 @@ def _row(
     start = time.perf_counter()
     planned, plan = _solve(model, images, graph, name, solver, options)
     solve_seconds = time.perf_counter() - start
-    at_theirs = None
+    at_theirs: ogc.Plan | None = None
     if solver == "optimal" and _is_published(name, batch_size, image_size):
-        at_theirs = ogc.solve(graph, memory_budget=ARCHITECTURES[name].theirs * MIB).overhead
+        at_theirs = ogc.solve(graph, memory_budget=ARCHITECTURES[name].theirs * MIB)
     stage("check and memory")
     optimised = ogc.apply(model, planned, plan)
     tolerance = SLICED_TOLERANCE if planned is not graph else 0.0
@@ -312,7 +313,8 @@ def _row(
         recomputed_segments=sum(row[3] == "recomputed" for row in plan.rows),
         parse_seconds=parse_seconds,
         solve_seconds=solve_seconds,
-        overhead_at_theirs=at_theirs,
+        overhead_at_theirs=at_theirs.overhead if at_theirs else None,
+        flops_at_theirs=at_theirs.flops_overhead if at_theirs else None,
         batch_slices=options.batch_slices,
         deviation=checked.deviation,
         published=asdict(ARCHITECTURES[name]),
