@@ -271,7 +271,8 @@ def _is_ours(gradient: torch.Tensor) -> bool:
     gradient that came through a view, such as that of a linear layer on more than two dimensions, has a base
     that only it holds.
     """
-    return _holders(gradient) in _holders_when_ours()
+    holders = _holders(gradient)
+    return bool(holders) and holders in _holders_when_ours()
 
 
 def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
