@@ -3,6 +3,7 @@
 import json
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,3 +266,17 @@ def test_options_that_do_not_go_with_it(options, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         benchmark.main(["--arch", "resnet18", "--compare", *options])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent / "results").glob("cpu_compare_*.json")), ids=lambda path: path.stem
+)
+def test_committed_comparisons_are_consistent(path):
+    """Our rows are bitwise and as predicted, none is missing, and the verdicts are those of the figures."""
+    for comparison in json.loads(path.read_text())["rows"]:
+        rows = [PeerRow(**r | {"differs": tuple(r.get("differs", ()))}) for r in comparison["rows"]]
+        assert {"plain", "blocks", "sequential", "selective", "chen", "uniform", "binomial"} <= {r.name for r in rows}
+        assert list(with_verdicts(rows)) == rows
+        for r in (r for r in rows if r.is_ours and not r.reason):
+            assert (r.deviation, r.differs) == (0.0, ())
+            assert r.predicted_bytes == pytest.approx(r.peak_bytes, rel=0.03)
