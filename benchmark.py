@@ -4,10 +4,13 @@
     python benchmark.py --arch resnet50 densenet121 --device cpu --batch-size 8 --json out.json
     python benchmark.py --arch resnet50 --solver optimal chen feng-huang
     python benchmark.py --arch resnet18 --solver optimal chen --plot pictures
+    python benchmark.py --arch gpt2_small --compare --size 128
+    python benchmark.py --arch list
 
 One step is a forward, ``sum().backward()``, with the parameters' gradients already allocated. Memory is the
 allocator's peak during a step less what was allocated before it. Published figures: Feng & Huang, "Optimal
-Gradient Checkpoint Search for Arbitrary Computation Graphs", CVPR 2021.
+Gradient Checkpoint Search for Arbitrary Computation Graphs", CVPR 2021. With ``--compare``: other ways to save
+activation memory beside ours, see peers.py.
 """
 
 from __future__ import annotations
@@ -16,65 +19,29 @@ import argparse
 import difflib
 import json
 import os
-import platform
 import shlex
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 import ogc
-from networks import NETWORKS
-from ogc.allocator import peak_bytes
+from measuring import MIB, CheckFailed, allocate_gradients, device_name, environment, measure, timed
+from networks import ARCHITECTURES, PUBLISHED
 from ogc.graph import table
 from ogc.solver import SOLVERS
+from peers import Comparison, compare
 
-MIB = 2**20
 CPU_BATCH_SIZE = 4
 
 SLICED_TOLERANCE = 1e-2
 """Most by which a tensor may differ from the plain model's where the batch is sliced, relative to its largest entry."""
-
-
-@dataclass(frozen=True)
-class Published:
-    """A row of the paper's table: sizes in MiB, overhead as a share of the plain step."""
-
-    batch_size: int
-    image_size: int
-    plain: int
-    theirs: int
-    overhead: float
-
-
-ARCHITECTURES = {
-    "alexnet": Published(1024, 224, 4955, 3287, 0.34),
-    "vgg11": Published(64, 224, 3577, 2781, 0.34),
-    "vgg13": Published(64, 224, 5136, 3565, 0.33),
-    "vgg16": Published(64, 224, 5136, 3565, 0.32),
-    "vgg19": Published(64, 224, 5189, 3565, 0.33),
-    "resnet18": Published(256, 224, 5635, 3677, 0.30),
-    "resnet34": Published(128, 224, 4079, 1838, 0.35),
-    "resnet50": Published(64, 224, 5323, 1973, 0.31),
-    "resnet101": Published(32, 224, 3934, 1024, 0.35),
-    "resnet152": Published(16, 224, 2767, 526, 0.37),
-    "densenet121": Published(32, 224, 4027, 898, 0.34),
-    "densenet161": Published(16, 224, 3751, 666, 0.36),
-    "densenet169": Published(32, 224, 4862, 897, 0.32),
-    "densenet201": Published(16, 224, 3146, 474, 0.53),
-    "inception_v3": Published(32, 300, 3074, 881, 0.29),
-    "nasnet_cifar10": Published(64, 32, 5832, 1129, 0.31),
-    "amoebanet_cifar10": Published(64, 32, 4944, 1058, 0.36),
-    "darts_cifar10": Published(64, 32, 5627, 1115, 0.55),
-}
 
 
 @dataclass(frozen=True)
@@ -85,7 +52,7 @@ class Row:
     solver: str
     device: str
     batch_size: int
-    image_size: int
+    input_shape: tuple[int, ...]
     plain_bytes: int
     ogc_bytes: int
     predicted_plain_bytes: int
@@ -103,7 +70,7 @@ class Row:
     flops_at_theirs: float | None  # its recomputed FLOPs
     batch_slices: int
     deviation: float  # most by which a tensor differs from the plain model's, as a share of its largest entry
-    published: dict[str, Any]
+    published: dict[str, Any] | None  # the row of the published table, for the batch size that it names
 
     @property
     def cut(self) -> float:
@@ -118,12 +85,11 @@ class Row:
         return self.ogc_flops / self.plain_flops - 1
 
 
-class CheckFailed(Exception):
-    """The optimised model computed something else than the plain one."""
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
+    if options.arch == ["list"]:
+        print(_list())
+        return 0
     unknown = [name for name in options.arch if name not in ARCHITECTURES]
     if unknown:
         near = difflib.get_close_matches(unknown[0], ARCHITECTURES, n=3, cutoff=0.0)
@@ -148,10 +114,14 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"--plot: {error}", file=sys.stderr)
             return 2
     torch.use_deterministic_algorithms(True)
-    rows = []
+    rows: list[Row] = []
+    comparisons: list[Comparison] = []
     for name in tqdm(options.arch, desc="architectures", disable=len(options.arch) == 1):
         try:
-            rows += _bench(name, device, options)
+            if options.compare:
+                comparisons.append(_compare(name, device, options))
+            else:
+                rows += _bench(name, device, options)
         except CheckFailed as failure:
             print(f"{name}: CHECK FAILED: {failure}", file=sys.stderr)
             return 1
@@ -164,20 +134,30 @@ def main(arguments: list[str] | None = None) -> int:
             print(_out_of_memory(name, device, options), file=sys.stderr)
             return 3
         if options.json:
-            _write_json(options.json, rows, device, options, arguments)
+            _write_json(options.json, rows or comparisons, device, options, arguments)
     if device.type == "cpu" and options.batch_size is None:
         print(f"CPU run: batch size {CPU_BATCH_SIZE} instead of the published ones (--batch-size published)")
-    print(_table(rows))
+    print("\n\n".join(map(str, comparisons)) if options.compare else _table(rows))
     return 0
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = "'all', or any of: " + ", ".join(ARCHITECTURES)
+    names = "'list' to see them all, 'all' for the published ones, or any of: " + ", ".join(ARCHITECTURES)
     parser.add_argument("--arch", nargs="+", required=True, metavar="NAME", help=names)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch-size", type=_batch_size, help="a number, or 'published' (the default on CUDA)")
-    parser.add_argument("--image-size", type=_positive, help="default: the published one")
+    parser.add_argument(
+        "--batch-size",
+        type=_batch_size,
+        help="a number, or 'published' (the default on CUDA), which is the usual one where none is published",
+    )
+    parser.add_argument(
+        "--size",
+        "--image-size",
+        type=_positive,
+        metavar="N",
+        help="height and width of images, or tokens in a sequence; default: see --arch list",
+    )
     parser.add_argument("--iterations", type=_positive, default=3, help="timed steps of each model, interleaved")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", choices=["auto", "estimate", "measure"], default="measure")
@@ -187,17 +167,33 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     wish = parser.add_mutually_exclusive_group()
     wish.add_argument("--memory-budget", type=_budget, help="bytes, '2GB', '512MiB' or a share of the plain peak")
-    wish.add_argument("--max-overhead", type=float, help="default: the published overhead of the architecture")
+    wish.add_argument(
+        "--max-overhead", type=float,
+        help="a share of a plain step; default: the published overhead of the architecture, if there is one",
+    )  # fmt: skip
     parser.add_argument(
         "--batch-slices", type=_positive, default=1, help="let stretches run slice by slice: equal up to rounding"
     )
     parser.add_argument(
         "--plot", metavar="DIR", type=Path, help="also draw memory over a step, the frontier and the graph (PNG, SVG)"
     )
+    parser.add_argument("--compare", action="store_true", help="beside other ways to save activation memory")
+    parser.add_argument(
+        "--compile-budgets", nargs="*", type=_share, default=[0.1, 0.3, 0.5, 0.7, 1.0], metavar="SHARE",
+        help="activation_memory_budget of torch.compile, for --compare; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--compile-backend", default="inductor",
+        help="of torch.compile, for --compare: 'inductor' (needs a C++ compiler on a CPU) or 'aot_eager'",
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="also write the results, with command, versions and machine")
     options = parser.parse_args(arguments)
     if options.arch == ["all"]:
-        options.arch = list(ARCHITECTURES)
+        options.arch = list(PUBLISHED)
+    if options.compare and (options.solver, options.batch_slices) != (["optimal"], 1):
+        parser.error("--compare runs every solver by itself, and no slices; leave out --solver and --batch-slices")
+    if options.compare and (options.memory_budget, options.max_overhead) != (None, None):
+        parser.error("--compare plans at the memory and at the overhead of each peer; leave out the wish")
     if "optimal" not in options.solver and (options.memory_budget, options.max_overhead) != (None, None):
         parser.error("--memory-budget and --max-overhead need 'optimal' among the solvers")
     return options
@@ -210,25 +206,58 @@ def _positive(text: str) -> int:
     return number
 
 
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
+    return number
+
+
 def _batch_size(text: str) -> int | str:
     return text if text == "published" else _positive(text)
 
 
-def _input_size(name: str, device: torch.device, options: argparse.Namespace) -> tuple[int, int]:
-    published = ARCHITECTURES[name]
+def _list() -> str:
+    header = ["name", "published", "input", "batch size", "description"]
+    rows = [
+        [name, "yes" if known.published else "no", str(known.input), str(known.batch_size), known.description]
+        for name, known in ARCHITECTURES.items()
+    ]
+    return table(header, rows)
+
+
+def _batch_size_of(name: str, device: torch.device, options: argparse.Namespace) -> int:
     batch_size = options.batch_size or (CPU_BATCH_SIZE if device.type == "cpu" else "published")
-    return (
-        published.batch_size if batch_size == "published" else int(batch_size),
-        options.image_size or published.image_size,
+    return ARCHITECTURES[name].batch_size if batch_size == "published" else int(batch_size)
+
+
+def _build(name: str, device: torch.device, options: argparse.Namespace) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The model, its gradients allocated, and a batch."""
+    architecture = ARCHITECTURES[name]
+    torch.manual_seed(options.seed)
+    model = architecture.build().to(device).train()
+    return model, architecture.input.sample(_batch_size_of(name, device, options), options.size).to(device)
+
+
+def _compare(name: str, device: torch.device, options: argparse.Namespace) -> Comparison:
+    """Every way to save activation memory, with the same model."""
+    model, inputs = _build(name, device, options)
+    return compare(
+        name,
+        ARCHITECTURES[name],
+        model,
+        inputs,
+        seed=options.seed,
+        iterations=options.iterations,
+        profile=options.profile,
+        compile_budgets=options.compile_budgets,
+        compile_backend=options.compile_backend,
     )
 
 
 def _bench(name: str, device: torch.device, options: argparse.Namespace) -> list[Row]:
     """A row for each solver, all with the same model and graph."""
-    batch_size, image_size = _input_size(name, device, options)
-    torch.manual_seed(options.seed)
-    model = _build(name).to(device).train()
-    images = torch.randn(batch_size, 3, image_size, image_size, device=device)
+    model, inputs = _build(name, device, options)
     total = 1 + len(options.solver) * (2 + options.iterations) + bool(options.plot)
     with tqdm(total=total, desc=f"{name}: parse", leave=False) as progress:
 
@@ -237,13 +266,12 @@ def _bench(name: str, device: torch.device, options: argparse.Namespace) -> list
             progress.set_description(f"{name}: {what}")
 
         start = time.perf_counter()
-        graph = ogc.parse(model, images, profile=options.profile)
+        graph = ogc.parse(model, inputs, profile=options.profile)
         parse_seconds = time.perf_counter() - start
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        allocate_gradients(model)
         rows, plans = [], {}
         for solver in options.solver:
-            row, plans[solver] = _row(name, solver, model, images, graph, parse_seconds, options, stage)
+            row, plans[solver] = _row(name, solver, model, inputs, graph, parse_seconds, options, stage)
             rows.append(row)
         if options.plot:
             stage("pictures")
@@ -270,36 +298,36 @@ def _row(
     name: str,
     solver: str,
     model: torch.nn.Module,
-    images: torch.Tensor,
+    inputs: torch.Tensor,
     graph: ogc.Graph,
     parse_seconds: float,
     options: argparse.Namespace,
     stage: Callable[[str], None],
 ) -> tuple[Row, ogc.Plan]:
     """Plan, check and time one solver's model beside the plain one."""
-    device, batch_size, image_size = images.device, images.shape[0], images.shape[-1]
+    architecture = ARCHITECTURES[name]
     stage(f"solve ({solver})")
     start = time.perf_counter()
-    planned, plan = _solve(model, images, graph, name, solver, options)
+    planned, plan = _solve(model, inputs, graph, name, solver, options)
     solve_seconds = time.perf_counter() - start
     at_theirs: ogc.Plan | None = None
-    if solver == "optimal" and _is_published(name, batch_size, image_size):
-        at_theirs = ogc.solve(graph, memory_budget=ARCHITECTURES[name].theirs * MIB)
+    if solver == "optimal" and architecture.published and architecture.is_published(len(inputs), inputs.shape[-1]):
+        at_theirs = ogc.solve(graph, memory_budget=architecture.published.theirs * MIB)
     stage("check and memory")
     optimised = ogc.apply(model, planned, plan)
     tolerance = SLICED_TOLERANCE if planned is not graph else 0.0
-    checked = _check(model, optimised, images, options.seed, tolerance)
+    checked = _check(model, optimised, inputs, options.seed, tolerance)
     plain_times, ogc_times = [], []
     for number in range(options.iterations):
         stage(f"timed step {number + 1}")
-        plain_times.append(_timed(model, images, device))
-        ogc_times.append(_timed(optimised, images, device))
+        plain_times.append(timed(model, inputs))
+        ogc_times.append(timed(optimised, inputs))
     row = Row(
         arch=name,
         solver=solver,
-        device=_device_name(device),
-        batch_size=batch_size,
-        image_size=image_size,
+        device=device_name(inputs.device),
+        batch_size=len(inputs),
+        input_shape=tuple(inputs.shape),
         plain_bytes=checked.peaks[0],
         ogc_bytes=checked.peaks[1],
         predicted_plain_bytes=plan.plain_peak_bytes,
@@ -317,61 +345,40 @@ def _row(
         flops_at_theirs=at_theirs.flops_overhead if at_theirs else None,
         batch_slices=options.batch_slices,
         deviation=checked.deviation,
-        published=asdict(ARCHITECTURES[name]),
+        published=asdict(architecture.published) if architecture.published else None,
     )
     return row, plan
 
 
 def _solve(
     model: torch.nn.Module,
-    images: torch.Tensor,
+    inputs: torch.Tensor,
     graph: ogc.Graph,
     name: str,
     solver: str,
     options: argparse.Namespace,
 ) -> tuple[ogc.Graph, ogc.Plan]:
-    """The plan that the options ask for, and its graph; by default our least peak at the published overhead."""
+    """The plan that the options ask for, and its graph; by default our least peak at the published overhead, if any."""
 
     def plan(**wish: Any) -> tuple[ogc.Graph, ogc.Plan]:
         if options.batch_slices > 1:
-            return ogc.slice_batch(model, images, graph, slices=options.batch_slices, **wish)
+            return ogc.slice_batch(model, inputs, graph, slices=options.batch_slices, **wish)
         return graph, ogc.solve(graph, **wish)
 
     if solver != "optimal":
         return graph, ogc.solve(graph, solver=solver)
     if options.memory_budget is not None or options.max_overhead is not None:
         return plan(memory_budget=options.memory_budget, max_overhead=options.max_overhead)
-    published = limit = ARCHITECTURES[name].overhead
+    row = ARCHITECTURES[name].published
+    if row is None:
+        return plan()
+    published = limit = row.overhead
     for _ in range(4):  # counted in time and in FLOPs
         found = plan(max_overhead=limit)
         if found[1].flops_overhead <= published:
             break
         limit *= 0.97 * published / found[1].flops_overhead
     return found
-
-
-def _is_published(name: str, batch_size: int, image_size: int) -> bool:
-    published = ARCHITECTURES[name]
-    return (batch_size, image_size) == (published.batch_size, published.image_size)
-
-
-def _build(name: str) -> torch.nn.Module:
-    if name in NETWORKS:
-        return NETWORKS[name]()
-    import torchvision
-
-    keywords = {"init_weights": True} if name == "inception_v3" else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torchvision.models.get_model(name, weights=None, **keywords)
-
-
-def _step(model: torch.nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
-    """One forward and backward; the outputs, detached."""
-    result = model(images)
-    outputs = [result] if isinstance(result, torch.Tensor) else list(result)
-    sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
-    return [output.detach() for output in outputs]
 
 
 @dataclass(frozen=True)
@@ -387,49 +394,21 @@ class Checked:
 
 
 def _check(
-    model: torch.nn.Module, optimised: torch.nn.Module, images: torch.Tensor, seed: int, tolerance: float
+    model: torch.nn.Module, optimised: torch.nn.Module, inputs: torch.Tensor, seed: int, tolerance: float
 ) -> Checked:
     """One step of each from the same state; raises CheckFailed where they differ by more than the tolerance."""
-    device = images.device
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    if device.type == "cuda":
-        _step(model, images)  # libraries take their workspaces
-    found, peaks, flops = [], [], []
-    for candidate in (model, optimised):
-        _restore(model, buffers)
-        torch.manual_seed(seed)
-        outputs: list[torch.Tensor] = []
-        counter = FlopCounterMode(display=False)
-        with counter:
-            peaks.append(peak_bytes(lambda: outputs.extend(_step(candidate, images)), device))  # noqa: B023
-        flops.append(counter.get_total_flops())
-        found.append(dict(_everything(model, outputs)))
-    plain, ours = found
+    plain, ours = measure(model, model, inputs, seed), measure(model, optimised, inputs, seed)
     deviation = 0.0
-    for name, value in plain.items():
-        if torch.equal(value, ours[name]):
+    for name, value in plain.tensors.items():
+        other = ours.tensors[name]
+        if torch.equal(value, other):
             continue
-        distance = (value.double() - ours[name].double()).abs().max().item()
+        distance = (value.double() - other.double()).abs().max().item()
         share = distance / max(value.double().abs().max().item(), 1e-300)
         deviation = max(deviation, share)
         if not share <= tolerance:
             raise CheckFailed(f"{name} differs by at most {distance:.3g}, {share:.3g} of its largest entry")
-    return Checked(tuple(peaks), tuple(flops), deviation)
-
-
-def _restore(model: torch.nn.Module, buffers: list[torch.Tensor]) -> None:
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.zero_()
-    for buffer, copy in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(copy)
-
-
-def _everything(model: torch.nn.Module, outputs: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from ((f"output {number}", output) for number, output in enumerate(outputs))
-    yield from ((f"gradient of {name}", p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None)
-    yield from ((f"buffer {name}", buffer.clone()) for name, buffer in model.named_buffers())
-    yield "random state", torch.get_rng_state()
+    return Checked((plain.peak, ours.peak), (plain.flops, ours.flops), deviation)
 
 
 def _budget(text: str) -> int | float | str:
@@ -439,18 +418,9 @@ def _budget(text: str) -> int | float | str:
         return text
 
 
-def _timed(model: torch.nn.Module, images: torch.Tensor, device: torch.device) -> float:
-    synchronize: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    _step(model, images)
-    synchronize()
-    return time.perf_counter() - start
-
-
 def _table(rows: list[Row]) -> str:
     header = [
-        "arch", "solver", "batch", "plain MiB", "ogc MiB", "cut", "plain s", "ogc s", "overhead", "by FLOPs",
+        "arch", "solver", "input", "plain MiB", "ogc MiB", "cut", "plain s", "ogc s", "overhead", "by FLOPs",
         "predicted MiB", "error", "predicted overhead", "segments", "planning s",
         "published: plain", "theirs", "overhead",
     ]  # fmt: skip
@@ -458,12 +428,10 @@ def _table(rows: list[Row]) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    published = row.published
-    comparable = _is_published(row.arch, row.batch_size, row.image_size)
     return [
         row.arch,
         row.solver,
-        f"{row.batch_size}",
+        "×".join(map(str, row.input_shape)),
         f"{row.plain_bytes / MIB:.1f}",
         f"{row.ogc_bytes / MIB:.1f}",
         f"{row.cut:.1%}",
@@ -476,29 +444,31 @@ def _cells(row: Row) -> list[str]:
         f"{row.predicted_overhead:.1%}",
         f"{row.segments}",
         f"{row.parse_seconds + row.solve_seconds:.1f}",
-        f"{published['plain']}" if comparable else f"{published['plain']} (batch {published['batch_size']})",
-        f"{published['theirs']}",
-        f"{published['overhead']:.0%}",
+        *_published_cells(row),
     ]
 
 
+def _published_cells(row: Row) -> list[str]:
+    published = row.published
+    if published is None:
+        return ["-", "-", "-"]
+    comparable = (row.input_shape[0], row.input_shape[-1]) == (published["batch_size"], published["image_size"])
+    plain = f"{published['plain']}" if comparable else f"{published['plain']} (batch {published['batch_size']})"
+    return [plain, f"{published['theirs']}", f"{published['overhead']:.0%}"]
+
+
 def _write_json(
-    path: str, rows: list[Row], device: torch.device, options: argparse.Namespace, arguments: list[str] | None
+    path: str,
+    results: Sequence[Row] | Sequence[Comparison],
+    device: torch.device,
+    options: argparse.Namespace,
+    arguments: list[str] | None,
 ) -> None:
-    data = {
-        "command": shlex.join(["python", "benchmark.py", *(sys.argv[1:] if arguments is None else arguments)]),
-        "versions": {"ogc": ogc.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": {"device": _device_name(device), "cores": os.cpu_count(), "system": platform.system()},
-        "seed": options.seed,
-        "rows": [asdict(row) for row in rows],
-    }
+    command = shlex.join(["python", "benchmark.py", *(sys.argv[1:] if arguments is None else arguments)])
+    data = environment(command, device, options.seed) | {"rows": [asdict(result) for result in results]}
     with open(path, "w", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
         file.write("\n")
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -507,9 +477,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _out_of_memory(name: str, device: torch.device, options: argparse.Namespace) -> str:
     """What would fit, from a plan for a small batch: activations grow with it."""
-    batch_size, image_size = _input_size(name, device, options)
-    model = _build(name)
-    plan = ogc.solve(ogc.parse(model, torch.randn(2, 3, image_size, image_size), profile="estimate"))
+    architecture, batch_size = ARCHITECTURES[name], _batch_size_of(name, device, options)
+    model = architecture.build()
+    plan = ogc.solve(ogc.parse(model, architecture.input.sample(2, options.size), profile="estimate"))
     fixed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
     memory = (
         torch.cuda.get_device_properties(device).total_memory

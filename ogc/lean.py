@@ -267,23 +267,29 @@ def _is_ours(gradient: torch.Tensor) -> bool:
     """Whether the gradient covers its storage once and nobody but the calling backward holds either.
 
     Call it before anything else in a backward: it compares with the reference counts of a gradient that
-    nobody else holds, at that place. They differ between releases of PyTorch, so they are looked up once.
+    nobody else holds, at that place. They differ between releases of PyTorch, so they are looked up once. A
+    gradient that came through a view, such as that of a linear layer on more than two dimensions, has a base
+    that only it holds.
     """
-    return _holders(gradient) == _holders_when_ours()
+    holders = _holders(gradient)
+    return bool(holders) and holders in _holders_when_ours()
 
 
-def _holders(gradient: torch.Tensor) -> tuple[int, int, int]:
+def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
     whole = (
         gradient.is_contiguous() and gradient.numel() * gradient.element_size() == gradient.untyped_storage().nbytes()
     )
     if type(gradient) is not torch.Tensor or not whole:
-        return 0, 0, 0
+        return ()
     storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    return sys.getrefcount(gradient), gradient._use_count(), storage
+    holders = sys.getrefcount(gradient), gradient._use_count(), storage
+    base = gradient._base
+    return holders if base is None else (*holders, sys.getrefcount(base), base._use_count())
 
 
 @cache
-def _holders_when_ours() -> tuple[int, int, int]:
+def _holders_when_ours() -> tuple[tuple[int, ...], ...]:
+    """The counts of a gradient that is no view, and of one that is."""
     found = []
 
     def look(gradient: torch.Tensor) -> None:
@@ -302,7 +308,8 @@ def _holders_when_ours() -> tuple[int, int, int]:
     with torch.enable_grad():
         x = torch.ones(2, requires_grad=True)
         torch.autograd.grad((Probe.apply(x * 2) * 3).sum(), x)
-    return found[0]
+        torch.autograd.grad((Probe.apply(x * 2).view(2, 1) * 3).sum(), x)
+    return tuple(found)
 
 
 OPERATORS: dict[Any, Lean] = {

@@ -10,9 +10,9 @@ from result_tables import rows
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
-import benchmark
 import ogc
-from networks import NETWORKS
+from measuring import step
+from networks import NETWORKS, PUBLISHED
 from ogc.allocator import peak_bytes
 
 MIB = 2**20
@@ -27,31 +27,31 @@ REFERENCE_AT_BATCH_4 = {
 
 
 def images(name, batch_size, image_size=None):
-    return torch.randn(batch_size, 3, *[image_size or benchmark.ARCHITECTURES[name].image_size] * 2)
+    return torch.randn(batch_size, 3, *[image_size or PUBLISHED[name].input.size] * 2)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "densenet121"])
 def test_small_images_train_bitwise(name):
-    model, x = benchmark._build(name), images(name, 2, 64)
+    model, x = PUBLISHED[name].build(), images(name, 2, 64)
     optimised = ogc.optimize(model, x)
     assert not optimised.plan.is_plain
     assert_same_training(model, optimised, (x,), steps=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", benchmark.ARCHITECTURES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_three_sgd_steps_are_bitwise_the_plain_models(name):
-    model, x = benchmark._build(name), images(name, 2)
+    model, x = PUBLISHED[name].build(), images(name, 2)
     assert_same_training(model, ogc.optimize(model, x), (x,), steps=3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", benchmark.ARCHITECTURES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_planning_is_quick(name, request):
     if name in NETWORKS:
         reason = "1100 cuts take the solver, quadratic in them, 1.5 to 2 s; 3000 operators take the parser over 4 s"
         request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError))
-    model, x = benchmark._build(name), images(name, 4)
+    model, x = PUBLISHED[name].build(), images(name, 4)
 
     def forward():
         start = time.perf_counter()
@@ -73,13 +73,13 @@ def test_planning_is_quick(name, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", benchmark.ARCHITECTURES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_batch_4_is_below_the_reference_and_as_simulated(name):
-    model, x = benchmark._build(name), images(name, 4)
+    model, x = PUBLISHED[name].build(), images(name, 4)
     optimised = ogc.optimize(model, x, profile="measure")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    peaks = [peak_bytes(lambda: benchmark._step(run, x), "cpu") for run in (model, optimised)]  # noqa: B023
+    peaks = [peak_bytes(lambda: step(run, x), "cpu") for run in (model, optimised)]  # noqa: B023
     print(f"{name}: plain {peaks[0] / MIB:.1f} MiB, ogc {peaks[1] / MIB:.1f} MiB")
     assert peaks[1] / MIB < REFERENCE_AT_BATCH_4[name]
     assert optimised.plan.plain_peak_bytes == pytest.approx(peaks[0], rel=0.03)
@@ -89,7 +89,7 @@ def test_batch_4_is_below_the_reference_and_as_simulated(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet50", "densenet121", "inception_v3", "vgg16", "amoebanet_cifar10"])
 def test_points_of_the_frontier_hold_when_measured(name):
-    model, x = benchmark._build(name), images(name, 4)
+    model, x = PUBLISHED[name].build(), images(name, 4)
     graph = ogc.parse(model, x, profile="measure")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -99,7 +99,7 @@ def test_points_of_the_frontier_hold_when_measured(name):
     errors = []
     for plan in plans:
         optimised = ogc.apply(model, graph, plan)
-        errors.append(plan.peak_bytes / peak_bytes(lambda: benchmark._step(optimised, x), "cpu") - 1)  # noqa: B023
+        errors.append(plan.peak_bytes / peak_bytes(lambda: step(optimised, x), "cpu") - 1)  # noqa: B023
     print(f"{name}: {len(plans)} points, error {min(errors):+.2%} to {max(errors):+.2%}")
     assert max(map(abs, errors)) <= 0.03
 
@@ -157,7 +157,7 @@ def as_sequence(model, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet50", "densenet121"])
 def test_less_memory_and_no_more_flops_than_hand_placed_checkpoints(name):
-    model, x = benchmark._build(name), images(name, 8)
+    model, x = PUBLISHED[name].build(), images(name, 8)
     graph = ogc.parse(model, x, profile="measure")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -182,7 +182,7 @@ def test_less_memory_and_no_more_flops_than_hand_placed_checkpoints(name):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_resnet_on_cuda_trains_bitwise():
-    model = benchmark._build("resnet18").cuda()
+    model = PUBLISHED["resnet18"].build().cuda()
     x = images("resnet18", 8, 64).cuda()
     optimised = ogc.optimize(model, x)
     assert optimised.graph.profile == "measure"

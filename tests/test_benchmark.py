@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import benchmark
+import measuring
 import ogc
+from networks import ARCHITECTURES
 
 SMALL = ["--arch", "resnet18", "--device", "cpu", "--batch-size", "2", "--image-size", "64", "--iterations", "1"]
 
@@ -59,6 +61,31 @@ def test_all_are_the_eighteen_published():
     assert len(benchmark._options(["--arch", "all"]).arch) == 18
 
 
+def test_the_list_has_every_architecture_with_its_input(capsys):
+    assert benchmark.main(["--arch", "list"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["name", "published", "input"]
+    assert [line.split()[:2] for line in lines] == [
+        [name, "yes" if known.published else "no"] for name, known in ARCHITECTURES.items()
+    ]
+    assert any("512 tokens of 30522" in line for line in lines)
+
+
+def test_an_architecture_that_is_not_published(capsys, tmp_path):
+    path = tmp_path / "out.json"
+    options = ["--device", "cpu", "--batch-size", "2", "--size", "32", "--iterations", "1", "--json", str(path)]
+    assert benchmark.main(["--arch", "unet", *options]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["published"] is None and row["input_shape"] == [2, 3, 32, 32]
+    assert row["predicted_bytes"] == pytest.approx(row["ogc_bytes"], rel=0.03)
+    assert "2×3×32×32" in capsys.readouterr().out
+
+
+def test_a_size_that_the_model_does_not_take(capsys):
+    assert benchmark.main(["--arch", "linear_relu_100", "--device", "cpu", "--size", "7"]) == 2
+    assert "linear_relu_100: the model reads vectors of 1024 numbers, not of 7" in capsys.readouterr().err
+
+
 def test_an_unknown_architecture_lists_the_nearest(capsys):
     assert benchmark.main(["--arch", "resnet1001", "--device", "cpu"]) == 2
     assert "unknown architecture 'resnet1001'; the nearest are resnet101" in capsys.readouterr().err
@@ -81,8 +108,8 @@ def test_a_failed_check_names_the_tensor_and_the_difference(capsys, monkeypatch)
         return optimised
 
     monkeypatch.setattr(ogc, "apply", wrong)
-    step = benchmark._step
-    monkeypatch.setattr(benchmark, "_step", lambda model, x: step(model, x + ("Optimized" in type(model).__name__)))
+    step = measuring.step
+    monkeypatch.setattr(measuring, "step", lambda model, x: step(model, x + ("Optimized" in type(model).__name__)))
     assert benchmark.main(SMALL) == 1
     error = capsys.readouterr().err
     assert "CHECK FAILED: output 0 differs by at most" in error

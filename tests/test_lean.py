@@ -143,6 +143,53 @@ def test_a_gradient_that_somebody_holds_is_left_alone(operator):
         assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)), watch
 
 
+@pytest.mark.parametrize("watch", ["nobody", "the caller's", "retain_grad", "hook", "prehook", "asked for"])
+def test_a_gradient_whose_base_somebody_holds_is_left_alone(watch):
+    x = torch.randn(4, 8, 6, requires_grad=True)
+
+    def results(function):
+        view = function(x * 1).view(32, 6)
+        z = view if watch == "the caller's" else view * 3
+        kept = []
+        if watch == "retain_grad":
+            view.retain_grad()
+        elif watch == "hook":
+            view.register_hook(kept.append)
+        elif watch == "prehook":
+            view.grad_fn.register_prehook(lambda given: kept.append(given[0]))
+        gradient = torch.randn(z.shape, generator=torch.Generator().manual_seed(1))
+        copy = gradient.clone()
+        found = []
+        if watch == "asked for":
+            found += torch.autograd.grad(z, [x, view], gradient)
+        else:
+            x.grad = None
+            z.backward(gradient)
+            found += [x.grad, *kept, *([view.grad] if watch == "retain_grad" else [])]
+        assert torch.equal(gradient, copy)
+        return found
+
+    plain, ours = results(aten.relu.default), results(OPERATORS[aten.relu.default])
+    assert len(plain) == len(ours)
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+
+
+def test_the_backward_needs_less_behind_a_view_too():
+    """As between the linear layers of a transformer, whose inputs have three dimensions."""
+    x, wide, narrow = torch.randn(8, 64, 32), torch.randn(256, 32), torch.randn(32, 256)
+
+    def peak(relu, x):
+        start = x.clone().requires_grad_()
+        hidden = relu(torch.nn.functional.linear(start, wide))
+        loss = torch.nn.functional.linear(hidden, narrow).sum()
+        del hidden
+        return peak_bytes(lambda: torch.autograd.grad(loss, start), CPU)
+
+    ours, plain = OPERATORS[aten.relu.default], aten.relu.default
+    flat = x.flatten(0, 1)
+    assert peak(ours, x) == peak(ours, flat) < peak(plain, flat)
+
+
 @pytest.mark.parametrize("operator", [*ELEMENTWISE, aten.batch_norm.default], ids=str)
 def test_double_backward(operator):
     settings = (None, None, None, None, True, 0.1, 1e-5, True) if "norm" in str(operator) else ()

@@ -17,6 +17,7 @@ from test_slicing import Wide
 
 import benchmark
 import ogc
+from networks import ARCHITECTURES
 from ogc import plots
 from ogc.plots import LAYERS, MIB, Timeline
 from ogc.schedule import FORWARD, Schedule
@@ -39,7 +40,7 @@ def plans_of_random_graphs(count):
 @pytest.fixture(scope="module")
 def resnet():
     torch.manual_seed(0)
-    model, images = benchmark._build("resnet18"), torch.randn(4, 3, 96, 96)
+    model, images = ARCHITECTURES["resnet18"].build(), torch.randn(4, 3, 96, 96)
     return SimpleNamespace(model=model, images=images, graph=ogc.parse(model, images))
 
 

@@ -333,3 +333,16 @@ def test_the_frontier_is_monotone_and_its_plans_are_as_simulated():
     for plan in found.plans[:-1]:
         assert simulate(graph, plan).peak_bytes == plan.peak_bytes >= lower_bound(graph)
     assert str(found).splitlines()[0].split() == ["peak", "MB", "of", "plain", "overhead", "levels"]
+
+
+def test_the_frontier_has_plans_for_the_budgets_asked_for():
+    graph = random_graph(5, most=60)
+    least, plain = ogc.solve(graph).peak_bytes, ogc.solve(graph, solver="none").peak_bytes
+    budgets = [least + (plain - least) * n // 7 for n in range(7)]
+    plans = ogc.frontier(graph, points=2, budgets=[*budgets, plain, least - 1, 0.0001]).plans
+    assert [p.peak_bytes for p in plans] == sorted(p.peak_bytes for p in plans)
+    for budget in budgets:
+        found = min(p.recomputed_seconds for p in plans if p.peak_bytes <= budget)
+        assert found <= ogc.solve(graph, memory_budget=budget).recomputed_seconds
+    with pytest.raises(InputError, match="memory_budget must be"):
+        ogc.frontier(graph, budgets=["much"])

@@ -139,12 +139,14 @@ class Frontier:
         return table(["peak MB", "of plain", "overhead", "levels"], rows)
 
 
-def frontier(graph: Graph, *, points: int = 24) -> Frontier:
+def frontier(graph: Graph, *, points: int = 24, budgets: Sequence[Budget] = ()) -> Frontier:
     """Plans from the least peak to the plain model.
 
     Args:
         graph: the weighted graph.
         points: peaks to look at, evenly spaced on a logarithmic scale; plans that others beat are left out.
+        budgets: further peaks to plan for, as :func:`solve` does for a ``memory_budget``; what nothing meets is
+            left out.
 
     Returns:
         The plans, by ascending peak and descending overhead; hand any of them to :func:`ogc.apply`.
@@ -152,7 +154,11 @@ def frontier(graph: Graph, *, points: int = 24) -> Frontier:
     plain = plain_plan(graph)
     if not len(graph):
         return Frontier((plain,))
-    found = [_plan_of(graph, c, plain) for c in Search(graph).curve(points)]
+    search = Search(graph)
+    peaks = (bytes_of(budget, plain.peak_bytes) for budget in budgets)
+    for peak in sorted((p for p in peaks if p < plain.peak_bytes), reverse=True):  # a table serves those below
+        search.fastest(peak)
+    found = [_plan_of(graph, c, plain) for c in search.curve(points)]
     return Frontier((*(plan for plan in found if plan.peak_bytes < plain.peak_bytes), plain))
 
 

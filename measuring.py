@@ -1,0 +1,146 @@
+"""How the benchmark measures a training step: peak, FLOPs, time, and every tensor that comes out of it.
+
+One step is a forward, ``sum().backward()``, with the parameters' gradients already allocated. ``Run`` is the plain
+model or anything called like it that trains the same parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import ogc
+from ogc.allocator import peak_bytes
+
+MIB = 2**20
+
+Run = Callable[[torch.Tensor], Any]
+
+FORMULAS = {
+    **flop_registry,
+    # What attention without dropout runs as on a CPU; torch has the formulas under CUDA's names.
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+class FlopCounter(TorchDispatchMode):
+    """Adds up the FLOPs of matrix products, convolutions and attention, by torch's own formulas.
+
+    Unlike ``FlopCounterMode`` it lets compiled code run as compiled: that one makes ``torch.compile`` step aside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        formula = FORMULAS.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+class CheckFailed(Exception):
+    """A model of ours computed something else than the plain one."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step: peak bytes, FLOPs, and all outputs, gradients, buffers and the random state after it, by name."""
+
+    peak: int
+    flops: int
+    tensors: dict[str, torch.Tensor]
+
+
+def step(run: Run, inputs: torch.Tensor) -> list[torch.Tensor]:
+    """One forward and backward; the outputs, detached."""
+    result = run(inputs)
+    outputs = [result] if isinstance(result, torch.Tensor) else list(result)
+    sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
+    return [output.detach() for output in outputs]
+
+
+def allocate_gradients(model: torch.nn.Module) -> None:
+    """As after the first step of a training that zeroes gradients in place."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+@contextmanager
+def as_before(model: torch.nn.Module) -> Iterator[None]:
+    """Buffers are put back afterwards, and gradients are zero again."""
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        with torch.no_grad():
+            for buffer, copy in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(copy)
+
+
+def measure(model: torch.nn.Module, run: Run, inputs: torch.Tensor, seed: int) -> Measured:
+    """Two steps of ``run`` from the same state, for FLOPs and for memory; the model stays as it was."""
+    counter = FlopCounter()
+    with as_before(model), counter:
+        step(run, inputs)
+    outputs: list[torch.Tensor] = []
+    with as_before(model):
+        torch.manual_seed(seed)
+        peak = peak_bytes(lambda: outputs.extend(step(run, inputs)), inputs.device)
+        tensors = dict(_everything(model, outputs))
+    return Measured(peak, counter.total, tensors)
+
+
+def timed(run: Run, inputs: torch.Tensor) -> float:
+    """Seconds of a step."""
+    synchronize: Callable[[], None] = torch.cuda.synchronize if inputs.is_cuda else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    step(run, inputs)
+    synchronize()
+    return time.perf_counter() - start
+
+
+def environment(command: str, device: torch.device, seed: int) -> dict[str, Any]:
+    """What results are written with."""
+    return {
+        "command": command,
+        "versions": {"ogc": ogc.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": {"device": device_name(device), "cores": os.cpu_count(), "system": platform.system()},
+        "seed": seed,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _everything(model: torch.nn.Module, outputs: list[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((f"output {number}", output) for number, output in enumerate(outputs))
+    yield from ((f"gradient of {name}", p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None)
+    yield from ((f"buffer {name}", buffer.clone()) for name, buffer in model.named_buffers())
+    yield "random state", torch.get_rng_state()

@@ -1,0 +1,304 @@
+"""Other ways to save memory: what each of them is, who dominates whom, and rows of those that cannot run."""
+
+import json
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import benchmark
+import measuring
+import ogc
+import peers
+from networks import ARCHITECTURES, Tokens
+from networks.densenet_cifar import densenet_cifar
+from networks.transformers import Gpt2
+from ogc.allocator import peak_bytes
+from peers import Impossible, PeerRow, Split, compare, with_verdicts
+
+
+def gpt():
+    return Gpt2(50, 32, 64, 4, depth=2).train(), torch.randint(50, (32, 32))
+
+
+def vgg():
+    first = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    second = [nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(OrderedDict(features=nn.Sequential(*first, *second, nn.Conv2d(8, 8, 1))))
+
+
+def row(name, peak, flops, **fields):
+    return PeerRow(name, peak_bytes=peak, flops=flops, **fields)
+
+
+@pytest.fixture(autouse=True)
+def few_points(monkeypatch):
+    monkeypatch.setattr(peers, "POINTS", 6)
+
+
+# -- verdicts -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdicts"),
+    [
+        ({"a": (10, 5), "b": (9, 6)}, {"a": "", "b": ""}),
+        ({"a": (10, 5), "b": (9, 5)}, {"a": "b", "b": ""}),
+        ({"a": (10, 5), "b": (10, 6)}, {"a": "", "b": "a"}),
+        ({"a": (10, 5), "b": (10, 5)}, {"a": "", "b": ""}),
+        ({"a": (10, 5), "b": (9, 4), "c": (8, 5)}, {"a": "b", "b": "", "c": ""}),
+        ({"a": (1000000001, 7), "b": (1000000000, 7)}, {"a": "b", "b": ""}),
+    ],
+)
+def test_who_dominates_whom(figures, verdicts):
+    rows = with_verdicts([row(name, *pair) for name, pair in figures.items()])
+    assert {r.name: r.dominated_by for r in rows} == verdicts
+
+
+def test_a_row_that_did_not_run_dominates_nobody_and_is_dominated_by_nobody():
+    rows = with_verdicts([row("a", 10, 5), PeerRow("b", reason="no compiler")])
+    assert [r.dominated_by for r in rows] == ["", ""]
+
+
+# -- the ways -------------------------------------------------------------------------------------------
+
+
+def test_checkpointed_blocks_are_those_made_by_hand():
+    model, tokens = gpt()
+    measuring.allocate_gradients(model)
+    found = measuring.measure(
+        model, peers.around_blocks(ARCHITECTURES["gpt2_small"], model, peers._checkpointed), tokens, 0
+    )
+
+    def by_hand(x):
+        x = model.embed(x)
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return model.predict(x)
+
+    expected = peak_bytes(lambda: measuring.step(by_hand, tokens), "cpu")
+    plain = measuring.measure(model, model, tokens, 0)
+    assert found.peak == expected < plain.peak
+    assert found.flops > plain.flops
+    assert peers._differences(plain, found) == (0.0, ())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_selective_checkpoints_recompute_no_flops():
+    model, tokens = gpt()
+    measuring.allocate_gradients(model)
+    run = peers.around_blocks(ARCHITECTURES["gpt2_small"], model, peers._selectively_checkpointed)
+    plain, found = (measuring.measure(model, r, tokens, 0) for r in (model, run))
+    assert found.flops == plain.flops
+    assert found.peak < plain.peak
+    assert peers._differences(plain, found) == (0.0, ())
+
+
+def test_stages_end_with_a_pool():
+    model, images = vgg(), torch.randn(2, 3, 16, 16)
+    seen = []
+
+    def noted(layer):
+        seen.append(layer)
+        return layer
+
+    run = peers.around_blocks(ARCHITECTURES["vgg11"], model, noted)
+    assert torch.equal(run(images), model(images))
+    assert [[type(child).__name__ for child in stage] for stage in seen] == [
+        ["Conv2d", "ReLU", "MaxPool2d"],
+        ["Conv2d", "ReLU", "MaxPool2d"],
+        ["Conv2d"],
+    ]
+
+
+def test_the_best_split_is_the_one_with_the_least_peak():
+    architecture, model, x = ARCHITECTURES["linear_relu_100"], nn.Sequential(), torch.randn(256, 16)
+    model.extend(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(9))
+    measuring.allocate_gradients(model)
+    best = peers.best_sequential(architecture, model, x)
+    peaks = {n: peak_bytes(lambda: measuring.step(Split(best.layers, n), x), "cpu") for n in range(2, 10)}  # noqa: B023
+    assert len(best.layers) == 9
+    assert best.detail == f"{best.number} splits of 9 layers"
+    assert peaks[best.number] == min(peaks.values())
+
+
+def test_what_writes_over_its_input_stays_with_the_layer_before():
+    layers = [nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True), nn.ReLU(), nn.Flatten()]
+    assert [type(layer).__name__ for layer in peers._joined(layers)] == ["Sequential", "ReLU", "Flatten"]
+
+
+def test_the_models_own_switch_is_off_again():
+    model, images = densenet_cifar(22).train(), torch.randn(2, 3, 32, 32)
+    measuring.allocate_gradients(model)
+    plain, found = (measuring.measure(model, r, images, 0) for r in (model, peers.memory_efficient(model)))
+    assert found.peak < plain.peak
+    assert peers._differences(plain, found) == (0.0, ("buffers",))  # statistics move twice
+    assert not any(getattr(module, "memory_efficient", False) for module in model.modules())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_with_less_for_activations_computes_more():
+    model, tokens = gpt()
+    measuring.allocate_gradients(model)
+    plain = measuring.measure(model, model, tokens, 0)
+    flops = [
+        measuring.measure(model, peers.compiled(model, tokens, budget, "aot_eager"), tokens, 0).flops
+        for budget in (0.0, 1.0)
+    ]
+    assert flops[0] > flops[1] == plain.flops
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        (
+            "additions_100000",
+            lambda known, model, x: peers.around_blocks(known, model, peers._checkpointed),
+            "no submodules that are its blocks",
+        ),
+        ("unet", peers.best_sequential, "no sequence: features are read across"),
+    ],
+)
+def test_what_does_not_apply_says_why(name, make, message):
+    with pytest.raises(Impossible, match=message):
+        make(ARCHITECTURES[name], nn.Identity(), torch.zeros(1))
+
+
+# -- measuring ------------------------------------------------------------------------------------------
+
+
+def test_flops_are_those_of_torchs_own_counter():
+    model, tokens = gpt()
+    measuring.allocate_gradients(model)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        measuring.step(model, tokens)
+    assert measuring.measure(model, model, tokens, 0).flops == counter.get_total_flops() > 0
+
+
+def test_attention_on_a_cpu_is_counted():
+    q = torch.randn(1, 2, 8, 4, requires_grad=True)
+    with measuring.FlopCounter() as counter:
+        nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    products = 2 * (2 * 8 * 8 * 4)  # two matrices of 8×8 by 4, each product and sum a FLOP
+    assert counter.total == (2 + 5) * products
+
+
+def test_a_gradient_that_differs_is_told_from_other_tensors():
+    tensors = {"output 0": torch.ones(2), "gradient of w": torch.tensor([1.0, -4.0]), "buffer b": torch.zeros(1)}
+    plain = measuring.Measured(1, 1, tensors)
+    other = replace(plain, tensors=tensors | {"gradient of w": torch.tensor([2.0, -4.0]), "buffer b": torch.ones(1)})
+    assert peers._differences(plain, other) == (0.25, ("buffers",))
+
+
+# -- all of it ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_comparison():
+    model, tokens = gpt()
+    found = compare(
+        "gpt2_small", ARCHITECTURES["gpt2_small"], model, tokens,
+        iterations=1, compile_budgets=[0.5], compile_backend="no_such_backend",
+    )  # fmt: skip
+    rows = {r.name: r for r in found.rows}
+    assert list(rows)[:9] == [
+        "plain", "blocks", "sequential", "selective", "compile 0.5", "chen", "uniform", "binomial", "feng-huang",
+    ]  # fmt: skip
+    assert "no_such_backend" in rows["compile 0.5"].reason
+    ours = [r for r in found.rows if r.is_ours and not r.reason]
+    assert any(r.name.startswith("ogc: least peak") for r in ours)
+    for r in ours:
+        assert (r.deviation, r.differs) == (0.0, ())
+        assert r.predicted_bytes == pytest.approx(r.peak_bytes, rel=0.03)
+    for peer in ("blocks", "sequential"):
+        (at_its_memory,) = [r for r in ours if "memory of" in r.name and peer in r.name.split("memory of")[1]]
+        assert at_its_memory.peak_bytes <= rows[peer].peak_bytes
+        assert at_its_memory.flops <= rows[peer].flops
+    text = str(found)
+    assert "gpt2_small, input 32×32" in text
+    assert "did not run, see below" in text and "compile 0.5: " in text
+
+
+def test_other_numbers_from_a_plan_of_ours_are_an_error(monkeypatch):
+    model, tokens = gpt()
+    apply = ogc.apply
+    monkeypatch.setattr(ogc, "apply", lambda *arguments: lambda x: 2 * apply(*arguments)(x))
+    with pytest.raises(measuring.CheckFailed, match="chen: not the plain model's outputs"):
+        compare("gpt2_small", ARCHITECTURES["gpt2_small"], model, tokens, iterations=1)
+
+
+def test_the_command(capsys, tmp_path, monkeypatch):
+    model, _ = gpt()
+    small = replace(ARCHITECTURES["gpt2_small"], build=lambda: model, input=Tokens(16, 50))
+    monkeypatch.setitem(ARCHITECTURES, "gpt2_small", small)
+    path = tmp_path / "out.json"
+    options = ["--device", "cpu", "--batch-size", "8", "--iterations", "1", "--compile-budgets", "--json", str(path)]
+    assert benchmark.main(["--arch", "gpt2_small", "--compare", *options]) == 0
+    assert "gpt2_small, input 8×16" in capsys.readouterr().out
+    data = json.loads(path.read_text())
+    assert data["command"].startswith("python benchmark.py --arch gpt2_small --compare")
+    (comparison,) = data["rows"]
+    assert comparison["input_shape"] == [8, 16]
+    assert {"plain", "blocks", "sequential", "selective", "feng-huang"} <= {r["name"] for r in comparison["rows"]}
+
+
+def test_an_unknown_architecture_is_refused(capsys):
+    assert benchmark.main(["--arch", "gpt2", "--compare", "--device", "cpu"]) == 2
+    assert "unknown architecture 'gpt2'; the nearest are gpt2_small" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--solver", "chen"], "--compare runs every solver by itself"),
+        (["--batch-slices", "2"], "--compare runs every solver by itself"),
+        (["--memory-budget", "0.5"], "leave out the wish"),
+        (["--compile-budgets", "1.5"], "must be between 0 and 1, not 1.5"),
+    ],
+)
+def test_options_that_do_not_go_with_it(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(["--arch", "resnet18", "--compare", *options])
+    assert message in capsys.readouterr().err
+
+
+RESULTS = sorted((Path(__file__).parent / "results").glob("cpu_compare_*.json"))
+UNLIKE_PREDICTED = {"cpu_compare_resnet50": "some plans nested in ResNet-50 peak up to 8 % above their prediction"}
+
+
+def rows_of(path):
+    (comparison,) = json.loads(path.read_text())["rows"]
+    return [PeerRow(**r | {"differs": tuple(r["differs"])}) for r in comparison["rows"]]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_comparisons_are_consistent(path):
+    """No method is missing, our rows are bitwise, and the verdicts are those of the figures."""
+    rows = rows_of(path)
+    assert {"plain", "blocks", "sequential", "selective", "chen", "uniform", "binomial"} <= {r.name for r in rows}
+    assert list(with_verdicts(rows)) == rows
+    assert all((r.deviation, r.differs) == (0.0, ()) for r in rows if r.is_ours)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_peaks_are_as_predicted(path, request):
+    if path.stem in UNLIKE_PREDICTED:
+        request.applymarker(pytest.mark.xfail(reason=UNLIKE_PREDICTED[path.stem], raises=AssertionError, strict=True))
+    for r in rows_of(path):
+        if r.predicted_bytes is not None:
+            assert r.predicted_bytes == pytest.approx(r.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_checkpointed_blocks_and_sequences_are_dominated_by_ours(path):
+    rows = {r.name: r for r in rows_of(path)}
+    for name in ("blocks", "sequential"):
+        peer = rows[name]
+        ours = [r for r in rows.values() if r.is_ours]
+        assert any(r.peak_bytes <= peer.peak_bytes and r.flops <= peer.flops for r in ours)
