@@ -276,14 +276,13 @@ def _is_ours(gradient: torch.Tensor) -> bool:
 
 
 def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
-    whole = (
-        gradient.is_contiguous() and gradient.numel() * gradient.element_size() == gradient.untyped_storage().nbytes()
-    )
+    base = gradient._base
+    whole = gradient.is_contiguous() and (base is None or base.numel() == gradient.numel())
     if type(gradient) is not torch.Tensor or not whole:
         return ()
-    storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    # By its address: ``untyped_storage()`` would leave a holder behind, and autograd would no longer add in place.
+    storage = torch._C._storage_Use_Count(torch._C._storage_address(gradient))
     holders = sys.getrefcount(gradient), gradient._use_count(), storage
-    base = gradient._base
     return holders if base is None else (*holders, sys.getrefcount(base), base._use_count())
 
 

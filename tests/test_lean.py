@@ -232,3 +232,16 @@ def test_the_backward_needs_less():
     plain = [aten.convolution.default, aten.batch_norm.default, aten.relu.default]
     expected = peak(*plain)
     assert peak(*(OPERATORS[op] for op in plain)) < expected - 0.9 * size
+
+
+@pytest.mark.parametrize("operator", ELEMENTWISE, ids=str)
+def test_autograd_still_adds_to_the_gradient_in_place(operator):
+    """A backward that asks who holds its gradient must not itself become a holder."""
+    x = torch.randn(4, 5, requires_grad=True)
+    start = x * 1.0
+    loss = (OPERATORS[operator](start + torch.cos(start)) * 3).sum()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
+        loss.backward()
+    names = [event.name for event in seen.events()]
+    assert "aten::add_" in names
+    assert "aten::add" not in names
