@@ -94,8 +94,8 @@ class _Spread:
     def _pass(self, node: Any) -> None:
         inputs = [value.unique() for value in node.inputs()]
         has_shape = not self.shapes.isdisjoint(inputs)
-        has_number = not self.numbers.isdisjoint(inputs)
-        if not has_shape and not has_number:
+        numbers = [value for value in node.inputs() if value.unique() in self.numbers]
+        if not has_shape and not numbers:
             return
         self.modules.append(origin(node)["module"])
         outputs = [value.unique() for value in node.outputs()]
@@ -103,10 +103,12 @@ class _Spread:
             self.numbers.update(outputs)
         elif node.kind() in _LISTS:
             self.shapes.update(outputs if has_shape else ())
-            self.numbers.update(outputs if has_number else ())
+            self.numbers.update(outputs if numbers else ())
         elif all(map(_is_number, node.outputs())):
-            self.numbers.update(outputs if has_number else ())  # a tensor of one element has no other shape
-        elif has_number or inputs[0] in self.shapes or not _is_like_first_input(node.kind()):
+            self.numbers.update(outputs if numbers else ())  # a tensor of one element has no other shape
+        elif not all(map(_is_tensor, numbers)):
+            self.shapes.update(outputs)  # as an argument of another type, a number may say how many
+        elif has_shape and (inputs[0] in self.shapes or not _is_like_first_input(node.kind())):
             self.shapes.update(outputs)
 
 
@@ -114,9 +116,12 @@ def _is_like_first_input(kind: str) -> bool:
     return kind.endswith("_") or kind in _LIKE_FIRST_INPUT
 
 
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value.type(), torch._C.TensorType)
+
+
 def _is_number(value: Any) -> bool:
-    kind = value.type()
-    return kind.dim() == 0 if isinstance(kind, torch._C.TensorType) else str(kind) in ("int", "float", "bool")
+    return value.type().dim() == 0 if _is_tensor(value) else str(value.type()) in ("int", "float", "bool", "Scalar")
 
 
 def _around(modules: Sequence[str]) -> str:
