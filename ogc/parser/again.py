@@ -2,9 +2,9 @@
 
 A traced program reads sizes when it runs, so it computes the same for all of them, unless the forward made a
 Python number of one (``if x.shape[0] > 4``, ``range(x.shape[1])``). The tracer writes down each such number;
-where all are the same, Python took the same way and the program is the same. What a leaf makes of them nobody
-knows: a program with leaves is not held against other sizes. What its operations save and
-share may still differ, as kernels are chosen by shape, so that is seen again by running it once.
+where all are the same, Python took the same way and the program is the same. What its operations save and
+share may still differ, as kernels are chosen by shape, so that is seen again by running it once. What a leaf
+makes of a size is not written down: a program with leaves is not held against other sizes.
 """
 
 from __future__ import annotations

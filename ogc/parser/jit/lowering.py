@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -56,12 +56,12 @@ class Lowering:
         model: torch.nn.Module,
         state: dict[str, torch.Tensor],
         watch: Watch,
-        scripted: Collection[str],
+        scripted: Sequence[dict[str, str]],
     ) -> None:
         self.model = model
         self.state = state
         self.watch = watch
-        self.scripted = scripted  # modules that call scripted functions
+        self.scripted = scripted  # where scripted functions are called
         self.graph = torch.fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.values: dict[str, Any] = {}  # jit value -> fx node, Python constant, or list
@@ -272,14 +272,14 @@ class Lowering:
             "prim::If": "scripted control flow",
             "prim::Loop": "a scripted loop",
         }.get(node.kind(), f"the operator {node.kind()}")
-        place = origin(node)
-        modules = {origin(n)["module"] for n in self.jit_graph.nodes() if n.kind() == node.kind()}
-        if modules == {""} and self.scripted:
-            modules = set(self.scripted)  # what a scripted function consists of is in no module's scope
+        places = [origin(n) for n in self.jit_graph.nodes() if n.kind() == node.kind()]
+        if not any(place["module"] for place in places) and self.scripted:
+            places = list(self.scripted)  # what a scripted function consists of is in no module's scope
+        where = ", ".join(filter(None, (f"module '{places[0]['module']}'", places[0]["source"])))
         raise OpaqueError(
-            f"{what} cannot be replayed operation by operation (module '{place['module']}', {place['source']}); "
+            f"{what} cannot be replayed operation by operation ({where}); "
             "put it into a submodule of its own, or optimize the submodules around it instead",
-            dict.fromkeys(sorted(modules), f"{what} at {place['source']}"),
+            {place["module"]: f"{what} at {place['source']}".removesuffix(" at ") for place in reversed(places)},
         )
 
     def _is_scalar(self, value: Any) -> bool:

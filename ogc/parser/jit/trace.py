@@ -77,14 +77,14 @@ def trace(
             if failure is error:
                 raise
             raise failure from error
-        scripted = {origin(n)["module"] for n in jit_graph.nodes() if n.kind() == "prim::CallFunction"}
+        scripted = [origin(n) for n in jit_graph.nodes() if n.kind() == "prim::CallFunction"]
         torch._C._jit_pass_inline(jit_graph)  # scripted functions
         torch._C._jit_pass_peephole(jit_graph, True)  # makes one of nested concatenations
     watch.raise_if_unfaithful()
     _refuse_new_buffers(model, buffers, leaves)
     refuse_shapes_of_data(jit_graph, watch.decisions, len(flat.outputs))
     assert flat.output_spec is not None
-    lowering = Lowering(model, state, watch, scripted - {""})
+    lowering = Lowering(model, state, watch, scripted)
     lowering.run(jit_graph)
     follows_sizes = not watch.unclear and not leaves  # what a leaf makes of sizes is not known
     return Traced(lowering.graph, lowering.constants, flat.output_spec, flat.outputs, flat.requires_grad, follows_sizes)

@@ -206,8 +206,8 @@ class Watch(TorchFunctionMode):
                 f"the forward reads numbers out of tensors: {'; '.join(dict.fromkeys(self.numbers.values()))}. What it "
                 "computes then depends on the data, and a plan for the sample input would be wrong for other "
                 "data. Replace the branch or loop by tensor operations (torch.where, masks), put it into a "
-                "submodule of its own, optimize the submodules around it instead, or write down what is computed "
-                "with parse_graph=.",
+                "submodule of its own, optimize the submodules around it instead (model.part = "
+                "ogc.optimize(model.part, its_input)), or write down what is computed with parse_graph=.",
                 self.numbers,
             )
         if self.writes_without_grad:
