@@ -165,12 +165,11 @@ class Graph:
 
     @cached_property
     def keeps_internals(self) -> tuple[bool, ...]:
-        """For each operation, whether its internal tensors are so small that every plan keeps them."""
+        """For each operation, whether every plan keeps its internal tensors: small ones, those of what runs once."""
+        largest = [max((self.values[v].bytes for v in (*op.reads, *op.writes)), default=0) for op in self.operations]
         return tuple(
-            0
-            < op.internal_bytes * SMALL_INTERNALS
-            <= max((self.values[v].bytes for v in (*op.reads, *op.writes)), default=0)
-            for op in self.operations
+            op.internal_bytes > 0 and (not op.replayable or op.internal_bytes * SMALL_INTERNALS <= most)
+            for op, most in zip(self.operations, largest, strict=True)
         )
 
     @cached_property

@@ -10,7 +10,7 @@ import torch
 from .check import check
 from .errors import InputError, PlanError
 from .graph import Graph
-from .parser import ParseGraph, parse
+from .parser import LeafModules, ParseGraph, hooked_modules, parse
 from .parser.parse import call_arguments
 from .plan import Plan
 from .replan import Replanner
@@ -31,6 +31,7 @@ def optimize(
     solver: str = "optimal",
     profile: str = "auto",
     batch_slices: int = 1,
+    leaf_modules: LeafModules = (),
     verify: bool = False,
 ) -> torch.nn.Module:
     """The same model with less activation memory: the least there is, or as much less as is asked for.
@@ -50,6 +51,7 @@ def optimize(
         batch_slices: allow stretches of convolutions, activations, pooling, linear layers and layer norms to
             run in so many slices of the batch where that makes the plan better. Results then differ from
             the plain model's by rounding: sums over the batch are added up in another order.
+        leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
         verify: run the result beside the plain model on the sample input (see :func:`ogc.check`). That takes
             the time and the memory of a plain step.
 
@@ -75,7 +77,7 @@ def optimize(
         raise InputError("verify=True compares bit by bit, but a sliced batch is equal up to rounding only")
 
     def make(model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
-        graph = parse(model, sample_input, parse_graph=parse_graph, profile=profile)
+        graph = parse(model, sample_input, parse_graph=parse_graph, profile=profile, leaf_modules=leaf_modules)
         wish: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}
         if batch_slices > 1:
             return slice_batch(model, sample_input, graph, slices=batch_slices, parse_graph=parse_graph, **wish)
@@ -84,7 +86,7 @@ def optimize(
     graph, plan = make(model, sample_input, memory_budget)
     if plan.is_plain and memory_budget is None and solver != "none":
         log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
-    planner = None if solver == "none" else Replanner(make, memory_budget)
+    planner = None if solver == "none" else Replanner(make, memory_budget, hooked_modules(dict(model.named_modules())))
     optimized = _apply(model, graph, plan, planner)
     if verify:
         args, kwargs = call_arguments(sample_input)

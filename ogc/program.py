@@ -252,6 +252,14 @@ def tensor_leaves(*trees: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
 
 
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The tensor's storage, if it has one: sparse tensors and those of torch.func's transforms have none."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 def operator_name(node: torch.fx.Node) -> str:
     """``batch_norm`` for ``torch.ops.aten.batch_norm.default``."""
     packet = getattr(node.target, "overloadpacket", node.target)

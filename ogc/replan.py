@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from .errors import SolveError
+from .errors import ParseError, SolveError
 from .graph import Graph
-from .parser import carry_over
+from .parser import carry_over, hooked_modules
 from .plan import Plan
 from .program import Call, InputSpec, TensorSpec
 from .solver import Budget, simulate
@@ -25,12 +25,16 @@ class Replanner:
     """Carries plans over to other sizes and, given ``make``, makes plans for any other call.
 
     A budget in bytes stays one, a share is one of that call's own plain peak. Where it cannot be met, the
-    plan is the one with the least peak.
+    plan is the one with the least peak. No plan is made for hooks that submodules did not have when the model was
+    optimized (``hooked`` had some): making it would run them several times.
     """
 
-    def __init__(self, make: Make | None = None, budget: Budget | None = None) -> None:
+    def __init__(
+        self, make: Make | None = None, budget: Budget | None = None, hooked: Collection[str] = frozenset()
+    ) -> None:
         self.make = make
         self.budget = budget
+        self.hooked = hooked
 
     def carry_over(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
         """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the wish."""
@@ -50,6 +54,9 @@ class Replanner:
         """A graph and a plan for the call, by the wish that the module was optimised for."""
         if self.make is None:
             return None
+        for name in sorted(hooked_modules(dict(model.named_modules(remove_duplicate=False)))):
+            if name and name not in self.hooked:
+                raise ParseError(f"module {name} has got hooks since the model was optimized; optimize it again")
         try:
             return self.make(model, call, self.budget)
         except SolveError as error:

@@ -55,6 +55,7 @@ def slice_batch(
         SolveError: nothing fits the budget, with slices or without; the message is that of the last try.
     """
     plain_peak = plain_plan(graph).peak_bytes
+    leaves = {op.module for op in graph.operations if op.target.startswith("leaf ")}
     failure: SolveError | None = None
 
     def choose(stretches: Stretches, profile: str) -> Choice:
@@ -62,7 +63,13 @@ def slice_batch(
         found = graph
         if stretches:
             found = parse(
-                model, sample_input, parse_graph=parse_graph, profile=profile, stretches=stretches, slices=slices
+                model,
+                sample_input,
+                parse_graph=parse_graph,
+                profile=profile,
+                stretches=stretches,
+                slices=slices,
+                leaf_modules=leaves,
             )
             found = replace(found, plain_peak_bytes=plain_peak)
         try:

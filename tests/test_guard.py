@@ -316,7 +316,7 @@ def test_a_check_leaves_attributes_and_pythons_random_state_alone():
     model = Remembers()
     optimised = forced(model, images())
     model.count = 0
-    del model.head.last, model.chance
+    assert not hasattr(model.head, "last") and not hasattr(model, "chance")
     random.seed(1)
     for x in (images(3), images(3).double()):
         with contextlib.suppress(RuntimeError):

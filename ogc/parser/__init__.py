@@ -2,6 +2,7 @@
 
 from .again import carry_over
 from .custom import ParseGraph
+from .leaves import LeafModules, hooked_modules
 from .parse import parse
 
-__all__ = ["ParseGraph", "carry_over", "parse"]
+__all__ = ["LeafModules", "ParseGraph", "carry_over", "hooked_modules", "parse"]

@@ -3,7 +3,8 @@
 A traced program reads sizes when it runs, so it computes the same for all of them, unless the forward made a
 Python number of one (``if x.shape[0] > 4``, ``range(x.shape[1])``). The tracer writes down each such number;
 where all are the same, Python took the same way and the program is the same. What its operations save and
-share may still differ, as kernels are chosen by shape, so that is seen again by running it once.
+share may still differ, as kernels are chosen by shape, so that is seen again by running it once. What a leaf
+makes of a size is not written down: a program with leaves is not held against other sizes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..errors import ParseError
 from ..graph import Graph
 from ..program import InputSpec, Program
 from .jit import Traced, forward_alone, same_number
+from .leaves import refuse_root_hooks
 from .observe import Record, observe, untouched
 from .parse import (
     call_arguments,
@@ -25,7 +27,6 @@ from .parse import (
     copies,
     memory_of,
     program_of,
-    refuse_hooks,
     state_of,
     values_of,
     versions_of,
@@ -43,7 +44,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any) -> Graph
     program: Program = graph.program
     if program.checked is None:
         raise ParseError("the forward makes numbers of sizes in a way that cannot be checked")
-    refuse_hooks(model)
+    refuse_root_hooks(model)
     spec, tensors = InputSpec.of(*call_arguments(sample_input))
     numbers = Traced(program.checked, program.constants, program.outputs, [])
     with untouched(model):

@@ -10,7 +10,7 @@ under FakeTensorMode, which needs no such device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..lean import Lean, channels_at_once
-from ..program import operator_name, tensor_leaves
+from ..program import operator_name, storage_of, tensor_leaves
 from ..sliced import Sliced
 from .gradients import InputGradient
 from .observe import Record, is_dense
@@ -149,29 +149,14 @@ class Estimator:
         edges: list[tuple[int, GradientEdge]],
         meter: _Meter,
         scratch: int,
-        forward: _Reading,
+        forward: Reading,
     ) -> Weights:
         given = {id(end): torch.empty_like(end) for end in ends}
         with meter:
             found = torch.autograd.grad(ends, [e for _, e in edges], list(given.values()), allow_unused=True)
         backward = meter.take()
         shared = {given[id(t)].untyped_storage()._cdata: n for n, t in enumerate(outputs) if id(t) in given}
-        groups: dict[int, int] = {}
-        gradients = []
-        for (argument, _), gradient in zip(edges, found, strict=True):
-            if gradient is None:
-                continue
-            key = gradient.untyped_storage()._cdata
-            gradients.append(
-                InputGradient(
-                    argument=argument,
-                    bytes=gradient.untyped_storage().nbytes(),
-                    shares=shared.get(key),
-                    group=groups.setdefault(key, len(groups)),
-                    dense=is_dense(gradient),
-                    contiguous=gradient.is_contiguous(),
-                )
-            )
+        pairs = [(n, gradient) for (n, _), gradient in zip(edges, found, strict=True) if gradient is not None]
         return Weights(
             scratch,
             forward.seconds,
@@ -179,8 +164,35 @@ class Estimator:
             backward.peak_bytes,
             backward_seconds=backward.seconds,
             backward_flops=backward.flops,
-            gradients=tuple(gradients),
+            gradients=input_gradients(pairs, shared),
         )
+
+
+def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[int, int]) -> tuple[InputGradient, ...]:
+    """What there is to know of the gradients of arguments, by number, and of results, by their storages."""
+    groups: dict[int, int] = {}
+    gradients = []
+    for argument, gradient in found:
+        key = gradient.untyped_storage()._cdata
+        gradients.append(
+            InputGradient(
+                argument=argument,
+                bytes=gradient.untyped_storage().nbytes(),
+                shares=of_results.get(key),
+                group=groups.setdefault(key, len(groups)),
+                dense=is_dense(gradient),
+                contiguous=gradient.is_contiguous(),
+            )
+        )
+    return tuple(gradients)
+
+
+def metered(rates: Rates, run: Callable[[], object]) -> Reading:
+    """What ``run()`` costs, run on real tensors."""
+    meter = _Meter(rates, on_meta=False)
+    with meter:
+        run()
+    return meter.take()
 
 
 def _with_kernel_copies(name: str, args: Any, record: Record, weights: Weights) -> Weights:
@@ -330,7 +342,9 @@ def _shadow(tensor: torch.Tensor, in_place: bool, device: torch.device | str = "
 
 
 @dataclass(frozen=True)
-class _Reading:
+class Reading:
+    """Estimated seconds and FLOPs, and the most fresh bytes alive at once."""
+
     seconds: float
     flops: int
     peak_bytes: int
@@ -342,15 +356,16 @@ class _Meter(TorchDispatchMode):
     With ``kernel_copies``, also what a lean convolution on a CPU allocates underneath the dispatcher.
     """
 
-    def __init__(self, rates: Rates, kernel_copies: bool = False) -> None:
+    def __init__(self, rates: Rates, kernel_copies: bool = False, on_meta: bool = True) -> None:
         super().__init__()
         self.rates = rates
+        self.quick = QUICK if on_meta else {}
         self.kernel_copies = kernel_copies
         self._reset()
 
-    def take(self) -> _Reading:
+    def take(self) -> Reading:
         """What was measured since the last call."""
-        reading = _Reading(self.seconds, self.flops, self.peak)
+        reading = Reading(self.seconds, self.flops, self.peak)
         self._reset()
         return reading
 
@@ -360,8 +375,11 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = QUICK.get(function, function)(*args, **kwargs)
-        inputs, outputs = tensor_leaves(args, kwargs), tensor_leaves(result)
+        result = self.quick.get(function, function)(*args, **kwargs)
+        inputs, outputs = (
+            [t for t in tensor_leaves(tree) if self.quick or storage_of(t) is not None]
+            for tree in ((args, kwargs), result)
+        )
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         made = [t for t in outputs if t.untyped_storage()._cdata not in known]
         flops = 0

@@ -48,10 +48,10 @@ class Measurer:
 
     def _run(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record, estimate: Weights) -> Weights:
         call = _Call(node, args, kwargs, in_place=any(v in record.reads for v in record.writes))
-        peak, seconds = self._measure(call.prepare, call.forward)
+        peak, seconds = self.measure(call.prepare, call.forward)
         weights = replace(estimate, scratch_bytes=max(0, peak - call.own_bytes()), forward_seconds=seconds)
         if call.ends() and call.starts:
-            peak, seconds = self._measure(lambda: call.prepare(with_gradients=True), call.backward)
+            peak, seconds = self.measure(lambda: call.prepare(with_gradients=True), call.backward)
             # A lean backward is measured as one, in circumstances that it may not meet: more than was
             # estimated is news, less is not.
             known = estimate.plain is not None and peak <= max(estimate.working_bytes, estimate.late_bytes)
@@ -69,7 +69,7 @@ class Measurer:
                 weights = replace(weights, plain=replace(estimate.plain, working_bytes=plain))
         return weights
 
-    def _measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:
+    def measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:
         """Peak bytes and median seconds of ``run``; a long run is timed once."""
         times: list[float] = []
 

@@ -20,7 +20,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from ..program import LIVE_ARGUMENTS, Saved, TensorRef, attribute, operator_name, tensor_leaves, without_autocast
+from ..leaf import Leaf
+from ..program import (
+    LIVE_ARGUMENTS,
+    Saved,
+    TensorRef,
+    attribute,
+    operator_name,
+    storage_of,
+    tensor_leaves,
+    without_autocast,
+)
 from .jit import Traced
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
@@ -104,32 +114,56 @@ class _Observer:
             args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)
             self.found[node.name] = self._call(node, args, kwargs)
 
-    def _external(self, node: torch.fx.Node, tensor: torch.Tensor) -> None:
-        self.storages.add_external(tensor)
-        self.found[node.name] = tensor
+    def _external(self, node: torch.fx.Node, found: Any) -> None:
+        if isinstance(found, torch.Tensor):  # and not the module of a leaf
+            self.storages.add_external(found)
+        self.found[node.name] = found
 
     def _arguments(self, arguments: Any) -> Any:
         return torch.fx.node.map_arg(arguments, lambda node: self.found[node.name])
 
     def _call(self, node: torch.fx.Node, args: Any, kwargs: Any) -> Any:
         record = Record(node)
+        is_leaf = isinstance(node.target, Leaf)
         refs, tensors = self._tensor_arguments(node)
         versions = [tensor._version for tensor in tensors]
         packed: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> int:
+            packed.append(tensor)
+            return len(packed) - 1
+
         random_before = _random_state(tensors)
-        with saved_tensors_hooks(packed.append, lambda nothing: nothing):
+        buffers = [(buffer, buffer._version) for buffer in self.model.buffers()] if is_leaf else []
+        with saved_tensors_hooks(pack, packed.__getitem__):
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         record.random = _is_seeded(node) or not _same_state(random_before, _random_state(tensors))
         written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        if is_leaf:
+            written += self._other_writes(buffers)
+            packed[:] = [tensor for tensor in packed if storage_of(tensor) is not None]
         self._record_reads(record, refs, tensors)
         self._record_outputs(record, result)
         self._record_writes(record, written, args)
         self._record_saves(record, packed, list(zip(tensors, refs, strict=True)), result)
+        if is_leaf:
+            # One slot for each argument that it saves in whatever way; the rest stays with it.
+            given = {self.result.storages[ref]: Saved(ref) for ref in reversed(record.arguments) if ref is not None}
+            record.saves = [given[value] for value in record.saved_values if value in given]
         packed.clear()  # the autograd graph holds on to its hooks, and with them to this list
         self.result.records.append(record)
         if self.visit is not None:
             self.visit(node, args, kwargs, record)
         return result
+
+    def _other_writes(self, before: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+        """Buffers that a leaf wrote or gave up for others, be they its own or not."""
+        now = {id(buffer) for buffer in self.model.buffers()}
+        written = [b for b, version in before if b._version != version or id(b) not in now]
+        for buffer in written:
+            if self.storages.value(buffer) is None:
+                self.storages.add_external(buffer)
+        return written
 
     def _tensor_arguments(self, node: torch.fx.Node) -> tuple[list[TensorRef], list[torch.Tensor]]:
         """The tensors that a node takes, and which program tensors they are."""
@@ -257,12 +291,9 @@ class _Storages:
         return self.externals.get(key)
 
 
-def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], target: str) -> torch.Tensor:
-    """The tensor that a ``get_attr`` node stands for."""
-    if target in constants:
-        return constants[target]
-    found: torch.Tensor = attribute(model, target)
-    return found
+def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], target: str) -> Any:
+    """The tensor, or the module of a leaf, that a ``get_attr`` node stands for."""
+    return constants[target] if target in constants else attribute(model, target)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -310,9 +341,9 @@ def _add(numbers: list[int], number: int) -> None:
 
 @contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers, flags and all random states are afterwards as before."""
+    """Whatever runs inside, the model's buffers, attributes and all random states are afterwards as before."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    flags = [(module, module.training) for module in model.modules()]
+    attributes = [(module, _attributes(module)) for module in model.modules()]
     random = torch.get_rng_state()
     torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -325,8 +356,15 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
         for name, (buffer, copy) in buffers.items():
             _restore_buffer(model, name, buffer, copy)
-        for module, flag in flags:
-            module.training = flag
+        for module, before in attributes:
+            for key in _attributes(module).keys() - before.keys():
+                del vars(module)[key]
+            vars(module).update(before)
+
+
+def _attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own."""
+    return {key: value for key, value in vars(module).items() if not (key[0] == "_" and isinstance(value, dict))}
 
 
 def _restore_buffer(model: torch.nn.Module, name: str, buffer: torch.Tensor, copy: torch.Tensor) -> None:

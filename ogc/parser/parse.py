@@ -12,16 +12,19 @@ import torch
 from ..compare import difference, same_bits
 from ..errors import InputError, ParseError
 from ..graph import Graph, Operation, Value
+from ..leaf import Leaf
 from ..lean import lean_operator
 from ..program import Call, InputSpec, Program, TensorRef
 from .custom import CustomForward, ParseGraph, custom_forward
 from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
-from .jit import FlatForward, Traced, nothing_saved, trace, without_decisions
+from .jit import FlatForward, OpaqueError, Traced, nothing_saved, trace, without_decisions
+from .leaves import LeafModules, Leaves
 from .measure import Measurer
 from .observe import Observation, Record, is_dense, observe, untouched
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .versions import separate_versions
+from .weigh_leaf import weigh_leaf
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ def parse(
     device: torch.device | str | None = None,
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
+    leaf_modules: LeafModules = (),
 ) -> Graph:
     """Turn ``model`` into a weighted graph over an executable program.
 
@@ -57,6 +61,10 @@ def parse(
         stretches: of ``graph.stretches`` of the same model: each becomes one operation that runs forward and
             backward a part of the batch at a time, with results that differ in the last bits.
         slices: into how many parts these divide the batch.
+        leaf_modules: names and types of submodules to call as they are, hooks and all: each call becomes one
+            operation, which runs once per step and keeps what it saves. What cannot be replayed operator by
+            operator (control flow on data, custom autograd functions, hooks, scripted code) is made part of the
+            smallest such module by itself, with a warning in the log.
 
     Returns:
         The graph; ``print(graph)`` shows it as a table.
@@ -73,12 +81,10 @@ def parse(
     kind = _profile_kind(profile, home, target)
     with untouched(model):
         custom = custom_forward(model, parse_graph, *spec.rebuild(copies(tensors)))
-    with untouched(model):
-        traced = _trace(model, spec, tensors, custom)
-        make_lean(traced.graph, target)
-        checked, traced = traced.graph, replace(traced, graph=without_decisions(traced.graph))
-        slice_stretches(traced.graph, stretches, slices)
-        after_trace = state_of(model)
+    traced, after_trace = _trace(model, spec, tensors, custom, Leaves(model, leaf_modules))
+    make_lean(traced.graph, target)
+    checked, traced = traced.graph, replace(traced, graph=without_decisions(traced.graph))
+    slice_stretches(traced.graph, stretches, slices)
     if custom is not None:
         traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
     profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
@@ -86,7 +92,10 @@ def parse(
     samplewise: list[bool] = []
 
     def visit(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
-        weights.append(profiler.weigh(node, args, kwargs, record))
+        if isinstance(node.target, Leaf):
+            weights.append(weigh_leaf(model, profiler, node, args, record))
+        else:
+            weights.append(profiler.weigh(node, args, kwargs, record))
         samplewise.append(is_samplewise(node, args))
 
     with untouched(model):
@@ -157,18 +166,20 @@ def _profile_kind(profile: str, home: torch.device, target: torch.device) -> str
 
 
 def _trace(
-    model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor], forward: CustomForward | None
-) -> Traced:
-    refuse_hooks(model)
-    buffers = dict(model.named_buffers())
-    traced = trace(model, spec, copies(tensors), forward)
-    replaced = [name for name, buffer in model.named_buffers() if buffers.get(name) is not buffer]
-    if replaced:
-        raise ParseError(
-            f"the forward assigns a new tensor to the buffer {replaced[0]}, which a replay would not repeat; "
-            "update it in place (copy_, add_, mul_) instead"
-        )
-    return traced
+    model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor], forward: CustomForward | None, leaves: Leaves
+) -> tuple[Traced, list[torch.Tensor]]:
+    """The model's trace, with as many leaves as it takes, and its state afterwards."""
+    while True:
+        with untouched(model):
+            try:
+                traced = trace(model, spec, copies(tensors), forward, leaves.names)
+            except OpaqueError as problem:
+                leaves.cover(problem)
+                continue
+            if forward is not None:
+                leaves.check_hooks(node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf))
+            leaves.report()
+            return traced, state_of(model)
 
 
 def _check_custom(
@@ -202,16 +213,6 @@ def _check_custom(
     return replace(traced, output_spec=plain.output_spec)
 
 
-def refuse_hooks(model: torch.nn.Module) -> None:
-    """Raise ParseError if a submodule has hooks."""
-    hooked = [name or "the model" for name, m in model.named_modules() if _has_hooks(m, is_root=m is model)]
-    if hooked:
-        raise ParseError(
-            f"module {hooked[0]} has forward or backward hooks, which the replayed forward would not call; "
-            "remove them, or optimize the model before they are registered on the result"
-        )
-
-
 def make_lean(graph: torch.fx.Graph, device: torch.device) -> None:
     """Put operators whose backward needs less memory in the places of those that they stand for."""
     for node in graph.nodes:
@@ -219,12 +220,6 @@ def make_lean(graph: torch.fx.Graph, device: torch.device) -> None:
         if lean is not None:
             node.meta["operator"] = node.target
             node.target = lean
-
-
-def _has_hooks(module: torch.nn.Module, is_root: bool) -> bool:
-    # The root's own hooks run around the replayed forward as around the original.
-    own = () if is_root else (module._forward_hooks, module._forward_pre_hooks)
-    return any((*own, module._backward_hooks, module._backward_pre_hooks))
 
 
 def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -331,7 +326,7 @@ def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> l
                 "writes": tuple(record.writes),
                 "saves": tuple(record.saved_values),
                 "takes_over": taken.get(t, (None,))[0],
-                "replayable": not record.writes_external and not stale,
+                "replayable": not (record.writes_external or stale or isinstance(record.node.target, Leaf)),
             }
         )
     return found

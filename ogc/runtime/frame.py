@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..errors import ReplayError
-from ..program import attribute, without_autocast
+from ..program import attribute, storage_of, without_autocast
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward."""
@@ -173,17 +173,34 @@ class Frame:
             "before the change (for example before optimizer.step())"
         )
 
+    @contextmanager
+    def leaf(self, *arguments: torch.Tensor) -> Iterator[None]:
+        """Call a leaf, which keeps all that it saves but for those arguments that have a slot."""
+        slots = [(tensor, self._next_slot()) for tensor in arguments]
+        given = {t.untyped_storage()._cdata: _Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            storage = storage_of(tensor)
+            argument = given.get(storage._cdata) if storage is not None else None
+            return _kept(tensor) if argument is None or not argument.is_like(tensor) else argument.save(tensor)
+
+        try:
+            with saved_tensors_hooks(pack, _unpack):
+                yield
+        finally:
+            for argument in given.values():
+                argument.tensor = None
+
     def _pack(self, tensor: torch.Tensor) -> Any:
+        slot = self._next_slot()
+        return _kept(tensor) if slot == KEEP else (self, slot)
+
+    def _next_slot(self) -> int:
         index = self.saved
         self.saved = index + 1
         if index >= len(self.code.slots):
             raise self._changed("saved", self.saved, len(self.code.slots))
-        slot = self.code.slots[index]
-        if slot == KEEP:
-            # A tensor with a grad_fn would make a cycle: graph -> saved tensor -> graph.
-            kept = tensor if tensor.is_leaf else tensor.detach()
-            return kept, kept._version
-        return self, slot
+        return self.code.slots[index]
 
     def _changed(self, what: str, now: int, then: int) -> ReplayError:
         return ReplayError(
@@ -192,9 +209,43 @@ class Frame:
         )
 
 
+class _Argument:
+    """The slot of a tensor that a leaf was given and saved, any number of times."""
+
+    def __init__(self, frame: Frame, slot: int, tensor: torch.Tensor) -> None:
+        self.frame = frame
+        self.slot = slot
+        self.tensor: torch.Tensor | None = tensor  # while the leaf runs, and between its saved tensors' unpackings
+        self.kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        self.saved = self.left = 0
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        return (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == self.kind
+
+    def save(self, tensor: torch.Tensor) -> tuple[_Argument, Any]:
+        self.saved += 1
+        return self, (tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def fetch(self, layout: Any) -> torch.Tensor:
+        with self.frame.step.lock:
+            if self.tensor is None:
+                self.tensor, self.left = self.frame.fetch(self.slot), self.saved
+            found = self.tensor.as_strided(*layout)
+            self.left -= 1
+            if self.left == 0:
+                self.tensor = None
+            return found
+
+
+def _kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    # A tensor with a grad_fn would make a cycle: graph -> saved tensor -> graph.
+    kept = tensor if tensor.is_leaf else tensor.detach()
+    return kept, kept._version
+
+
 def _unpack(packed: Any) -> torch.Tensor:
     owner, key = packed
-    if isinstance(owner, Frame):
+    if isinstance(owner, (Frame, _Argument)):
         return owner.fetch(key)
     if owner._version != key:
         raise ReplayError(

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from ..graph import Graph
+from ..leaf import Leaf
 from ..lean import OPERATORS, Lean
 from ..plan import Plan
-from ..program import LIVE_ARGUMENTS, Program, TensorRef, operator_name
+from ..program import LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
 from ..schedule import FORWARD, Run, Schedule
 from ..sliced import Sliced
 from .frame import KEEP, RunCode
@@ -45,7 +46,7 @@ def generate(graph: Graph, plan: Plan) -> Generated:
     source = "\n\n".join([_ForwardWriter(layout).text(), *(writer.text() for writer in again)])
     names: dict[str, Any] = {"torch": torch, "operator": operator, "lean": _LEAN, "inf": math.inf, "nan": math.nan}
     names.update(graph.program.constants)
-    names.update({n.target.name: n.target for n in graph.program.operations if isinstance(n.target, Sliced)})
+    names.update({n.target.name: n.target for n in graph.program.operations if isinstance(n.target, (Leaf, Sliced))})
     filename = f"<ogc plan {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
     exec(compile(source, filename, "exec"), names)
@@ -122,7 +123,7 @@ class _Layout:
 
     def _source(self, number: int, node: torch.fx.Node) -> int:
         value = self._value(node)
-        return FORWARD if value is None else self.schedule.source(number, value)
+        return FORWARD if value is None or isinstance(node.target, Leaf) else self.schedule.source(number, value)
 
     def _value(self, node: torch.fx.Node) -> int | None:
         return self.program.storages.get(TensorRef(node.name, 0))
@@ -132,18 +133,24 @@ class _Layout:
         t, value = self.position.get(node, -1), self._value(node)
         if t < 0 or value is None or self.graph.operations[t].writes:
             return False
-        return self.graph.operations[t].replayable and value in self.schedule.runs[number].made
+        leaf = node.target if isinstance(node.target, Leaf) else None
+        again = self.graph.operations[t].replayable if leaf is None else leaf.view is not None
+        return again and value in self.schedule.runs[number].made
 
     def fills(self, number: int) -> list[tuple[torch.fx.Node, int, Any]]:
         """Slots of operations that do not run again: (node of the tensor they saved, slot, layout)."""
         again = set(self.schedule.runs[number].program)
         return [
-            (self._element(self.by_name[saved.tensor.node], saved.tensor), slot, saved.layout)
+            (self.saved_node(saved), slot, saved.layout)
             for (t, k), slot in self.slots[number].items()
             if t not in again and (saved := self.program.saves[t][k]).tensor is not None
         ]
 
-    def _element(self, node: torch.fx.Node, ref: TensorRef) -> torch.fx.Node:
+    def saved_node(self, saved: Saved) -> torch.fx.Node:
+        """The node whose result is the program tensor that was saved."""
+        ref = saved.tensor
+        assert ref is not None
+        node = self.by_name[ref.node]
         if ref.index == 0 and not any(user.target is operator.getitem for user in node.users):
             return node
         for user in node.users:
@@ -191,16 +198,19 @@ class _ForwardWriter:
     def _leaf(self, start: int, stop: int, number: int) -> list[str]:
         lines = [f"# operations {start}-{stop - 1}" + (f", run again in run {number}" if number else "")]
         lines += [self._open(n) for n in self.opened.get(start, [])]
-        body = [line for t in range(start, stop) for line in self._operation(t)]
+        body = [line for t in range(start, stop) for line in self._operation(t, number)]
         lines += [f"with frame_{number}:", *(f"    {line}" for line in body)] if number else body
         for n in reversed(self.closed.get(stop, [])):
             lines.append(self._close(n))
         freed = _let_go(self.frees.get((stop, True), [])).removeprefix("; ")
         return [*lines, *([freed] if freed else [])]
 
-    def _operation(self, t: int) -> list[str]:
+    def _operation(self, t: int, number: int) -> list[str]:
         node = self.layout.operations[t]
         text = _statement(node, self.layout.target(FORWARD, t)) + _let_go(self.frees.get((t, False), []))
+        if isinstance(node.target, Leaf) and number:
+            saved = [self.layout.saved_node(saved).name for saved in self.layout.program.saves[t]]
+            return [f"with frame_{number}.leaf({', '.join(saved)}):", f"    {text}"]
         return [f"step.remember_random({t})", text] if t in self.draws else [text]
 
     def _open(self, number: int) -> str:
@@ -251,7 +261,7 @@ class _RunWriter:
         last = self._last_uses()
         for node in self.nodes:
             t = self.layout.position[node]
-            text = _statement(node, self.layout.target(self.number, t), clone_live=True)
+            text = _view(node) or _statement(node, self.layout.target(self.number, t), clone_live=True)
             frees = _let_go(n for n in last if last[n] is node)
             if t in self.layout.program.random and t in self.run.program:
                 lines += [f"    with frame.random({t}):", f"        {text}"]
@@ -297,11 +307,12 @@ class _RunWriter:
         layout, slots = self.layout, self.layout.slots[self.number]
         saves = layout.program.saves
         flat = [(t, k) for start, stop in self.run.leaves for t in range(start, stop) for k in range(len(saves[t]))]
-        positions = [layout.position[node] for node in self.nodes]
+        nodes = [node for node in self.nodes if not isinstance(node.target, Leaf)]  # of which views alone are made
+        positions = [layout.position[node] for node in nodes]
         again = [(t, k) for t in positions for k in range(len(saves[t]))]
         externals = {
             str(n.target): None
-            for node in self.nodes
+            for node in nodes
             for n in node.all_input_nodes
             if n.op == "get_attr" and n not in _live_arguments(node) and n.target not in layout.program.constants
         }
@@ -319,7 +330,20 @@ def _live_arguments(node: torch.fx.Node) -> list[Any]:
     return [node.args[p] for p in positions if p < len(node.args) and isinstance(node.args[p], torch.fx.Node)]
 
 
+def _view(node: torch.fx.Node) -> str | None:
+    """The statement that makes what a leaf returned, a view of an argument, anew."""
+    if not isinstance(node.target, Leaf) or (view := node.target.view) is None:
+        return None
+    number, layout = view
+    given = node.args[1]
+    assert isinstance(given, list)
+    return f"{node.name} = {_argument(given[number])}.as_strided{layout!r}"
+
+
 def _statement(node: torch.fx.Node, target: Any, clone_live: bool = False) -> str:
+    if isinstance(target, Leaf):
+        module, given, _ = node.args
+        return f"{node.name} = {target.name}({_argument(module)}, {_argument(given)})"
     cloned = _live_arguments(node) if clone_live else []
     arguments = [_argument(a) + (".clone()" if any(a is c for c in cloned) else "") for a in node.args]
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]

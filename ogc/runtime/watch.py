@@ -3,13 +3,14 @@
 A program holds for the module's submodules, hooks, parameters and buffers, for the training flags and for each
 parameter's ``requires_grad``, type, device and shape. All of these live in dictionaries that PyTorch changes
 in place, so they are found once and compared with what was seen last, without running Python for each module.
-Only where something differs is the module described anew.
+Only where something differs is the module described anew. Scripted modules, which have no such dictionaries, are
+asked each time.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -58,12 +59,15 @@ class Watched:
             and list(map(len, self.attributes)) == self.sizes
             and list(map(_training, self.attributes)) == self.training
             and list(map(_look, self.parameters)) == self.looks
+            and (not self.scripted or _describe_scripted(self.scripted) == self.scripts)
         )
 
     def _remember(self, model: torch.nn.Module) -> None:
         # No reference to the module itself: it is the key of the weak dictionary that holds this.
-        self.attributes = [vars(module) for module in chain([model], self.children)]
-        hooks = [found[name] for found in self.attributes[1:] for name in _HOOKS if name in found]
+        self.scripted = [child for child in self.children if isinstance(child, torch.jit.ScriptModule)]
+        plain = [child for child in self.children if not isinstance(child, torch.jit.ScriptModule)]
+        self.attributes = [vars(module) for module in chain([model], plain)]
+        hooks = [found[name] for found in map(vars, self.children) for name in _HOOKS if name in found]
         members = [found[name] for found in self.attributes for name in _MEMBERS]
         self.empty = [found for found in chain(members, hooks) if not found]
         self.full = [found for found in chain(members, hooks) if found]
@@ -72,6 +76,7 @@ class Watched:
         self.sizes = list(map(len, self.attributes))
         self.training = list(map(_training, self.attributes))
         self.looks = list(map(_look, self.parameters))
+        self.scripts = _describe_scripted(self.scripted)
         self.found = self._describe(hooks)
 
     def _describe(self, hooks: list[Any]) -> State:
@@ -85,7 +90,12 @@ class Watched:
             tuple(key for name in _MEMBERS[:2] for found in self.attributes for key in found[name]),
             tuple(map(len, hooks)),
             tuple("forward" in found for found in self.attributes),
+            tuple(self.scripts),
         )
+
+
+def _describe_scripted(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, ...]]:
+    return [(module.training, *map(_look, module._parameters.values())) for module in modules]
 
 
 def _children(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -1,0 +1,137 @@
+"""A submodule that is called as it is, hooks and all, as one operation of a program.
+
+What cannot be replayed operator by operator (control flow on data, a custom ``autograd.Function``, hooks,
+scripted code) hides in such a leaf. It runs once per step: nothing proves that it may run twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .errors import ReplayError
+from .program import TENSOR, InputSpec, OutputSpec, TensorSpec, tensor_leaves
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a call returned, seen beside the tensors that it was given.
+
+    Attributes:
+        outputs: the structure of the result.
+        tensors: what each tensor in it is like.
+        same: for each, the number of the given tensor that it is, left as it was; None for any other.
+        views: for each, the number of a given tensor whose storage it shares, and its offset there.
+    """
+
+    outputs: OutputSpec
+    tensors: tuple[TensorSpec, ...]
+    same: tuple[int | None, ...]
+    views: tuple[tuple[int, int] | None, ...]
+
+    @staticmethod
+    def of(result: Any, given: Sequence[torch.Tensor], versions: Sequence[int]) -> tuple[Returned, list[torch.Tensor]]:
+        """The description of a result, and the tensors in it; ``versions`` are those of ``given`` before the call."""
+        leaves, tree = pytree.tree_flatten(result)
+        tensors = tensor_leaves(leaves)
+        unchanged = {
+            id(t): n for n, (t, version) in enumerate(zip(given, versions, strict=True)) if t._version == version
+        }
+        same = tuple(unchanged.get(id(tensor)) for tensor in tensors)
+        storages = {one.untyped_storage()._cdata: n for n, one in reversed(list(enumerate(given)))}
+        sources = [storages.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+        described = Returned(
+            OutputSpec(tree, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)),
+            tuple(map(TensorSpec.of, tensors)),
+            same,
+            tuple(None if n is None else (n, int(t.storage_offset())) for n, t in zip(sources, tensors, strict=True)),
+        )
+        return described, tensors
+
+    def holds_for(self, other: Returned) -> bool:
+        """Whether a program made for this result can go on with the other one."""
+        if self.outputs != other.outputs or self.tensors != other.tensors:
+            return False
+        pairs = [*zip(self.same, other.same, strict=True), *zip(self.views, other.views, strict=True)]
+        return all(now == then for then, now in pairs if then is not None)
+
+    def __str__(self) -> str:
+        constants = [repr(leaf) for leaf in self.outputs.leaves if leaf is not TENSOR]
+        tensors = [_text(*described) for described in zip(self.tensors, self.same, self.views, strict=True)]
+        return f"({', '.join(tensors + constants)})"
+
+
+def _text(tensor: TensorSpec, same: int | None, view: tuple[int, int] | None) -> str:
+    if same is not None:
+        return f"its input {same}"
+    kind = f"{tensor.dtype} of shape {list(tensor.shape)} and strides {list(tensor.stride)}"
+    kind += "" if tensor.requires_grad else " without gradient"
+    return kind if view is None else f"{kind} in the memory of its input {view[0]}"
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """One call of a submodule.
+
+    Attributes:
+        name: identifies the call in generated code.
+        module: qualified name of the submodule.
+        source: file and line of the call.
+        inputs: how its arguments are rebuilt from the given tensors.
+        returned: what it returned when it was traced.
+        grad: whether gradients were on.
+        autocast: device types for which autocast was on, and their dtypes.
+    """
+
+    name: str
+    module: str
+    source: str
+    inputs: InputSpec
+    returned: Returned
+    grad: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+
+    @property
+    def __name__(self) -> str:
+        return "leaf"
+
+    def __call__(self, module: torch.nn.Module, given: list[torch.Tensor], state: Sequence[object] = ()) -> Any:
+        """Call the module; ``state`` is what it holds, named for those who ask what the call depends on.
+
+        Returns:
+            The tensors that it returns but was not given: the one there is, or a tuple.
+        """
+        args, kwargs = self.inputs.rebuild(given)
+        versions = [tensor._version for tensor in given]
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            result = module(*args, **kwargs)
+        returned, tensors = Returned.of(result, given, versions)
+        if not self.returned.holds_for(returned):
+            raise ReplayError(
+                f"the leaf module {self.module} returned {returned} where it returned {self.returned} when the "
+                "model was optimized, and a plan holds for that alone; make a module around it the leaf "
+                "(leaf_modules=), one whose results are always alike"
+            )
+        new = [tensors[number] for number in self.new]
+        return new[0] if len(new) == 1 else tuple(new)
+
+    @property
+    def new(self) -> list[int]:
+        """Numbers of the returned tensors that are none of the given."""
+        return [number for number, same in enumerate(self.returned.same) if same is None]
+
+    @property
+    def view(self) -> tuple[int, tuple[Any, ...]] | None:
+        """If all that is new is one view: the number of the given tensor, and its (size, stride, offset) there."""
+        if len(self.new) != 1 or (found := self.returned.views[self.new[0]]) is None:
+            return None
+        spec = self.returned.tensors[self.new[0]]
+        return found[0], (spec.shape, spec.stride, found[1])

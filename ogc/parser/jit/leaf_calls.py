@@ -1,0 +1,127 @@
+"""Calls of leaves as nodes of a trace, with the tracer switched off while they run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from ...leaf import Leaf, Returned
+from ...program import InputSpec, autocast_kinds, tensor_leaves
+from .places import user_line
+from .watch import Watch, origins
+
+# How a leaf's node is written down; it is never run.
+_LEAF = torch.library.Library("ogc", "DEF")
+_LEAF.define("leaf(Tensor[] given, int number) -> Tensor[]")
+
+
+@contextmanager
+def leaf_calls(model: torch.nn.Module, leaves: Collection[str], watch: Watch) -> Iterator[None]:
+    """Calls of the leaves, hooks included, become nodes; ``watch`` is told of them."""
+    with ExitStack() as stack:
+        for name in leaves:
+            # Module.__call__ looks for this attribute, which Module.compile() sets, before anything else.
+            attributes = vars(model.get_submodule(name))
+            if "_compiled_call_impl" in attributes:
+                stack.callback(attributes.__setitem__, "_compiled_call_impl", attributes["_compiled_call_impl"])
+            else:
+                stack.callback(attributes.pop, "_compiled_call_impl")
+            attributes["_compiled_call_impl"] = LeafCall(name, model.get_submodule(name), watch)
+        yield
+
+
+class LeafCall:
+    """Stands for the call of a leaf while its model is traced."""
+
+    def __init__(self, name: str, module: torch.nn.Module, watch: Watch) -> None:
+        self.name = name
+        self.call = module._compiled_call_impl or module._call_impl
+        self.watch = watch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.jit.is_tracing():  # inside another leaf
+            return self.call(*args, **kwargs)
+        with _unwatched():
+            args, kwargs = pytree.tree_map(_size_as_number, (args, kwargs))
+            values = [torch._C._get_value_trace(t) for t in tensor_leaves(args, kwargs)]  # type: ignore[attr-defined]
+        with _untraced() as graph:
+            with _unwatched():
+                inputs, given = InputSpec.of(args, kwargs)
+                versions = [tensor._version for tensor in given]
+                self.watch.check(given)
+            with self.watch.inside(self.name, given), _saved_until_done():
+                result = self.call(*args, **kwargs)
+            with _unwatched():
+                returned, tensors = Returned.of(result, given, versions)
+                leaf = Leaf(
+                    name=f"_ogc_leaf_{len(self.watch.calls)}",
+                    module=self.name,
+                    source=os.path.basename(user_line()),
+                    inputs=inputs,
+                    returned=returned,
+                    grad=torch.is_grad_enabled(),
+                    autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in autocast_kinds()),
+                )
+                new = [tensors[number] for number in leaf.new]
+                self.watch.returned(leaf, new)
+        self._write(graph, values, new)
+        self.watch.calls.append(leaf)
+        return result
+
+    def _write(self, graph: Any, values: list[Any], new: list[torch.Tensor]) -> None:
+        """The call's node, between a list of what it is given and one of what it returns.
+
+        The last that it returns is for the trace alone, which drops what nothing that it returns depends on.
+        """
+        tensors = torch._C.ListType(torch._C.TensorType.get())
+        packed = graph.insertNode(graph.create("prim::ListConstruct", values, 1)).output()
+        packed.setType(tensors)
+        number = graph.insertConstant(len(self.watch.calls))
+        result = graph.insertNode(graph.create("ogc::leaf", [packed, number], 1)).output()
+        result.setType(tensors)
+        unpacked = graph.insertNode(graph.create("prim::ListUnpack", [result], len(new) + 1))
+        self.watch.marks.append(torch.empty(0))
+        for tensor, value in zip([*new, self.watch.marks[-1]], unpacked.outputs(), strict=True):
+            value.inferTypeFrom(tensor)
+            torch._C._set_value_trace(tensor, value)  # type: ignore[attr-defined]
+
+
+_unwatched = torch._C.DisableTorchFunction
+
+
+@contextmanager
+def _untraced() -> Iterator[Any]:
+    """Nothing that is run inside is traced; what it is not part of is the graph given."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield state.graph()
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
+def _size_as_number(argument: Any) -> Any:
+    """While a model is traced, its sizes are tensors; a leaf is to see numbers."""
+    if not isinstance(argument, torch.Tensor) or argument.dim() or argument.dtype != torch.int64:
+        return argument
+    return int(argument) if origins(argument) == {"aten::size"} else argument
+
+
+@contextmanager
+def _saved_until_done() -> Iterator[None]:
+    """What is saved for a backward is there for a backward that is run inside, and gone afterwards."""
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    with saved_tensors_hooks(pack, saved.__getitem__):
+        yield
+    saved.clear()

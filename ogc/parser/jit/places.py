@@ -1,0 +1,40 @@
+"""Where in the model an operator comes from: module, file and line."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from itertools import dropwhile
+from typing import Any
+
+import torch
+
+_OWN_CODE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, _OWN_CODE)
+_PLACE = re.compile(r"^\s*(\S.*?)\((\d+)\): ", re.MULTILINE)  # in the tracer's call stacks
+
+
+def scope_name() -> str:
+    """The name of the module that is being called."""
+    return str(torch._C._get_tracing_state().current_scope()) if torch.jit.is_tracing() else ""
+
+
+def user_line() -> str:
+    """File and line of the model's code that is running."""
+    for frame in reversed(traceback.extract_stack()[:-2]):
+        if not frame.filename.startswith(_NOT_USER_CODE):
+            return f"{frame.filename}:{frame.lineno}"
+    return "unknown place"
+
+
+def origin(node: Any) -> dict[str, str]:
+    """Module path and source line of a jit node."""
+    module = node.scopeName().rsplit("/", 1)[-1]
+    places = _PLACE.findall(node.sourceRange())  # innermost first: watch, model, tracer, whoever called that
+    called = dropwhile(lambda place: not place[0].startswith(_OWN_CODE), reversed(places))
+    inside = [*dropwhile(lambda place: place[0].startswith(_OWN_CODE), called)][::-1]
+    foreign = [place for place in inside if not place[0].startswith(_OWN_CODE)]
+    user = [place for place in foreign if not place[0].startswith(_NOT_USER_CODE)] or foreign
+    source = f"{os.path.basename(user[0][0])}:{user[0][1]}" if user else ""
+    return {"module": module, "source": source}

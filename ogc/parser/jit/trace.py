@@ -1,0 +1,200 @@
+"""Runs a model once under the tracer of ``torch.jit``."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...errors import OgcError, ParseError, add_note
+from ...program import InputSpec, OutputSpec
+from .leaf_calls import LeafCall, leaf_calls
+from .lowering import Lowering
+from .places import origin, scope_name
+from .shapes import refuse_shapes_of_data
+from .traced import Traced
+from .watch import OpaqueError, Watch
+
+
+def trace(
+    model: torch.nn.Module,
+    spec: InputSpec,
+    tensors: list[torch.Tensor],
+    forward: Callable[..., Any] | None = None,
+    leaves: Collection[str] = (),
+) -> Traced:
+    """Run ``model``, or ``forward`` in its place, once on ``tensors`` and return what it computed.
+
+    Gradients are on, but nothing is saved for a backward: memory is that of inference.
+
+    Args:
+        model: the module.
+        spec: how the arguments are rebuilt from ``tensors``.
+        tensors: the tensors among the arguments of the call.
+        leaves: names of submodules to call as they are.
+
+    Raises:
+        OpaqueError: the forward does what no trace can hold; modules named by the error would have to be leaves.
+        ParseError: the forward cannot be represented faithfully; the message names file and line.
+        Exception: whatever the model's own forward raises, with a note saying so.
+    """
+    watch = Watch(follows=bool(leaves), inputs=tensors)
+    flat = FlatForward(model.forward if forward is None else forward, spec, watch.aside)
+    buffers = dict(model.named_buffers())
+    state = dict(chain(model.named_parameters(), buffers.items()))
+    with (
+        warnings.catch_warnings(),
+        nothing_saved(),
+        _without_jit_autocast(),
+        _module_scopes(model),
+        watch.told_of_numbers(),
+        leaf_calls(model, leaves, watch),
+        watch,
+    ):
+        # torch.jit is deprecated; what its tracer warns of is decided here, by Watch.
+        warnings.filterwarnings("ignore", message=r".*torch\.jit")
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.filterwarnings("ignore", message="To copy construct from a tensor")  # sizes are tensors here only
+        # torch.jit.trace would make a script module of every submodule, which takes longer than the
+        # forward. The tracer tells tensors by identity: parameters and buffers may as well be inputs.
+        try:
+            jit_graph, _ = torch._C._create_graph_by_tracing(
+                lambda *given: flat(*given[: len(tensors)]),
+                (*tensors, *state.values()),
+                lambda tensor: "",
+                False,
+                False,
+            )
+        except Exception as error:
+            watch.raise_if_leaky()  # which may be what it is about
+            failure = _failure(model, error)
+            if failure is error:
+                raise
+            raise failure from error
+        scripted = [origin(n) for n in jit_graph.nodes() if n.kind() == "prim::CallFunction"]
+        torch._C._jit_pass_inline(jit_graph)  # scripted functions
+        torch._C._jit_pass_peephole(jit_graph, True)  # makes one of nested concatenations
+    watch.raise_if_unfaithful()
+    _refuse_new_buffers(model, buffers, leaves)
+    refuse_shapes_of_data(jit_graph, watch.decisions, len(flat.outputs))
+    assert flat.output_spec is not None
+    lowering = Lowering(model, state, watch, scripted)
+    lowering.run(jit_graph)
+    follows_sizes = not watch.unclear and not leaves  # what a leaf makes of sizes is not known
+    return Traced(lowering.graph, lowering.constants, flat.output_spec, flat.outputs, flat.requires_grad, follows_sizes)
+
+
+def forward_alone(
+    model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]
+) -> tuple[OutputSpec, list[torch.Tensor]]:
+    """The structure and the tensors that the model's forward returns, with gradients on and nothing saved."""
+    flat = FlatForward(model.forward, spec)
+    with nothing_saved():
+        flat(*tensors)
+    assert flat.output_spec is not None
+    return flat.output_spec, flat.outputs
+
+
+def _refuse_new_buffers(model: torch.nn.Module, before: dict[str, torch.Tensor], leaves: Collection[str]) -> None:
+    changed = [name for name, buffer in model.named_buffers() if before.get(name) is not buffer]
+    outside = [name for name in changed if not any(name.startswith(f"{leaf}.") for leaf in leaves)]
+    if outside:
+        raise OpaqueError(
+            f"the forward assigns a new tensor to the buffer {outside[0]}, which a replay would not repeat; "
+            "update it in place (copy_, add_, mul_) instead",
+            {name.rpartition(".")[0]: "assigns new tensors to buffers" for name in outside},
+        )
+
+
+def _failure(model: torch.nn.Module, error: Exception) -> Exception:
+    """What to raise for an error of a traced forward: a leaf may hide what is only the tracer's."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_locals["self"] for frame in frames if frame.f_code.co_name == "_slow_forward"]
+    in_leaf = any(frame.f_code is LeafCall.__call__.__code__ for frame in frames)
+    names = {module: name for name, module in model.named_modules()}
+    if isinstance(error, OgcError) or in_leaf or not modules or modules[-1] not in names:
+        return error
+    what = f"fails while it is traced: {str(error).partition(chr(10))[0]}"
+    return OpaqueError(f"the forward {what}", {names[modules[-1]]: what})
+
+
+@contextmanager
+def _module_scopes(model: torch.nn.Module) -> Iterator[None]:
+    """Every node is traced in a scope named after the module that runs it."""
+    before = torch.jit._trace._trace_module_map
+    torch.jit._trace._trace_module_map = {m: name for name, m in model.named_modules(remove_duplicate=False)}
+    try:
+        yield
+    finally:
+        torch.jit._trace._trace_module_map = before
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Operators traced inside are said to come from ``name``, unless they come from a module."""
+    state = torch._C._get_tracing_state()
+    state.push_scope(name)
+    try:
+        yield
+    finally:
+        state.pop_scope()
+
+
+@contextmanager
+def _without_jit_autocast() -> Iterator[None]:
+    """The trace has autocast's casts already; torch.jit would add its own, where autocast is off too."""
+    before = torch._C._jit_set_autocast_mode(False)
+    try:
+        yield
+    finally:
+        torch._C._jit_set_autocast_mode(before)
+
+
+@contextmanager
+def nothing_saved() -> Iterator[None]:
+    """Gradients are on, but nothing is kept for a backward: memory is that of inference."""
+    with saved_tensors_hooks(lambda tensor: None, _never_unpacked), torch.enable_grad():
+        yield
+
+
+def _never_unpacked(packed: object) -> torch.Tensor:
+    raise OpaqueError(
+        "the model runs a backward pass inside its forward, which cannot be traced; put it into a submodule of its own",
+        {scope_name(): "runs a backward pass"},
+    )
+
+
+class FlatForward:
+    """A forward as a function of a flat list of tensors. It remembers what it returned."""
+
+    def __init__(
+        self, forward: Callable[..., Any], spec: InputSpec, aside: Callable[[], list[torch.Tensor]] = list
+    ) -> None:
+        self.forward = forward
+        self.spec = spec
+        self.aside = aside  # what to return beside the outputs
+        self.output_spec: OutputSpec | None = None
+        self.outputs: list[torch.Tensor] = []
+        self.requires_grad: list[bool] = []
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        args, kwargs = self.spec.rebuild(list(tensors))
+        try:
+            result = self.forward(*args, **kwargs)
+        except OgcError:
+            raise
+        except Exception as error:
+            add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
+            raise
+        self.output_spec, outputs = OutputSpec.of(result)
+        if not outputs:
+            raise ParseError("the model's forward returns no tensor; there is nothing to train")
+        self.outputs = [tensor.detach() for tensor in outputs]
+        self.requires_grad = [tensor.requires_grad for tensor in outputs]
+        return (*outputs, *self.aside())

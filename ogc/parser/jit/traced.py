@@ -1,0 +1,53 @@
+"""What a trace gives, and the comparisons in it that tell whether it holds for other sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...leaf import Leaf
+from ...program import OutputSpec
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced forward: its program, and the outputs and output structure of the traced call.
+
+    Nodes of ``graph`` carry ``meta["module"]`` and ``meta["source"]``. Calls of :func:`same_number` stand where the
+    forward made Python numbers of sizes; ``follows_sizes`` tells whether these are all.
+    """
+
+    graph: torch.fx.Graph
+    constants: dict[str, torch.Tensor]
+    output_spec: OutputSpec
+    outputs: list[torch.Tensor]
+    requires_grad: list[bool] = field(default_factory=list)  # of each output
+    follows_sizes: bool = False
+
+
+def same_number(now: Any, then: Any) -> bool:
+    """In a program: whether a size, or what was computed from sizes, is the number that Python saw in the trace."""
+    return bool(now == then)
+
+
+def without_decisions(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy without :func:`same_number` and what is computed for it alone."""
+    result = torch.fx.Graph()
+    outputs = result.graph_copy(graph, {})
+    result.output(outputs)
+    pending = [node for node in reversed(result.nodes) if node.target is same_number]
+    while pending:
+        node = pending.pop(0)
+        if node.op in ("call_function", "get_attr") and not node.users and not _has_effects(node):
+            before = node.all_input_nodes
+            result.erase_node(node)
+            pending.extend(n for n in before if n not in pending)
+    return result
+
+
+def _has_effects(node: torch.fx.Node) -> bool:
+    schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
+    changes = bool(schema and schema.is_mutable) or isinstance(node.target, Leaf)
+    return changes or torch.Tag.nondeterministic_seeded in tags

@@ -1,0 +1,244 @@
+"""Sees each call of a traced forward, for what the trace does not record."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from ...errors import ParseError
+from ...leaf import Leaf
+from ...program import TENSOR, TensorSpec, storage_of, tensor_leaves
+from .places import scope_name, user_line
+
+_NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "item", "tolist", "numpy"]
+_TEXT_METHODS = ["__repr__", "__format__"]  # messages name sizes
+_INDEX_METHODS = {"__getitem__", "__setitem__"}  # the tracer follows sizes used as bounds
+_LAYOUT_METHODS = {"stride", "is_contiguous", "storage_offset", "data_ptr"}  # a trace does not follow these
+_CONVOLUTIONS = {"convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))}
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
+
+
+class OpaqueError(ParseError):
+    """The forward does what no trace can hold; modules that hide it, by name, and why each would have to."""
+
+    def __init__(self, message: str, modules: dict[str, str]) -> None:
+        super().__init__(message)
+        self.modules = modules
+
+
+class Decision(NamedTuple):
+    """A size, or what was computed from sizes, that became a Python number."""
+
+    size: torch.Tensor
+    number: Any
+    module: str
+
+
+class Watch(TorchFunctionMode):
+    """What is seen of one traced forward.
+
+    With ``follows``, also which leaf each tensor comes from: one that comes or goes on other ways than as an
+    argument or a result would be a constant of the trace.
+
+    Attributes:
+        calls: the calls of leaves, in order.
+        marks: a tensor for each of them, whose being returned keeps the call in the trace.
+        decisions: the Python numbers that were made of sizes.
+        unclear: where sizes became anything else, or Python looked at layouts.
+        convolution_grad: for each convolution, whether gradients were on.
+    """
+
+    def __init__(self, follows: bool, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.calls: list[Leaf] = []
+        self.marks: list[torch.Tensor] = []
+        self.decisions: list[Decision] = []
+        self.unclear: list[str] = []
+        self.convolution_grad: list[bool] = []
+        self.numbers: dict[str, str] = {}  # module -> where a tensor's content became a Python number
+        self.writes_without_grad: dict[str, str] = {}
+        self.is_harmless = False  # whether sizes are being made numbers without consequence
+        self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
+        self.follows = follows
+        self.makers: dict[int, tuple[str, StorageWeakRef]] = {}  # storage -> leaf that made it, "" for none
+        self.leaf = ""  # that we are inside of
+        self.given: set[int] = set()
+        self.counting: set[str] = set()  # leaves that read numbers out of tensors
+        self._note(inputs)
+
+    def aside(self) -> list[torch.Tensor]:
+        """What the traced forward is to return beside its result."""
+        return [*self.marks, *(decision.size for decision in self.decisions)]
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "").partition(".")[0]  # of an overload such as add_.Tensor: add_
+        kwargs = kwargs or {}
+        if not self.leaf:
+            self._look(name, args)
+        self.check(args, kwargs)
+        call = partial(self._harmlessly, function) if name in _INDEX_METHODS else function
+        result = call(*args, **kwargs)
+        self._note(result)
+        return result
+
+    def _look(self, name: str, args: Any) -> None:
+        if name in _LAYOUT_METHODS and args and origins(args[0]):
+            self.unclear.append(f"{name} at {user_line()}")
+        if name in _CONVOLUTIONS:
+            self.convolution_grad.append(torch.is_grad_enabled())
+        if not torch.is_grad_enabled() and _is_in_place(name) and args and getattr(args[0], "requires_grad", False):
+            self.writes_without_grad.setdefault(scope_name(), f"{name} at {user_line()}")
+
+    # -- numbers -------------------------------------------------------------------------------------------
+
+    def number(self, method: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a method that makes something else of a tensor, and write down what came of it."""
+        name = method.__name__
+        if name in _TEXT_METHODS:
+            return self._harmlessly(method, tensor, *args, **kwargs)
+        if self.leaf and name != "__len__":
+            self.counting.add(self.leaf)
+        found, result = origins(tensor), method(tensor, *args, **kwargs)
+        if self.is_harmless and "prim::Param" not in found:
+            return result
+        if name == "__len__" and found:
+            self.decisions.append(Decision(tensor.size(0), result, scope_name()))
+        elif "prim::Param" in found:
+            self.numbers.setdefault(scope_name(), f"{name.strip('_')}() of a tensor at {user_line()}")
+        elif found and isinstance(result, (bool, int, float)):
+            self.decisions.append(Decision(tensor, result, scope_name()))
+        elif found:
+            self.unclear.append(f"{name} at {user_line()}")
+        return result
+
+    def _harmlessly(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self.is_harmless = self.is_harmless, True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.is_harmless = before
+
+    @contextmanager
+    def told_of_numbers(self) -> Iterator[None]:
+        """Numbers made of tensors are seen in any Python code, that of ``torch.nn.functional`` included."""
+
+        def told(method: Callable[..., Any]) -> Callable[..., Any]:
+            return wraps(method)(lambda *args, **kwargs: self.number(method, *args, **kwargs))
+
+        own = {name: vars(torch.Tensor).get(name) for name in (*_NUMBER_METHODS, *_TEXT_METHODS)}
+        for name in own:
+            setattr(torch.Tensor, name, told(getattr(torch.Tensor, name)))
+        try:
+            yield
+        finally:
+            for name, method in own.items():
+                if method is None:
+                    delattr(torch.Tensor, name)
+                else:
+                    setattr(torch.Tensor, name, method)
+
+    # -- leaves --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside(self, leaf: str, given: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Watch the call of a leaf."""
+        self.leaf, self.given = leaf, {t.untyped_storage()._cdata for t in given}
+        try:
+            yield
+        finally:
+            self.leaf, self.given = "", set()
+
+    def returned(self, leaf: Leaf, new: Sequence[torch.Tensor]) -> None:
+        """Note what a leaf returned."""
+        for tensor in new:
+            self.makers[tensor.untyped_storage()._cdata] = ("", StorageWeakRef(tensor.untyped_storage()))
+        constants = [x for x in leaf.returned.outputs.leaves if x is not TENSOR]
+        arguments = [x for x in leaf.inputs.leaves if not isinstance(x, TensorSpec)]
+        strange = [x for x in (*arguments, *constants) if not isinstance(x, _CONSTANTS)]
+        decides = leaf.module in self.counting
+        returns_input = any(view is not None for view in leaf.returned.views)
+        if strange:
+            self.leaky[leaf.module] = f"takes or returns a {type(strange[0]).__name__}, in which tensors may hide"
+        elif decides and any(isinstance(x, (int, float)) for x in constants):
+            self.leaky[leaf.module] = "returns a number read out of a tensor"
+        elif decides and returns_input and "." in leaf.module:  # else there is no module around it
+            self.leaky[leaf.module] = "returns its own input, as the data will have it"
+
+    def check(self, *used: Any) -> None:
+        """Note which of the tensors should not be known here."""
+        for storage in filter(None, map(storage_of, tensor_leaves(*used) if self.follows else ())):
+            maker, _ = self.makers.get(storage._cdata, (self.leaf, None))
+            if maker != self.leaf and storage._cdata not in self.given:
+                for leaf in filter(None, (maker, self.leaf)):
+                    self.leaky.setdefault(leaf, "shares tensors with other modules by other ways than arguments")
+
+    def _note(self, made: Any) -> None:
+        for storage in filter(None, map(storage_of, tensor_leaves(made) if self.follows else ())):
+            self.makers.setdefault(storage._cdata, (self.leaf, StorageWeakRef(storage)))
+
+    # -- verdicts ------------------------------------------------------------------------------------------
+
+    def raise_if_leaky(self) -> None:
+        """Raise OpaqueError if a leaf does what it must not."""
+        if self.leaky:
+            found = "; ".join(f"{leaf} {why}" for leaf, why in self.leaky.items())
+            raise OpaqueError(
+                f"what cannot be traced leaves the modules that would hide it: {found}. Pass tensors as arguments and "
+                "results (or in tuples, lists and dicts of these), or optimize the submodules around it instead",
+                self.leaky,
+            )
+
+    def raise_if_unfaithful(self) -> None:
+        """Raise OpaqueError if the trace is not the whole truth."""
+        self.raise_if_leaky()
+        if self.numbers:
+            raise OpaqueError(
+                f"the forward reads numbers out of tensors: {'; '.join(dict.fromkeys(self.numbers.values()))}. What it "
+                "computes then depends on the data, and a plan for the sample input would be wrong for other "
+                "data. Replace the branch or loop by tensor operations (torch.where, masks), put it into a "
+                "submodule of its own, optimize the submodules around it instead (model.part = "
+                "ogc.optimize(model.part, its_input)), or write down what is computed with parse_graph=.",
+                self.numbers,
+            )
+        if self.writes_without_grad:
+            raise OpaqueError(
+                "in-place operation under no_grad on a tensor that requires grad: "
+                f"{next(iter(self.writes_without_grad.values()))}; make it out of place",
+                {module: f"{place} under no_grad" for module, place in self.writes_without_grad.items()},
+            )
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+def origins(tensor: Any) -> set[str]:
+    """What a traced tensor is computed from: ``prim::Param`` stands for data, ``aten::size`` for sizes."""
+    if not isinstance(tensor, torch.Tensor) or not torch._C._get_tracing_state():
+        return set()
+    pending = [torch._C._get_value_trace(tensor)]  # type: ignore[attr-defined]
+    seen: set[int] = set()
+    found: set[str] = set()
+    while pending:
+        value = pending.pop()
+        if value.unique() in seen:
+            continue
+        seen.add(value.unique())
+        kind = value.node().kind()
+        if kind in ("aten::size", "aten::numel"):
+            found.add("aten::size")
+        elif kind in ("prim::Param", "ogc::leaf"):
+            found.add("prim::Param")
+        elif kind != "prim::Constant":
+            pending.extend(value.node().inputs())
+    return found

@@ -1,0 +1,124 @@
+"""Which submodules are leaves: those that were asked for, and the smallest that hide what no trace can hold."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from ..errors import InputError, ParseError
+from .jit import OpaqueError
+
+log = logging.getLogger(__name__)
+
+LeafModules = Iterable[str | type[torch.nn.Module]]
+
+
+class Leaves:
+    """The leaf modules of one model, by name; more are added as traces fail."""
+
+    def __init__(self, model: torch.nn.Module, asked_for: LeafModules) -> None:
+        refuse_root_hooks(model)
+        self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+        self.reasons: dict[str, str] = {}  # of leaves that nobody asked for
+        self.names = set(_resolve(self.modules, asked_for))
+        self._cover_at_sight()
+
+    def cover(self, problem: OpaqueError) -> None:
+        """Make leaves of the modules that hide the problem, or of those around them where they are leaves already.
+
+        Raises:
+            Exception: the problem itself, where only the whole model hides it.
+        """
+        for name, why in problem.modules.items():
+            # A module that is none of the model's is called by one that cannot be told.
+            smallest = self._smallest(name) if name in self.modules else ""
+            if not smallest:
+                raise problem.__cause__ or problem
+            self._add(smallest, why)
+
+    def check_hooks(self, called: Iterable[str]) -> None:
+        """Raise ParseError if a graph made by hand goes past modules with hooks; ``called`` are the leaves in it."""
+        inside = set(called)
+        for name in sorted(hooked_modules(self.modules)):
+            if not any(f"{name}.".startswith(f"{leaf}.") for leaf in inside):
+                raise ParseError(f"module {name} has forward or backward hooks, and the graph does not call it")
+
+    def report(self) -> None:
+        """One warning that names the leaves that nobody asked for."""
+        if self.reasons:
+            found = "; ".join(f"{name} ({why})" for name, why in sorted(self.reasons.items()))
+            log.warning("ogc calls these modules as they are, and never again for their backward: %s", found)
+
+    def _cover_at_sight(self) -> None:
+        hooked = hooked_modules(self.modules)
+        for name, module in self.modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                self._add(name, "a torch.jit.ScriptModule")
+            elif name in hooked:
+                self._add(name, "has forward or backward hooks")
+
+    def _smallest(self, name: str) -> str:
+        """The smallest module that holds the named one and is not within a leaf; "" for the whole model."""
+        while name and (self._is_covered(name) or isinstance(self.modules[name], _NEVER_CALLED)):
+            name = name.rpartition(".")[0]
+        return name
+
+    def _is_covered(self, name: str) -> bool:
+        return any(name == leaf or name.startswith(f"{leaf}.") for leaf in self.names)
+
+    def _add(self, name: str, why: str) -> None:
+        if not self._is_covered(name):
+            inside = {leaf for leaf in self.names if leaf.startswith(f"{name}.")}
+            self.names = self.names - inside | {name}
+            self.reasons = {leaf: reason for leaf, reason in self.reasons.items() if leaf not in inside}
+            self.reasons[name] = why
+
+
+_NEVER_CALLED = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
+
+def refuse_root_hooks(model: torch.nn.Module) -> None:
+    """Raise ParseError if the model itself has hooks that a replayed forward would not call."""
+    # Its own forward hooks run around the replayed forward as around the original.
+    if model._backward_hooks or model._backward_pre_hooks:
+        raise ParseError(
+            "the model has backward hooks, which the replayed forward would not call; "
+            "remove them, or optimize the model before they are registered on the result"
+        )
+
+
+def hooked_modules(modules: Mapping[str, torch.nn.Module]) -> set[str]:
+    """The names of those that have forward or backward hooks."""
+    kinds = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {name for name, module in modules.items() if any(kinds(module))}
+
+
+def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any) -> list[str]:
+    """The names of the modules that are meant."""
+    if isinstance(asked_for, (str, type)) or not isinstance(asked_for, Iterable):
+        raise InputError(f"leaf_modules must be a list of module names and types, not {asked_for!r}")
+    found: list[str] = []
+    for entry in asked_for:
+        if isinstance(entry, type):
+            names = [name for name, module in modules.items() if isinstance(module, entry)]
+            names = [name for name in names if not isinstance(modules[name], _NEVER_CALLED)]
+            known = sorted({type(module).__name__ for module in modules.values()})
+            wanted, what = entry.__name__, "no submodule of the model is a"
+        elif isinstance(entry, str):
+            names = [entry] if entry in modules else []
+            known, wanted, what = list(modules), entry, "the model has no submodule"
+        else:
+            raise InputError(f"leaf_modules must hold module names and types, not {entry!r}")
+        if not names:
+            near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3) or known[:3]
+            raise InputError(f"leaf_modules: {what} {wanted!r}; the nearest are {', '.join(near) or 'none'}")
+        if isinstance(modules[names[0]], _NEVER_CALLED):
+            kind = type(modules[names[0]]).__name__
+            raise InputError(f"leaf_modules: {names[0]!r} is a {kind}, which is never called; name modules in it")
+        found += names
+    return found

@@ -1,0 +1,162 @@
+"""Weights of a leaf: it is run, forward and backward, and what it holds is read off the allocator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..allocator import allocated_bytes
+from ..leaf import Leaf
+from ..program import tensor_leaves
+from .estimate import Estimator, Weights, input_gradients, metered
+from .measure import Measurer
+from .observe import Record, untouched
+
+
+def weigh_leaf(
+    model: torch.nn.Module, profiler: Estimator | Measurer, node: torch.fx.Node, args: Any, record: Record
+) -> Weights:
+    """The weights of one call of a leaf; the model is afterwards as before.
+
+    Bytes are those of the device that the model is on; time and FLOPs come from the profiler.
+
+    Args:
+        model: the model that the leaf is part of.
+        profiler: weighs the other operations.
+        node: the call.
+        args: its arguments: the module, the tensors that it is given, those that it holds.
+        record: what it was seen to do.
+    """
+    home = next(model.parameters()).device
+    rates = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates
+    assert isinstance(node.target, Leaf)
+    call = _Call(node.target, args, in_place=any(v in record.reads for v in record.writes))
+    with untouched(model):
+        call.prepare()
+        forward = metered(rates, call.forward)
+        call.prepare()
+        peak, held = allocated_bytes(call.forward, home, call.prepare)
+        weights = Weights(
+            scratch_bytes=max(0, peak - held),
+            internal_bytes=max(0, held - call.result_bytes()),
+            forward_seconds=forward.seconds,
+            forward_flops=forward.flops,
+        )
+        if isinstance(profiler, Measurer):
+            weights = replace(weights, forward_seconds=profiler.measure(call.prepare, call.forward)[1])
+        if not call.prepare_backward():
+            return weights
+        backward = metered(rates, call.backward)
+        call.prepare()
+        working, _ = allocated_bytes(call.backward, home, call.prepare_backward)
+        weights = replace(
+            weights,
+            # The gradients of its results are made inside, here, so that they go as early as in a step.
+            working_bytes=max(0, working - call.seed_bytes),
+            gradients=input_gradients(call.found, call.seeds),
+            backward_seconds=backward.seconds,
+            backward_flops=backward.flops,
+        )
+        if isinstance(profiler, Measurer):
+            weights = replace(weights, backward_seconds=profiler.measure(call.prepare_backward, call.backward)[1])
+        return weights
+
+
+class _Call:
+    """A call of a leaf that can be run forward and backward again and again.
+
+    Gradients of parameters go no further than to where they would be added up.
+    """
+
+    def __init__(self, leaf: Leaf, args: Any, in_place: bool) -> None:
+        self.leaf = leaf
+        self.module, self.given, state = args
+        self.parameters = [t for t in state if t.requires_grad and t.is_leaf]
+        self.in_place = in_place
+        self.results: list[torch.Tensor] = []
+        self.found: list[tuple[int, torch.Tensor]] = []  # gradients, by the number of the given tensor
+        self.seeds: dict[int, int] = {}  # storage of a result's gradient -> number of the result
+        self.seed_bytes = 0
+        self.references: list[StorageWeakRef] = []
+        self.root: torch.Tensor | None = None
+        self.ends: set[Any] = set()
+
+    def prepare(self) -> None:
+        """Fresh inputs."""
+        self.results, self.found, self.root, self.ends = [], [], None, set()
+        self.starts = [t.detach().requires_grad_(t.requires_grad) for t in self.given]
+        # A tensor that starts a graph must not be written in place.
+        self.inputs = [t.clone() if self.in_place else t for t in self.starts]
+
+    def prepare_backward(self) -> bool:
+        """Fresh inputs and a forward; whether there is a backward."""
+        self.prepare()
+        self.forward()
+        ends = [(number, t) for number, t in enumerate(self.results) if t.requires_grad]
+        starts = [t for t in (*self.starts, *self.parameters) if t.requires_grad]
+        if ends and starts:
+            self.root = _Seed.apply(self, [number for number, _ in ends], *(t for _, t in ends))
+            self.ends = {get_gradient_edge(t).node for t in starts} | _leaf_nodes(self.root)
+        return self.root is not None
+
+    def forward(self) -> None:
+        with torch.enable_grad():
+            self.results = tensor_leaves(self.leaf(self.module, self.inputs))
+
+    def backward(self) -> None:
+        root, self.root = self.root, None
+        assert root is not None
+        handles = [end.register_prehook(self._stop(end)) for end in self.ends]
+        root.backward()
+        for handle in handles:
+            handle.remove()
+
+    def result_bytes(self) -> int:
+        """Bytes of the storages that the results do not share with what was given."""
+        given = {t.untyped_storage()._cdata for t in self.inputs}
+        made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.results}
+        return sum(size for key, size in made.items() if key not in given)
+
+    def _stop(self, end: Any) -> Any:
+        number = next((n for n, start in enumerate(self.starts) if start is end.variable), None)
+
+        def stop(gradients: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+            if number is not None and gradients[0] is not None:
+                self.found.append((number, gradients[0].detach()))
+            return (None,)
+
+        return stop
+
+
+def _leaf_nodes(root: torch.Tensor) -> set[Any]:
+    """The nodes of a graph that add gradients up in tensors."""
+    pending, seen = [root.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [after for after, _ in node.next_functions]
+    return {node for node in seen if hasattr(node, "variable")}
+
+
+class _Seed(torch.autograd.Function):
+    """Makes the gradients of a call's results when its backward starts, and holds on to none."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, numbers: list[int], *ends: torch.Tensor) -> torch.Tensor:
+        ctx.call, ctx.numbers = call, numbers
+        ctx.like = [(tuple(t.shape), t.dtype, t.device) for t in ends]
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+        # The weak references keep the addresses from being reused.
+        ctx.call.references = [StorageWeakRef(t.untyped_storage()) for t in made]
+        ctx.call.seeds = {t.untyped_storage()._cdata: n for n, t in zip(ctx.numbers, made, strict=True)}
+        ctx.call.seed_bytes = sum(t.untyped_storage().nbytes() for t in made)
+        return None, None, *made

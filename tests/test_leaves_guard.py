@@ -1,0 +1,208 @@
+"""Leaves and calls unlike the sample: planned for anew or run plain, never with other numbers."""
+
+import logging
+
+import pytest
+import torch
+from helpers import assert_same_training, forced, loss_of
+from test_leaves import PARTS, Net, X, hooked, leaves
+from torch import nn
+
+import ogc
+from ogc.errors import ParseError, ReplayError
+from ogc.runtime import frame
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The frames that are opened: none where the plain model runs."""
+    seen = []
+    original = frame.Frame.__enter__
+    monkeypatch.setattr(frame.Frame, "__enter__", lambda self: (seen.append(1), original(self))[1])
+    return seen
+
+
+def batch(size):
+    return torch.randn(size, 6, generator=torch.Generator().manual_seed(size))
+
+
+class BySize(nn.Module):
+    """Takes another way for another size, out of sight of the tracer."""
+
+    def forward(self, x):
+        return x.sin() if x.shape[0] == 5 else x.cos()
+
+
+class GivenSize(nn.Module):
+    """A leaf that is given a size, as a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = hooked(Scale())
+
+    def forward(self, x):
+        return self.scale(x, x.shape[0])
+
+
+class Scale(nn.Module):
+    def forward(self, x, number):
+        assert type(number) is int
+        return x * number
+
+
+class LikeSyncBatchNorm(nn.BatchNorm1d):
+    """A norm with a function of its own, which is given a size as a number."""
+
+    def forward(self, x):
+        return Normalize.apply(x, x.shape[0])
+
+
+class Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, size):
+        ctx.size = size
+        return x / size
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / ctx.size, None
+
+
+GUARDED = {
+    **{name: PARTS[name] for name in ("branch", "custom function", "cumulative batch norm", "batch norm inside")},
+    "by size": BySize,
+    "given size": GivenSize,
+    "like a synchronised batch norm": lambda: LikeSyncBatchNorm(6),
+}
+
+
+@pytest.mark.parametrize("make", [ogc.optimize, forced], ids=["optimize", "by hand"])
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_plan_with_a_leaf_is_not_carried_over(name, make, caplog):
+    model = Net(GUARDED[name]())
+    kwargs = {"leaf_modules": ["body.0.1"]} if make is ogc.optimize and name == "by size" else {}
+    optimised = make(model, X, **kwargs)
+    if name != "by size" or kwargs:
+        assert optimised.graph.program.checked is None
+    with caplog.at_level(logging.INFO, logger="ogc.runtime.runner"):
+        for size in (3, 8, 5, 3):
+            assert_same_training(model, optimised, (batch(size),), steps=1)
+    if optimised.graph.program.checked is None:
+        assert "carried over to" not in caplog.text
+
+
+def test_another_size_is_planned_for_with_its_leaves(opened, caplog):
+    model = Net(PARTS["branch"]())
+    optimised = ogc.optimize(model, X, memory_budget=0.9)
+    opened.clear()
+    with caplog.at_level(logging.WARNING):
+        assert_same_training(model, optimised, (batch(8),), steps=1)
+    assert opened and "is ready" in caplog.text and "body.0.1" in caplog.text
+
+
+# -- shapes that depend on data ------------------------------------------------------------------------------
+
+
+class Fills(nn.Module):
+    """Works on the chosen rows alone; its result has the shape of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        chosen = x.sum(1) > 0
+        result = torch.zeros_like(x)
+        result[chosen] = self.layer(x[chosen]).tanh()
+        return result
+
+
+class Averages(nn.Module):
+    def forward(self, x):
+        return x * x[x > 0].mean()
+
+
+class Picks(nn.Module):
+    def forward(self, x):
+        return x[x.sum(1) > 0]
+
+
+class Summarises(nn.Module):
+    """A part whose shape depends on data, in a module whose shape does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.picks = Picks()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.layer(self.picks(x)).sum() / 9
+
+
+class Counts(Summarises):
+    """Python sees how many there are."""
+
+    def forward(self, x):
+        return x * self.picks(x).shape[0] if len(self.picks(x)) < 100 else x
+
+
+@pytest.mark.parametrize("make", [Fills, Averages, Summarises, Counts])
+def test_the_smallest_module_whose_results_have_fixed_shapes_is_the_leaf(make, caplog):
+    model = Net(make())
+    optimised = ogc.optimize(model, X)
+    assert {op.module for op in leaves(optimised.graph)} == {"body.0.1"}
+    (record,) = (r for r in caplog.records if "as they are" in r.getMessage())
+    assert "whose result has a shape that depends on the data, at test_leaves_guard.py:" in record.getMessage()
+    for data in (X, -X, X.flip(0) * 3, batch(5), batch(7)):
+        assert_same_training(model, optimised, (data,), steps=1)
+        assert_same_training(model, forced(model, X), (data,), steps=1)
+
+
+class PicksAtRoot(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.picks = nn.Linear(6, 6), Picks()
+
+    def forward(self, x):
+        return self.layer(self.picks(self.layer(x)))
+
+
+def test_shapes_of_data_that_leave_every_submodule_are_refused():
+    with pytest.raises(
+        ParseError, match=r"aten::index, whose result has a shape that depends on the data.*fixed shapes"
+    ):
+        ogc.optimize(PicksAtRoot(), X)
+
+
+def test_a_leaf_by_hand_whose_result_changes_its_shape_says_so():
+    model = PicksAtRoot()
+    optimised = forced(model, X, leaf_modules=["picks"])
+    with pytest.raises(ReplayError, match=r"leaf module picks returned .* where it returned"), torch.no_grad():
+        model.layer.bias.fill_(100)
+        with torch.enable_grad():
+            loss_of(optimised(X))
+
+
+# -- hooks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_hook_that_comes_later_runs_the_plain_model_and_once(opened, caplog):
+    model = Net(hooked())
+    optimised = ogc.optimize(model, X, memory_budget=0.9)
+    seen = []
+    handle = model.last[1].register_forward_hook(lambda module, given, result: seen.append(1))
+    opened.clear()
+    assert_same_training(model, optimised, (X,), steps=1)
+    assert len(seen) == 2 and not opened
+    assert "module last.1 has got hooks since the model was optimized" in caplog.text
+    handle.remove()
+    assert_same_training(model, optimised, (X,), steps=1)
+    assert len(seen) == 2 and opened
+
+
+def test_a_hook_that_goes_is_not_missed(opened):
+    model = Net(nn.Tanh())
+    handle = model.body[0][1].register_forward_hook(lambda module, given, result: result * 1.5)
+    optimised = ogc.optimize(model, X)
+    handle.remove()
+    assert_same_training(model, optimised, (X,), steps=1)
