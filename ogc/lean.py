@@ -281,7 +281,7 @@ def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
     if type(gradient) is not torch.Tensor or not whole:
         return ()
     # By its address: ``untyped_storage()`` would leave a holder behind, and autograd would no longer add in place.
-    storage = torch._C._storage_Use_Count(torch._C._storage_address(gradient))
+    storage = torch._C._storage_Use_Count(torch._C._storage_address(gradient))  # type: ignore[attr-defined]
     holders = sys.getrefcount(gradient), gradient._use_count(), storage
     return holders if base is None else (*holders, sys.getrefcount(base), base._use_count())
 
