@@ -107,7 +107,7 @@ def _elementwise(
             arguments = (gradient, *ctx.saved_tensors, *constants)
             if torch.is_grad_enabled():
                 return again_differentiable(*arguments, **ctx.keywords), None
-            if in_place:
+            if in_place and gradient.stride() == arguments[1].stride():
                 return backward.grad_input(*arguments, **ctx.keywords, grad_input=gradient), None
             return backward.default(*arguments, **ctx.keywords), None
 
@@ -157,7 +157,7 @@ class _BatchNorm(torch.autograd.Function):
             found = _batch_norm_backward(gradient, x, weight, mean, invstd, ctx.eps, needs)
             return (*found, *(None,) * 6)
         # Each part of the gradient is read before it is overwritten.
-        result = gradient if in_place else torch.empty_like(x)
+        result = gradient if in_place and gradient.stride() == x.stride() else torch.empty_like(x)
         step = channels_at_once(x)
         of_weights = []
         for first in range(0, x.shape[1], step):

@@ -245,3 +245,22 @@ def test_autograd_still_adds_to_the_gradient_in_place(operator):
     names = [event.name for event in seen.events()]
     assert "aten::add_" in names
     assert "aten::add" not in names
+
+
+@pytest.mark.parametrize("operator", ELEMENTWISE, ids=str)
+@pytest.mark.parametrize("shape", [(4, 6, 5, 3), (360,)])
+def test_a_gradient_of_another_layout_is_not_written_over(operator, shape):
+    """What comes before would get a gradient of other strides than PyTorch gives it, and take another kernel."""
+    x = torch.randn(4, 6, 5, 3).to(memory_format=torch.channels_last)
+
+    def found(run):
+        strides = []
+        start = x.clone().requires_grad_()
+        middle = start * 1.0
+        middle.register_hook(lambda gradient: strides.append(gradient.stride()))
+        result = (run(middle).contiguous().view(shape) * torch.arange(360.0).view(shape)).sum()
+        return torch.autograd.grad(result, start)[0], strides
+
+    (plain, plain_strides), (ours, our_strides) = found(operator), found(OPERATORS[operator])
+    assert torch.equal(plain, ours)
+    assert our_strides == plain_strides
