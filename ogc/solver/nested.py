@@ -8,7 +8,7 @@ time within a number of bytes, for all numbers at once. With m bytes at hand abo
                       min over k of  run (i, k) keeping what crosses k, then T(k, j, m - kept), then T(i, k, m),
                       min over k <= i + WHOLE of  run (i, k) keeping what it saves, then T(k, j, m - kept) )
 
-is the time that the backward of (i, j) adds. Bytes are counted in units, always rounded against the plan.
+is the time that the backward of (i, j) adds, unless it exceeds ``MOST_TIMES`` runs of (i, j). Bytes are counted in units, always rounded against the plan.
 The table holds for every outermost level; that level itself is planned with exact bytes by
 :mod:`ogc.solver.interval`, for which (i, j) is one more way to run a segment, with T(i, j, m) as its time.
 
@@ -35,6 +35,9 @@ Floats = NDArray[np.float32]
 
 WHOLE = 8
 """Cuts over which a part may reach that is kept whole while it is run again, unless it is the last."""
+
+MOST_TIMES = 8
+"""Times that a stretch may be run again, on average over its operations. Only long chains come near that."""
 
 PORTION = 2**17
 """Numbers that are worked on at once, to stay within the processor's cache."""
@@ -129,6 +132,7 @@ class _ScaleTable:
         times = np.minimum(self._at_once(i, length), self.table.rows[self.table.finer[rows], self.table.levels :])
         for choices in self._divided(i, length):
             np.minimum(times, choices.min(1), out=times)
+        times[times > MOST_TIMES * self.seconds[0, i, length, None]] = np.inf
         self.table.rows[rows, self.table.levels :] = times
 
     def _at_once(self, i: Ints, length: int) -> Floats:

@@ -115,7 +115,7 @@ class Search:
         Of the values alive at the peak, the one or else the two whose loss helps most go, again and again.
         """
         graph, asked = self.graph, REMAKING_STEPS // max(1, len(self.graph))
-        while True:
+        while asked > 0:
             before = best
             alive = simulate(graph, before.segments, before.remade).peak_values
             kept = [v for v in alive if not graph.values[v].is_output and v not in before.remade]
@@ -129,7 +129,8 @@ class Search:
                 if best != before:
                     break
             if best == before:
-                return best
+                break
+        return best
 
     def _without(self, plan: Candidate, lost: tuple[int, ...]) -> Candidate:
         """The plan with these values remade too, or the plan itself if they cannot be."""
