@@ -8,7 +8,8 @@ time within a number of bytes, for all numbers at once. With m bytes at hand abo
                       min over k of  run (i, k) keeping what crosses k, then T(k, j, m - kept), then T(i, k, m),
                       min over k <= i + WHOLE of  run (i, k) keeping what it saves, then T(k, j, m - kept) )
 
-is the time that the backward of (i, j) adds, unless it exceeds ``MOST_TIMES`` runs of (i, j). Bytes are counted in units, always rounded against the plan.
+is the time that the backward of (i, j) adds, unless that exceeds ``MOST_TIMES`` runs of (i, j). Bytes are
+counted in units, always rounded against the plan.
 The table holds for every outermost level; that level itself is planned with exact bytes by
 :mod:`ogc.solver.interval`, for which (i, j) is one more way to run a segment, with T(i, j, m) as its time.
 
