@@ -286,6 +286,13 @@ def test_a_budget_that_the_plain_model_meets_costs_nothing():
         assert plan.overhead == 0
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_the_least_peak_is_a_budget_that_is_met(seed):
+    graph = random_graph(seed, most=12)
+    least = ogc.solve(graph)
+    assert ogc.solve(graph, memory_budget=max(1, least.peak_bytes)).peak_bytes <= max(1, least.peak_bytes)
+
+
 def test_a_budget_that_nothing_meets_is_refused_with_what_would():
     with pytest.raises(SolveError) as caught:
         ogc.solve(GIB, memory_budget="1GiB")

@@ -82,6 +82,8 @@ class Search:
         # The simulator may find that plans for a little more fit after all.
         tried = [self._at(int(peak * share)) for share in (1.07, 1.03, 1.01, 1.0)]
         found = [c for c in tried if c is not None and c.peak_bytes <= peak]
+        if not found and self.least_peak.peak_bytes <= peak:
+            return self.least_peak
         return min(found, key=lambda c: (c.seconds, c.peak_bytes), default=None)
 
     def within(self, seconds: float) -> Candidate | None:
