@@ -41,8 +41,9 @@ ROUGH_LABELS = 20_000
 ROUGH = 0.02
 """By how much of itself a first idea of the least peak may be too large."""
 
-REMAKING_STEPS = 4_000
-"""Operations that the simulator may go through to find values that are better made again than kept."""
+REMAKING = 60_000
+"""Over the square of the number of operations: how often the simulator is asked for values better made again than
+kept. The gain falls with the size of the graph, as the time for each answer grows."""
 
 STEP = 1.4
 """A table serves peaks down to this many times less than it was made for."""
@@ -116,7 +117,7 @@ class Search:
 
         Of the values alive at the peak, the one or else the two whose loss helps most go, again and again.
         """
-        graph, asked = self.graph, REMAKING_STEPS // max(1, len(self.graph))
+        graph, asked = self.graph, REMAKING // max(1, len(self.graph)) ** 2
         while asked > 0:
             before = best
             alive = simulate(graph, before.segments, before.remade).peak_values
