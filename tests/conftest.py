@@ -1,7 +1,9 @@
-"""Deterministic kernels everywhere: the tests compare bit by bit."""
+"""Deterministic kernels everywhere, as the tests compare bit by bit, and the fixtures that several files share."""
 
 import pytest
 import torch
+
+from ogc.runtime import frame
 
 
 @pytest.fixture(autouse=True)
@@ -20,3 +22,12 @@ def deterministic():
 )
 def device(request):
     return torch.device(request.param)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """The frames that are opened: none where the plain model runs."""
+    seen = []
+    original = frame.Frame.__enter__
+    monkeypatch.setattr(frame.Frame, "__enter__", lambda self: (seen.append(1), original(self))[1])
+    return seen

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import ogc
 from ogc.errors import OgcError
-from ogc.runtime import frame, runner
+from ogc.runtime import runner
 from ogc.runtime.runner import Runner
 
 optimize_module = importlib.import_module("ogc.optimize")
@@ -33,15 +33,6 @@ def parses(monkeypatch):
         return original(model, sample_input, **options)
 
     monkeypatch.setattr(optimize_module, "parse", parse)
-    return seen
-
-
-@pytest.fixture
-def opened(monkeypatch):
-    """The frames that are opened: none where the plain model runs."""
-    seen = []
-    original = frame.Frame.__enter__
-    monkeypatch.setattr(frame.Frame, "__enter__", lambda self: (seen.append(1), original(self))[1])
     return seen
 
 

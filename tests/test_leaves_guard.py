@@ -10,16 +10,6 @@ from torch import nn
 
 import ogc
 from ogc.errors import ParseError, ReplayError
-from ogc.runtime import frame
-
-
-@pytest.fixture
-def opened(monkeypatch):
-    """The frames that are opened: none where the plain model runs."""
-    seen = []
-    original = frame.Frame.__enter__
-    monkeypatch.setattr(frame.Frame, "__enter__", lambda self: (seen.append(1), original(self))[1])
-    return seen
 
 
 def batch(size):

@@ -82,6 +82,7 @@ class OuterLevel:
         if table is not None:
             nested = np.maximum(table.costs.forward[1], table.least_bytes()).T
             np.minimum(self.local[AGAIN], nested, out=self.local[AGAIN])
+        self.least_local = self.local.min(0)
 
     def least_peak(self, *, above: int = -1, tolerance: float = 0.0) -> int:
         """The least peak in bytes that any plan reaches.
@@ -125,7 +126,7 @@ class OuterLevel:
 
     def _segments_within(self, peak: int) -> list[tuple[int, slice]]:
         """For each cut j, the cuts i < j among which are all (i, j) that fit by themselves."""
-        first = (self.local.min(0) <= peak).argmax(1)
+        first = (self.least_local <= peak).argmax(1)
         return [(j, slice(int(first[j]), j)) for j in range(1, len(self.cuts))]
 
     def fastest(self, peak: int, labels: int = MAX_LABELS) -> tuple[Segment, ...]:
