@@ -125,8 +125,8 @@ def test_segment_costs_agree_with_the_rule_on_larger_graphs(seed):
     expected = weigh(graph, flat_segments(graph, [int(costs.cuts[i]) for i in index], modes))
     kept, peak = 0, 0
     for i, j, mode in zip(index[:-1], index[1:], modes, strict=True):
-        peak = max(peak, kept + int(costs.local[int(mode), i, j]))
-        kept += int(costs.kept[int(mode), i, j])
+        peak = max(peak, kept + int(costs.local[int(mode), j, i]))
+        kept += int(costs.kept[int(mode), j, i])
     assert (peak == expected[0]) if expected is not None else peak > 2**60
 
 

@@ -25,33 +25,39 @@ Rectangles = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, Ints]
 NEVER = np.iinfo(np.int64).max // 4
 """Bytes that no plan may have: marks what is impossible."""
 
-BLOCK = 64
-"""Cuts that are looked at together where each by itself would take too long, and all would look too far."""
-
 
 @dataclass(frozen=True)
 class Costs:
-    """Weights of all segments (i, j) between cuts; axis 0 is i, axis 1 is j, axis ``mode`` is first.
+    """Weights of all segments (i, j) between cuts, by [mode, j, i]: all that end at one cut lie side by side.
 
     Mode 0 is saved, mode 1 recomputed at once. ``kept`` is what a segment adds to the bytes that outlive
     the forward, ``local`` the most bytes alive in its forward, its recomputation and its backward, above
-    what was kept before it. ``seconds`` is the time of running it again at once.
+    what was kept before it. ``seconds`` is the time of running it again at once. All bytes are multiples
+    of ``grain``.
     """
 
     cuts: Ints
+    grain: int
     kept: Ints
     local: Ints
     seconds: NDArray[np.float64]
+
+    def between(self, chosen: Ints) -> Costs:
+        """The weights of the segments between the chosen cuts (indices)."""
+        pairs = np.ix_(chosen, chosen)
+        kept, local = (weights[:, pairs[0], pairs[1]] for weights in (self.kept, self.local))
+        return Costs(self.cuts[chosen], self.grain, kept, local, self.seconds[pairs])
 
 
 @dataclass(frozen=True)
 class NestedCosts:
     """Weights of all stretches (i, j) between cuts, for plans that may run a stretch again in parts.
 
-    Axis ``mode`` is first: 0 keeps what the stretch saves, 1 keeps only what crosses its end.
+    By [mode, i, j]: mode 0 keeps what the stretch saves, mode 1 only what crosses its end.
 
     Attributes:
         cuts: positions.
+        grain: what all bytes are multiples of.
         kept: bytes that the stretch leaves behind.
         forward: most bytes alive while it runs.
         backward: most bytes alive in its backward, given what it saved.
@@ -63,6 +69,7 @@ class NestedCosts:
     """
 
     cuts: Ints
+    grain: int
     kept: Ints
     forward: Ints
     backward: Ints
@@ -163,10 +170,13 @@ class _SegmentCosts:
             self._from_cut(np.where(runs, per_operation, 0.0)) for runs in (self._within(), self._crossing())
         ]
         local = np.stack([np.maximum(forward[0], backward), np.maximum(forward[1], again)])
+        weights = [self.size, self.internal, self.scratch, self.gradient, self.backward_peak, self.late_peak]
+        grain = max(1, int(np.gcd.reduce(np.concatenate(weights))))
         return (
-            Costs(self.cuts, kept, local, seconds),
+            Costs(self.cuts, grain, *(np.ascontiguousarray(each.swapaxes(-1, -2)) for each in (kept, local, seconds))),
             NestedCosts(
                 cuts=self.cuts,
+                grain=grain,
                 kept=kept,
                 forward=forward,
                 backward=backward,
@@ -243,19 +253,20 @@ class _SegmentCosts:
         ends = self._needed_until(alive)
         passing = remade & ~stays
         most = np.full((c, c), -NEVER)
+        peaks = np.full(c, -NEVER)  # [j]: the largest of live[j]; what an earlier start adds only raises it
         by_group: list[list[int]] = [[] for _ in range(c)]
         for v, group in enumerate(self.made):
             by_group[group - 1].append(v)
         for i in range(c - 2, -1, -1):
+            start, stop = int(self.cuts[i]), int(self.cuts[i + 1])
             for v in by_group[i]:
                 first, last = int(self.producer[v]), int(ends[v].max())
+                stop = max(stop, last + 1)
                 span = np.arange(first, last + 1)
                 needed = passing[v, i + 1 :, None] & (span <= ends[v, i + 1 :, None])
                 live[i + 1 :, first : last + 1] += needed * self.size[v]
-            start = int(self.cuts[i])
-            for j in range(i + 1, c, BLOCK):  # nothing runs beyond the last cut of a block
-                block = slice(j, min(c, j + BLOCK))
-                most[i, block] = live[block, start : self.cuts[block.stop - 1]].max(1) - grown[start, block]
+            np.maximum(peaks[i + 1 :], live[i + 1 :, start:stop].max(1), out=peaks[i + 1 :])
+            most[i, i + 1 :] = peaks[i + 1 :] - grown[start, i + 1 :]
         return np.maximum(most, -NEVER)
 
     def _needed_until(self, alive: Bools) -> Ints:
@@ -296,7 +307,7 @@ class _SegmentCosts:
 
     def _internals(self, per_operation: Ints) -> Ints:
         total = _prefix(per_operation)[self.cuts]
-        return np.where(self.later, total[None, :] - total[:, None], 0)
+        return total[None, :] - total[:, None]
 
     def _from_cut(self, per_operation: NDArray) -> NDArray:
         """[i, j]: sums of [t, j] over the operations at or after cut i."""

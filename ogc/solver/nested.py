@@ -57,12 +57,12 @@ class NestedTable:
     def __init__(self, costs: NestedCosts, scales: Sequence[Scale], most_bytes: int, levels: int) -> None:
         self.costs = costs
         self.levels = levels
-        self.unit = max(1, -(-most_bytes // (levels - 1)))
+        self.unit = costs.grain * max(1, -(-most_bytes // (costs.grain * (levels - 1))))
         sizes = [len(scale.chosen) * (scale.reach + 1) for scale in scales]
         self.firsts = np.cumsum([1, *sizes])
         # A row per pair of cuts of each scale. What is looked up with fewer bytes than there are is a window
-        # further to the left, into the impossible first half of the row. Row 0 is impossible altogether.
-        self.rows: Floats = np.full((self.firsts[-1], 2 * levels), np.inf, np.float32)
+        # further to the left. Row 0 is impossible altogether.
+        self.rows: Floats = np.full((self.firsts[-1], levels), np.inf, np.float32)
         flat = self.rows.reshape(-1)
         self.windows = as_strided(flat, (flat.size - levels + 1, levels), (flat.itemsize, flat.itemsize))
         self.row_of = np.zeros((len(costs.cuts),) * 2, np.int64)  # the row of the coarsest scale that has the pair
@@ -71,13 +71,13 @@ class NestedTable:
 
     def least_bytes(self) -> Ints:
         """[i, j]: the fewest bytes with which the backward of (i, j) can be carried out."""
-        impossible = np.isinf(self.rows[:, self.levels :]).sum(1)
+        impossible = np.isinf(self.rows).sum(1)
         least: Ints = np.where(impossible < self.levels, impossible * self.unit, NEVER)[self.row_of]
         return least
 
-    def time(self, i: Ints, j: int, room: Ints) -> Floats:
+    def time(self, i: Ints, j: Ints | int, room: Ints) -> Floats:
         """T(i, j, room) for arrays of i and bytes."""
-        return self.rows[self.row_of[i, j], self.levels + np.clip(room // self.unit, 0, self.levels - 1)]
+        return self.rows[self.row_of[i, j], np.clip(room // self.unit, 0, self.levels - 1)]
 
     def segment(self, i: int, j: int, room: int) -> Segment:
         """The recomputed segment (i, j) that takes T(i, j, room)."""
@@ -130,11 +130,11 @@ class _ScaleTable:
 
     def _fill(self, i: Ints, length: int) -> None:
         rows = self._row(i, length)
-        times = np.minimum(self._at_once(i, length), self.table.rows[self.table.finer[rows], self.table.levels :])
+        times = np.minimum(self._at_once(i, length), self.table.rows[self.table.finer[rows]])
         for choices in self._divided(i, length):
             np.minimum(times, choices.min(1), out=times)
         times[times > MOST_TIMES * self.seconds[0, i, length, None]] = np.inf
-        self.table.rows[rows, self.table.levels :] = times
+        self.table.rows[rows] = times
 
     def _at_once(self, i: Ints, length: int) -> Floats:
         """[pair, m]: time of the backward of each pair (i, i + length) if it is run again at once."""
@@ -151,7 +151,7 @@ class _ScaleTable:
         beside = self.running[i, length, None]
         lengths = np.arange(1, length)
         forgotten = self._after(i, length, lengths, self.kept[1], self.forward[1, i, 1:length] + beside)
-        forgotten += self.table.rows[self._row(i[:, None], lengths), self.table.levels :]
+        forgotten += self.table.rows[self._row(i[:, None], lengths)]
         forgotten += self.seconds[1, i, 1:length, None]
         yield forgotten
         lengths = lengths[:WHOLE]
@@ -163,10 +163,10 @@ class _ScaleTable:
 
     def _after(self, i: Ints, length: int, lengths: Ints, kept: Ints, need: Ints) -> Floats:
         """[pair, choice, m]: T of what follows (i, i + lengths), less what that keeps; impossible below ``need``."""
-        rows = self._row(i[:, None] + lengths, length - lengths) * (2 * self.table.levels)
+        rows = self._row(i[:, None] + lengths, length - lengths)
         less = np.minimum(kept[i[:, None], lengths], self.table.levels)
-        found: Floats = self.table.windows[rows + self.table.levels - less]
-        np.copyto(found, np.float32(np.inf), where=self.shifts < need[..., None])
+        found: Floats = self.table.windows[rows * self.table.levels - less]
+        np.copyto(found, np.float32(np.inf), where=self.shifts < np.maximum(need, less)[..., None])
         return found
 
     def parts(self, row: int, m: int) -> list[Segment]:
@@ -180,7 +180,7 @@ class _ScaleTable:
             choices = np.concatenate(times)
             choice = int(np.argmin(choices))
             finer = int(self.table.finer[self._row(pair, length)[0]])
-            if self.table.rows[finer, self.table.levels + m] <= choices[choice]:
+            if self.table.rows[finer, m] <= choices[choice]:
                 return [*parts, *self.table.parts(finer, m)]
             if choice == 0:
                 return [*parts, saved(*self._span(i, length))]

@@ -17,7 +17,7 @@ from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Segment
 from .costs import boundary_bytes, segment_costs
-from .interval import MAX_LABELS, OuterLevel
+from .interval import MAX_LABELS, ROUGH_LABELS, OuterLevel
 from .nested import NestedTable
 from .scales import choose_scales
 from .simulate import lower_bound, simulate
@@ -31,12 +31,11 @@ With one cut per stretch of s operations, the peak of a plan exceeds that with a
 stretch holds when it is run again.
 """
 
-LEVELS = 256
+LEVELS = 160
 """Units into which the bytes at hand are divided in a nested table."""
 
 ROUGH_LEVELS = 48
-ROUGH_LABELS = 20_000
-"""The same, and the labels of the outermost level, where only a first idea is needed."""
+"""The same, where only a first idea is needed."""
 
 ROUGH = 0.02
 """By how much of itself a first idea of the least peak may be too large."""
@@ -66,7 +65,6 @@ class Search:
         self.graph = graph
         self.costs, self.nested_costs = segment_costs(graph, _narrow_cuts(graph))
         self.scales = choose_scales(graph, self.costs.cuts)
-        self.flat = OuterLevel(self.costs)
         self.levels: dict[tuple[int, int], OuterLevel] = {}  # by the peak and the units they were made for
         self.seen: dict[tuple[Segment, ...], Candidate] = {}
 
@@ -74,9 +72,12 @@ class Search:
     def least_peak(self) -> Candidate:
         """The plan with the least peak, and the fastest of those."""
         bound = lower_bound(self.graph) - 1
-        rough = self._level(self.flat.least_peak(above=bound, tolerance=ROUGH), ROUGH_LEVELS)
-        level = self._level(rough.least_peak(above=bound, tolerance=ROUGH))
-        return self._remaking(self._weigh(level.fastest(level.least_peak(above=bound), ROUGH_LABELS)))
+        few = self.costs.between(self.scales[:2][-1].chosen)
+        flat = OuterLevel(few).least_peak(above=bound, tolerance=ROUGH)
+        rough = self._level(flat, ROUGH_LEVELS).least_peak(above=bound, near=flat, tolerance=ROUGH)
+        level = self._level(rough)
+        least = level.least_peak(above=bound, near=rough)
+        return self._remaking(self._weigh(level.fastest(least, ROUGH_LABELS)))
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
