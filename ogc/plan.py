@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,14 @@ class Segment:
     Without ``parts`` the segment is saved: it runs as under plain autograd. With them it is recomputed:
     its first run keeps only what later segments need, and before its backward it is run again as its
     parts say, each of which may in turn be saved or recomputed. One level of checkpointing is a segment
-    with one saved part.
+    with one saved part. Its first run may also keep some values that only it needs, ``kept``: what makes
+    them is then not run again.
     """
 
     start: int
     stop: int
     parts: tuple[Segment, ...] = ()
+    kept: tuple[int, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -42,9 +44,9 @@ def saved(start: int, stop: int) -> Segment:
     return Segment(start, stop)
 
 
-def recomputed(start: int, stop: int, *parts: Segment) -> Segment:
-    """A segment that is run again, through ``parts`` or, without them, at once."""
-    return Segment(start, stop, parts or (Segment(start, stop),))
+def recomputed(start: int, stop: int, *parts: Segment, kept: Iterable[int] = ()) -> Segment:
+    """A segment that is run again, through ``parts`` or, without them, at once, but for the values ``kept``."""
+    return Segment(start, stop, parts or (Segment(start, stop),), tuple(sorted(kept)))
 
 
 @dataclass(frozen=True)
@@ -150,15 +152,18 @@ def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[S
 def check_segments(graph: Graph, segments: Sequence[Segment]) -> None:
     """Raise PlanError unless the segments cover the graph and are cut where it may be cut, at every level."""
     allowed = set(graph.cuts)
-    _check_level(allowed, segments, 0, len(graph))
+    _check_level(graph, allowed, segments, 0, len(graph))
 
 
-def _check_level(allowed: set[int], segments: Sequence[Segment], start: int, stop: int) -> None:
+def _check_level(graph: Graph, allowed: set[int], segments: Sequence[Segment], start: int, stop: int) -> None:
     edges = [start, *(s.stop for s in segments)]
     if [s.start for s in segments] != edges[:-1] or edges[-1] != stop:
         raise PlanError(f"the segments do not cover operations {start} to {stop - 1} in order")
     for segment in segments:
         if segment.stop <= segment.start or segment.stop not in allowed:
             raise PlanError(f"position {segment.stop} is no cut of this graph after {segment.start}; see Graph.cuts")
+        for v in segment.kept:
+            if not segment.parts or not segment.start <= graph.producers[v] < segment.stop:
+                raise PlanError(f"segment {segment.start}-{segment.stop - 1} does not make {graph.values[v].name} again")
         if segment.parts:
-            _check_level(allowed, segment.parts, segment.start, segment.stop)
+            _check_level(graph, allowed, segment.parts, segment.start, segment.stop)

@@ -5,7 +5,7 @@ backward; it can start from any value that is still there. The backward of a sav
 needs from the run that the segment belongs to. Everything else follows: which operations a run repeats
 (those that somebody needs), and when each value is let go (after its last use). A value that crosses a cut
 is there from then on, unless the plan has it *remade*: then whoever needs it runs what makes it again, however
-far back that lies. The simulator counts the bytes of exactly this, the runtime executes exactly this.
+far back that lies. A value that a recomputed segment has *kept* is never made again. The simulator counts the bytes of exactly this, the runtime executes exactly this.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Run:
     Attributes:
         start, stop: the stretch of the program.
         parent: the run in whose sub-plan this one is; None for the forward.
+        kept: values inside that the run does not make again, because a run around it keeps them.
         leaves: saved segments (start, stop) whose backward this run supplies, in program order.
         children: the runs of its recomputed parts, in program order.
         program: operations that are run, in order; those whose results nobody needs are left out.
@@ -38,6 +39,7 @@ class Run:
     start: int
     stop: int
     parent: int | None = None
+    kept: frozenset[int] = frozenset()
     leaves: list[tuple[int, int]] = field(default_factory=list)
     children: list[int] = field(default_factory=list)
     program: tuple[int, ...] = ()
@@ -83,7 +85,7 @@ class Schedule:
         for segment in reversed(segments):
             if segment.parts:
                 child = len(self.runs)
-                self.runs.append(Run(segment.start, segment.stop, number))
+                self.runs.append(Run(segment.start, segment.stop, number, run.kept.union(segment.kept)))
                 run.children.insert(0, child)
                 self._visit(child, segment.parts)
             else:
@@ -96,7 +98,8 @@ class Schedule:
         producers, last_writes, last_uses = graph.producers, graph.last_writes, graph.last_uses
 
         def is_remade(v: int) -> bool:  # what else is used beyond the stretch is still there from then
-            return v in self.remade or (producers[v] >= run.start and last_uses[v] < run.stop)
+            inside = producers[v] >= run.start and last_uses[v] < run.stop
+            return v in self.remade or (inside and v not in run.kept)
 
         in_leaves = [t for start, stop in run.leaves for t in range(start, stop)]
         saved = {v for t in in_leaves for v in ops[t].saves}

@@ -94,23 +94,27 @@ def forced(model: torch.nn.Module, sample: object, pieces: int = 3, **options: s
     return ogc.apply(model, graph, ogc.make_plan(graph, cut_into_segments(cuts, [True] * (len(cuts) - 1))))
 
 
-def random_tree(cuts: tuple[int, ...], rng: random.Random, depth: int = 0) -> tuple[Segment, ...]:
-    """Segments over ``cuts``, saved, recomputed or nested at random."""
+def random_tree(
+    graph: ogc.Graph, rng: random.Random, cuts: tuple[int, ...] | None = None, depth: int = 0
+) -> tuple[Segment, ...]:
+    """Segments over ``cuts``, saved, recomputed or nested at random, with values kept in some."""
+    cuts = graph.cuts if cuts is None else cuts
     inner = sorted(rng.sample(cuts[1:-1], rng.randint(0, min(3, len(cuts) - 2))))
     edges = [cuts[0], *inner, cuts[-1]]
     segments = []
     for start, stop in pairwise(edges):
         within = tuple(c for c in cuts if start <= c <= stop)
         chance = rng.random()
+        kept = [v for v in random_values(graph, rng) if start <= graph.producers[v] < stop]
         if chance < 0.5 and depth < 3 and len(within) > 2:
-            segments.append(Segment(start, stop, random_tree(within, rng, depth + 1)))
+            segments.append(ogc.recomputed(start, stop, *random_tree(graph, rng, within, depth + 1), kept=kept))
         else:
-            segments.append(ogc.recomputed(start, stop) if chance < 0.8 else ogc.saved(start, stop))
+            segments.append(ogc.recomputed(start, stop, kept=kept) if chance < 0.8 else ogc.saved(start, stop))
     return tuple(segments)
 
 
 def random_values(graph: ogc.Graph, rng: random.Random) -> list[int]:
-    """About a third of the values, to be remade, or none."""
+    """About a third of the values, to be remade or kept, or none."""
     return [v for v in range(len(graph.values)) if rng.random() < 0.3] if rng.random() < 0.8 else []
 
 

@@ -69,7 +69,7 @@ def test_any_plan_peaks_as_simulated(seed):
     model, x = Wide(), wide_images()
     graph = ogc.parse(model, x, profile="measure")
     rng = random.Random(seed)
-    plan = ogc.make_plan(graph, random_tree(graph.cuts, rng), remade=random_values(graph, rng))
+    plan = ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
     assert measured_peak(ogc.apply(model, graph, plan), (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
 
 

@@ -79,7 +79,7 @@ def test_the_program_agrees_with_a_search_over_states(seed, in_forward):
 @pytest.mark.parametrize("seed", range(30))
 def test_a_schedule_holds_what_the_simulator_says_in_a_chain(seed):
     graph = random_chain(seed, most=12)
-    tree = random_tree(graph.cuts, random.Random(seed))
+    tree = random_tree(graph, random.Random(seed))
     assert replay(graph, steps_of(graph, tree)) == simulate(graph, tree).peak_bytes
 
 
@@ -101,7 +101,7 @@ def test_no_plan_is_below_the_optimum(seed):
     assert exact(seed, True) <= exact(seed, False) <= planned(seed)
     rng = random.Random(seed)
     for _ in range(3):
-        tree = random_tree(graph.cuts, rng)
+        tree = random_tree(graph, rng)
         try:
             peak = simulate(graph, tree).peak_bytes
         except PlanError:

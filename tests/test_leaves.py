@@ -195,7 +195,7 @@ def plans(graph, count):
     rng, found = random.Random(3), []
     while len(found) < count:
         try:
-            plan = ogc.make_plan(graph, random_tree(graph.cuts, rng))
+            plan = ogc.make_plan(graph, random_tree(graph, rng))
         except PlanError as error:
             assert "must not run twice" in str(error)
             continue

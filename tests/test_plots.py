@@ -32,7 +32,7 @@ def plans_of_random_graphs(count):
     for seed in range(count):
         graph = random_graph(seed, most=14)
         try:
-            yield ogc.make_plan(graph, random_tree(graph.cuts, random.Random(seed)))
+            yield ogc.make_plan(graph, random_tree(graph, random.Random(seed)))
         except ogc.PlanError:
             continue
 

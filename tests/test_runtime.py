@@ -52,7 +52,7 @@ def test_any_nested_plan_is_bitwise_the_plain_model(name, seed):
     rng = random.Random(seed)
     for _ in range(20):
         try:
-            plan = ogc.make_plan(graph, random_tree(graph.cuts, rng), remade=random_values(graph, rng))
+            plan = ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
             break
         except PlanError as error:
             assert "must not run twice" in str(error)
@@ -85,7 +85,7 @@ def test_keyword_arguments_and_pytree_outputs():
 def test_each_run_is_carried_out_once_and_in_order(seed, monkeypatch):
     model = Residual()
     graph = ogc.parse(model, images())
-    segments = random_tree(graph.cuts, random.Random(seed))
+    segments = random_tree(graph, random.Random(seed))
     optimised = ogc.apply(model, graph, ogc.make_plan(graph, segments))
     expected = [n for n, run in enumerate(Schedule(graph, segments).runs) if n and run.program]
     ran = []

@@ -188,7 +188,7 @@ def test_nothing_is_below_the_lower_bound(seed):
     bound = lower_bound(graph)
     for _ in range(10):
         try:
-            tree, remade = random_tree(graph.cuts, rng), random_values(graph, rng)
+            tree, remade = random_tree(graph, rng), random_values(graph, rng)
             assert simulate(graph, tree, remade).peak_bytes >= bound
         except PlanError:
             continue
