@@ -164,6 +164,8 @@ def _check_level(graph: Graph, allowed: set[int], segments: Sequence[Segment], s
             raise PlanError(f"position {segment.stop} is no cut of this graph after {segment.start}; see Graph.cuts")
         for v in segment.kept:
             if not segment.parts or not segment.start <= graph.producers[v] < segment.stop:
-                raise PlanError(f"segment {segment.start}-{segment.stop - 1} does not make {graph.values[v].name} again")
+                raise PlanError(
+                    f"segment {segment.start}-{segment.stop - 1} does not make {graph.values[v].name} again"
+                )
         if segment.parts:
             _check_level(graph, allowed, segment.parts, segment.start, segment.stop)

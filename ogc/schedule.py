@@ -5,7 +5,8 @@ backward; it can start from any value that is still there. The backward of a sav
 needs from the run that the segment belongs to. Everything else follows: which operations a run repeats
 (those that somebody needs), and when each value is let go (after its last use). A value that crosses a cut
 is there from then on, unless the plan has it *remade*: then whoever needs it runs what makes it again, however
-far back that lies. A value that a recomputed segment has *kept* is never made again. The simulator counts the bytes of exactly this, the runtime executes exactly this.
+far back that lies. A value that a recomputed segment has *kept* is never made again. The simulator counts the
+bytes of exactly this, the runtime executes exactly this.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ needs, so that it never counts more than this.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,23 +17,28 @@ from ogc.graph import Graph
 
 @dataclass(frozen=True)
 class Flat:
-    """A segment of one level."""
+    """A segment of one level: recomputed, then but for the values of its own that it has ``kept``, or saved."""
 
     start: int
     stop: int
     recompute: bool
     retained: frozenset[int] = frozenset()
     program: tuple[int, ...] = ()
+    kept: frozenset[int] = frozenset()
 
 
-def flat_segments(graph: Graph, cuts: Sequence[int], modes: Sequence[bool]) -> list[Flat]:
-    """The segments between cuts, each recomputed or saved."""
+def flat_segments(
+    graph: Graph, cuts: Sequence[int], modes: Sequence[int], keeping: Sequence[Collection[int]] = ()
+) -> list[Flat]:
+    """The segments between cuts, each saved (0), recomputed (1), or recomputed with values kept (2 and more)."""
     found = []
-    for (start, stop), again in zip(pairwise(cuts), modes, strict=True):
+    for (start, stop), mode in zip(pairwise(cuts), modes, strict=True):
+        inside = [v for v, t in enumerate(graph.producers) if start <= t < stop]
+        kept = frozenset(keeping[mode - 2]).intersection(inside) if mode > 1 else frozenset()
         used = {v for op in graph.operations[start:stop] for v in (*op.reads, *op.saves)}
-        retained = frozenset(v for v in used if graph.producers[v] >= start and graph.last_uses[v] >= stop)
-        program = recompute_program(graph, start, stop) if again else ()
-        found.append(Flat(start, stop, again, retained, program))
+        retained = kept.union(v for v in inside if v in used and graph.last_uses[v] >= stop)
+        program = recompute_program(graph, start, stop, kept) if mode else ()
+        found.append(Flat(start, stop, bool(mode), retained, program, kept))
     return found
 
 
@@ -52,22 +57,22 @@ def weigh(graph: Graph, segments: Sequence[Flat]) -> tuple[int, float] | None:
     return max(memory.totals), sum(op.forward_seconds for op in again)
 
 
-def all_flat_plans(graph: Graph) -> Iterator[tuple[int, float]]:
+def all_flat_plans(graph: Graph, keeping: Sequence[Collection[int]] = ()) -> Iterator[tuple[int, float]]:
     """Peak and seconds of every interval plan of one level that may run."""
     inner = graph.cuts[1:-1]
     for count in range(len(inner) + 1):
         for chosen in itertools.combinations(inner, count):
             cuts = [0, *chosen, len(graph)]
-            for modes in itertools.product([False, True], repeat=len(cuts) - 1):
-                found = weigh(graph, flat_segments(graph, cuts, modes))
+            for modes in itertools.product(range(2 + len(keeping)), repeat=len(cuts) - 1):
+                found = weigh(graph, flat_segments(graph, cuts, modes, keeping))
                 if found is not None:
                     yield found
 
 
-def recompute_program(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
+def recompute_program(graph: Graph, start: int, stop: int, kept: Collection[int]) -> tuple[int, ...]:
     """The operations of [start, stop) that its backward needs run again.
 
-    Given are the values made before ``start`` and those used at or after ``stop``: both are kept. An
+    Given are the values made before ``start``, those used at or after ``stop`` and those ``kept``. An
     operation runs again if its backward needs internal tensors that are not kept, or if somebody needs a
     value that it writes. A value read before its last in-place write is needed as it was then, which no
     kept copy shows, so that it is remade.
@@ -76,7 +81,7 @@ def recompute_program(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
         v
         for t in range(start, stop)
         for v in graph.operations[t].saves
-        if graph.producers[v] >= start and graph.last_uses[v] < stop
+        if graph.producers[v] >= start and graph.last_uses[v] < stop and v not in kept
     }
     alive: set[int] = set()
     while True:
@@ -90,7 +95,8 @@ def recompute_program(graph: Graph, start: int, stop: int) -> tuple[int, ...]:
             remade.update(
                 v
                 for v in op.reads
-                if graph.producers[v] >= start and (t <= graph.last_writes[v] or graph.last_uses[v] < stop)
+                if graph.producers[v] >= start
+                and (t <= graph.last_writes[v] or (graph.last_uses[v] < stop and v not in kept))
             )
         if len(alive) == before:
             return tuple(sorted(alive))
@@ -109,7 +115,7 @@ class Memory:
         crossing = {v for s in segments[1:] for v in graph.boundary(s.start)}
         in_saved = {t for s in segments if not s.recompute for t in range(s.start, s.stop)}
         saved = {v for v, t in enumerate(graph.producers) if t in in_saved and graph.first_savers[v] < len(graph)}
-        self.kept = crossing | saved  # outlives the forward
+        self.kept = crossing.union(saved, *(s.kept for s in segments))  # outlives the forward
 
     def forward(self, number: int) -> None:
         graph, segment = self.graph, self.segments[number]

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from ogc.errors import InputError, PlanError, SolveError
 from ogc.graph import Graph, Operation, Value
 from ogc.plan import Segment, cut_into_segments, recomputed, saved
 from ogc.schedule import Schedule
-from ogc.solver.costs import segment_costs
+from ogc.solver.costs import SegmentCosts
 from ogc.solver.interval import OuterLevel
 from ogc.solver.nested import NestedTable
 from ogc.solver.scales import Scale
@@ -105,7 +106,7 @@ def test_flat_plans_are_brute_force(seed):
     """The least peak of one level and the least recomputation at it, by the rule that cuts keep their boundary."""
     graph = random_graph(seed, most=7)
     best = min(all_flat_plans(graph))
-    level = OuterLevel(segment_costs(graph)[0])
+    level = OuterLevel(SegmentCosts(graph).costs())
     assert level.least_peak() == best[0]
     found = simulate(graph, level.fastest(best[0]))
     assert found.recomputed_seconds <= best[1]
@@ -114,27 +115,55 @@ def test_flat_plans_are_brute_force(seed):
         level.fastest(best[0] - 1)
 
 
-@pytest.mark.parametrize("seed", range(20))
+def random_keeping(graph, rng):
+    """Two sets of values that segments might keep, the second larger."""
+    saved = [v for v in range(len(graph.values)) if graph.first_savers[v] < len(graph)]
+    some = {v for v in saved if not graph.values[v].is_output and rng.random() < 0.4}
+    return some, some.union(v for v in saved if not graph.values[v].is_output and rng.random() < 0.4)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_plans_that_keep_values_are_brute_force(seed):
+    graph = random_graph(5000 + seed, most=5)
+    keeping = random_keeping(graph, random.Random(seed))
+    for peak in {peak for peak, _ in all_flat_plans(graph)}:
+        best = min(seconds for bytes_, seconds in all_flat_plans(graph, keeping) if bytes_ <= peak)
+        segments = OuterLevel(SegmentCosts(graph).costs(*keeping)).fastest(peak)
+        found = simulate(graph, segments)
+        assert found.recomputed_seconds <= best * (1 + 1e-12)
+        assert found.peak_bytes <= peak
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_segment_costs_agree_with_the_rule_on_larger_graphs(seed):
-    """The solver's own arithmetic for one random plan of a larger graph gives the oracle's peak."""
+    """The solver's own arithmetic for one random plan of a larger graph gives the oracle's peak and time."""
     graph = random_graph(1000 + seed, most=40)
     rng = random.Random(seed)
-    costs, _ = segment_costs(graph)
+    keeping = random_keeping(graph, rng)
+    costs = SegmentCosts(graph).costs(*keeping)
     index = [0, *sorted(rng.sample(range(1, len(costs.cuts) - 1), min(4, len(costs.cuts) - 2))), len(costs.cuts) - 1]
-    modes = [rng.random() < 0.5 for _ in index[1:]]
-    expected = weigh(graph, flat_segments(graph, [int(costs.cuts[i]) for i in index], modes))
-    kept, peak = 0, 0
-    for i, j, mode in zip(index[:-1], index[1:], modes, strict=True):
-        peak = max(peak, kept + int(costs.local[int(mode), j, i]))
-        kept += int(costs.kept[int(mode), j, i])
-    assert (peak == expected[0]) if expected is not None else peak > 2**60
+    modes = [rng.randrange(4) for _ in index[1:]]
+    kept, peak, seconds = 0, 0, 0.0
+    for place, (i, j) in enumerate(pairwise(index)):
+        while modes[place] > 1 and costs.seconds[modes[place], j, i] == costs.seconds[modes[place] - 1, j, i]:
+            modes[place] -= 1  # the larger set gains nothing here
+        peak = max(peak, kept + int(costs.local[modes[place], j, i]))
+        kept += int(costs.kept[modes[place], j, i])
+        seconds += costs.seconds[modes[place], j, i]
+    cuts = [int(costs.cuts[i]) for i in index]
+    expected = weigh(graph, flat_segments(graph, cuts, modes, keeping))
+    if expected is None:
+        assert peak > 2**60
+    else:
+        assert (peak, seconds) == (expected[0], pytest.approx(expected[1]))
 
 
 def nested_level(graph, top=None, levels=None):
-    costs, nested = segment_costs(graph)
+    weights = SegmentCosts(graph)
+    costs = weights.costs()
     top = top or OuterLevel(costs).least_peak()
     count = len(costs.cuts)
-    return OuterLevel(costs, NestedTable(nested, [Scale(np.arange(count), count - 1)], top, levels or top + 1))
+    return OuterLevel(costs, NestedTable(weights.nested, [Scale(np.arange(count), count - 1)], top, levels or top + 1))
 
 
 def all_trees(cuts):
@@ -172,7 +201,7 @@ def test_nested_plans_of_chains_are_brute_force(seed):
 @pytest.mark.parametrize("seed", range(150))
 def test_nested_plans_of_any_graph_peak_at_most_as_planned(seed):
     graph = random_graph(seed, most=14)
-    top = OuterLevel(segment_costs(graph)[0]).least_peak()
+    top = OuterLevel(SegmentCosts(graph).costs()).least_peak()
     for levels in (top + 1, 12):
         level = nested_level(graph, top, levels)
         peak = level.least_peak()
@@ -213,7 +242,7 @@ def test_a_uniform_chain_needs_about_the_square_root():
     plan = ogc.solve(graph)
     # k checkpoints and a longest segment of 400/k values: 2 sqrt(400) at the least, plus the ends.
     assert plan.plain_peak_bytes == 400
-    flat = OuterLevel(segment_costs(graph)[0])
+    flat = OuterLevel(SegmentCosts(graph).costs())
     assert flat.least_peak() <= 42
     assert simulate(graph, flat.fastest(42)).recomputed_seconds < 400
     assert plan.peak_bytes < 25, "several levels need less"

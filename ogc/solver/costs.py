@@ -9,7 +9,8 @@ steps at most.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +23,9 @@ Bools = NDArray[np.bool_]
 Rectangles = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, Ints]
 """Rows from and to, columns from and to, and a weight, for every value."""
 
+Keeping = tuple[tuple[int, int], ...]
+"""Values that a mode keeps, each with the position of what makes it."""
+
 NEVER = np.iinfo(np.int64).max // 4
 """Bytes that no plan may have: marks what is impossible."""
 
@@ -30,10 +34,10 @@ NEVER = np.iinfo(np.int64).max // 4
 class Costs:
     """Weights of all segments (i, j) between cuts, by [mode, j, i]: all that end at one cut lie side by side.
 
-    Mode 0 is saved, mode 1 recomputed at once. ``kept`` is what a segment adds to the bytes that outlive
-    the forward, ``local`` the most bytes alive in its forward, its recomputation and its backward, above
-    what was kept before it. ``seconds`` is the time of running it again at once. All bytes are multiples
-    of ``grain``.
+    Mode 0 is saved, mode 1 recomputed at once, further modes recomputed at once but for the values that
+    ``keeping`` has for them. ``kept`` is what a segment adds to the bytes that outlive the forward, ``local``
+    the most bytes alive in its forward, its recomputation and its backward, above what was kept before it.
+    ``seconds`` is the time of running it again at once. All bytes are multiples of ``grain``.
     """
 
     cuts: Ints
@@ -41,12 +45,14 @@ class Costs:
     kept: Ints
     local: Ints
     seconds: NDArray[np.float64]
+    keeping: tuple[Keeping, ...]
 
     def between(self, chosen: Ints) -> Costs:
         """The weights of the segments between the chosen cuts (indices)."""
         pairs = np.ix_(chosen, chosen)
         kept, local = (weights[:, pairs[0], pairs[1]] for weights in (self.kept, self.local))
-        return Costs(self.cuts[chosen], self.grain, kept, local, self.seconds[pairs])
+        seconds = self.seconds[:, pairs[0], pairs[1]]
+        return replace(self, cuts=self.cuts[chosen], kept=kept, local=local, seconds=seconds)
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,6 @@ class NestedCosts:
     again_seconds: NDArray[np.float64]
 
 
-def segment_costs(graph: Graph, cuts: Sequence[int] | None = None) -> tuple[Costs, NestedCosts]:
-    """The weights of every segment between two of ``cuts`` (all there are), for both kinds of levels."""
-    return _SegmentCosts(graph, graph.cuts if cuts is None else cuts).costs()
-
-
 def boundary_bytes(graph: Graph) -> Ints:
     """For each position from 0 to N, the bytes made before it and used at or after it."""
     change = np.zeros(len(graph) + 2, np.int64)
@@ -93,15 +94,26 @@ def boundary_bytes(graph: Graph) -> Ints:
     return np.cumsum(change)[:-1]
 
 
-class _SegmentCosts:
-    """Bytes alive in every segment (i, j) at once, by sums over rectangles of (i, j) or (i, t).
+@dataclass(frozen=True)
+class _Mode:
+    """Weights of all segments in one mode, by [i, j]: those of :class:`Costs`, with the forward's most bytes apart."""
+
+    kept: Ints
+    forward: Ints
+    local: Ints
+    seconds: NDArray[np.float64]
+
+
+class SegmentCosts:
+    """Bytes alive in every segment (i, j) between two of ``cuts``, by sums over rectangles of (i, j) or (i, t).
 
     ``t`` ranges over operations, ``i`` and ``j`` over cuts. A value contributes where its producer lies
     on one side of a cut and its last use, first use or first saver on the other: a rectangle. What is
     relative to K(i) may be negative: kept values that a later segment alone uses are free by then.
     """
 
-    def __init__(self, graph: Graph, cuts: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, cuts: Sequence[int] | None = None) -> None:
+        cuts = graph.cuts if cuts is None else cuts
         ops = graph.operations
         self.graph = graph
         self.n = len(graph)
@@ -152,13 +164,10 @@ class _SegmentCosts:
                 wanted[v] |= alive[t]
         return alive
 
-    def costs(self) -> tuple[Costs, NestedCosts]:
-        alive = self._alive()
-        kept = np.where(self.later, np.stack(self._kept()), NEVER)
-        forward = np.where(self.later, np.stack(self._forward()), NEVER)
-        backward = np.where(self.later, self._backward(), NEVER)
-        again = np.maximum(backward, self._recompute(alive))
-        seconds = self._from_cut(alive * self.seconds[:, None])
+    @cached_property
+    def nested(self) -> NestedCosts:
+        """The weights for plans that may run a stretch again in parts."""
+        again = self._at_once
         # Values that cross j and are used before it are still there when (i, j) is run again.
         retained = self._sum_ij(
             (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(self.output, 0, self.size))
@@ -169,48 +178,91 @@ class _SegmentCosts:
         forward_seconds = [
             self._from_cut(np.where(runs, per_operation, 0.0)) for runs in (self._within(), self._crossing())
         ]
-        local = np.stack([np.maximum(forward[0], backward), np.maximum(forward[1], again)])
-        weights = [self.size, self.internal, self.scratch, self.gradient, self.backward_peak, self.late_peak]
-        grain = max(1, int(np.gcd.reduce(np.concatenate(weights))))
-        return (
-            Costs(self.cuts, grain, *(np.ascontiguousarray(each.swapaxes(-1, -2)) for each in (kept, local, seconds))),
-            NestedCosts(
-                cuts=self.cuts,
-                grain=grain,
-                kept=kept,
-                forward=forward,
-                backward=backward,
-                again=again,
-                running=retained
-                + self._internals(self.internal * self.small)
-                + self._later_outputs()[:, None]
-                + gradients[None, :],
-                seconds=np.stack(forward_seconds),
-                again_seconds=seconds,
-            ),
+        return NestedCosts(
+            cuts=self.cuts,
+            grain=self.grain,
+            kept=np.stack([self._whole.kept, again.kept]),
+            forward=np.stack([self._whole.forward, again.forward]),
+            backward=self._backward,
+            again=again.local,
+            running=retained
+            + self._internals(self.internal * self.small)
+            + self._later_outputs()[:, None]
+            + gradients[None, :],
+            seconds=np.stack(forward_seconds),
+            again_seconds=again.seconds,
         )
 
-    def _kept(self) -> tuple[Ints, Ints]:
-        """Bytes that a segment adds to those outliving the forward: saved, recomputed."""
-        c = len(self.cuts)
-        crossing = self._sum_ij((0, self.made, self.made, self.last_used, self.size))
-        saved = self._sum_ij((0, self.made, self.made, np.where(self.saved, c, self.last_used), self.size))
-        return saved + self._internals(self.internal), crossing + self._internals(self.internal * self.small)
+    def costs(self, *keeping: Iterable[int]) -> Costs:
+        """The weights for the outermost level, with a further mode for each set of values that may be kept.
 
-    def _forward(self) -> tuple[Ints, Ints]:
-        """Most bytes alive in the first run of a segment, above K(i): saved, recomputed."""
-        ends = np.minimum(self.last_use + 1 - self.taken_over, self.n)
-        peaks = []
-        for kept_until, kept_internal in (
-            (np.where(self.saved, self.n, ends), self.internal),
-            (ends, self.internal * self.small),
-        ):
-            live = self._sum_it((0, self.made, self.producer, kept_until, self.size))
-            earlier = _prefix(kept_internal)
-            live += (earlier[:-1] + self.internal + self.scratch)[None, :] - earlier[self.cuts][:, None]
-            peaks.append(self._peak_until(live))
-        return peaks[0], peaks[1]
+        Each set has all values of the one before it.
+        """
+        places = [tuple((v, int(self.producer[v])) for v in sorted(values)) for values in keeping]
+        modes = [self._whole, self._at_once, *map(self._again, keeping)]
+        kept, local, seconds = (
+            np.ascontiguousarray(np.stack(each).swapaxes(1, 2))
+            for each in (
+                [mode.kept for mode in modes],
+                [np.maximum(mode.forward, mode.local) for mode in modes],
+                [mode.seconds for mode in modes],
+            )
+        )
+        gains_nothing = seconds[2:] >= seconds[1:-1]
+        local[2:][gains_nothing] = NEVER
+        return Costs(self.cuts, self.grain, kept, local, seconds, ((), (), *places))
 
+    @cached_property
+    def grain(self) -> int:
+        """What all bytes are multiples of."""
+        weights = [self.size, self.internal, self.scratch, self.gradient, self.backward_peak, self.late_peak]
+        return max(1, int(np.gcd.reduce(np.concatenate(weights))))
+
+    @cached_property
+    def _whole(self) -> _Mode:
+        """Weights of saved segments."""
+        return _Mode(
+            kept=self._kept(self.saved, self.internal),
+            forward=self._forward(self.saved, self.internal),
+            local=self._backward,
+            seconds=np.zeros(self.later.shape),
+        )
+
+    @cached_property
+    def _at_once(self) -> _Mode:
+        """Weights of segments that are run again at once."""
+        return self._again(())
+
+    def _again(self, values: Iterable[int]) -> _Mode:
+        """Weights of segments that are run again at once, but for these values, which stay."""
+        stay = np.zeros(len(self.size), bool)
+        stay[list(values)] = True
+        unkept = ~stay[:, None] & (np.arange(len(self.cuts)) >= self.last_used[:, None])  # [v, j]: no copy at cut j
+        alive = self._alive(unkept)
+        small = self.internal * self.small
+        recompute = np.where(self.later, self._recompute(alive, unkept, stay), NEVER)
+        return _Mode(
+            kept=self._kept(stay, small),
+            forward=self._forward(stay, small),
+            local=np.maximum(self._backward, recompute),
+            seconds=self._from_cut(alive * self.seconds[:, None]),
+        )
+
+    def _kept(self, stay: Bools, internal: Ints) -> Ints:
+        """Bytes that a segment adds to those outliving the forward, if these values and internals do."""
+        until = np.where(stay, len(self.cuts), self.last_used)
+        kept = self._sum_ij((0, self.made, self.made, until, self.size)) + self._internals(internal)
+        return np.where(self.later, kept, NEVER)
+
+    def _forward(self, stay: Bools, internal: Ints) -> Ints:
+        """Most bytes alive in the first run of a segment, above K(i), if these values and internals outlive it."""
+        until = np.where(stay, self.n, np.minimum(self.last_use + 1 - self.taken_over, self.n))
+        live = self._sum_it((0, self.made, self.producer, until, self.size))
+        earlier = _prefix(internal)
+        live += (earlier[:-1] + self.internal + self.scratch)[None, :] - earlier[self.cuts][:, None]
+        return np.where(self.later, self._peak_until(live), NEVER)
+
+    @cached_property
     def _backward(self) -> Ints:
         """Most bytes alive in the backward of a segment, above K(i)."""
         done = _prefix(self.internal)
@@ -225,32 +277,34 @@ class _SegmentCosts:
 
         # Once an operation has let go of what it saved, values that it alone saved are gone.
         late = np.where(self.late_peak > 0, self.late_peak, -NEVER)
-        return np.maximum(peak(self.saver, self.backward_peak), peak(self.saver + 1, late))
+        most = np.maximum(peak(self.saver, self.backward_peak), peak(self.saver + 1, late))
+        return np.where(self.later, most, NEVER)
 
-    def _recompute(self, alive: Bools) -> Ints:
+    def _recompute(self, alive: Bools, unkept: Bools, stay: Bools) -> Ints:
         """Most bytes alive while a segment runs again, above K(i); NEVER if it must not."""
+        until = np.where(stay, len(self.cuts), self.last_used)
         base = self._sum_ij(
-            (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(self.output, 0, self.size)),
+            (0, self.made, np.maximum(self.made, self.first_used), until, np.where(self.output, 0, self.size)),
             (self.made, self.first_used, 0, self.first_used, np.where(self.passes, -self.size, 0)),
         )
         base += self._internals(self.internal * self.small) + self._later_outputs()[:, None]
         base += self.gradient[np.maximum(self.cuts - 1, 0)][None, :]
-        base += self._running(alive)
+        base += self._running(alive, unkept)
         banned = self._from_cut(alive & ~self.replayable[:, None]) > 0
-        return np.where(banned, NEVER, np.where(self.later, base, 0))
+        return np.where(banned, NEVER, base)
 
-    def _running(self, alive: Bools) -> Ints:
+    def _running(self, alive: Bools, unkept: Bools) -> Ints:
         """Most bytes that the program itself has made and still needs, for every (i, j)."""
         c = len(self.cuts)
         remade = alive[self.producer]  # [v, j]
-        stays = remade & self.saved[:, None] & (np.arange(c) >= self.last_used[:, None])
+        stays = remade & self.saved[:, None] & unkept
         grown = np.zeros((self.n + 1, c), np.int64)  # [t, j]: bytes that stay, made before t
         np.add.at(grown, self.producer + 1, stays * self.size[:, None])
         grown[1:] += alive * np.where(self.small, 0, self.internal)[:, None]
         grown = np.cumsum(grown, 0)
         live = grown[1:] + (self.scratch + np.where(self.small, self.internal, 0))[:, None]
         live = np.where(alive, live, -NEVER).T.copy()  # [j, t]
-        ends = self._needed_until(alive)
+        ends = self._needed_until(alive, unkept)
         passing = remade & ~stays
         most = np.full((c, c), -NEVER)
         peaks = np.full(c, -NEVER)  # [j]: the largest of live[j]; what an earlier start adds only raises it
@@ -269,23 +323,20 @@ class _SegmentCosts:
             most[i, i + 1 :] = peaks[i + 1 :] - grown[start, i + 1 :]
         return np.maximum(most, -NEVER)
 
-    def _needed_until(self, alive: Bools) -> Ints:
+    def _needed_until(self, alive: Bools, unkept: Bools) -> Ints:
         """[v, j]: the last operation of the program that needs the remade copy of a passing value."""
-        c = np.arange(len(self.cuts))
-        until = np.repeat(self.producer[:, None], len(c), 1)
+        until = np.repeat(self.producer[:, None], len(self.cuts), 1)
         for t, op in enumerate(self.graph.operations):
             for v in op.reads:
                 early = t <= self.graph.last_writes[v]
-                needs = alive[t] if early else alive[t] & (c >= self.last_used[v])
+                needs = alive[t] if early else alive[t] & unkept[v]
                 until[v, needs] = t - (v == op.takes_over)
         return until
 
-    def _alive(self) -> Bools:
-        """[t, j]: whether a recomputation up to cut j runs operation t (see ``recompute_program``)."""
-        c = np.arange(len(self.cuts))
-        unkept = c >= self.last_used[:, None]  # [v, j]: no copy is kept at cut j
+    def _alive(self, unkept: Bools) -> Bools:
+        """[t, j]: whether a recomputation up to cut j runs operation t, as in :class:`ogc.schedule.Schedule`."""
         remade = unkept & self.saved[:, None]
-        alive = np.zeros((self.n, len(c)), bool)
+        alive = np.zeros((self.n, len(self.cuts)), bool)
         within = np.arange(self.n)[:, None] < self.cuts
         while True:
             before = int(alive.sum())

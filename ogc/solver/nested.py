@@ -75,7 +75,7 @@ class NestedTable:
         least: Ints = np.where(impossible < self.levels, impossible * self.unit, NEVER)[self.row_of]
         return least
 
-    def time(self, i: Ints, j: Ints | int, room: Ints) -> Floats:
+    def time(self, i: Ints, j: Ints, room: Ints) -> Floats:
         """T(i, j, room) for arrays of i and bytes."""
         return self.rows[self.row_of[i, j], np.clip(room // self.unit, 0, self.levels - 1)]
 

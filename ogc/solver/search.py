@@ -16,8 +16,10 @@ from tqdm import tqdm
 from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Segment
-from .costs import boundary_bytes, segment_costs
-from .interval import MAX_LABELS, ROUGH_LABELS, OuterLevel
+from .costs import Costs, SegmentCosts, boundary_bytes
+from .fronts import LABELS
+from .interval import OuterLevel
+from .keeping import worth_keeping
 from .nested import NestedTable
 from .scales import choose_scales
 from .simulate import lower_bound, simulate
@@ -35,7 +37,8 @@ LEVELS = 160
 """Units into which the bytes at hand are divided in a nested table."""
 
 ROUGH_LEVELS = 48
-"""The same, where only a first idea is needed."""
+ROUGH_LABELS = 20_000
+"""The same, and the labels of the outermost level, where only a first idea is needed."""
 
 ROUGH = 0.02
 """By how much of itself a first idea of the least peak may be too large."""
@@ -63,19 +66,21 @@ class Search:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.costs, self.nested_costs = segment_costs(graph, _narrow_cuts(graph))
-        self.scales = choose_scales(graph, self.costs.cuts)
-        self.levels: dict[tuple[int, int], OuterLevel] = {}  # by the peak and the units they were made for
+        self.weights = SegmentCosts(graph, _narrow_cuts(graph))
+        self.scales = choose_scales(graph, self.weights.cuts)
+        self.tables: dict[tuple[int, int], NestedTable] = {}  # by the peak and the units they were made for
+        self.levels: dict[NestedTable, OuterLevel] = {}
         self.seen: dict[tuple[Segment, ...], Candidate] = {}
 
     @cached_property
     def least_peak(self) -> Candidate:
         """The plan with the least peak, and the fastest of those."""
         bound = lower_bound(self.graph) - 1
-        few = self.costs.between(self.scales[:2][-1].chosen)
+        costs = self.weights.costs()
+        few = costs.between(self.scales[:2][-1].chosen)
         flat = OuterLevel(few).least_peak(above=bound, tolerance=ROUGH)
-        rough = self._level(flat, ROUGH_LEVELS).least_peak(above=bound, near=flat, tolerance=ROUGH)
-        level = self._level(rough)
+        rough = OuterLevel(costs, self._table(flat, ROUGH_LEVELS)).least_peak(above=bound, near=flat, tolerance=ROUGH)
+        level = OuterLevel(costs, self._table(rough))
         least = level.least_peak(above=bound, near=rough)
         return self._remaking(self._weigh(level.fastest(least, ROUGH_LABELS)))
 
@@ -145,7 +150,7 @@ class Search:
             return plan
         return Candidate(cost.peak_bytes, cost.recomputed_seconds, plan.segments, remade)
 
-    def _at(self, peak: int, labels: int = MAX_LABELS) -> Candidate | None:
+    def _at(self, peak: int, labels: int = LABELS) -> Candidate | None:
         """The fastest plan for ``peak``, or None if nothing fits."""
         segments = self._level(peak).find(peak, labels)
         return None if segments is None else self._weigh(segments)
@@ -156,14 +161,24 @@ class Search:
             self.seen[segments] = Candidate(cost.peak_bytes, cost.recomputed_seconds, segments)
         return self.seen[segments]
 
-    def _level(self, peak: int, levels: int = LEVELS) -> OuterLevel:
-        """The outermost level over nested plans, with a table whose range is right for ``peak``."""
-        for (top, units), level in self.levels.items():
+    def _level(self, peak: int) -> OuterLevel:
+        """The outermost level over nested plans and segments that keep values, with the table for ``peak``."""
+        table = self._table(peak)
+        if table not in self.levels:
+            self.levels[table] = OuterLevel(self._costs, table)
+        return self.levels[table]
+
+    def _table(self, peak: int, levels: int = LEVELS) -> NestedTable:
+        """A table whose range is right for ``peak``."""
+        for (top, units), table in self.tables.items():
             if top / STEP <= peak <= top and units >= levels:
-                return level
-        table = NestedTable(self.nested_costs, self.scales, peak, levels)
-        self.levels[peak, levels] = OuterLevel(self.costs, table)
-        return self.levels[peak, levels]
+                return table
+        self.tables[peak, levels] = NestedTable(self.weights.nested, self.scales, peak, levels)
+        return self.tables[peak, levels]
+
+    @cached_property
+    def _costs(self) -> Costs:
+        return self.weights.costs(*worth_keeping(self.graph))
 
 
 def _narrow_cuts(graph: Graph) -> list[int]:

@@ -139,7 +139,7 @@ class Frontier:
         return table(["peak MB", "of plain", "overhead", "levels"], rows)
 
 
-def frontier(graph: Graph, *, points: int = 24, budgets: Sequence[Budget] = ()) -> Frontier:
+def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) -> Frontier:
     """Plans from the least peak to the plain model.
 
     Args:

@@ -1,0 +1,205 @@
+"""The fastest way through the cuts of a program within so many bytes: fronts of labels, guided by a price of bytes.
+
+A label is a plan up to a cut: the bytes it keeps and the time it recomputes. At each cut those stay that no
+other beats in both. What can still follow a label is bounded by a Lagrangian relaxation: bytes have a price,
+and the rest of the program costs at least so much. The same bound, from both ends, tells which segments no
+plan within a given time has, so that few of them are looked at: first those of plans within 1 % of the bound,
+then of slower ones, until there is a plan.
+
+Complexity for W segments and C cuts: O(W + C) array steps for a price, O(W F) for fronts of F labels. Exact
+while no front exceeds F; beyond that the F labels stay that promise most, so that the plan still fits but may
+recompute a little more than the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .costs import NEVER, Ints
+
+Seconds = NDArray[np.float64]
+
+LABELS = 80_000
+"""Labels that are kept over all cuts; a cut whose share is exceeded thins its front."""
+
+PRICES = 12
+CLOSE = 3e-3
+"""Prices of a byte that are tried at most, and how close to the best bound its price may leave it."""
+
+SLACK = (0.01, 0.03, 0.1, 0.3, np.inf)
+"""By how much of the bound, and a hundredth of that of running everything again, a plan may exceed the bound."""
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """What the ``rest`` of the program costs from each cut, at the ``price`` of a byte in seconds.
+
+    ``kept_bytes`` are those of the cheapest plan of the whole program.
+    """
+
+    price: float
+    rest: Seconds
+    kept_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """What the cheapest plan of the whole program takes without the price of its bytes."""
+        return float(self.rest[0] - self.price * self.kept_bytes)
+
+    def bound(self, peak: int) -> float:
+        """Seconds that no plan within ``peak`` bytes can be below."""
+        return float(self.rest[0] - self.price * peak)
+
+
+class Ways:
+    """The segments that plans within ``peak`` bytes may have.
+
+    Args:
+        peak: most bytes alive.
+        i, j: the cuts that each segment lies between, by ascending j.
+        limit: most bytes kept before cut i with which the segment fits, and something after it.
+        kept: bytes that it adds to those; in the end of the program, the most bytes alive in it.
+        seconds: the least time that it takes again.
+        time: the time that segments take again (numbers of segments, bytes kept before each).
+    """
+
+    def __init__(
+        self,
+        peak: int,
+        i: Ints,
+        j: Ints,
+        limit: Ints,
+        kept: Ints,
+        seconds: Seconds,
+        time: Callable[[Ints, Ints], Seconds],
+    ) -> None:
+        self.peak = peak
+        self.i, self.j, self.limit, self.kept, self.seconds = i, j, limit, kept, seconds
+        self.time = time
+        self.last = int(j[-1])
+        self.by_i = np.argsort(i, kind="stable")
+        self.first_from = np.searchsorted(i[self.by_i], np.arange(self.last + 1))
+
+    def fastest(self, labels: int) -> list[tuple[int, int]]:
+        """The fastest plan, with so many labels in all: the number of each segment and the bytes kept before it."""
+        guide = self._guide()
+        bound, again = max(0.0, guide.bound(self.peak)), float(self.seconds.max())
+        through = self._through(guide)
+        for slack in SLACK:
+            within = bound + slack * (bound + again / 100)
+            path, seconds = self._spread(guide, through, within, labels)
+            if path:
+                break
+        if seconds <= within or labels < LABELS:
+            return path
+        other, seconds_of_other = self._spread(guide, through, seconds, labels)
+        return other if seconds_of_other < seconds else path
+
+    def _guide(self) -> _Priced:
+        """The price at which the bound is best, about.
+
+        What the cheapest plan costs is a line over the prices, and no plan is cheaper than that anywhere. Of a plan
+        that is too large it rises, of one that fits it falls: the best price is near where they meet.
+        """
+        unit = (float(self.seconds.max()) or 1.0) / max(1, self.peak)
+        large, fits = self._cheapest(1e-5 * unit), self._cheapest(1e5 * unit)
+        best = max(large, fits, key=lambda priced: priced.bound(self.peak))
+        for _ in range(PRICES):
+            if not fits.kept_bytes <= self.peak < large.kept_bytes:
+                break
+            price = (fits.seconds - large.seconds) / (large.kept_bytes - fits.kept_bytes)
+            found = self._cheapest(price)
+            best = max(best, found, key=lambda priced: priced.bound(self.peak))
+            if found.bound(self.peak) >= (1 - CLOSE) * (fits.seconds + price * (fits.kept_bytes - self.peak)):
+                break
+            large, fits = (found, fits) if found.kept_bytes > self.peak else (large, found)
+        return best
+
+    def _cheapest(self, price: float) -> _Priced:
+        """The cheapest plan at a price."""
+        costs, ends = (price * self.kept + self.seconds)[self.by_i], self.j[self.by_i]
+        rest = np.full(self.last + 1, np.inf)
+        rest[-1] = 0.0
+        choices = np.zeros(self.last, np.int64)
+        for i in range(self.last - 1, -1, -1):
+            first, stop = self.first_from[i], self.first_from[i + 1]
+            if first < stop:
+                totals = costs[first:stop] + rest[ends[first:stop]]
+                choices[i] = first + totals.argmin()
+                rest[i] = totals[choices[i] - first]
+        cut, kept_bytes = 0, 0.0
+        while cut < self.last:
+            way = self.by_i[choices[cut]]
+            cut, kept_bytes = int(self.j[way]), kept_bytes + float(self.kept[way])
+        return _Priced(price, rest, kept_bytes)
+
+    def _through(self, guide: _Priced) -> Seconds:
+        """For each segment, the time that no plan with it is below."""
+        costs = guide.price * self.kept + self.seconds
+        before = np.full(self.last + 1, np.inf)
+        before[0] = 0.0
+        for j, here in self._ends(np.arange(len(self.j))):
+            before[j] = (before[self.i[here]] + costs[here]).min()
+        return before[self.i] + costs + guide.rest[self.j] - guide.price * self.peak
+
+    def _ends(self, ways: Ints) -> Iterator[tuple[int, Ints]]:
+        """Those of the segments that end at each cut, cut by cut."""
+        edges = np.searchsorted(self.j[ways], np.arange(1, self.last + 2))
+        for j in range(1, self.last + 1):
+            if edges[j - 1] < edges[j]:
+                yield j, ways[edges[j - 1] : edges[j]]
+
+    def _spread(
+        self, guide: _Priced, through: Seconds, within: float, labels: int
+    ) -> tuple[list[tuple[int, int]], float]:
+        """The fastest plan of those that the guide gives so many seconds, if there is one, and its time."""
+        count = max(8, labels // (self.last + 1))
+        kept = np.full((self.last + 1, count), NEVER)
+        seconds = np.full(kept.shape, np.inf)
+        parents = np.zeros((*kept.shape, 2), np.int64)  # a segment, and the label that it starts from
+        costs = np.full(kept.shape, np.inf)  # seconds and the price of the bytes
+        kept[0, 0], seconds[0, 0], costs[0, 0] = 0, 0.0, 0.0
+        # What is left for what comes before each segment, if the segment takes as little time as it may.
+        left = within + guide.price * self.peak - guide.rest[self.j] - guide.price * self.kept - self.seconds
+        for j, here in self._ends(np.flatnonzero(through <= within)):
+            i = self.i[here]
+            way, label = np.nonzero((kept[i] <= self.limit[here, None]) & (costs[i] <= left[here, None]))
+            way = here[way]
+            before = kept[self.i[way], label]
+            after = before + self.kept[way]
+            taken = seconds[self.i[way], label] + self.time(way, before)
+            estimates = taken + guide.price * (after - self.peak) + guide.rest[j]
+            promising = np.flatnonzero(estimates <= within)
+            front = promising[_front(after[promising], taken[promising])]
+            best = front[_thinned(estimates[front], count)]
+            kept[j, : len(best)], seconds[j, : len(best)] = after[best], taken[best]
+            costs[j, : len(best)] = taken[best] + guide.price * after[best]
+            parents[j, : len(best)] = np.column_stack([way[best], label[best]])
+        path: list[tuple[int, int]] = []
+        cut, place = self.last, int(seconds[-1].argmin())
+        while cut > 0 and seconds[cut, place] < np.inf:
+            number, place = (int(n) for n in parents[cut, place])
+            cut = int(self.i[number])
+            path.append((number, int(kept[cut, place])))
+        return path[::-1], float(seconds[-1].min())
+
+
+def _front(kept: Ints, seconds: Seconds) -> NDArray[np.intp]:
+    """Indices of labels that no other beats in both, by ascending bytes."""
+    order = np.argsort(kept, kind="stable")
+    lowest = np.minimum.accumulate(seconds[order])
+    front = order[np.concatenate([[True], lowest[1:] < lowest[:-1]])[: len(order)]]
+    return front[np.concatenate([np.diff(kept[front]) > 0, [True]])[: len(front)]]  # of equals, the last is fastest
+
+
+def _thinned(estimates: Seconds, limit: int) -> NDArray[np.intp]:
+    """At most ``limit`` indices, ascending: most of them promise the most, the others are spread evenly."""
+    if len(estimates) <= limit:
+        return np.arange(len(estimates))
+    most = limit * 7 // 8
+    promising = np.argpartition(estimates, most)[:most]
+    return np.union1d(promising, np.linspace(0, len(estimates) - 1, limit - most).astype(np.intp))
