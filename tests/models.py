@@ -141,6 +141,51 @@ class Frozen(nn.Module):
         return self.tail(self.trained(self.frozen(x)) + self.calls)
 
 
+class ViewsWithoutGrad(nn.Module):
+    """What is made under no_grad gets no gradient: views, which say that they require it, and one of several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        with torch.no_grad():
+            column, weight = x[:, :1], self.second.weight.t()
+            left, right = x.chunk(2, 1)
+            ordered = x.sort(-1).values
+        return self.second(x) * column + ordered @ weight + torch.cat([right, left], 1)
+
+
+class Unused(nn.Module):
+    """Random draws and statistics whose results nobody needs, but which leave their mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        self.norm(F.dropout(x, 0.5, self.training))
+        torch.rand(3)
+        return F.dropout(self.second(x), 0.5, self.training)
+
+
+class WrittenResult(nn.Module):
+    """One of an operator's results is written in place, by an operation with a mask to be made again, and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(6, 6, batch_first=True)
+
+    def forward(self, x):
+        x, _ = self.layer(x.unsqueeze(1) * 2)
+        return F.dropout(x, 0.3, self.training, inplace=True), torch.sin(x)
+
+
 class SizesAsTensors(nn.Module):
     """Sizes that meet tensors where no number may stand, and move between devices as tensors do."""
 
@@ -184,15 +229,22 @@ def images(batch: int = 4, size: int = 8) -> torch.Tensor:
     return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
+def rows() -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(2))
+
+
 CASES = {
     "residual": (Residual, lambda: (images(),)),
     "residual out of place": (lambda: Residual(inplace=False), lambda: (images(),)),
     "dense": (Dense, lambda: (images(),)),
     "attention": (Attention, lambda: (torch.arange(20).reshape(2, 10) % 11,)),
-    "outputs": (Outputs, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
-    "shared": (Shared, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
+    "outputs": (Outputs, lambda: (rows(),)),
+    "shared": (Shared, lambda: (rows(),)),
     "without grad": (WithoutGrad, lambda: (images(),)),
-    "sizes as tensors": (SizesAsTensors, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
-    "in objects": (InObjects, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
+    "views without grad": (ViewsWithoutGrad, lambda: (rows(),)),
+    "unused": (Unused, lambda: (rows(),)),
+    "written result": (WrittenResult, lambda: (rows(),)),
+    "sizes as tensors": (SizesAsTensors, lambda: (rows(),)),
+    "in objects": (InObjects, lambda: (rows(),)),
     "frozen": (Frozen, lambda: (images(),)),
 }

@@ -55,6 +55,11 @@ class Record:
     layouts: list[tuple[Any, ...]] = field(default_factory=list)  # per tensor argument: type, shape, strides, dense
     random: bool = False
 
+    @property
+    def in_place(self) -> bool:
+        """Whether it writes what it was given."""
+        return bool(self.writes_external) or any(value in self.reads for value in self.writes)
+
 
 @dataclass
 class Observation:

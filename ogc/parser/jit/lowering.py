@@ -92,6 +92,9 @@ class Lowering:
         sizes = outputs[len(outputs) - len(self.watch.decisions) :]
         for size, decision in zip(sizes, self.watch.decisions, strict=True):
             self._compare(size, decision.number)
+        for mark in outputs[len(outputs) - beside : len(outputs) - len(sizes)]:
+            if isinstance(mark, torch.fx.Node):  # of a call that is kept in the trace; a leaf's is None
+                self.graph.erase_node(mark)
         self.graph.output(outputs[: len(outputs) - beside])
         self.graph.lint()
 
@@ -150,9 +153,7 @@ class Lowering:
             if isinstance(packed, (list, tuple)):
                 self.values[value.debugName()] = packed[index]
                 continue
-            item = self._item(packed, index)
-            self.requires_grad[item] = bool(value.requires_grad())
-            self.values[value.debugName()] = item
+            self.values[value.debugName()] = self._without_grad(self._item(packed, index), value)
 
     def _item(self, packed: torch.fx.Node, index: int) -> torch.fx.Node:
         item = self.graph.call_function(operator.getitem, (packed, index))
@@ -204,11 +205,9 @@ class Lowering:
         call.meta.update(origin(node))
         outputs = list(node.outputs())
         if len(outputs) != 1:
+            self.requires_grad[call] = any(self.requires_grad.get(x, False) for x in call.all_input_nodes)
             for index, value in enumerate(outputs):
-                item = self.graph.call_function(operator.getitem, (call, index))
-                item.meta.update(call.meta)
-                self.requires_grad[item] = bool(value.requires_grad())
-                self.values[value.debugName()] = item
+                self.values[value.debugName()] = self._without_grad(self._item(call, index), value)
             return
         if str(outputs[0].type()) in ("int", "bool", "float"):
             self.scalars.add(call)
@@ -248,7 +247,7 @@ class Lowering:
         kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         return self.graph.call_function(torch.ops.aten.scalar_tensor.default, (found,), kind)
 
-    def _without_grad(self, call: torch.fx.Node, output: Any, is_convolution: bool) -> torch.fx.Node:
+    def _without_grad(self, call: torch.fx.Node, output: Any, is_convolution: bool = False) -> torch.fx.Node:
         """The call, detached where the traced forward ran it under ``no_grad``."""
         wants = any(self.requires_grad.get(x, False) for x in call.all_input_nodes)
         if is_convolution:

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ...errors import ParseError
 from ...leaf import Leaf
-from ...program import TENSOR, TensorSpec, storage_of, tensor_leaves
+from ...program import LIVE_ARGUMENTS, TENSOR, TensorSpec, storage_of, tensor_leaves
 from .places import scope_name, user_line
 
 _NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "item", "tolist", "numpy"]
@@ -52,7 +53,8 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         calls: the calls of leaves, in order.
-        marks: a tensor for each of them, whose being returned keeps the call in the trace.
+        marks: a tensor for each of them, and for each call that draws random numbers or writes running statistics,
+            whose being returned keeps the call in the trace.
         decisions: the Python numbers that were made of sizes.
         unclear: where sizes became anything else, or Python looked at layouts.
         convolution_grad: for each convolution, whether gradients were on.
@@ -87,9 +89,18 @@ class Watch(TorchFunctionMode):
             self._look(name, args)
         self.check(args, kwargs)
         call = partial(self._harmlessly, function) if name in _INDEX_METHODS else function
+        random = random_states()
         result = call(*args, **kwargs)
+        if not self.leaf:
+            if name in LIVE_ARGUMENTS or not all(map(torch.equal, random, random_states())):
+                self._keep(result)
+            result = _without_false_grad(result)
         self._note(result)
         return result
+
+    def _keep(self, result: Any) -> None:
+        """Mark a call that does more than it returns: the trace drops what nothing that it returns depends on."""
+        self.marks += [tensor.new_empty(0, dtype=torch.bool) for tensor in tensor_leaves(result)[:1]]
 
     def _look(self, name: str, args: Any) -> None:
         if name in _LAYOUT_METHODS and args and origins(args[0]):
@@ -216,6 +227,18 @@ class Watch(TorchFunctionMode):
                 f"{next(iter(self.writes_without_grad.values()))}; make it out of place",
                 {module: f"{place} under no_grad" for module, place in self.writes_without_grad.items()},
             )
+
+
+def random_states() -> list[torch.Tensor]:
+    """The states of the generators that a forward may draw from."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def _without_false_grad(result: Any) -> Any:
+    """Views made under ``no_grad`` without the ``requires_grad`` of their base, which they report but do not have."""
+    if torch.is_grad_enabled():
+        return result
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach() if t._is_view() and t.is_leaf else t, result)
 
 
 def _is_in_place(name: str) -> bool:
