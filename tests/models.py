@@ -186,6 +186,21 @@ class WrittenResult(nn.Module):
         return F.dropout(x, 0.3, self.training, inplace=True), torch.sin(x)
 
 
+class Cumulative(nn.Module):
+    """Written in place by an operator that would give a result of another memory format out of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+
+    def forward(self, x):
+        x = x.contiguous(memory_format=torch.channels_last)
+        for layer in self.layers:
+            x = layer(x * 0.5)
+            x.cumsum_(-1)
+        return torch.sin(x)
+
+
 class SizesAsTensors(nn.Module):
     """Sizes that meet tensors where no number may stand, and move between devices as tensors do."""
 
@@ -244,6 +259,7 @@ CASES = {
     "views without grad": (ViewsWithoutGrad, lambda: (rows(),)),
     "unused": (Unused, lambda: (rows(),)),
     "written result": (WrittenResult, lambda: (rows(),)),
+    "cumulative": (Cumulative, lambda: (images(),)),
     "sizes as tensors": (SizesAsTensors, lambda: (rows(),)),
     "in objects": (InObjects, lambda: (rows(),)),
     "frozen": (Frozen, lambda: (images(),)),

@@ -67,7 +67,7 @@ class Counts(nn.Module):
         self.calls += 1
         y = x * self.mean + self.calls
         with torch.no_grad():
-            self.mean.mul_(0.9).add_(x.detach().flatten(0, -2).mean(0), alpha=0.1)
+            self.mean.mul_(0.9).add_(x.flatten(0, -2).mean(0), alpha=0.1)
         return y
 
 
@@ -281,7 +281,9 @@ RULES = [
     *_rules(dims(1), "torch.cat([{a}, {b}], -1)", "torch.cat([{b}, {a}, {b}])", "torch.stack([{a}, {b}], 1).amax(1)"),
     *_rules(dims(0), "{a} + {b}.mean()", "{a} * {b}.sum().sigmoid()", other="any"),
     # integers
-    *_rules(whole, "{a}.float()", "{a} + 1", "{a} % 3", "F.one_hot({a} % 4, 4).float()", "({a} > 1).float()", "{a}[:1]"),
+    *_rules(
+        whole, "{a}.float()", "{a} + 1", "{a} % 3", "F.one_hot({a} % 4, 4).float()", "({a} > 1).float()", "{a}[:1]"
+    ),
     *_rules(whole, "{b}.flatten()[({a} % {b}.numel())]", "({a} % 2).sum() * {b}", other="any"),
     *_rules(whole, "{a}.add_(1)", "{a}[..., :1] = 2", writes=True),
     # in place

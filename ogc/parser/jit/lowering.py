@@ -153,7 +153,11 @@ class Lowering:
             if isinstance(packed, (list, tuple)):
                 self.values[value.debugName()] = packed[index]
                 continue
-            self.values[value.debugName()] = self._without_grad(self._item(packed, index), value)
+            item = self._item(packed, index)
+            if self.requires_grad.get(packed, False) and not value.requires_grad() and _is_floating(value):
+                item = self._detached(item, packed)
+            self.requires_grad[item] = bool(value.requires_grad())
+            self.values[value.debugName()] = item
 
     def _item(self, packed: torch.fx.Node, index: int) -> torch.fx.Node:
         item = self.graph.call_function(operator.getitem, (packed, index))
@@ -204,14 +208,16 @@ class Lowering:
         call = self.graph.call_function(overload, tuple(args), kwargs)
         call.meta.update(origin(node))
         outputs = list(node.outputs())
+        self._settle_grad(call, outputs, is_convolution)
         if len(outputs) != 1:
-            self.requires_grad[call] = any(self.requires_grad.get(x, False) for x in call.all_input_nodes)
             for index, value in enumerate(outputs):
-                self.values[value.debugName()] = self._without_grad(self._item(call, index), value)
+                item = self._item(call, index)
+                self.requires_grad[item] = bool(value.requires_grad())
+                self.values[value.debugName()] = item
             return
         if str(outputs[0].type()) in ("int", "bool", "float"):
             self.scalars.add(call)
-        self._set(node, self._without_grad(call, outputs[0], is_convolution))
+        self._set(node, call)
 
     def _leaf(self, node: Any) -> None:
         packed, number = node.inputs()
@@ -247,23 +253,28 @@ class Lowering:
         kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         return self.graph.call_function(torch.ops.aten.scalar_tensor.default, (found,), kind)
 
-    def _without_grad(self, call: torch.fx.Node, output: Any, is_convolution: bool = False) -> torch.fx.Node:
-        """The call, detached where the traced forward ran it under ``no_grad``."""
-        wants = any(self.requires_grad.get(x, False) for x in call.all_input_nodes)
+    def _settle_grad(self, call: torch.fx.Node, outputs: Sequence[Any], is_convolution: bool) -> None:
+        """Detach what the call is given where the traced forward ran it under ``no_grad``."""
+        differentiable = [x for x in call.all_input_nodes if self.requires_grad.get(x, False)]
+        tensors = [value for value in outputs if isinstance(value.type(), torch._C.TensorType)]
+        has = bool(differentiable)
         if is_convolution:
             modes = self.watch.convolution_grad
-            has = wants and (self.convolutions >= len(modes) or modes[self.convolutions])
+            has = has and (self.convolutions >= len(modes) or modes[self.convolutions])
             self.convolutions += 1
-        elif isinstance(output.type(), torch._C.TensorType):
-            has = bool(output.requires_grad())
-        else:
-            has = wants
-        if wants and not has and isinstance(output.type(), torch._C.TensorType) and _is_floating(output):
-            detached = self.graph.call_function(torch.ops.aten.detach.default, (call,))
-            detached.meta.update(call.meta)
-            call = detached
+        elif tensors:
+            has = any(value.requires_grad() for value in tensors)
         self.requires_grad[call] = has
-        return call
+        if has or call.target is torch.ops.aten.detach.default or not any(map(_is_floating, tensors)):
+            return
+        for given in differentiable:
+            with self.graph.inserting_before(call):
+                call.replace_input_with(given, self._detached(given, call))
+
+    def _detached(self, tensor: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
+        detached = self.graph.call_function(torch.ops.aten.detach.default, (tensor,))
+        detached.meta.update({key: like.meta[key] for key in ("module", "source") if key in like.meta})
+        return detached
 
     def _refuse(self, node: Any) -> None:
         what = {
