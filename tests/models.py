@@ -142,7 +142,7 @@ class Frozen(nn.Module):
 
 
 class ViewsWithoutGrad(nn.Module):
-    """What is made under no_grad gets no gradient: views, which say that they require it, and one of several results."""
+    """Under no_grad nothing gets a gradient: views, which say that they require it, and one of several results."""
 
     def __init__(self) -> None:
         super().__init__()

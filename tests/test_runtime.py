@@ -365,6 +365,15 @@ def test_a_graph_weighed_for_another_device_is_refused():
         ogc.apply(model, graph, ogc.solve(graph))
 
 
+def test_an_optimized_module_may_be_optimized_again():
+    model = Residual()
+    once = ogc.optimize(model, images())
+    again = ogc.optimize(once, images(8))
+    assert type(again).__bases__ == (Residual,)
+    assert again.graph is not once.graph and again.plan.graph is again.graph
+    assert_same_training(model, again, (images(8),))
+
+
 def test_a_forward_replaced_on_the_instance_is_refused():
     model = Residual()
     model.forward = lambda x: x

@@ -264,6 +264,8 @@ class Lowering:
             self.convolutions += 1
         elif tensors:
             has = any(value.requires_grad() for value in tensors)
+        elif str(outputs[0].type()) in ("int", "bool", "float"):
+            has = False
         self.requires_grad[call] = has
         if has or call.target is torch.ops.aten.detach.default or not any(map(_is_floating, tensors)):
             return

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ParseError
 from ...leaf import Leaf
 from ...program import LIVE_ARGUMENTS, TENSOR, TensorSpec, storage_of, tensor_leaves
+from .chance import state_of_chance
 from .places import scope_name, user_line
 
 _NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "item", "tolist", "numpy"]
@@ -76,6 +77,8 @@ class Watch(TorchFunctionMode):
         self.leaf = ""  # that we are inside of
         self.given: set[int] = set()
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
+        self.chance = state_of_chance()
+        self.draws_in_python = False  # outside of leaves
         self._note(inputs)
 
     def aside(self) -> list[torch.Tensor]:
@@ -163,11 +166,13 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def inside(self, leaf: str, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """Watch the call of a leaf."""
+        self.draws_in_python |= self.chance != state_of_chance()
         self.leaf, self.given = leaf, {t.untyped_storage()._cdata for t in given}
         try:
             yield
         finally:
             self.leaf, self.given = "", set()
+            self.chance = state_of_chance()
 
     def returned(self, leaf: Leaf, new: Sequence[torch.Tensor]) -> None:
         """Note what a leaf returned."""
@@ -212,6 +217,11 @@ class Watch(TorchFunctionMode):
     def raise_if_unfaithful(self) -> None:
         """Raise OpaqueError if the trace is not the whole truth."""
         self.raise_if_leaky()
+        if self.draws_in_python or self.chance != state_of_chance():
+            raise ParseError(
+                "the forward draws from Python's or numpy's random numbers, which would be the same in every step of a "
+                "plan; draw them with torch.rand, or name the submodule that does so in leaf_modules="
+            )
         if self.numbers:
             raise OpaqueError(
                 f"the forward reads numbers out of tensors: {'; '.join(dict.fromkeys(self.numbers.values()))}. What it "
