@@ -372,10 +372,3 @@ def test_an_optimized_module_may_be_optimized_again():
     assert type(again).__bases__ == (Residual,)
     assert again.graph is not once.graph and again.plan.graph is again.graph
     assert_same_training(model, again, (images(8),))
-
-
-def test_a_forward_replaced_on_the_instance_is_refused():
-    model = Residual()
-    model.forward = lambda x: x
-    with pytest.raises(InputError, match="replaced on the instance"):
-        ogc.optimize(model, images())
