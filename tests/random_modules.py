@@ -33,7 +33,7 @@ class Branch(nn.Module):
         self.layer = nn.Linear(size, size)
 
     def forward(self, x):
-        return self.layer(x) if x.sum() > 0 else torch.tanh(self.layer(-x))
+        return self.layer(x) if x.sum() > 0 else self.layer(-x) * 2
 
 
 class Doubled(torch.autograd.Function):
@@ -497,6 +497,8 @@ class Writer:
         for instruction in recipe.instructions:
             self._follow(instruction)
         chosen = [self.names[-1 - number % len(self.names)] for number in recipe.outputs]
+        if not any(self._gets_gradient(self.values[name]) for name in chosen):
+            chosen.append(next(name for name in self.names if self._gets_gradient(self.values[name])))
         self.result = STRUCTURES[recipe.structure].format(all=", ".join(chosen), first=chosen[0])
         if len(chosen) > 1 and recipe.structure == 0:
             self.result = f"({self.result})"
@@ -533,6 +535,14 @@ class Writer:
 
     def _is_new(self, name: str) -> bool:
         return name not in self.names and isinstance(self.values.get(name), torch.Tensor)
+
+    def _gets_gradient(self, value: torch.Tensor) -> bool:
+        """Whether the value depends on the first parameter, or anything else to be trained."""
+        if not value.requires_grad or value.grad_fn is None:
+            return False
+        sources = [*self.live.parameters()]
+        gradients = torch.autograd.grad(value.sum(), sources, retain_graph=True, allow_unused=True)
+        return any(gradient is not None for gradient in gradients)
 
     def _check(self) -> None:
         for value in self.values.values():

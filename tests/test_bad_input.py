@@ -85,6 +85,20 @@ def without_gradient(self, x):
     return self.layer(x).detach()
 
 
+def writes_under_no_grad(self, x):
+    y = self.layer(x)
+    with torch.no_grad():
+        y[:, 0] = 0
+    return y
+
+
+def writes_inside_a_function_under_no_grad(self, x):
+    y = self.layer(x)
+    with torch.no_grad():
+        nn.functional.relu(y, inplace=True)
+    return y
+
+
 @torch.no_grad()
 def under_no_grad(self, x):
     return self.layer(x)
@@ -188,6 +202,14 @@ CASES = [
     Case("adds a parameter", ParseError, "makes the parameter extra; make it in __init__", optimize(), of(adds)),
     Case("no gradient", ParseError, "no output .* requires grad", optimize(), of(without_gradient)),
     Case("forward under no_grad", ParseError, "no output .* requires grad", optimize(), of(under_no_grad)),
+    Case("writes under no_grad", ParseError, "under no_grad on .*__setitem__ at", optimize(), of(writes_under_no_grad)),
+    Case(
+        "writes inside a function under no_grad",
+        ParseError,
+        "under no_grad on a tensor that requires grad: relu at .*make it out of place",
+        optimize(),
+        of(writes_inside_a_function_under_no_grad),
+    ),
     Case("no output", ParseError, "returns no tensor", optimize(), of(lambda self, x: None)),
     Case(
         "chance in Python",

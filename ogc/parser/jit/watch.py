@@ -93,8 +93,12 @@ class Watch(TorchFunctionMode):
         self.check(args, kwargs)
         call = partial(self._harmlessly, function) if name in _INDEX_METHODS else function
         random = random_states()
+        given = () if torch.is_grad_enabled() else tensor_leaves(args, kwargs)
+        versions = [(tensor, tensor._version) for tensor in given if tensor.requires_grad]
         result = call(*args, **kwargs)
         if not self.leaf:
+            if any(tensor._version != version for tensor, version in versions):
+                self.writes_without_grad.setdefault(scope_name(), f"{name} at {user_line()}")
             if name in LIVE_ARGUMENTS or not all(map(torch.equal, random, random_states())):
                 self._keep(result)
             result = _without_false_grad(result)
@@ -110,8 +114,6 @@ class Watch(TorchFunctionMode):
             self.unclear.append(f"{name} at {user_line()}")
         if name in _CONVOLUTIONS:
             self.convolution_grad.append(torch.is_grad_enabled())
-        if not torch.is_grad_enabled() and _is_in_place(name) and args and getattr(args[0], "requires_grad", False):
-            self.writes_without_grad.setdefault(scope_name(), f"{name} at {user_line()}")
 
     # -- numbers -------------------------------------------------------------------------------------------
 
@@ -249,10 +251,6 @@ def _without_false_grad(result: Any) -> Any:
     if torch.is_grad_enabled():
         return result
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach() if t._is_view() and t.is_leaf else t, result)
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
 def origins(tensor: Any) -> set[str]:
