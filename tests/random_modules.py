@@ -540,7 +540,7 @@ class Writer:
         """Whether the value depends on the first parameter, or anything else to be trained."""
         if not value.requires_grad or value.grad_fn is None:
             return False
-        sources = [*self.live.parameters()]
+        sources = [parameter for parameter in self.live.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(value.sum(), sources, retain_graph=True, allow_unused=True)
         return any(gradient is not None for gradient in gradients)
 

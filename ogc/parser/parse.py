@@ -211,7 +211,7 @@ def _trace(
             if forward is not None:
                 leaves.check_hooks(node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf))
             leaves.report()
-            if not any(traced.requires_grad):
+            if forward is None and not any(traced.requires_grad):
                 raise ParseError(
                     "no output of the model's forward requires grad, so there is no backward pass to save memory in; "
                     "take torch.no_grad() or detach() out of it"
