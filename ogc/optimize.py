@@ -11,6 +11,7 @@ from .check import check
 from .errors import InputError, PlanError
 from .graph import Graph
 from .parser import LeafModules, ParseGraph, hooked_modules, parse
+from .parser.observe import get_attribute
 from .parser.parse import call_arguments
 from .plan import Plan
 from .replan import Replanner
@@ -110,9 +111,20 @@ def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:
     return _apply(model, graph, plan, Replanner())
 
 
+def _check_made_for(model: torch.nn.Module, graph: Graph, plan: Plan) -> None:
+    if plan.graph is not None and [op.name for op in plan.graph.operations] != [op.name for op in graph.operations]:
+        raise PlanError("the plan was made for another graph; make one with ogc.solve(graph)")
+    for node in graph.program.graph.find_nodes(op="get_attr"):
+        try:
+            get_attribute(model, graph.program.constants, node.target)
+        except AttributeError:
+            raise PlanError(f"the graph was parsed from another model: this one has no {node.target}") from None
+
+
 def _apply(model: torch.nn.Module, graph: Graph, plan: Plan, planner: Replanner | None) -> torch.nn.Module:
     if graph.program is None:
         raise PlanError("the graph has no program to run; use the graph that ogc.parse returned for the model")
+    _check_made_for(model, graph, plan)
     home = next(model.parameters()).device
     if torch.device(graph.device).type != home.type:
         raise PlanError(f"the graph was weighed for {graph.device} but the model is on {home}; parse it there")

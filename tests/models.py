@@ -141,6 +141,66 @@ class Frozen(nn.Module):
         return self.tail(self.trained(self.frozen(x)) + self.calls)
 
 
+class ViewsWithoutGrad(nn.Module):
+    """Under no_grad nothing gets a gradient: views, which say that they require it, and one of several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        with torch.no_grad():
+            column, weight = x[:, :1], self.second.weight.t()
+            left, right = x.chunk(2, 1)
+            ordered = x.sort(-1).values
+        return self.second(x) * column + ordered @ weight + torch.cat([right, left], 1)
+
+
+class Unused(nn.Module):
+    """Random draws and statistics whose results nobody needs, but which leave their mark."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.second = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        assert len(self.norm(F.dropout(x, 0.5, self.training))) == len(x)
+        torch.rand(3)
+        return F.dropout(self.second(x), 0.5, self.training)
+
+
+class WrittenResult(nn.Module):
+    """One of an operator's results is written in place, by an operation with a mask to be made again, and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(6, 6, batch_first=True)
+
+    def forward(self, x):
+        x, _ = self.layer(x.unsqueeze(1) * 2)
+        return F.dropout(x, 0.3, self.training, inplace=True), torch.sin(x)
+
+
+class Cumulative(nn.Module):
+    """Written in place by an operator that would give a result of another memory format out of place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+
+    def forward(self, x):
+        x = x.contiguous(memory_format=torch.channels_last)
+        for layer in self.layers:
+            x = layer(x * 0.5)
+            x.cumsum_(-1)
+        return torch.sin(x)
+
+
 class SizesAsTensors(nn.Module):
     """Sizes that meet tensors where no number may stand, and move between devices as tensors do."""
 
@@ -184,15 +244,23 @@ def images(batch: int = 4, size: int = 8) -> torch.Tensor:
     return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(1))
 
 
+def rows() -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(2))
+
+
 CASES = {
     "residual": (Residual, lambda: (images(),)),
     "residual out of place": (lambda: Residual(inplace=False), lambda: (images(),)),
     "dense": (Dense, lambda: (images(),)),
     "attention": (Attention, lambda: (torch.arange(20).reshape(2, 10) % 11,)),
-    "outputs": (Outputs, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
-    "shared": (Shared, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
+    "outputs": (Outputs, lambda: (rows(),)),
+    "shared": (Shared, lambda: (rows(),)),
     "without grad": (WithoutGrad, lambda: (images(),)),
-    "sizes as tensors": (SizesAsTensors, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
-    "in objects": (InObjects, lambda: (torch.randn(5, 6, generator=torch.Generator().manual_seed(2)),)),
+    "views without grad": (ViewsWithoutGrad, lambda: (rows(),)),
+    "unused": (Unused, lambda: (rows(),)),
+    "written result": (WrittenResult, lambda: (rows(),)),
+    "cumulative": (Cumulative, lambda: (images(),)),
+    "sizes as tensors": (SizesAsTensors, lambda: (rows(),)),
+    "in objects": (InObjects, lambda: (rows(),)),
     "frozen": (Frozen, lambda: (images(),)),
 }

@@ -8,6 +8,7 @@ import torch
 from helpers import forced
 from models import CASES, Attention, Frozen, InObjects, Residual, Result, Shared, images
 from torch import nn
+from torch.nn import functional as F
 
 import ogc
 from ogc.allocator import peak_bytes
@@ -335,6 +336,23 @@ def test_nested_concatenations_are_made_at_once():
 def test_control_flow_on_sizes_is_fine():
     optimised = ogc.optimize(SizeBranch(), X)
     assert torch.equal(optimised(X), SizeBranch.forward(optimised, X))
+
+
+class OneHot(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.classes = classes
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.one_hot(self.layer(x).argmax(1), self.classes) * self.layer(x).sum()
+
+
+def test_the_shape_of_one_hot_is_fixed_where_the_number_of_classes_is():
+    optimised = ogc.optimize(OneHot(4), X)
+    assert torch.equal(optimised(X), OneHot.forward(optimised, X))
+    with pytest.raises(ParseError, match="one_hot, whose result has a shape that depends on the data"):
+        ogc.optimize(OneHot(-1), X)
 
 
 def test_unknown_profile_and_impossible_measurement():

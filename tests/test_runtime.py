@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from helpers import assert_same_training, forced, loss_of, random_tree, random_values
-from models import CASES, Attention, Outputs, Residual, images
+from models import CASES, Attention, Outputs, Residual, images, rows
 from torch import nn
 
 import ogc
@@ -65,6 +65,23 @@ def test_inputs_that_require_grad_get_the_same_gradient():
     model = Residual()
     x = images().requires_grad_()
     assert_same_training(model, forced(model, x), (x,))
+
+
+class WritesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x[:, 0] += self.layer(x * 2).sum(1)
+        return torch.tanh(x)
+
+
+def test_an_input_may_be_written_in_place():
+    model, x = WritesItsInput(), rows()
+    optimised, (plain, ours) = ogc.optimize(model, x), (x.clone(), x.clone())
+    assert torch.equal(model(plain), optimised(ours))
+    assert torch.equal(plain, ours) and not torch.equal(plain, x)
 
 
 def test_keyword_arguments_and_pytree_outputs():
@@ -348,8 +365,10 @@ def test_a_graph_weighed_for_another_device_is_refused():
         ogc.apply(model, graph, ogc.solve(graph))
 
 
-def test_a_forward_replaced_on_the_instance_is_refused():
+def test_an_optimized_module_may_be_optimized_again():
     model = Residual()
-    model.forward = lambda x: x
-    with pytest.raises(InputError, match="replaced on the instance"):
-        ogc.optimize(model, images())
+    once = ogc.optimize(model, images())
+    again = ogc.optimize(once, images(8))
+    assert type(again).__bases__ == (Residual,)
+    assert again.graph is not once.graph and again.plan.graph is again.graph
+    assert_same_training(model, again, (images(8),))

@@ -81,8 +81,7 @@ class Estimator:
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs)
         if key not in self.seen:
-            in_place = any(v in record.reads for v in record.writes)
-            weights = self._run(operator, *pytree.tree_flatten((args, kwargs)), in_place)
+            weights = self._run(operator, *pytree.tree_flatten((args, kwargs)), record.in_place)
             if self.elsewhere and record.internal_bytes:
                 weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
             if self.device.type == "cpu":

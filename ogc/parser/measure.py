@@ -47,7 +47,7 @@ class Measurer:
         return self.seen[key]
 
     def _run(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record, estimate: Weights) -> Weights:
-        call = _Call(node, args, kwargs, in_place=any(v in record.reads for v in record.writes))
+        call = _Call(node, args, kwargs, in_place=record.in_place)
         peak, seconds = self.measure(call.prepare, call.forward)
         weights = replace(estimate, scratch_bytes=max(0, peak - call.own_bytes()), forward_seconds=seconds)
         if call.ends() and call.starts:

@@ -31,7 +31,7 @@ from ..program import (
     tensor_leaves,
     without_autocast,
 )
-from .jit import Traced
+from .jit import Traced, set_chance, state_of_chance
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
 
@@ -54,6 +54,11 @@ class Record:
     differentiable: list[bool] = field(default_factory=list)  # per output
     layouts: list[tuple[Any, ...]] = field(default_factory=list)  # per tensor argument: type, shape, strides, dense
     random: bool = False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it writes what it was given."""
+        return bool(self.writes_external) or any(value in self.reads for value in self.writes)
 
 
 @dataclass
@@ -341,10 +346,12 @@ def _add(numbers: list[int], number: int) -> None:
 
 @contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers, attributes and all random states are afterwards as before."""
+    """Whatever runs inside, the model's buffers, attributes, members and all random states are afterwards as before."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
     attributes = [(module, _attributes(module)) for module in model.modules()]
+    tables = [(table, dict(table)) for module in model.modules() for table in _members(module)]
     random = torch.get_rng_state()
+    chance = state_of_chance()
     torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
@@ -352,14 +359,25 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_rng_state(random)
+        set_chance(chance)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
+        for table, members in tables:
+            if table != members:
+                table.clear()
+                table.update(members)
         for name, (buffer, copy) in buffers.items():
             _restore_buffer(model, name, buffer, copy)
         for module, before in attributes:
             for key in _attributes(module).keys() - before.keys():
                 del vars(module)[key]
             vars(module).update(before)
+
+
+def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """The tables of parameters and of submodules; scripted modules have none."""
+    found = vars(module).get("_parameters"), vars(module).get("_modules")
+    return [table for table in found if isinstance(table, dict)]
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def parse(
     args, kwargs = call_arguments(sample_input)
     spec, tensors = InputSpec.of(args, kwargs)
     home = check_devices(model, tensors)
-    target = torch.device(device) if device is not None else home
+    target = _device(device) if device is not None else home
     kind = _profile_kind(profile, home, target)
     with untouched(model):
         custom = custom_forward(model, parse_graph, *spec.rebuild(copies(tensors)))
@@ -110,10 +110,29 @@ def parse(
 
 def check_model(model: Any) -> None:
     """Raise InputError unless ``model`` is a module that can be optimized."""
+    if isinstance(model, type):
+        raise InputError(f"model is the class {model.__name__}; pass an instance of it")
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError("model is a torch.jit.ScriptModule; pass the eager module that it was made from")
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        kind = type(model).__name__
+        raise InputError(
+            f"model is a {kind}; optimize the module in it, model.module, and put the result into a {kind}"
+        )
+    if "_orig_mod" in model._modules or model._compiled_call_impl is not None:
+        raise InputError("model was compiled, and would run compiled instead of planned; pass it without torch.compile")
+    if torch.is_inference_mode_enabled():
+        raise InputError("nothing can be trained under torch.inference_mode(); leave it first")
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise InputError(f"parameter {name} is not initialized; call the model once on an input before")
+        if parameter.is_meta:
+            raise InputError(
+                f"parameter {name} is on the meta device, where it has no content; "
+                "move the model with model.to_empty(device=...) and initialize it first"
+            )
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(
             "no parameter of the model requires grad, so there is no backward pass to save memory in; "
@@ -128,6 +147,8 @@ def call_arguments(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(sample_input, tuple):
         return sample_input, {}
     if isinstance(sample_input, dict):
+        if strange := [key for key in sample_input if not isinstance(key, str)]:
+            raise InputError(f"the keys of a dict as sample_input must be names of arguments, not {strange[0]!r}")
         return (), sample_input
     if isinstance(sample_input, Call):
         return sample_input.args, sample_input.kwargs
@@ -152,7 +173,18 @@ def check_devices(model: torch.nn.Module, tensors: list[torch.Tensor]) -> torch.
                 f"tensor {number} of sample_input is on {tensor.device}, the model on {home}; "
                 f"move it with .to('{home}')"
             )
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"tensor {number} of sample_input is {tensor.layout}, not dense; call the model with dense ones"
+            )
     return home
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"device must be a torch.device or its name, such as 'cuda', not {device!r}") from None
 
 
 def _profile_kind(profile: str, home: torch.device, target: torch.device) -> str:
@@ -179,6 +211,11 @@ def _trace(
             if forward is not None:
                 leaves.check_hooks(node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf))
             leaves.report()
+            if forward is None and not any(traced.requires_grad):
+                raise ParseError(
+                    "no output of the model's forward requires grad, so there is no backward pass to save memory in; "
+                    "take torch.no_grad() or detach() out of it"
+                )
             return traced, state_of(model)
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..lean import out_of_place
+import torch
+
+from ..lean import Lean, out_of_place
 from ..program import TensorRef
 from .observe import Observation, Record
 
@@ -58,7 +60,14 @@ def _out_of_place(record: Record, value: int) -> Any:
     # With another type or layout among the operands, the result could get that one's.
     if record.saved_values not in ([], [value]) or len(set(record.layouts)) != 1 or not record.layouts[0][-1]:
         return None
-    return out_of_place(record.node.target)
+    twin = out_of_place(record.node.target)
+    return twin if _is_elementwise(twin) else None
+
+
+def _is_elementwise(target: Any) -> bool:
+    """Whether the result is laid out as what it is computed from; a cumulative sum, for one, is not."""
+    operator = target.operator if isinstance(target, Lean) else target
+    return torch.Tag.pointwise in getattr(operator, "tags", ()) or operator is torch.ops.aten.hardswish.default
 
 
 def _only_the_chain(

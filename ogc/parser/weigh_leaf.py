@@ -34,7 +34,7 @@ def weigh_leaf(
     home = next(model.parameters()).device
     rates = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates
     assert isinstance(node.target, Leaf)
-    call = _Call(node.target, args, in_place=any(v in record.reads for v in record.writes))
+    call = _Call(node.target, args, in_place=record.in_place)
     with untouched(model):
         call.prepare()
         forward = metered(rates, call.forward)

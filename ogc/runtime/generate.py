@@ -103,18 +103,22 @@ class _Layout:
         run = self.schedule.runs[number]
         executed = {self.operations[t] for t in run.program}
         ends = [*self.wanted[number], *(node for node, _, _ in self.fills(number))]
-        pending = [*executed, *ends]
         used = dict.fromkeys(ends)
+        pending: list[tuple[torch.fx.Node, int]] = []  # what is used, and where
+
+        def use_inputs(node: torch.fx.Node) -> None:
+            inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
+            used.update(dict.fromkeys(inputs))
+            pending.extend((n, self.position[node]) for n in inputs)
+
+        for t in run.program:
+            use_inputs(self.operations[t])
+        pending += [(node, len(self.operations)) for node in ends]
         while pending:
-            node = pending.pop()
-            if node not in executed and self._is_own_view(number, node):
+            node, user = pending.pop()
+            if node not in executed and self._is_own_view(number, node, user):
                 executed.add(node)
-                pending.append(node)
-                continue
-            if node in executed:
-                inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
-                used.update(dict.fromkeys(inputs))
-                pending.extend(n for n in inputs if n not in executed)
+                use_inputs(node)
         self.nodes[number] = sorted(executed, key=self.position.__getitem__)
         for node in sorted((n for n in used if n not in executed), key=lambda n: self.position.get(n, -1)):
             source = self._source(number, node)
@@ -128,14 +132,14 @@ class _Layout:
     def _value(self, node: torch.fx.Node) -> int | None:
         return self.program.storages.get(TensorRef(node.name, 0))
 
-    def _is_own_view(self, number: int, node: torch.fx.Node) -> bool:
-        """Whether the node is a view of a value that the run makes."""
+    def _is_own_view(self, number: int, node: torch.fx.Node, user: int) -> bool:
+        """Whether the node is a view of a value that the run makes, or has made so far where ``user`` needs it."""
         t, value = self.position.get(node, -1), self._value(node)
         if t < 0 or value is None or self.graph.operations[t].writes:
             return False
         leaf = node.target if isinstance(node.target, Leaf) else None
         again = self.graph.operations[t].replayable if leaf is None else leaf.view is not None
-        return again and value in self.schedule.runs[number].made
+        return again and (value in self.schedule.runs[number].made or user <= self.graph.last_writes[value])
 
     def fills(self, number: int) -> list[tuple[torch.fx.Node, int, Any]]:
         """Slots of operations that do not run again: (node of the tensor they saved, slot, layout)."""

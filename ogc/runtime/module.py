@@ -28,7 +28,7 @@ def optimized_module(
             "put the replacement into a subclass"
         )
     runner = Runner(model, graph, plan, planner)
-    original = type(model)
+    original = getattr(type(model), "_ogc_original", type(model))  # an optimized module may be optimized again
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         variant = runner.select(self, args, kwargs)
@@ -50,6 +50,7 @@ def optimized_module(
         return twin
 
     members: dict[str, Any] = {
+        "_ogc_original": original,
         "forward": forward,
         "__reduce_ex__": lambda self, protocol: refuse_pickling(self),
         "__deepcopy__": deep_copy,
@@ -57,7 +58,7 @@ def optimized_module(
         "__doc__": original.__doc__,
     }
     for name, value in (("plan", plan), ("graph", graph), ("code", runner.generated.source)):
-        if hasattr(model, name):
+        if hasattr(original, name) or name in vars(model):
             log.warning("the model has an attribute %r of its own; the optimized module's %r is not set", name, name)
         else:
             members[name] = value

@@ -92,6 +92,9 @@ class Lowering:
         sizes = outputs[len(outputs) - len(self.watch.decisions) :]
         for size, decision in zip(sizes, self.watch.decisions, strict=True):
             self._compare(size, decision.number)
+        for mark in outputs[len(outputs) - beside : len(outputs) - len(sizes)]:
+            if isinstance(mark, torch.fx.Node):  # of a call that is kept in the trace; a leaf's is None
+                self.graph.erase_node(mark)
         self.graph.output(outputs[: len(outputs) - beside])
         self.graph.lint()
 
@@ -150,9 +153,8 @@ class Lowering:
             if isinstance(packed, (list, tuple)):
                 self.values[value.debugName()] = packed[index]
                 continue
-            item = self._item(packed, index)
-            self.requires_grad[item] = bool(value.requires_grad())
-            self.values[value.debugName()] = item
+            item, has = self._item(packed, index), bool(value.requires_grad())
+            self.values[value.debugName()] = self._without_grad(item, packed, value, has)
 
     def _item(self, packed: torch.fx.Node, index: int) -> torch.fx.Node:
         item = self.graph.call_function(operator.getitem, (packed, index))
@@ -203,16 +205,15 @@ class Lowering:
         call = self.graph.call_function(overload, tuple(args), kwargs)
         call.meta.update(origin(node))
         outputs = list(node.outputs())
+        self._settle_grad(call, outputs, is_convolution)
         if len(outputs) != 1:
             for index, value in enumerate(outputs):
-                item = self.graph.call_function(operator.getitem, (call, index))
-                item.meta.update(call.meta)
-                self.requires_grad[item] = bool(value.requires_grad())
-                self.values[value.debugName()] = item
+                has = bool(value.requires_grad())
+                self.values[value.debugName()] = self._without_grad(self._item(call, index), call, value, has)
             return
         if str(outputs[0].type()) in ("int", "bool", "float"):
             self.scalars.add(call)
-        self._set(node, self._without_grad(call, outputs[0], is_convolution))
+        self._set(node, self._without_grad(call, call, outputs[0], self.requires_grad[call]))
 
     def _leaf(self, node: Any) -> None:
         packed, number = node.inputs()
@@ -248,23 +249,38 @@ class Lowering:
         kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         return self.graph.call_function(torch.ops.aten.scalar_tensor.default, (found,), kind)
 
-    def _without_grad(self, call: torch.fx.Node, output: Any, is_convolution: bool) -> torch.fx.Node:
-        """The call, detached where the traced forward ran it under ``no_grad``."""
-        wants = any(self.requires_grad.get(x, False) for x in call.all_input_nodes)
+    def _settle_grad(self, call: torch.fx.Node, outputs: Sequence[Any], is_convolution: bool) -> None:
+        """Note whether results require grad; what is written under ``no_grad`` must not begin to."""
+        differentiable = [x for x in call.all_input_nodes if self.requires_grad.get(x, False)]
+        has = bool(differentiable) and str(outputs[0].type()) not in ("int", "bool", "float")
         if is_convolution:
             modes = self.watch.convolution_grad
-            has = wants and (self.convolutions >= len(modes) or modes[self.convolutions])
+            has = has and (self.convolutions >= len(modes) or modes[self.convolutions])
             self.convolutions += 1
-        elif isinstance(output.type(), torch._C.TensorType):
-            has = bool(output.requires_grad())
-        else:
-            has = wants
-        if wants and not has and isinstance(output.type(), torch._C.TensorType) and _is_floating(output):
-            detached = self.graph.call_function(torch.ops.aten.detach.default, (call,))
-            detached.meta.update(call.meta)
-            call = detached
+        elif all(isinstance(value.type(), torch._C.TensorType) for value in outputs):
+            has = any(value.requires_grad() for value in outputs)
         self.requires_grad[call] = has
-        return call
+        if not has and call.target._schema.is_mutable:  # type: ignore[union-attr]
+            for given in differentiable:
+                with self.graph.inserting_before(call):
+                    call.replace_input_with(given, self._detached(given, call))
+
+    def _without_grad(self, result: torch.fx.Node, call: torch.fx.Node, value: Any, has: bool) -> torch.fx.Node:
+        """A result of ``call``, detached where the traced forward had it without gradient.
+
+        The call itself runs with gradients all the same: kernels are chosen by what requires them.
+        """
+        wants = any(self.requires_grad.get(x, False) for x in call.all_input_nodes)
+        is_detached = call.target is torch.ops.aten.detach.default
+        if wants and not has and not is_detached and isinstance(value.type(), torch._C.TensorType):
+            result = self._detached(result, call) if _is_floating(value) else result
+        self.requires_grad[result] = has
+        return result
+
+    def _detached(self, tensor: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
+        detached = self.graph.call_function(torch.ops.aten.detach.default, (tensor,))
+        detached.meta.update({key: like.meta[key] for key in ("module", "source") if key in like.meta})
+        return detached
 
     def _refuse(self, node: Any) -> None:
         what = {

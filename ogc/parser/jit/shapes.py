@@ -50,6 +50,8 @@ def depends_on_data(node: Any) -> bool:
     """Whether another input of the same shape may give a result of another shape."""
     if not node.kind().startswith("aten::") or not _has_dynamic_shape(node.schema()):
         return False
+    if node.kind() == "aten::one_hot":
+        return list(node.inputs())[1].toIValue() == -1  # else the number of classes is given
     if node.kind() != "aten::index":
         return True
     indices = list(node.inputs())[1].node().inputs()

@@ -81,6 +81,7 @@ def trace(
         torch._C._jit_pass_inline(jit_graph)  # scripted functions
         torch._C._jit_pass_peephole(jit_graph, True)  # makes one of nested concatenations
     watch.raise_if_unfaithful()
+    _refuse_new_parameters(model, state)
     _refuse_new_buffers(model, buffers, leaves)
     refuse_shapes_of_data(jit_graph, watch.decisions, len(flat.outputs))
     assert flat.output_spec is not None
@@ -99,6 +100,18 @@ def forward_alone(
         flat(*tensors)
     assert flat.output_spec is not None
     return flat.output_spec, flat.outputs
+
+
+def _refuse_new_parameters(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> None:
+    after = dict(model.named_parameters())
+    for name in [*before, *after]:
+        if name not in after and isinstance(before[name], torch.nn.Parameter):
+            raise ParseError(f"the forward takes the parameter {name} out of the model; make it keep its parameters")
+        if after.get(name) is not before.get(name) and name in after:
+            raise ParseError(
+                f"the forward makes the parameter {name}; make it in __init__, or call the model once before it is "
+                "optimized if it is made in the first call alone"
+            )
 
 
 def _refuse_new_buffers(model: torch.nn.Module, before: dict[str, torch.Tensor], leaves: Collection[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...leaf import Leaf
-from ...program import OutputSpec
+from ...program import LIVE_ARGUMENTS, OutputSpec, operator_name
 
 
 @dataclass(frozen=True)
@@ -49,5 +49,7 @@ def without_decisions(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 def _has_effects(node: torch.fx.Node) -> bool:
     schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
-    changes = bool(schema and schema.is_mutable) or isinstance(node.target, Leaf)
+    changes = (
+        bool(schema and schema.is_mutable) or isinstance(node.target, Leaf) or operator_name(node) in LIVE_ARGUMENTS
+    )
     return changes or torch.Tag.nondeterministic_seeded in tags

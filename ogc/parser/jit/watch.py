@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ...errors import ParseError
 from ...leaf import Leaf
-from ...program import TENSOR, TensorSpec, storage_of, tensor_leaves
+from ...program import LIVE_ARGUMENTS, TENSOR, TensorSpec, storage_of, tensor_leaves
+from .chance import state_of_chance
 from .places import scope_name, user_line
 
 _NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "item", "tolist", "numpy"]
@@ -52,7 +54,8 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         calls: the calls of leaves, in order.
-        marks: a tensor for each of them, whose being returned keeps the call in the trace.
+        marks: a tensor for each of them, and for each call that draws random numbers or writes running statistics,
+            whose being returned keeps the call in the trace.
         decisions: the Python numbers that were made of sizes.
         unclear: where sizes became anything else, or Python looked at layouts.
         convolution_grad: for each convolution, whether gradients were on.
@@ -74,6 +77,8 @@ class Watch(TorchFunctionMode):
         self.leaf = ""  # that we are inside of
         self.given: set[int] = set()
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
+        self.chance = state_of_chance()
+        self.draws_in_python = False  # outside of leaves
         self._note(inputs)
 
     def aside(self) -> list[torch.Tensor]:
@@ -87,17 +92,28 @@ class Watch(TorchFunctionMode):
             self._look(name, args)
         self.check(args, kwargs)
         call = partial(self._harmlessly, function) if name in _INDEX_METHODS else function
+        random = random_states()
+        given = () if torch.is_grad_enabled() else tensor_leaves(args, kwargs)
+        versions = [(tensor, tensor._version) for tensor in given if tensor.requires_grad]
         result = call(*args, **kwargs)
+        if not self.leaf:
+            if any(tensor._version != version for tensor, version in versions):
+                self.writes_without_grad.setdefault(scope_name(), f"{name} at {user_line()}")
+            if name in LIVE_ARGUMENTS or not all(map(torch.equal, random, random_states())):
+                self._keep(result)
+            result = _without_false_grad(result)
         self._note(result)
         return result
+
+    def _keep(self, result: Any) -> None:
+        """Mark a call that does more than it returns: the trace drops what nothing that it returns depends on."""
+        self.marks += [tensor.new_empty(0, dtype=torch.bool) for tensor in tensor_leaves(result)[:1]]
 
     def _look(self, name: str, args: Any) -> None:
         if name in _LAYOUT_METHODS and args and origins(args[0]):
             self.unclear.append(f"{name} at {user_line()}")
         if name in _CONVOLUTIONS:
             self.convolution_grad.append(torch.is_grad_enabled())
-        if not torch.is_grad_enabled() and _is_in_place(name) and args and getattr(args[0], "requires_grad", False):
-            self.writes_without_grad.setdefault(scope_name(), f"{name} at {user_line()}")
 
     # -- numbers -------------------------------------------------------------------------------------------
 
@@ -152,11 +168,13 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def inside(self, leaf: str, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """Watch the call of a leaf."""
+        self.draws_in_python |= self.chance != state_of_chance()
         self.leaf, self.given = leaf, {t.untyped_storage()._cdata for t in given}
         try:
             yield
         finally:
             self.leaf, self.given = "", set()
+            self.chance = state_of_chance()
 
     def returned(self, leaf: Leaf, new: Sequence[torch.Tensor]) -> None:
         """Note what a leaf returned."""
@@ -201,6 +219,11 @@ class Watch(TorchFunctionMode):
     def raise_if_unfaithful(self) -> None:
         """Raise OpaqueError if the trace is not the whole truth."""
         self.raise_if_leaky()
+        if self.draws_in_python or self.chance != state_of_chance():
+            raise ParseError(
+                "the forward draws from Python's or numpy's random numbers, which would be the same in every step of a "
+                "plan; draw them with torch.rand, or name the submodule that does so in leaf_modules="
+            )
         if self.numbers:
             raise OpaqueError(
                 f"the forward reads numbers out of tensors: {'; '.join(dict.fromkeys(self.numbers.values()))}. What it "
@@ -218,8 +241,16 @@ class Watch(TorchFunctionMode):
             )
 
 
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+def random_states() -> list[torch.Tensor]:
+    """The states of the generators that a forward may draw from."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def _without_false_grad(result: Any) -> Any:
+    """Views made under ``no_grad`` without the ``requires_grad`` of their base, which they report but do not have."""
+    if torch.is_grad_enabled():
+        return result
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach() if t._is_view() and t.is_leaf else t, result)
 
 
 def origins(tensor: Any) -> set[str]:
