@@ -96,9 +96,9 @@ class Search:
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that recompute for at most ``seconds``."""
         low, high = self.least_peak.peak_bytes, self._saved.peak_bytes
-        for _ in range(9):
+        for labels in (ROUGH_LABELS,) * 5 + (LABELS,) * 4:
             middle = int(np.sqrt(float(low) * high))
-            here = self._at(middle)
+            here = self._at(middle, labels)
             low, high = (low, middle) if here is not None and here.seconds <= seconds else (middle, high)
         return min((c for c in (self.least_peak, *self.seen.values()) if c.seconds <= seconds), default=None)
 
