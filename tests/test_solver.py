@@ -308,6 +308,19 @@ def test_a_budget_is_kept_with_little_recomputation(budget, size):
     assert ogc.solve(GIB, memory_budget=size // 2).overhead > plan.overhead
 
 
+def test_what_is_costly_to_make_is_kept_and_the_rest_runs_again():
+    def operation(t):
+        before = (t - 1,) if t else ()
+        return Operation(f"op{t}", reads=before, writes=(t,), saves=before, forward_seconds=1.0 if t % 2 else 10.0)
+
+    operations = tuple(map(operation, range(40)))
+    graph = Graph(operations, tuple(Value(f"v{t}", 64 if t % 2 else 8) for t in range(40)))
+    plan = ogc.solve(graph, memory_budget=0.45)
+    again = {t for run in Schedule(graph, plan.segments).runs[1:] for t in run.program}
+    assert any(segment.kept for segment in plan.segments)
+    assert again and all(t % 2 for t in again)
+
+
 def test_a_budget_that_the_plain_model_meets_costs_nothing():
     for budget in (1.0, "30GiB", 31 * 2**30):
         plan = ogc.solve(GIB, memory_budget=budget)
