@@ -259,8 +259,10 @@ CASES = [
     ),
     *(
         Case(f"max_overhead={wish!r}", InputError, f"such as 0.2.*not {wish!r}", optimize(max_overhead=wish))
-        for wish in [-0.1, True, float("nan")]
+        for wish in [-0.1, True, float("nan"), "20%"]
     ),
+    Case("solve a model", InputError, "must be a Graph, as ogc.parse", lambda model: ogc.solve(model)),
+    Case("frontier of a model", InputError, "must be a Graph, as ogc.parse", lambda model: ogc.frontier(model)),
     Case("two wishes", InputError, "not both", optimize(memory_budget=0.5, max_overhead=0.2)),
     Case(
         "too small a budget",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, SolveError
 from ..graph import Graph, table
@@ -55,14 +55,16 @@ def solve(
         plan of a reference solver is returned even where the plain model needs less.
 
     Raises:
-        InputError: a wish is of the wrong kind, both are given, or the solver is unknown or takes no wish.
+        InputError: a wish is of the wrong kind, both are given, the solver is unknown or takes no wish, or this
+            is no graph.
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
+    _check_graph(graph)
     if solver != "optimal":
         return _reference_plan(graph, solver, memory_budget is not None or max_overhead is not None)
     if memory_budget is not None and max_overhead is not None:
         raise InputError("give memory_budget or max_overhead, not both: each is bounded as the other allows")
-    if max_overhead is not None and (isinstance(max_overhead, bool) or not max_overhead >= 0):
+    if max_overhead is not None and not (_is_number(max_overhead) and max_overhead >= 0):
         raise InputError(f"max_overhead must be a share of the plain step's time, such as 0.2, not {max_overhead!r}")
     plain = plain_plan(graph)
     budget = None if memory_budget is None else bytes_of(memory_budget, plain.peak_bytes)
@@ -151,6 +153,7 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
     Returns:
         The plans, by ascending peak and descending overhead; hand any of them to :func:`ogc.apply`.
     """
+    _check_graph(graph)
     plain = plain_plan(graph)
     if not len(graph):
         return Frontier((plain,))
@@ -160,6 +163,17 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
         search.fastest(peak)
     found = [_plan_of(graph, c, plain) for c in search.curve(points)]
     return Frontier((*(plan for plan in found if plan.peak_bytes < plain.peak_bytes), plain))
+
+
+def _check_graph(graph: Any) -> None:
+    if not isinstance(graph, Graph):
+        raise InputError(
+            f"graph must be a Graph, as ogc.parse(model, sample_input) returns, not {type(graph).__name__}"
+        )
+
+
+def _is_number(wish: Any) -> bool:
+    return isinstance(wish, (int, float)) and not isinstance(wish, bool)
 
 
 def bytes_of(budget: Budget, plain: int) -> int:
@@ -177,7 +191,7 @@ def bytes_of(budget: Budget, plain: int) -> int:
         if found is None:
             raise wrong
         return int(float(found[1]) * UNITS[found[2] or ""])
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
+    if not _is_number(budget) or not budget > 0:
         raise wrong
     if isinstance(budget, int):
         return budget
