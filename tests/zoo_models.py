@@ -26,8 +26,20 @@ def family(name: str) -> dict[str, Build]:
 
 # -- torchvision ----------------------------------------------------------------------------------------
 
-_IMAGE_ARGUMENTS = {"vit": {"image_size": 96}, "vit_h": {"image_size": 98}}
-_IMAGE_SIZES = {"vit_h": 98, "maxvit": 224, "inception": 299}
+_IMAGE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    **{f"vit_{size}_16": {"image_size": SIZE} for size in "bl"},
+    "vit_h": {"image_size": 98},
+}
+_IMAGES = {  # number and size, where it takes more for activations to outweigh the gradient of the largest weight
+    "alexnet": (256, 224),
+    "inception": (BATCH, 299),
+    "maxvit": (BATCH, 224),
+    "regnet_y_128gf": (BATCH, 128),
+    "vgg": (16, 224),
+    "vit_b_32": (BATCH, 224),
+    "vit_h": (BATCH, 98),
+    "vit_l_32": (BATCH, 224),
+}
 _VIDEO_SHAPES = {"s3d": (2, 3, 16, 224, 224), "mvit": (2, 3, 16, 224, 224)}
 _DETECTION_BATCH = 2
 
@@ -61,8 +73,8 @@ def _torchvision_model(name: str, **keywords: Any) -> torch.nn.Module:
 
 
 def _classifier(name: str) -> tuple[torch.nn.Module, Any]:
-    size = _of_prefix(_IMAGE_SIZES, name, SIZE)
-    return _torchvision_model(name, **_of_prefix(_IMAGE_ARGUMENTS, name, {})), (torch.randn(BATCH, 3, size, size),)
+    batch, size = _of_prefix(_IMAGES, name, (BATCH, SIZE))
+    return _torchvision_model(name, **_of_prefix(_IMAGE_ARGUMENTS, name, {})), (torch.randn(batch, 3, size, size),)
 
 
 def _segmentation(name: str) -> tuple[torch.nn.Module, Any]:
