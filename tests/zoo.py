@@ -147,17 +147,28 @@ def _step(run: torch.nn.Module, inputs: Any) -> list[torch.Tensor]:
     """One forward and backward; the outputs, detached."""
     args, kwargs = call_arguments(inputs)
     outputs = OutputSpec.of(run(*args, **kwargs))[1]
-    sum(t.square().mean() for t in outputs if t.requires_grad).backward()  # type: ignore[union-attr]
+    _Loss.apply(*(t for t in outputs if t.requires_grad)).backward()
     return [t.detach() for t in outputs]
+
+
+class _Loss(torch.autograd.Function):
+    """The mean of squares, with no more memory than the gradients of the outputs take."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*outputs)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(t * (2 / t.numel()) for t in ctx.saved_tensors)
 
 
 def _into(outputs: list[torch.Tensor], run: torch.nn.Module, inputs: Any) -> None:
     outputs += _step(run, inputs)
 
 
-def _training(
-    model: torch.nn.Module, run: torch.nn.Module, inputs: Any, state: Path
-) -> tuple[dict[str, Bits], int]:
+def _training(model: torch.nn.Module, run: torch.nn.Module, inputs: Any, state: Path) -> tuple[dict[str, Bits], int]:
     """What a few SGD steps of ``run`` give, by name, and the peak of the first, which finds gradients allocated."""
     with torch.no_grad():
         for tensor, value in zip(_tensors_of(model).values(), torch.load(state, mmap=True), strict=True):
