@@ -42,6 +42,7 @@ class Record:
 
     node: torch.fx.Node
     arguments: list[TensorRef | None] = field(default_factory=list)  # per tensor argument; None: external
+    sources: list[TensorRef] = field(default_factory=list)  # per tensor argument; what it is, external or not
     outputs: list[TensorRef] = field(default_factory=list)
     output_bytes: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
@@ -182,6 +183,7 @@ class _Observer:
         for ref, tensor in zip(refs, tensors, strict=True):
             value = self.storages.value(tensor)
             record.arguments.append(ref if value is not None else None)
+            record.sources.append(ref)
             record.layouts.append((tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)))
             if value is not None:
                 _add(record.reads, value)

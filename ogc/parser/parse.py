@@ -367,4 +367,5 @@ def _gradients(record: Record, weights: Weights) -> OperationGradients:
         working_bytes=weights.working_bytes,
         late_bytes=weights.late_bytes,
         copies_strided=copies_strided_gradients(record.node),
+        sources=tuple(record.sources),
     )
