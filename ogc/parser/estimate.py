@@ -3,8 +3,8 @@
 An operation is run once, forward and backward, on meta tensors of the shapes that it was seen with (several
 times faster than fake ones, and all but one weight depends on shapes alone). Every operator that this
 dispatches to is seen by :class:`_Meter`, which adds up FLOPs and bytes moved and keeps the most bytes of
-fresh storage alive at once. Equal calls are looked up, not run again. Some convolutions on a CPU are run all the
-same, for the bytes that their kernels take. What an operation saves can depend on
+fresh storage alive at once. Equal calls are looked up, not run again. On a CPU, attention and some
+convolutions are run all the same, for the bytes that their kernels take. What an operation saves can depend on
 the device (a dropout mask has one byte or four); for a device that the model is not on, it is found out
 under FakeTensorMode, which needs no such device.
 """
@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from ..lean import Lean, channels_at_once
 from ..program import operator_name, storage_of, tensor_leaves
 from ..sliced import Sliced
+from .calls import Call, measured_bytes
 from .convolution import ConvolutionBytes, estimated, has_rule, measured
 from .gradients import InputGradient
 from .observe import Record, is_dense
@@ -87,6 +88,9 @@ class Estimator:
             weights = self._run(operator, *pytree.tree_flatten((args, kwargs)), in_place)
             if self.elsewhere and record.internal_bytes:
                 weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
+            if operator in _OTHER_KERNELS and self._can_measure():
+                scratch, working = measured_bytes(Call(node, args, kwargs, in_place))
+                weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
             sizes = self._convolution_bytes(operator, args, record, weights)
             if self.device.type == "cpu":
                 weights = _with_kernel_copies(operator_name(node), args, record, weights, sizes)
@@ -95,13 +99,16 @@ class Estimator:
             self.seen[key] = weights
         return self.seen[key]
 
+    def _can_measure(self) -> bool:
+        """Whether a call can be run for the bytes of its CPU kernels; two profilers cannot run at once."""
+        return self.device.type == "cpu" and not self.elsewhere and not torch.autograd._profiler_enabled()
+
     def _convolution_bytes(self, operator: Any, args: Any, record: Record, weights: Weights) -> ConvolutionBytes | None:
         """What oneDNN allocates for a convolution on a CPU; None for anything else."""
         if operator is not torch.ops.aten.convolution.default or self.device.type != "cpu":
             return None
         wanted = [n in {gradient.argument for gradient in weights.gradients} for n in range(3)]
-        settled = self.elsewhere or torch.autograd._profiler_enabled()  # two profilers cannot run at once
-        if settled or has_rule(args[0], args[1], args[3:9], weights.forward_flops):
+        if not self._can_measure() or has_rule(args[0], args[1], args[3:9], weights.forward_flops):
             sizes = estimated(args[0], args[1], record.output_bytes[0], args[3:9])
             return sizes if wanted[0] else replace(sizes, input_phase=0)
         return measured(args, wanted)
@@ -379,6 +386,10 @@ QUICK = {
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
 """What PyTorch finds for meta tensors too, but by running some twenty decomposed operators in Python."""
+
+
+_OTHER_KERNELS = {torch.ops.aten.scaled_dot_product_attention.default}
+"""What a CPU computes with kernels that take less memory than those for meta tensors."""
 
 
 def copies_strided_gradients(node: torch.fx.Node) -> bool:
