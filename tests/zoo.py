@@ -36,8 +36,8 @@ import ogc
 from ogc.allocator import peak_bytes
 from ogc.graph import table
 from ogc.parser.parse import call_arguments
-from ogc.program import OutputSpec
-from tests.zoo_models import Build, family
+from ogc.program import Call, OutputSpec
+from tests.zoo_models import Build, family, part_of
 
 STEPS = 2
 SEED = 3
@@ -76,17 +76,17 @@ def main() -> None:
     for name in names:
         if options.missing and rows.get(name, {}).get("equal", "").startswith("yes"):
             continue
-        rows[name] = {"name": name, **_in_own_process(builds[name], options.seconds)}
+        rows[name] = {"name": name, **_in_own_process(builds[name], part_of(name), options.seconds)}
         print(f"{name}: {_brief(rows[name])}", flush=True)
         _write(path, options.family, [rows[n] for n in builds if n in rows])
     print(_table([rows[n] for n in names if n in rows]))
 
 
-def _in_own_process(build: Build, seconds: float) -> dict[str, Any]:
+def _in_own_process(build: Build, part: str, seconds: float) -> dict[str, Any]:
     """The row of a model, or why there is none."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_try, args=(build, theirs))
+    process = context.Process(target=_try, args=(build, part, theirs))
     process.start()
     theirs.close()
     try:
@@ -99,33 +99,37 @@ def _in_own_process(build: Build, seconds: float) -> dict[str, Any]:
     return dict(row)
 
 
-def _try(build: Build, pipe: Connection) -> None:
+def _try(build: Build, part: str, pipe: Connection) -> None:
     try:
-        pipe.send(_row(build))
+        pipe.send(_row(build, part))
     except Exception as error:  # any model may fail in any way: that is what is found out here
         lines = str(error).strip().splitlines() or [""]
         pipe.send({"equal": "error", "error": f"{type(error).__name__}: {lines[0]}"})
 
 
-def _row(build: Build) -> dict[str, Any]:
+def _row(build: Build, part: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model, inputs = build()
     model.train()
     shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    original = model.get_submodule(part)
+    sample = _call_of(original, model, inputs) if part else inputs
     start = time.perf_counter()
-    optimised = ogc.optimize(model, inputs, profile="estimate")
+    optimised = ogc.optimize(original, sample, profile="estimate")
     seconds = time.perf_counter() - start
     plan: Any = optimised.plan
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state"  # large models are too large to be held twice
         torch.save(list(_tensors_of(model).values()), state)
         plain, plain_bytes = _training(model, model, inputs, state)
-        ours, ogc_bytes = _training(model, optimised, inputs, state)
+        ours, ogc_bytes = _training(model, _with(model, part, optimised), inputs, state)
+        _with(model, part, original)
         difference = _difference(plain, ours)
         if difference is not None and _difference(plain, _training(model, model, inputs, state)[0]) is not None:
             difference = SPREAD
     finite = all(bits.finite for bits in plain.values())
     return {
+        **({"part": part} if part else {}),
         "equal": difference or ("yes" if finite else "yes (not all finite)"),
         "inputs": shapes,
         "operations": len(optimised.graph.operations),  # type: ignore[arg-type, union-attr]
@@ -137,6 +141,25 @@ def _row(build: Build) -> dict[str, Any]:
         "overhead": plan.overhead,
         "plan_seconds": seconds,
     }
+
+
+def _call_of(part: torch.nn.Module, model: torch.nn.Module, inputs: Any) -> Call:
+    """How the model calls one of its submodules."""
+    calls: list[Call] = []
+    hook = part.register_forward_pre_hook(lambda _, args, kwargs: calls.append(Call(args, kwargs)), with_kwargs=True)
+    args, kwargs = call_arguments(inputs)
+    with torch.no_grad():
+        model(*args, **kwargs)
+    hook.remove()
+    return calls[0]
+
+
+def _with(model: torch.nn.Module, part: str, replacement: torch.nn.Module) -> torch.nn.Module:
+    """The model with another submodule in the place of one, or that itself where it stands for all."""
+    if not part:
+        return replacement
+    setattr(model, part, replacement)
+    return model
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -24,6 +24,15 @@ def family(name: str) -> dict[str, Build]:
     return {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}[name]()
 
 
+def part_of(name: str) -> str:
+    """The submodule to optimise of a model whose own forward depends on its data; "" for the whole model."""
+    return str(_of_prefix(_PARTS, name, ""))
+
+
+_DETECTORS = ("fasterrcnn", "fcos", "keypointrcnn", "maskrcnn", "retinanet", "ssd")
+_PARTS = {**dict.fromkeys(_DETECTORS, "backbone"), "deberta_v2": "deberta", "wav2vec2": "wav2vec2"}
+
+
 # -- torchvision ----------------------------------------------------------------------------------------
 
 _IMAGE_ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -35,13 +44,16 @@ _IMAGES = {  # number and size, where it takes more for activations to outweigh 
     "inception": (BATCH, 299),
     "maxvit": (BATCH, 224),
     "regnet_y_128gf": (BATCH, 128),
-    "vgg": (16, 224),
+    "vgg": (8, 224),
+    "vgg11": (12, 224),
+    "vgg13": (10, 224),
     "vit_b_32": (BATCH, 224),
     "vit_h": (BATCH, 98),
     "vit_l_32": (BATCH, 224),
 }
 _VIDEO_SHAPES = {"s3d": (2, 3, 16, 224, 224), "mvit": (2, 3, 16, 224, 224)}
 _DETECTION_BATCH = 2
+_DETECTION_ARGUMENTS: dict[str, dict[str, int]] = {"": {"min_size": 320, "max_size": 400}, "ssd": {}}
 
 
 def _torchvision() -> dict[str, Build]:
@@ -92,7 +104,7 @@ def _flow(name: str) -> tuple[torch.nn.Module, Any]:
 
 
 def _detection(name: str) -> tuple[torch.nn.Module, Any]:
-    model = _torchvision_model(name, weights_backbone=None)
+    model = _torchvision_model(name, weights_backbone=None, **_of_prefix(_DETECTION_ARGUMENTS, name, {}))
     images = [torch.rand(3, SIZE, SIZE) for _ in range(_DETECTION_BATCH)]
     targets = [
         {
