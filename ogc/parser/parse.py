@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,31 +82,45 @@ def parse(
     kind = _profile_kind(profile, home, target)
     with untouched(model):
         custom = custom_forward(model, parse_graph, *spec.rebuild(copies(tensors)))
-    traced, after_trace = _trace(model, spec, tensors, custom, Leaves(model, leaf_modules))
-    make_lean(traced.graph, target)
-    checked, traced = traced.graph, replace(traced, graph=without_decisions(traced.graph))
-    slice_stretches(traced.graph, stretches, slices)
-    if custom is not None:
-        traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
-    profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
-    weights: list[Weights] = []
-    samplewise: list[bool] = []
-
-    def visit(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
-        if isinstance(node.target, Leaf):
-            weights.append(weigh_leaf(model, profiler, node, args, record))
-        else:
-            weights.append(profiler.weigh(node, args, kwargs, record))
-        samplewise.append(is_samplewise(node, args))
-
-    with untouched(model):
-        observation = observe(model, traced, copies(tensors), visit)
-        after_program = state_of(model)
+    leaves = Leaves(model, leaf_modules)
+    for keeps_draws in (False, True):
+        traced, after_trace = _trace(model, spec, tensors, custom, leaves, keeps_draws)
+        make_lean(traced.graph, target)
+        checked, traced = traced.graph, replace(traced, graph=without_decisions(traced.graph))
+        slice_stretches(traced.graph, stretches, slices)
+        if custom is not None:
+            traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
+        profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
+        weights: list[Weights] = []
+        samplewise: list[bool] = []
+        visit = partial(_weigh, model, profiler, weights, samplewise)
+        with untouched(model):
+            observation = observe(model, traced, copies(tensors), visit)
+            after_program = state_of(model)
+        if same_bits(after_trace[-1], after_program[-1]):  # else random numbers were drawn that nothing used
+            break
     check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)
     found = find_stretches(observation.records, samplewise)
     graph = _graph(spec, traced, observation, weights, str(target), kind)
     program = replace(graph.program, checked=checked if traced.follows_sizes and not stretches else None)
     return replace(graph, program=program, stretches=tuple(found))
+
+
+def _weigh(
+    model: torch.nn.Module,
+    profiler: Measurer | Estimator,
+    weights: list[Weights],
+    samplewise: list[bool],
+    node: torch.fx.Node,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    record: Record,
+) -> None:
+    if isinstance(node.target, Leaf):
+        weights.append(weigh_leaf(model, profiler, node, args, record))
+    else:
+        weights.append(profiler.weigh(node, args, kwargs, record))
+    samplewise.append(is_samplewise(node, args))
 
 
 def check_model(model: Any) -> None:
@@ -166,13 +181,18 @@ def _profile_kind(profile: str, home: torch.device, target: torch.device) -> str
 
 
 def _trace(
-    model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor], forward: CustomForward | None, leaves: Leaves
+    model: torch.nn.Module,
+    spec: InputSpec,
+    tensors: list[torch.Tensor],
+    forward: CustomForward | None,
+    leaves: Leaves,
+    keeps_draws: bool,
 ) -> tuple[Traced, list[torch.Tensor]]:
     """The model's trace, with as many leaves as it takes, and its state afterwards."""
     while True:
         with untouched(model):
             try:
-                traced = trace(model, spec, copies(tensors), forward, leaves.names)
+                traced = trace(model, spec, copies(tensors), forward, leaves.names, keeps_draws)
             except OpaqueError as problem:
                 leaves.cover(problem)
                 continue

@@ -52,14 +52,16 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         calls: the calls of leaves, in order.
-        marks: a tensor for each of them, whose being returned keeps the call in the trace.
+        marks: a tensor for each of them, whose being returned keeps the call in the trace; with ``keeps_draws``,
+            also one for each call that draws random numbers.
         decisions: the Python numbers that were made of sizes.
         unclear: where sizes became anything else, or Python looked at layouts.
         convolution_grad: for each convolution, whether gradients were on.
     """
 
-    def __init__(self, follows: bool, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, follows: bool, inputs: Sequence[torch.Tensor], keeps_draws: bool = False) -> None:
         super().__init__()
+        self.keeps_draws = keeps_draws
         self.calls: list[Leaf] = []
         self.marks: list[torch.Tensor] = []
         self.decisions: list[Decision] = []
@@ -87,7 +89,10 @@ class Watch(TorchFunctionMode):
             self._look(name, args)
         self.check(args, kwargs)
         call = partial(self._harmlessly, function) if name in _INDEX_METHODS else function
+        before = random_states() if self.keeps_draws and not self.leaf else []
         result = call(*args, **kwargs)
+        if before and not all(map(torch.equal, before, random_states())):
+            self.marks += tensor_leaves(result)[:1]
         self._note(result)
         return result
 
@@ -216,6 +221,12 @@ class Watch(TorchFunctionMode):
                 f"{next(iter(self.writes_without_grad.values()))}; make it out of place",
                 {module: f"{place} under no_grad" for module, place in self.writes_without_grad.items()},
             )
+
+
+def random_states() -> list[torch.Tensor]:
+    """Those of the devices in use."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
 
 
 def _is_in_place(name: str) -> bool:
