@@ -30,7 +30,12 @@ def part_of(name: str) -> str:
 
 
 _DETECTORS = ("fasterrcnn", "fcos", "keypointrcnn", "maskrcnn", "retinanet", "ssd")
-_PARTS = {**dict.fromkeys(_DETECTORS, "backbone"), "deberta_v2": "deberta", "wav2vec2": "wav2vec2"}
+_PARTS = {
+    **dict.fromkeys(_DETECTORS, "backbone"),
+    "deberta_v2": "deberta",
+    "wav2vec2": "wav2vec2",
+    "wav2vec2, layerdrop": "wav2vec2.feature_extractor",
+}
 
 
 # -- torchvision ----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..allocator import can_measure
 from ..lean import Lean, channels_at_once
 from ..program import operator_name, storage_of, tensor_leaves
 from ..sliced import Sliced
@@ -100,8 +101,8 @@ class Estimator:
         return self.seen[key]
 
     def _can_measure(self) -> bool:
-        """Whether a call can be run for the bytes of its CPU kernels; two profilers cannot run at once."""
-        return self.device.type == "cpu" and not self.elsewhere and not torch.autograd._profiler_enabled()
+        """Whether a call can be run for the bytes of its CPU kernels."""
+        return self.device.type == "cpu" and not self.elsewhere and can_measure(self.device)
 
     def _convolution_bytes(self, operator: Any, args: Any, record: Record, weights: Weights) -> ConvolutionBytes | None:
         """What oneDNN allocates for a convolution on a CPU; None for anything else."""
@@ -143,9 +144,11 @@ class Estimator:
     def _run(
         self, target: Any, leaves: list[Any], tree: pytree.TreeSpec, in_place: bool, meter: _Meter | None = None
     ) -> Weights:
+        # With a mask, shapes depend on data, which meta tensors do not have.
+        on_data = target in _INDEXING and any(isinstance(x, torch.Tensor) and x.dtype in _MASKS for x in leaves)
         with torch.enable_grad():
-            fakes = [_pretended(leaf, in_place) for leaf in leaves]
-            meter = meter or _Meter(self.rates)
+            fakes = [_copied(leaf, in_place) if on_data else _pretended(leaf, in_place) for leaf in leaves]
+            meter = meter or _Meter(self.rates, on_meta=not on_data)
             saved: list[torch.Tensor] = []
             tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
             edges = [(n, get_gradient_edge(t)) for n, t in enumerate(tensors) if t.requires_grad]
@@ -203,6 +206,7 @@ def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[
                 group=groups.setdefault(key, len(groups)),
                 dense=is_dense(gradient),
                 contiguous=gradient.is_contiguous(),
+                is_view=gradient._is_view(),
             )
         )
     return tuple(gradients)
@@ -300,6 +304,14 @@ def _pretended(leaf: Any, in_place: bool, device: torch.device | str = "meta") -
     return torch.device(device) if isinstance(leaf, torch.device) else leaf
 
 
+def _copied(leaf: Any, in_place: bool) -> Any:
+    """An argument of its own, with its data."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copy = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return copy.clone() if in_place and leaf.requires_grad else copy
+
+
 def _shadow(tensor: torch.Tensor, in_place: bool, device: torch.device | str = "meta") -> torch.Tensor:
     """A tensor of the same shape, strides and type without memory."""
     shadow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -311,11 +323,12 @@ def _shadow(tensor: torch.Tensor, in_place: bool, device: torch.device | str = "
 
 @dataclass(frozen=True)
 class Reading:
-    """Estimated seconds and FLOPs, and the most fresh bytes alive at once."""
+    """Estimated seconds and FLOPs, the most fresh bytes alive at once, and those alive at the end."""
 
     seconds: float
     flops: int
     peak_bytes: int
+    held_bytes: int
 
 
 class _Meter(TorchDispatchMode):
@@ -333,7 +346,8 @@ class _Meter(TorchDispatchMode):
 
     def take(self) -> Reading:
         """What was measured since the last call."""
-        reading = Reading(self.seconds, self.flops, self.peak)
+        held = sum(size for size, storage in self.fresh.values() if not storage.expired())
+        reading = Reading(self.seconds, self.flops, self.peak, held)
         self._reset()
         return reading
 
@@ -387,6 +401,14 @@ QUICK = {
 }
 """What PyTorch finds for meta tensors too, but by running some twenty decomposed operators in Python."""
 
+
+_INDEXING = {
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten.masked_scatter.default,
+    torch.ops.aten.masked_scatter_.default,
+}
+_MASKS = (torch.bool, torch.uint8)
 
 _OTHER_KERNELS = {torch.ops.aten.scaled_dot_product_attention.default}
 """What a CPU computes with kernels that take less memory than those for meta tensors."""

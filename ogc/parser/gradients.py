@@ -35,6 +35,7 @@ class InputGradient:
     dense: bool = True
     contiguous: bool = True
     reuses: int | None = None
+    is_view: bool = False  # of what was computed: nothing is added to it in place
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class _Gradient:
     storage: int
     dense: bool
     contiguous: bool
+    is_view: bool = False
 
 
 def gradient_bytes(operations: Sequence[OperationGradients], returned: Sequence[TensorRef]) -> list[LiveGradients]:
@@ -163,7 +165,12 @@ class _Engine:
         """Parameter gradients are added to .grad once the operation has handed all its results on."""
         for argument, gradient in handed:
             parameter = op.parameter(argument)
-            if parameter is not None:
+            waiting = self.waiting.get(parameter) if parameter else None
+            if parameter and waiting and waiting.is_view:
+                self.waiting[parameter] = _Gradient(self.allocate(self.bytes[gradient.storage]), True, True)
+                self.release(waiting.storage)
+                self.release(gradient.storage)
+            elif parameter:
                 self.receive(parameter, gradient, self.bytes[gradient.storage])
             elif op.arguments[argument] is None:
                 self.release(gradient.storage)
@@ -203,7 +210,7 @@ class _Engine:
                 storage = groups[gradient.group] = self.allocate(gradient.bytes)
             dense = gradient.dense and (source is None or source.dense)
             contiguous = gradient.contiguous and (source is None or source.contiguous)
-            handed.append((gradient.argument, _Gradient(storage, dense, contiguous)))
+            handed.append((gradient.argument, _Gradient(storage, dense, contiguous, gradient.is_view)))
         return handed
 
     def _grow(self, size: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..allocator import peak_bytes
+from ..allocator import can_measure, peak_bytes
 from ..lean import Lean
 from .calls import Call
 from .estimate import Estimator, Weights, call_key
@@ -35,8 +35,8 @@ class Measurer:
     def weigh(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
         """The weights of the call ``node.target(*args, **kwargs)``."""
         estimate = self.estimator.weigh(node, args, kwargs, record)
-        if not record.writes and not record.saves:
-            return estimate  # makes nothing
+        if not (record.writes or record.saves) or not can_measure(self.device):
+            return estimate
         key = call_key(node.target, args, kwargs)
         if key not in self.seen:
             devices = [self.device] if self.device.type == "cuda" else []
@@ -68,7 +68,7 @@ class Measurer:
         return weights
 
     def measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:
-        """Peak bytes and median seconds of ``run``; a long run is timed once."""
+        """Peak bytes, if there is a way to know, and median seconds of ``run``; a long run is timed once."""
         times: list[float] = []
 
         def timed() -> None:
@@ -79,7 +79,11 @@ class Measurer:
             times.append(time.perf_counter() - start)
 
         prepare()
-        peak = peak_bytes(timed, self.device)
+        peak = 0
+        if can_measure(self.device):
+            peak = peak_bytes(timed, self.device)
+        else:
+            timed()
         if times[0] > LONG_SECONDS:
             return peak, times[0]
         times.clear()

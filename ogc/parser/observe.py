@@ -9,11 +9,13 @@ nothing is kept for a backward, so that memory is that of inference.
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -346,14 +348,16 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
     """Whatever runs inside, the model's buffers, attributes and all random states are afterwards as before."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
     attributes = [(module, _attributes(module)) for module in model.modules()]
-    random = torch.get_rng_state()
+    state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
         torch.clear_autocast_cache()
-        torch.set_rng_state(random)
+        torch.set_rng_state(state)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
         for name, (buffer, copy) in buffers.items():

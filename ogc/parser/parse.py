@@ -19,7 +19,7 @@ from ..program import Call, InputSpec, Program, TensorRef
 from .custom import CustomForward, ParseGraph, custom_forward
 from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
-from .jit import FlatForward, OpaqueError, Traced, nothing_saved, trace, without_decisions
+from .jit import FlatForward, OpaqueError, Traced, forward_alone, nothing_saved, trace, without_decisions
 from .leaves import LeafModules, Leaves
 from .measure import Measurer
 from .observe import Observation, Record, is_dense, observe, untouched
@@ -199,7 +199,11 @@ def _trace(
             if forward is not None:
                 leaves.check_hooks(node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf))
             leaves.report()
-            return traced, state_of(model)
+            after_trace = state_of(model)
+        if traced.other_overloads and forward is None:
+            with untouched(model):
+                traced = replace(traced, outputs=forward_alone(model, spec, copies(tensors))[1])
+        return traced, after_trace
 
 
 def _check_custom(

@@ -89,7 +89,15 @@ def trace(
     lowering = Lowering(model, state, watch, scripted)
     lowering.run(jit_graph)
     follows_sizes = not watch.unclear and not leaves  # what a leaf makes of sizes is not known
-    return Traced(lowering.graph, lowering.constants, flat.output_spec, flat.outputs, flat.requires_grad, follows_sizes)
+    return Traced(
+        lowering.graph,
+        lowering.constants,
+        flat.output_spec,
+        flat.outputs,
+        flat.requires_grad,
+        follows_sizes,
+        lowering.other_overloads,
+    )
 
 
 def forward_alone(

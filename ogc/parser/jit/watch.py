@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -70,6 +72,8 @@ class Watch(TorchFunctionMode):
         self.numbers: dict[str, str] = {}  # module -> where a tensor's content became a Python number
         self.writes_without_grad: dict[str, str] = {}
         self.is_harmless = False  # whether sizes are being made numbers without consequence
+        self.python_state = python_random_state()
+        self.python_draws: dict[str, str] = {}  # module -> where random numbers were drawn past torch
         self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
         self.follows = follows
         self.makers: dict[int, tuple[str, StorageWeakRef]] = {}  # storage -> leaf that made it, "" for none
@@ -87,6 +91,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.leaf:
             self._look(name, args)
+            self._look_for_python_draws(f"before {user_line()}")
         self.check(args, kwargs)
         call = partial(self._harmlessly, function) if name in _INDEX_METHODS else function
         before = random_states() if self.keeps_draws and not self.leaf else []
@@ -103,6 +108,12 @@ class Watch(TorchFunctionMode):
             self.convolution_grad.append(torch.is_grad_enabled())
         if not torch.is_grad_enabled() and _is_in_place(name) and args and getattr(args[0], "requires_grad", False):
             self.writes_without_grad.setdefault(scope_name(), f"{name} at {user_line()}")
+
+    def _look_for_python_draws(self, where: str) -> None:
+        state = python_random_state()
+        if state != self.python_state:
+            self.python_state = state
+            self.python_draws.setdefault(scope_name(), f"random numbers of Python or numpy {where}")
 
     # -- numbers -------------------------------------------------------------------------------------------
 
@@ -162,6 +173,7 @@ class Watch(TorchFunctionMode):
             yield
         finally:
             self.leaf, self.given = "", set()
+            self.python_state = python_random_state()
 
     def returned(self, leaf: Leaf, new: Sequence[torch.Tensor]) -> None:
         """Note what a leaf returned."""
@@ -211,9 +223,16 @@ class Watch(TorchFunctionMode):
                 f"the forward reads numbers out of tensors: {'; '.join(dict.fromkeys(self.numbers.values()))}. What it "
                 "computes then depends on the data, and a plan for the sample input would be wrong for other "
                 "data. Replace the branch or loop by tensor operations (torch.where, masks), put it into a "
-                "submodule of its own, optimize the submodules around it instead (model.part = "
-                "ogc.optimize(model.part, its_input)), or write down what is computed with parse_graph=.",
+                "submodule of its own, optimize the submodules around it instead, or write down what is computed "
+                "with parse_graph=.",
                 self.numbers,
+            )
+        self._look_for_python_draws("at its end")
+        if self.python_draws:
+            raise OpaqueError(
+                f"the forward draws {'; '.join(self.python_draws.values())}: those of the sample input would be "
+                "repeated in every step. Draw them with torch, or put it into a submodule of its own",
+                self.python_draws,
             )
         if self.writes_without_grad:
             raise OpaqueError(
@@ -221,6 +240,12 @@ class Watch(TorchFunctionMode):
                 f"{next(iter(self.writes_without_grad.values()))}; make it out of place",
                 {module: f"{place} under no_grad" for module, place in self.writes_without_grad.items()},
             )
+
+
+def python_random_state() -> tuple[Any, ...]:
+    """Where the random streams of Python and numpy are."""
+    name, keys, *rest = numpy.random.get_state(legacy=True)
+    return random.getstate(), name, numpy.asarray(keys).tobytes(), *rest
 
 
 def random_states() -> list[torch.Tensor]:
