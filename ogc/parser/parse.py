@@ -19,7 +19,7 @@ from ..program import Call, InputSpec, Program, TensorRef
 from .custom import CustomForward, ParseGraph, custom_forward
 from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
-from .jit import FlatForward, OpaqueError, Traced, forward_alone, nothing_saved, trace, without_decisions
+from .jit import FlatForward, LookAgain, OpaqueError, Traced, forward_alone, nothing_saved, trace, without_decisions
 from .leaves import LeafModules, Leaves
 from .measure import Measurer
 from .observe import Observation, Record, is_dense, observe, untouched
@@ -83,8 +83,8 @@ def parse(
     with untouched(model):
         custom = custom_forward(model, parse_graph, *spec.rebuild(copies(tensors)))
     leaves = Leaves(model, leaf_modules)
-    for keeps_draws in (False, True):
-        traced, after_trace = _trace(model, spec, tensors, custom, leaves, keeps_draws)
+    for careful in (False, True):
+        traced, after_trace = _trace(model, spec, tensors, custom, leaves, careful)
         make_lean(traced.graph, target)
         checked, traced = traced.graph, replace(traced, graph=without_decisions(traced.graph))
         slice_stretches(traced.graph, stretches, slices)
@@ -186,15 +186,18 @@ def _trace(
     tensors: list[torch.Tensor],
     forward: CustomForward | None,
     leaves: Leaves,
-    keeps_draws: bool,
+    careful: bool,
 ) -> tuple[Traced, list[torch.Tensor]]:
     """The model's trace, with as many leaves as it takes, and its state afterwards."""
     while True:
         with untouched(model):
             try:
-                traced = trace(model, spec, copies(tensors), forward, leaves.names, keeps_draws)
+                traced = trace(model, spec, copies(tensors), forward, leaves.names, careful)
             except OpaqueError as problem:
                 leaves.cover(problem)
+                continue
+            except LookAgain:
+                careful = True
                 continue
             if forward is not None:
                 leaves.check_hooks(node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf))

@@ -9,10 +9,11 @@ call is one node, with the tracer switched off while it runs.
 
 from .trace import FlatForward, forward_alone, nothing_saved, scope, trace
 from .traced import Traced, same_number, without_decisions
-from .watch import OpaqueError
+from .watch import LookAgain, OpaqueError
 
 __all__ = [
     "FlatForward",
+    "LookAgain",
     "OpaqueError",
     "Traced",
     "forward_alone",

@@ -38,6 +38,10 @@ class OpaqueError(ParseError):
         self.modules = modules
 
 
+class LookAgain(Exception):
+    """Only a careful trace shows which module it is that does what no trace can hold."""
+
+
 class Decision(NamedTuple):
     """A size, or what was computed from sizes, that became a Python number."""
 
@@ -54,16 +58,16 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         calls: the calls of leaves, in order.
-        marks: a tensor for each of them, whose being returned keeps the call in the trace; with ``keeps_draws``,
+        marks: a tensor for each of them, whose being returned keeps the call in the trace; with ``careful``,
             also one for each call that draws random numbers.
         decisions: the Python numbers that were made of sizes.
         unclear: where sizes became anything else, or Python looked at layouts.
         convolution_grad: for each convolution, whether gradients were on.
     """
 
-    def __init__(self, follows: bool, inputs: Sequence[torch.Tensor], keeps_draws: bool = False) -> None:
+    def __init__(self, follows: bool, inputs: Sequence[torch.Tensor], careful: bool = False) -> None:
         super().__init__()
-        self.keeps_draws = keeps_draws
+        self.careful = careful
         self.calls: list[Leaf] = []
         self.marks: list[torch.Tensor] = []
         self.decisions: list[Decision] = []
@@ -91,10 +95,11 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.leaf:
             self._look(name, args)
-            self._look_for_python_draws(f"before {user_line()}")
+            if self.careful:
+                self._look_for_python_draws(f"before {user_line()}")
         self.check(args, kwargs)
         call = partial(self._harmlessly, function) if name in _INDEX_METHODS else function
-        before = random_states() if self.keeps_draws and not self.leaf else []
+        before = random_states() if self.careful and not self.leaf else []
         result = call(*args, **kwargs)
         if before and not all(map(torch.equal, before, random_states())):
             self.marks += tensor_leaves(result)[:1]
@@ -168,6 +173,7 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def inside(self, leaf: str, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """Watch the call of a leaf."""
+        self._look_for_python_draws(f"before {user_line()}")
         self.leaf, self.given = leaf, {t.untyped_storage()._cdata for t in given}
         try:
             yield
@@ -228,6 +234,8 @@ class Watch(TorchFunctionMode):
                 self.numbers,
             )
         self._look_for_python_draws("at its end")
+        if self.python_draws and not self.careful:
+            raise LookAgain
         if self.python_draws:
             raise OpaqueError(
                 f"the forward draws {'; '.join(self.python_draws.values())}: those of the sample input would be "
