@@ -173,7 +173,7 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def inside(self, leaf: str, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """Watch the call of a leaf."""
-        self._look_for_python_draws(f"before {user_line()}")
+        self._look_for_python_draws(f"before the call of {leaf}")
         self.leaf, self.given = leaf, {t.untyped_storage()._cdata for t in given}
         try:
             yield
@@ -239,7 +239,7 @@ class Watch(TorchFunctionMode):
         if self.python_draws:
             raise OpaqueError(
                 f"the forward draws {'; '.join(self.python_draws.values())}: those of the sample input would be "
-                "repeated in every step. Draw them with torch, or put it into a submodule of its own",
+                "repeated in every step. Draw them with torch, or put it into a submodule of its own.",
                 self.python_draws,
             )
         if self.writes_without_grad:
