@@ -56,8 +56,7 @@ _IMAGES = {  # number and size, where it takes more for activations to outweigh 
     "vit_h": (BATCH, 98),
     "vit_l_32": (BATCH, 224),
 }
-_VIDEO_SHAPES = {"s3d": (2, 3, 16, 224, 224), "mvit": (2, 3, 16, 112, 112)}
-_VIDEO_ARGUMENTS: dict[str, dict[str, Any]] = {"mvit": {"spatial_size": (112, 112)}}
+_VIDEO_SHAPES = {"s3d": (2, 3, 16, 224, 224), "mvit": (1, 3, 16, 224, 224)}
 _DETECTION_BATCH = 2
 _DETECTION_ARGUMENTS: dict[str, dict[str, int]] = {"": {"min_size": 320, "max_size": 400}, "ssd": {}}
 
@@ -101,8 +100,7 @@ def _segmentation(name: str) -> tuple[torch.nn.Module, Any]:
 
 
 def _video(name: str) -> tuple[torch.nn.Module, Any]:
-    model = _torchvision_model(name, **_of_prefix(_VIDEO_ARGUMENTS, name, {}))
-    return model, (torch.randn(_of_prefix(_VIDEO_SHAPES, name, (2, 3, 8, 64, 64))),)
+    return _torchvision_model(name), (torch.randn(_of_prefix(_VIDEO_SHAPES, name, (2, 3, 8, 64, 64))),)
 
 
 def _flow(name: str) -> tuple[torch.nn.Module, Any]:
