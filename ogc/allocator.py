@@ -11,6 +11,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 _STEP = "ogc: step"
 
 
+def can_measure(device: torch.device) -> bool:
+    """Whether bytes can be read off the allocator now: on a CPU, not while another profiler runs."""
+    return device.type == "cuda" or not torch.autograd._profiler_enabled()
+
+
 def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
     """Most bytes allocated at once while ``step()`` runs, above what was allocated before it.
 

@@ -216,9 +216,10 @@ def _zoo(runs: Sequence[Data]) -> str:
         "family | models | equal | refused | failed | not tried | cut of at least 25% | median cut | least cut "
         "| above the plain peak | median recomputed | median planning s"
     )
-    cells, others = [], []
+    cells, others, parts = [], [], []
     for run in runs:
         family = run["file"].removeprefix("zoo_").removesuffix(".json")
+        parts += [f"{row['name']} (`{row['part']}`)" for row in run["rows"] if row.get("part")]
         measured = [row for row in run["rows"] if "plain_bytes" in row]
         cuts = [1 - row["ogc_bytes"] / row["plain_bytes"] for row in measured]
         kinds = [_kind(row) for row in run["rows"]]
@@ -235,7 +236,8 @@ def _zoo(runs: Sequence[Data]) -> str:
             f"| {family} | {row['name']} | {_reason(row['error'])} |" for row in run["rows"] if "plain_bytes" not in row
         ]
     reasons = ["| family | model | why there is no figure |", "|---|---|---|", *others]
-    return f"{_table(header, cells)}\n" + "\n".join(reasons) + "\n" if runs else ""
+    split = f"\nOf these the named part was optimised: {', '.join(parts)}.\n" if parts else ""
+    return f"{_table(header, cells)}\n" + "\n".join(reasons) + f"\n{split}" if runs else ""
 
 
 KINDS = ("equal", "refused", "failed", "not tried")

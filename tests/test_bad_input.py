@@ -214,7 +214,7 @@ CASES = [
     Case(
         "chance in Python",
         ParseError,
-        "draws from Python's or numpy's random numbers.*torch.rand",
+        "draws random numbers of Python or numpy before .*test_bad_input.py.*Draw them with torch",
         optimize(),
         of(by_chance),
     ),

@@ -97,7 +97,7 @@ def random_plans(graph: ogc.Graph, rng: random.Random) -> list[ogc.Plan]:
     if not len(graph):
         return []
     try:
-        return [ogc.make_plan(graph, random_tree(graph.cuts, rng), remade=random_values(graph, rng))]
+        return [ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))]
     except ogc.PlanError:
         return []
 

@@ -24,12 +24,41 @@ def family(name: str) -> dict[str, Build]:
     return {"torchvision": _torchvision, "timm": _timm, "transformers": _transformers}[name]()
 
 
+def part_of(name: str) -> str:
+    """The submodule to optimise of a model whose own forward depends on its data; "" for the whole model."""
+    return str(_of_prefix(_PARTS, name, ""))
+
+
+_DETECTORS = ("fasterrcnn", "fcos", "keypointrcnn", "maskrcnn", "retinanet", "ssd")
+_PARTS = {
+    **dict.fromkeys(_DETECTORS, "backbone"),
+    "deberta_v2": "deberta",
+    "wav2vec2": "wav2vec2",
+    "wav2vec2, layerdrop": "wav2vec2.feature_extractor",
+}
+
+
 # -- torchvision ----------------------------------------------------------------------------------------
 
-_IMAGE_ARGUMENTS = {"vit": {"image_size": 96}, "vit_h": {"image_size": 98}}
-_IMAGE_SIZES = {"vit_h": 98, "maxvit": 224, "inception": 299}
-_VIDEO_SHAPES = {"s3d": (2, 3, 16, 224, 224), "mvit": (2, 3, 16, 224, 224)}
+_IMAGE_ARGUMENTS: dict[str, dict[str, Any]] = {
+    **{f"vit_{size}_16": {"image_size": SIZE} for size in "bl"},
+    "vit_h": {"image_size": 98},
+}
+_IMAGES = {  # number and size, where it takes more for activations to outweigh the gradient of the largest weight
+    "alexnet": (256, 224),
+    "inception": (BATCH, 299),
+    "maxvit": (BATCH, 224),
+    "regnet_y_128gf": (BATCH, 128),
+    "vgg": (8, 224),
+    "vgg11": (12, 224),
+    "vgg13": (10, 224),
+    "vit_b_32": (BATCH, 224),
+    "vit_h": (BATCH, 98),
+    "vit_l_32": (BATCH, 224),
+}
+_VIDEO_SHAPES = {"s3d": (2, 3, 16, 224, 224), "mvit": (1, 3, 16, 224, 224)}
 _DETECTION_BATCH = 2
+_DETECTION_ARGUMENTS: dict[str, dict[str, int]] = {"": {"min_size": 320, "max_size": 400}, "ssd": {}}
 
 
 def _torchvision() -> dict[str, Build]:
@@ -61,8 +90,8 @@ def _torchvision_model(name: str, **keywords: Any) -> torch.nn.Module:
 
 
 def _classifier(name: str) -> tuple[torch.nn.Module, Any]:
-    size = _of_prefix(_IMAGE_SIZES, name, SIZE)
-    return _torchvision_model(name, **_of_prefix(_IMAGE_ARGUMENTS, name, {})), (torch.randn(BATCH, 3, size, size),)
+    batch, size = _of_prefix(_IMAGES, name, (BATCH, SIZE))
+    return _torchvision_model(name, **_of_prefix(_IMAGE_ARGUMENTS, name, {})), (torch.randn(batch, 3, size, size),)
 
 
 def _segmentation(name: str) -> tuple[torch.nn.Module, Any]:
@@ -80,7 +109,7 @@ def _flow(name: str) -> tuple[torch.nn.Module, Any]:
 
 
 def _detection(name: str) -> tuple[torch.nn.Module, Any]:
-    model = _torchvision_model(name, weights_backbone=None)
+    model = _torchvision_model(name, weights_backbone=None, **_of_prefix(_DETECTION_ARGUMENTS, name, {}))
     images = [torch.rand(3, SIZE, SIZE) for _ in range(_DETECTION_BATCH)]
     targets = [
         {
@@ -250,7 +279,7 @@ _TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, 
     "albert": ("Albert", "ForMaskedLM", {**_TEXT, "embedding_size": 32}, _language),
     "bart": ("Bart", "ForConditionalGeneration", {**_PAIR}, partial(_pair, use_cache=False)),
     "bart, cache": ("Bart", "ForConditionalGeneration", {**_PAIR}, partial(_pair, use_cache=True)),
-    "beit": ("Beit", "ForImageClassification", {**_VISION, "image_size": 64}, _image_classes),
+    "beit": ("Beit", "ForImageClassification", {**_VISION, "image_size": 224}, partial(_image_classes, 224)),
     "bert": ("Bert", "ForMaskedLM", _TEXT, _language),
     "bert, eager attention": ("Bert", "ForMaskedLM", {**_TEXT, "attn_implementation": "eager"}, _language),
     "bert, hidden states": ("Bert", "ForMaskedLM", _TEXT, partial(_language, output_hidden_states=True)),
@@ -352,7 +381,7 @@ _TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Callable[[], dict[str, 
         },
         partial(_pair, use_cache=False),
     ),
-    "vit": ("ViT", "ForImageClassification", {**_VISION, "image_size": 64}, _image_classes),
+    "vit": ("ViT", "ForImageClassification", {**_VISION, "image_size": 224}, partial(_image_classes, 224)),
     "wav2vec2": ("Wav2Vec2", "ForCTC", {**_SPEECH, "mask_time_prob": 0.0, "layerdrop": 0.0}, _sound),
     "wav2vec2, layerdrop and masks": ("Wav2Vec2", "ForCTC", _SPEECH, _sound),
     "whisper": (

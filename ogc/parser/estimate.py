@@ -3,7 +3,8 @@
 An operation is run once, forward and backward, on meta tensors of the shapes that it was seen with (several
 times faster than fake ones, and all but one weight depends on shapes alone). Every operator that this
 dispatches to is seen by :class:`_Meter`, which adds up FLOPs and bytes moved and keeps the most bytes of
-fresh storage alive at once. Equal calls are looked up, not run again. What an operation saves can depend on
+fresh storage alive at once. Equal calls are looked up, not run again. On a CPU, attention and some
+convolutions are run all the same, for the bytes that their kernels take. What an operation saves can depend on
 the device (a dropout mask has one byte or four); for a device that the model is not on, it is found out
 under FakeTensorMode, which needs no such device.
 """
@@ -22,9 +23,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from ..allocator import can_measure
 from ..lean import Lean, channels_at_once
 from ..program import operator_name, storage_of, tensor_leaves
 from ..sliced import Sliced
+from .calls import Call, measured_bytes
+from .convolution import ConvolutionBytes, estimated, has_rule, measured
 from .gradients import InputGradient
 from .observe import Record, is_dense
 
@@ -84,12 +88,30 @@ class Estimator:
             weights = self._run(operator, *pytree.tree_flatten((args, kwargs)), record.in_place)
             if self.elsewhere and record.internal_bytes:
                 weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
+            if operator in _OTHER_KERNELS and self._can_measure():
+                scratch, working = measured_bytes(Call(node, args, kwargs, record.in_place))
+                weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
+            sizes = self._convolution_bytes(operator, args, record, weights)
             if self.device.type == "cpu":
-                weights = _with_kernel_copies(operator_name(node), args, record, weights)
+                weights = _with_kernel_copies(operator_name(node), args, record, weights, sizes)
             if lean and lean.pays(*args):
-                weights = replace(_LEAN[lean.kind](args, record, weights), plain=weights)
+                weights = replace(_LEAN[lean.kind](args, record, weights, sizes), plain=weights)
             self.seen[key] = weights
         return self.seen[key]
+
+    def _can_measure(self) -> bool:
+        """Whether a call can be run for the bytes of its CPU kernels."""
+        return self.device.type == "cpu" and not self.elsewhere and can_measure(self.device)
+
+    def _convolution_bytes(self, operator: Any, args: Any, record: Record, weights: Weights) -> ConvolutionBytes | None:
+        """What oneDNN allocates for a convolution on a CPU; None for anything else."""
+        if operator is not torch.ops.aten.convolution.default or self.device.type != "cpu":
+            return None
+        wanted = [n in {gradient.argument for gradient in weights.gradients} for n in range(3)]
+        if not self._can_measure() or has_rule(args[0], args[1], args[3:9], weights.forward_flops):
+            sizes = estimated(args[0], args[1], record.output_bytes[0], args[3:9])
+            return sizes if wanted[0] else replace(sizes, input_phase=0)
+        return measured(args, wanted)
 
     def _sliced(self, stretch: Sliced, args: Any, record: Record) -> Weights:
         meter = _Meter(self.rates, kernel_copies=self.device.type == "cpu")
@@ -121,9 +143,11 @@ class Estimator:
     def _run(
         self, target: Any, leaves: list[Any], tree: pytree.TreeSpec, in_place: bool, meter: _Meter | None = None
     ) -> Weights:
+        # With a mask, shapes depend on data, which meta tensors do not have.
+        on_data = target in _INDEXING and any(isinstance(x, torch.Tensor) and x.dtype in _MASKS for x in leaves)
         with torch.enable_grad():
-            fakes = [_pretended(leaf, in_place) for leaf in leaves]
-            meter = meter or _Meter(self.rates)
+            fakes = [_copied(leaf, in_place) if on_data else _pretended(leaf, in_place) for leaf in leaves]
+            meter = meter or _Meter(self.rates, on_meta=not on_data)
             saved: list[torch.Tensor] = []
             tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
             edges = [(n, get_gradient_edge(t)) for n, t in enumerate(tensors) if t.requires_grad]
@@ -181,6 +205,7 @@ def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[
                 group=groups.setdefault(key, len(groups)),
                 dense=is_dense(gradient),
                 contiguous=gradient.is_contiguous(),
+                is_view=gradient._is_view(),
             )
         )
     return tuple(gradients)
@@ -194,87 +219,34 @@ def metered(rates: Rates, run: Callable[[], object]) -> Reading:
     return meter.take()
 
 
-def _with_kernel_copies(name: str, args: Any, record: Record, weights: Weights) -> Weights:
+def _with_kernel_copies(
+    name: str, args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None
+) -> Weights:
     """Add the copies that CPU kernels are known to make underneath the dispatcher.
 
-    Read off the allocator for torch 2.11 to 2.15: oneDNN copies operands to its blocked layout and
-    results back, the batch-norm backward allocates its result twice.
+    Read off the allocator for torch 2.11 to 2.15: the backward of batch and instance norm allocates its result twice.
     """
-    if name == "convolution":
-        sizes = _ConvolutionBytes.of(args[0], args[1], record.output_bytes[0], args[3:9])
-        if sizes.is_product:
-            return weights
-        if any(gradient.argument == 0 for gradient in weights.gradients):
-            working = sizes.image + max(sizes.input_phase, 2 * sizes.kernel)
-        else:
-            working = weights.working_bytes + sizes.result
-        return replace(weights, scratch_bytes=sizes.scratch, working_bytes=working if weights.gradients else 0)
-    if name == "batch_norm":
+    if sizes is not None:
+        return replace(weights, scratch_bytes=sizes.scratch, working_bytes=sizes.backward if weights.gradients else 0)
+    if name in ("batch_norm", "instance_norm"):  # the one is made of the other
         return replace(weights, working_bytes=weights.working_bytes + record.output_bytes[0])
     return weights
 
 
-@dataclass(frozen=True)
-class _ConvolutionBytes:
-    """What a convolution on a CPU allocates beside its operands, by the bytes of its input, weight and result.
-
-    Attributes:
-        strided: whether a stride is more than one.
-        is_product: whether it is computed as a product of matrices, without oneDNN and its copies.
-    """
-
-    image: int
-    kernel: int
-    result: int
-    strided: bool
-    is_product: bool
-
-    @staticmethod
-    def of(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: Any) -> _ConvolutionBytes:
-        """``settings`` are the operator's arguments from the stride to the groups.
-
-        Source of what is a product: ``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp.
-        """
-        stride, padding, dilation, transposed, _, groups = settings
-        pointwise = image.dim() == 4 and all(size == 1 for size in (*kernel.shape[2:], *stride, *dilation, groups))
-        is_product = (
-            pointwise and not transposed and not any(padding) and len(image) < 16 and torch.get_num_threads() == 1
-        )
-        strided = any(step > 1 for step in stride)
-        return _ConvolutionBytes(_bytes_of([image]), _bytes_of([kernel]), result, strided, is_product)
-
-    @property
-    def scratch(self) -> int:
-        """In the forward, beside the result."""
-        return 0 if self.is_product else max(self.image + self.kernel, self.result)
-
-    @property
-    def weights_phase(self) -> int:
-        """For the gradient of the weight, that included."""
-        return self.kernel if self.is_product else max(self.image + self.result + self.kernel, 2 * self.kernel)
-
-    @property
-    def input_phase(self) -> int:
-        """For the gradient of the input, that included."""
-        if self.is_product:
-            return self.image
-        return max(self.image + self.result + self.kernel, (3 if self.strided else 2) * self.image)
-
-
-def _lean_convolution(args: Any, record: Record, weights: Weights) -> Weights:
-    if not any(gradient.argument == 0 for gradient in weights.gradients):
+def _lean_convolution(args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None) -> Weights:
+    if sizes is None or not {0, 1} <= {gradient.argument for gradient in weights.gradients}:
         return weights
-    sizes = _ConvolutionBytes.of(args[0], args[1], record.output_bytes[0], args[3:9])
-    return replace(weights, working_bytes=sizes.weights_phase, late_bytes=sizes.kernel + sizes.input_phase)
+    kernel = _bytes_of([args[1]])
+    return replace(weights, working_bytes=sizes.weights_phase, late_bytes=kernel + sizes.input_phase)
 
 
 def _copied_bytes(function: Any, args: Any, outputs: list[torch.Tensor]) -> int:
     """Bytes that a lean convolution or its backward on a CPU allocates at once, beyond its results."""
     if function is torch.ops.aten.convolution.default:
-        return _ConvolutionBytes.of(args[0], args[1], _bytes_of(outputs), args[3:9]).scratch
+        return estimated(args[0], args[1], _bytes_of(outputs), args[3:9]).scratch
     if function is torch.ops.aten.convolution_backward.default:
-        sizes = _ConvolutionBytes.of(args[1], args[2], _bytes_of(args[:1]), args[4:10])
-        late = sizes.kernel + (sizes.input_phase if args[-1][0] else 0)
+        sizes = estimated(args[1], args[2], _bytes_of(args[:1]), args[4:10])
+        late = _bytes_of([args[2]]) + (sizes.input_phase if args[-1][0] else 0)
         return max(sizes.weights_phase, late) - _bytes_of(outputs)
     return 0
 
@@ -283,7 +255,7 @@ def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _lean_batch_norm(args: Any, record: Record, weights: Weights) -> Weights:
+def _lean_batch_norm(args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None) -> Weights:
     x = args[0]
     chunk = channels_at_once(x) * x.numel() * x.element_size() // x.shape[1]
     return replace(
@@ -293,7 +265,7 @@ def _lean_batch_norm(args: Any, record: Record, weights: Weights) -> Weights:
     )
 
 
-def _lean_elementwise(args: Any, record: Record, weights: Weights) -> Weights:
+def _lean_elementwise(args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None) -> Weights:
     return replace(weights, gradients=_reusing(weights.gradients))
 
 
@@ -302,7 +274,7 @@ def _reusing(gradients: tuple[InputGradient, ...]) -> tuple[InputGradient, ...]:
     return tuple(replace(g, reuses=0) if g.argument == 0 else g for g in gradients)
 
 
-def _as_it_is(args: Any, record: Record, weights: Weights) -> Weights:
+def _as_it_is(args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None) -> Weights:
     return weights
 
 
@@ -331,6 +303,14 @@ def _pretended(leaf: Any, in_place: bool, device: torch.device | str = "meta") -
     return torch.device(device) if isinstance(leaf, torch.device) else leaf
 
 
+def _copied(leaf: Any, in_place: bool) -> Any:
+    """An argument of its own, with its data."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    copy = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return copy.clone() if in_place and leaf.requires_grad else copy
+
+
 def _shadow(tensor: torch.Tensor, in_place: bool, device: torch.device | str = "meta") -> torch.Tensor:
     """A tensor of the same shape, strides and type without memory."""
     shadow = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -342,11 +322,12 @@ def _shadow(tensor: torch.Tensor, in_place: bool, device: torch.device | str = "
 
 @dataclass(frozen=True)
 class Reading:
-    """Estimated seconds and FLOPs, and the most fresh bytes alive at once."""
+    """Estimated seconds and FLOPs, the most fresh bytes alive at once, and those alive at the end."""
 
     seconds: float
     flops: int
     peak_bytes: int
+    held_bytes: int
 
 
 class _Meter(TorchDispatchMode):
@@ -364,7 +345,8 @@ class _Meter(TorchDispatchMode):
 
     def take(self) -> Reading:
         """What was measured since the last call."""
-        reading = Reading(self.seconds, self.flops, self.peak)
+        held = sum(size for size, storage in self.fresh.values() if not storage.expired())
+        reading = Reading(self.seconds, self.flops, self.peak, held)
         self._reset()
         return reading
 
@@ -417,6 +399,18 @@ QUICK = {
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
 """What PyTorch finds for meta tensors too, but by running some twenty decomposed operators in Python."""
+
+
+_INDEXING = {
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten.masked_scatter.default,
+    torch.ops.aten.masked_scatter_.default,
+}
+_MASKS = (torch.bool, torch.uint8)
+
+_OTHER_KERNELS = {torch.ops.aten.scaled_dot_product_attention.default}
+"""What a CPU computes with kernels that take less memory than those for meta tensors."""
 
 
 def copies_strided_gradients(node: torch.fx.Node) -> bool:

@@ -2,7 +2,8 @@
 
 A model of autograd's engine at the grain of storages: operations run backward in reverse order, the
 gradient of a tensor waits until its producer's turn, a second gradient for the same tensor is added to the
-first, in place if one of the two is nobody else's. Gradients may share storage (an addition hands the same one
+first, in place if one of the two is nobody else's. That of a parameter waits for all uses of the parameter, too,
+before it is added to ``.grad``. Gradients may share storage (an addition hands the same one
 to both sides; a concatenation hands out slices), which decides how long its bytes stay.
 
 Checkpointing never changes any of it: the numbers belong to the graph, not to a plan.
@@ -11,6 +12,7 @@ Source: torch/csrc/autograd/input_buffer.cpp and engine.cpp.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +35,7 @@ class InputGradient:
     dense: bool = True
     contiguous: bool = True
     reuses: int | None = None
+    is_view: bool = False  # of what was computed: nothing is added to it in place
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class OperationGradients:
     working_bytes: int  # most bytes that its backward allocates, results included
     late_bytes: int = 0  # the same once it has let go of what it saved, if it does so before it is done
     copies_strided: bool = False  # its backward first copies a gradient that is not dense
+    sources: tuple[TensorRef, ...] = ()  # what each argument is, be it made by the program or not
+
+    def parameter(self, argument: int) -> TensorRef | None:
+        """What an argument is that the program did not make."""
+        return self.sources[argument] if self.sources and self.arguments[argument] is None else None
 
 
 @dataclass(frozen=True)
@@ -63,11 +71,12 @@ class _Gradient:
     storage: int
     dense: bool
     contiguous: bool
+    is_view: bool = False
 
 
 def gradient_bytes(operations: Sequence[OperationGradients], returned: Sequence[TensorRef]) -> list[LiveGradients]:
     """For each operation, the bytes of gradients alive around its backward."""
-    engine = _Engine()
+    engine = _Engine(_parameter_uses(operations, returned))
     sizes = {ref: size for op in operations for ref, size in zip(op.outputs, op.output_bytes, strict=True)}
     grads = {ref for op in operations for ref, flag in zip(op.outputs, op.differentiable, strict=True) if flag}
     for ref in returned:
@@ -77,8 +86,23 @@ def gradient_bytes(operations: Sequence[OperationGradients], returned: Sequence[
     return [engine.run(op, sizes) for op in reversed(operations)][::-1]
 
 
+def _parameter_uses(operations: Sequence[OperationGradients], returned: Sequence[TensorRef]) -> Counter[TensorRef]:
+    """How many operations that the backward reaches give each parameter a gradient."""
+    reached = set(returned)
+    uses: Counter[TensorRef] = Counter()
+    for op in reversed(operations):
+        if reached.isdisjoint(ref for ref, flag in zip(op.outputs, op.differentiable, strict=True) if flag):
+            continue
+        for gradient in op.gradients:
+            made, parameter = op.arguments[gradient.argument], op.parameter(gradient.argument)
+            reached.update([made] if made else [])
+            uses.update([parameter] if parameter else [])
+    return uses
+
+
 class _Engine:
-    def __init__(self) -> None:
+    def __init__(self, parameter_uses: Counter[TensorRef]) -> None:
+        self.parameter_uses = parameter_uses
         self.waiting: dict[TensorRef, _Gradient] = {}
         self.bytes: dict[int, int] = {}
         self.owners: dict[int, int] = {}
@@ -134,11 +158,26 @@ class _Engine:
             tensor = op.arguments[argument]
             if tensor is not None:
                 self.receive(tensor, gradient, sizes[tensor])
-        # Parameter gradients are added to .grad once the operation has handed all its results on.
-        for argument, gradient in handed:
-            if op.arguments[argument] is None:
-                self.release(gradient.storage)
+        self._hand_to_parameters(op, handed)
         return LiveGradients(before, self.most, late)
+
+    def _hand_to_parameters(self, op: OperationGradients, handed: list[tuple[int, _Gradient]]) -> None:
+        """Parameter gradients are added to .grad once the operation has handed all its results on."""
+        for argument, gradient in handed:
+            parameter = op.parameter(argument)
+            waiting = self.waiting.get(parameter) if parameter else None
+            if parameter and waiting and waiting.is_view:
+                self.waiting[parameter] = _Gradient(self.allocate(self.bytes[gradient.storage]), True, True)
+                self.release(waiting.storage)
+                self.release(gradient.storage)
+            elif parameter:
+                self.receive(parameter, gradient, self.bytes[gradient.storage])
+            elif op.arguments[argument] is None:
+                self.release(gradient.storage)
+        for parameter in filter(None, (op.parameter(gradient.argument) for gradient in op.gradients)):
+            self.parameter_uses[parameter] -= 1
+            if not self.parameter_uses[parameter] and parameter in self.waiting:
+                self.release(self.waiting.pop(parameter).storage)
 
     def _ours(self, incoming: dict[int, _Gradient], gradient: InputGradient) -> bool:
         found = incoming.get(gradient.reuses if gradient.reuses is not None else -1)
@@ -171,7 +210,7 @@ class _Engine:
                 storage = groups[gradient.group] = self.allocate(gradient.bytes)
             dense = gradient.dense and (source is None or source.dense)
             contiguous = gradient.contiguous and (source is None or source.contiguous)
-            handed.append((gradient.argument, _Gradient(storage, dense, contiguous)))
+            handed.append((gradient.argument, _Gradient(storage, dense, contiguous, gradient.is_view)))
         return handed
 
     def _grow(self, size: int) -> None:

@@ -38,8 +38,19 @@ class Leaves:
             # A module that is none of the model's is called by one that cannot be told.
             smallest = self._smallest(name) if name in self.modules else ""
             if not smallest:
-                raise problem.__cause__ or problem
+                raise problem.__cause__ or ParseError(f"{problem}{self._advice()}")
             self._add(smallest, why)
+
+    def _advice(self) -> str:
+        """What to do where the model's own forward is the smallest that hides a problem."""
+        parts = {name: module for name, module in self.modules.items() if "." not in name}
+        if not parts:
+            return ""
+        largest = max(parts, key=lambda name: len(list(parts[name].modules())))
+        return (
+            f" Nothing smaller than the model hides it; its largest part is {largest}: "
+            f"model.{largest} = ogc.optimize(model.{largest}, its_input)."
+        )
 
     def check_hooks(self, called: Iterable[str]) -> None:
         """Raise ParseError if a graph made by hand goes past modules with hooks; ``called`` are the leaves in it."""

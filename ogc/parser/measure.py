@@ -13,12 +13,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
-from ..allocator import peak_bytes
+from ..allocator import can_measure, peak_bytes
 from ..lean import Lean
-from ..program import LIVE_ARGUMENTS, operator_name, tensor_leaves
+from .calls import Call
 from .estimate import Estimator, Weights, call_key
 from .observe import Record
 
@@ -37,8 +35,8 @@ class Measurer:
     def weigh(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
         """The weights of the call ``node.target(*args, **kwargs)``."""
         estimate = self.estimator.weigh(node, args, kwargs, record)
-        if not record.writes and not record.saves:
-            return estimate  # makes nothing
+        if not (record.writes or record.saves) or not can_measure(self.device):
+            return estimate
         key = call_key(node.target, args, kwargs)
         if key not in self.seen:
             devices = [self.device] if self.device.type == "cuda" else []
@@ -47,7 +45,7 @@ class Measurer:
         return self.seen[key]
 
     def _run(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record, estimate: Weights) -> Weights:
-        call = _Call(node, args, kwargs, in_place=record.in_place)
+        call = Call(node, args, kwargs, in_place=record.in_place)
         peak, seconds = self.measure(call.prepare, call.forward)
         weights = replace(estimate, scratch_bytes=max(0, peak - call.own_bytes()), forward_seconds=seconds)
         if call.ends() and call.starts:
@@ -70,7 +68,7 @@ class Measurer:
         return weights
 
     def measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:
-        """Peak bytes and median seconds of ``run``; a long run is timed once."""
+        """Peak bytes, if there is a way to know, and median seconds of ``run``; a long run is timed once."""
         times: list[float] = []
 
         def timed() -> None:
@@ -81,7 +79,11 @@ class Measurer:
             times.append(time.perf_counter() - start)
 
         prepare()
-        peak = peak_bytes(timed, self.device)
+        peak = 0
+        if can_measure(self.device):
+            peak = peak_bytes(timed, self.device)
+        else:
+            timed()
         if times[0] > LONG_SECONDS:
             return peak, times[0]
         times.clear()
@@ -93,58 +95,3 @@ class Measurer:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-class _Call:
-    """One call with inputs of its own, ready to run forward and backward again and again."""
-
-    def __init__(self, node: torch.fx.Node, args: Any, kwargs: Any, in_place: bool) -> None:
-        self.target: Any = node.target
-        self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
-        live = [args[p] for p in LIVE_ARGUMENTS.get(operator_name(node), ()) if p < len(args)]
-        self.copied = [any(leaf is one for one in live) or in_place for leaf in self.leaves]
-        self.result: Any = None
-        self.saved: list[torch.Tensor] = []
-
-    def prepare(self, with_gradients: bool = False) -> None:
-        """Fresh inputs; with gradients, the forward is run too and the gradients of its results made."""
-        self.result, self.saved, self.gradients = None, [], None
-        self.inputs = [self._input(leaf, copied) for leaf, copied in zip(self.leaves, self.copied, strict=True)]
-        self.starts = [t for t in self.inputs if isinstance(t, torch.Tensor) and t.requires_grad]
-        if with_gradients:
-            self.forward()
-            self.saved = []
-            self.gradients = [torch.ones_like(end) for end in self.ends()]
-
-    def forward(self) -> None:
-        args, kwargs = pytree.tree_unflatten(self.inputs, self.tree)
-        self.edges = [torch.autograd.graph.get_gradient_edge(t) for t in self.starts]
-        with torch.enable_grad(), saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            self.result = self.target(*args, **kwargs)
-
-    def backward(self) -> Any:
-        # Kept by the caller's frame only, so that they are freed when it is done.
-        return torch.autograd.grad(self.ends(), self.edges, self.gradients, allow_unused=True)
-
-    def ends(self) -> list[torch.Tensor]:
-        return [t for t in tensor_leaves(self.result) if t.requires_grad]
-
-    def own_bytes(self) -> int:
-        """Bytes of what the forward made and keeps: its results and what it saves."""
-        given = {t.untyped_storage()._cdata for t in self.inputs if isinstance(t, torch.Tensor)}
-        made = tensor_leaves(self.result) + self.saved
-        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in made}
-        return sum(size for key, size in kept.items() if key not in given)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.saved.append(tensor.detach())
-        return tensor.detach()
-
-    def _input(self, leaf: Any, copied: bool) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        own = leaf.detach().clone() if copied else leaf.detach()
-        if leaf.requires_grad:
-            own.requires_grad_()
-        # An operation that writes in place must not be given a leaf.
-        return own.clone() if copied and leaf.requires_grad else own

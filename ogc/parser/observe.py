@@ -9,11 +9,13 @@ nothing is kept for a backward, so that memory is that of inference.
 from __future__ import annotations
 
 import operator
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -31,7 +33,7 @@ from ..program import (
     tensor_leaves,
     without_autocast,
 )
-from .jit import Traced, set_chance, state_of_chance
+from .jit import Traced
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
 
@@ -42,6 +44,7 @@ class Record:
 
     node: torch.fx.Node
     arguments: list[TensorRef | None] = field(default_factory=list)  # per tensor argument; None: external
+    sources: list[TensorRef] = field(default_factory=list)  # per tensor argument; what it is, external or not
     outputs: list[TensorRef] = field(default_factory=list)
     output_bytes: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
@@ -187,6 +190,7 @@ class _Observer:
         for ref, tensor in zip(refs, tensors, strict=True):
             value = self.storages.value(tensor)
             record.arguments.append(ref if value is not None else None)
+            record.sources.append(ref)
             record.layouts.append((tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)))
             if value is not None:
                 _add(record.reads, value)
@@ -350,16 +354,16 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
     attributes = [(module, _attributes(module)) for module in model.modules()]
     tables = [(table, dict(table)) for module in model.modules() for table in _members(module)]
-    random = torch.get_rng_state()
-    chance = state_of_chance()
+    state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
         torch.clear_autocast_cache()
-        torch.set_rng_state(random)
-        set_chance(chance)
+        torch.set_rng_state(state)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
         for table, members in tables:

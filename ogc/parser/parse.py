@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..program import Call, InputSpec, Program, TensorRef
 from .custom import CustomForward, ParseGraph, custom_forward
 from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
-from .jit import FlatForward, OpaqueError, Traced, nothing_saved, trace, without_decisions
+from .jit import FlatForward, LookAgain, OpaqueError, Traced, forward_alone, nothing_saved, trace, without_decisions
 from .leaves import LeafModules, Leaves
 from .measure import Measurer
 from .observe import Observation, Record, is_dense, observe, untouched
@@ -81,31 +82,45 @@ def parse(
     kind = _profile_kind(profile, home, target)
     with untouched(model):
         custom = custom_forward(model, parse_graph, *spec.rebuild(copies(tensors)))
-    traced, after_trace = _trace(model, spec, tensors, custom, Leaves(model, leaf_modules))
-    make_lean(traced.graph, target)
-    checked, traced = traced.graph, replace(traced, graph=without_decisions(traced.graph))
-    slice_stretches(traced.graph, stretches, slices)
-    if custom is not None:
-        traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
-    profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
-    weights: list[Weights] = []
-    samplewise: list[bool] = []
-
-    def visit(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
-        if isinstance(node.target, Leaf):
-            weights.append(weigh_leaf(model, profiler, node, args, record))
-        else:
-            weights.append(profiler.weigh(node, args, kwargs, record))
-        samplewise.append(is_samplewise(node, args))
-
-    with untouched(model):
-        observation = observe(model, traced, copies(tensors), visit)
-        after_program = state_of(model)
+    leaves = Leaves(model, leaf_modules)
+    for careful in (False, True):
+        traced, after_trace = _trace(model, spec, tensors, custom, leaves, careful)
+        make_lean(traced.graph, target)
+        checked, traced = traced.graph, replace(traced, graph=without_decisions(traced.graph))
+        slice_stretches(traced.graph, stretches, slices)
+        if custom is not None:
+            traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
+        profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
+        weights: list[Weights] = []
+        samplewise: list[bool] = []
+        visit = partial(_weigh, model, profiler, weights, samplewise)
+        with untouched(model):
+            observation = observe(model, traced, copies(tensors), visit)
+            after_program = state_of(model)
+        if same_bits(after_trace[-1], after_program[-1]):  # else random numbers were drawn that nothing used
+            break
     check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)
     found = find_stretches(observation.records, samplewise)
     graph = _graph(spec, traced, observation, weights, str(target), kind)
     program = replace(graph.program, checked=checked if traced.follows_sizes and not stretches else None)
     return replace(graph, program=program, stretches=tuple(found))
+
+
+def _weigh(
+    model: torch.nn.Module,
+    profiler: Measurer | Estimator,
+    weights: list[Weights],
+    samplewise: list[bool],
+    node: torch.fx.Node,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    record: Record,
+) -> None:
+    if isinstance(node.target, Leaf):
+        weights.append(weigh_leaf(model, profiler, node, args, record))
+    else:
+        weights.append(profiler.weigh(node, args, kwargs, record))
+    samplewise.append(is_samplewise(node, args))
 
 
 def check_model(model: Any) -> None:
@@ -198,15 +213,23 @@ def _profile_kind(profile: str, home: torch.device, target: torch.device) -> str
 
 
 def _trace(
-    model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor], forward: CustomForward | None, leaves: Leaves
+    model: torch.nn.Module,
+    spec: InputSpec,
+    tensors: list[torch.Tensor],
+    forward: CustomForward | None,
+    leaves: Leaves,
+    careful: bool,
 ) -> tuple[Traced, list[torch.Tensor]]:
     """The model's trace, with as many leaves as it takes, and its state afterwards."""
     while True:
         with untouched(model):
             try:
-                traced = trace(model, spec, copies(tensors), forward, leaves.names)
+                traced = trace(model, spec, copies(tensors), forward, leaves.names, careful)
             except OpaqueError as problem:
                 leaves.cover(problem)
+                continue
+            except LookAgain:
+                careful = True
                 continue
             if forward is not None:
                 leaves.check_hooks(node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf))
@@ -216,7 +239,11 @@ def _trace(
                     "no output of the model's forward requires grad, so there is no backward pass to save memory in; "
                     "take torch.no_grad() or detach() out of it"
                 )
-            return traced, state_of(model)
+            after_trace = state_of(model)
+        if traced.other_overloads and forward is None:
+            with untouched(model):
+                traced = replace(traced, outputs=forward_alone(model, spec, copies(tensors))[1])
+        return traced, after_trace
 
 
 def _check_custom(
@@ -404,4 +431,5 @@ def _gradients(record: Record, weights: Weights) -> OperationGradients:
         working_bytes=weights.working_bytes,
         late_bytes=weights.late_bytes,
         copies_strided=copies_strided_gradients(record.node),
+        sources=tuple(record.sources),
     )

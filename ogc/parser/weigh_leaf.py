@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..allocator import allocated_bytes
+from ..allocator import allocated_bytes, can_measure
 from ..leaf import Leaf
 from ..program import tensor_leaves
 from .estimate import Estimator, Weights, input_gradients, metered
@@ -39,7 +39,9 @@ def weigh_leaf(
         call.prepare()
         forward = metered(rates, call.forward)
         call.prepare()
-        peak, held = allocated_bytes(call.forward, home, call.prepare)
+        peak, held = forward.peak_bytes, forward.held_bytes
+        if can_measure(home):  # else what PyTorch's operators allocate has to do
+            peak, held = allocated_bytes(call.forward, home, call.prepare)
         weights = Weights(
             scratch_bytes=max(0, peak - held),
             internal_bytes=max(0, held - call.result_bytes()),
@@ -52,7 +54,9 @@ def weigh_leaf(
             return weights
         backward = metered(rates, call.backward)
         call.prepare()
-        working, _ = allocated_bytes(call.backward, home, call.prepare_backward)
+        working = backward.peak_bytes
+        if can_measure(home):
+            working, _ = allocated_bytes(call.backward, home, call.prepare_backward)
         weights = replace(
             weights,
             # The gradients of its results are made inside, here, so that they go as early as in a step.

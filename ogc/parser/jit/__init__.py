@@ -7,21 +7,19 @@ functions, scripted code, in-place writes without gradients. Unless it happens i
 call is one node, with the tracer switched off while it runs.
 """
 
-from .chance import set_chance, state_of_chance
 from .trace import FlatForward, forward_alone, nothing_saved, scope, trace
 from .traced import Traced, same_number, without_decisions
-from .watch import OpaqueError
+from .watch import LookAgain, OpaqueError
 
 __all__ = [
     "FlatForward",
+    "LookAgain",
     "OpaqueError",
     "Traced",
     "forward_alone",
     "nothing_saved",
     "same_number",
     "scope",
-    "set_chance",
-    "state_of_chance",
     "trace",
     "without_decisions",
 ]

@@ -45,6 +45,12 @@ _SAME_VALUE = {
     "aten::item",
     "aten::detach",
 }
+_WITH_NUMBER = {
+    torch.ops.aten.pow.Tensor_Tensor: torch.ops.aten.pow.Tensor_Scalar,
+    torch.ops.aten.pow_.Tensor: torch.ops.aten.pow_.Scalar,
+    torch.ops.aten.repeat_interleave.self_Tensor: torch.ops.aten.repeat_interleave.self_int,
+}
+"""What is called with a number; sizes are tensors while a forward is traced, and take an overload of other bits."""
 _DEFAULT_SCALARS = {torch.float64, torch.int64, torch.bool, torch.complex128}
 
 
@@ -70,6 +76,7 @@ class Lowering:
         self.scalars: set[torch.fx.Node] = set()
         self.requires_grad: dict[torch.fx.Node, bool] = {}
         self.convolutions = 0
+        self.other_overloads = False  # whether some calls are not those that the trace made
 
     def run(self, jit_graph: Any) -> None:
         values = list(jit_graph.inputs())
@@ -185,6 +192,9 @@ class Lowering:
         overload, arguments = overload_of(node.schema())
         if overload is None:
             self._refuse(node)
+        if overload in _WITH_NUMBER and self._is_size(list(node.inputs())[1]):
+            overload, self.other_overloads = _WITH_NUMBER[overload], True
+            arguments = overload._schema.arguments
         args, kwargs = [], {}
         for argument, value in zip(arguments, node.inputs(), strict=True):
             given = self._get(value)
@@ -195,7 +205,7 @@ class Lowering:
                 kwargs[argument.name] = given
             else:
                 args.append(given)
-        if overload._opname == "repeat_interleave" and self._is_scalar(list(node.inputs())[1]):
+        if overload is torch.ops.aten.repeat_interleave.self_int:
             sizes = node.output().type().sizes()  # without it there is no knowing the shape on meta tensors
             kwargs["output_size"] = sizes[args[2] if args[2] is not None else 0]
         is_convolution = node.kind() == "aten::_convolution"
@@ -297,6 +307,10 @@ class Lowering:
             "put it into a submodule of its own, or optimize the submodules around it instead",
             {place["module"]: f"{what} at {place['source']}".removesuffix(" at ") for place in reversed(places)},
         )
+
+    def _is_size(self, value: Any) -> bool:
+        """Whether this is a number that the model did not make a tensor of."""
+        return self._is_scalar(value) and value.node().kind() not in ("aten::detach", "aten::to", "aten::lift_fresh")
 
     def _is_scalar(self, value: Any) -> bool:
         found = self._get(value)

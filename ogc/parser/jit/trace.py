@@ -28,6 +28,7 @@ def trace(
     tensors: list[torch.Tensor],
     forward: Callable[..., Any] | None = None,
     leaves: Collection[str] = (),
+    careful: bool = False,
 ) -> Traced:
     """Run ``model``, or ``forward`` in its place, once on ``tensors`` and return what it computed.
 
@@ -38,13 +39,16 @@ def trace(
         spec: how the arguments are rebuilt from ``tensors``.
         tensors: the tensors among the arguments of the call.
         leaves: names of submodules to call as they are.
+        careful: look at random states with each call, which takes time. Random numbers that nothing uses are then
+            traced too, and what was drawn stays in memory meanwhile.
 
     Raises:
         OpaqueError: the forward does what no trace can hold; modules named by the error would have to be leaves.
         ParseError: the forward cannot be represented faithfully; the message names file and line.
+        LookAgain: it must be traced carefully to tell.
         Exception: whatever the model's own forward raises, with a note saying so.
     """
-    watch = Watch(follows=bool(leaves), inputs=tensors)
+    watch = Watch(follows=bool(leaves), inputs=tensors, careful=careful)
     flat = FlatForward(model.forward if forward is None else forward, spec, watch.aside)
     buffers = dict(model.named_buffers())
     state = dict(chain(model.named_parameters(), buffers.items()))
@@ -88,7 +92,15 @@ def trace(
     lowering = Lowering(model, state, watch, scripted)
     lowering.run(jit_graph)
     follows_sizes = not watch.unclear and not leaves  # what a leaf makes of sizes is not known
-    return Traced(lowering.graph, lowering.constants, flat.output_spec, flat.outputs, flat.requires_grad, follows_sizes)
+    return Traced(
+        lowering.graph,
+        lowering.constants,
+        flat.output_spec,
+        flat.outputs,
+        flat.requires_grad,
+        follows_sizes,
+        lowering.other_overloads,
+    )
 
 
 def forward_alone(

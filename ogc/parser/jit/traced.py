@@ -16,7 +16,8 @@ class Traced:
     """A traced forward: its program, and the outputs and output structure of the traced call.
 
     Nodes of ``graph`` carry ``meta["module"]`` and ``meta["source"]``. Calls of :func:`same_number` stand where the
-    forward made Python numbers of sizes; ``follows_sizes`` tells whether these are all.
+    forward made Python numbers of sizes; ``follows_sizes`` tells whether these are all. With ``other_overloads`` some
+    operators are called as the plain forward would, not as the trace did: its outputs may have other bits.
     """
 
     graph: torch.fx.Graph
@@ -25,6 +26,7 @@ class Traced:
     outputs: list[torch.Tensor]
     requires_grad: list[bool] = field(default_factory=list)  # of each output
     follows_sizes: bool = False
+    other_overloads: bool = False
 
 
 def same_number(now: Any, then: Any) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -16,7 +18,6 @@ from torch.utils import _pytree as pytree
 from ...errors import ParseError
 from ...leaf import Leaf
 from ...program import LIVE_ARGUMENTS, TENSOR, TensorSpec, storage_of, tensor_leaves
-from .chance import state_of_chance
 from .places import scope_name, user_line
 
 _NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "item", "tolist", "numpy"]
@@ -38,6 +39,10 @@ class OpaqueError(ParseError):
         self.modules = modules
 
 
+class LookAgain(Exception):
+    """Only a careful trace shows which module it is that does what no trace can hold."""
+
+
 class Decision(NamedTuple):
     """A size, or what was computed from sizes, that became a Python number."""
 
@@ -54,15 +59,16 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         calls: the calls of leaves, in order.
-        marks: a tensor for each of them, and for each call that draws random numbers or writes running statistics,
-            whose being returned keeps the call in the trace.
+        marks: a tensor for each of them, and for each call that writes running statistics, whose being returned keeps
+            the call in the trace; with ``careful``, also for each call that draws random numbers.
         decisions: the Python numbers that were made of sizes.
         unclear: where sizes became anything else, or Python looked at layouts.
         convolution_grad: for each convolution, whether gradients were on.
     """
 
-    def __init__(self, follows: bool, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, follows: bool, inputs: Sequence[torch.Tensor], careful: bool = False) -> None:
         super().__init__()
+        self.careful = careful
         self.calls: list[Leaf] = []
         self.marks: list[torch.Tensor] = []
         self.decisions: list[Decision] = []
@@ -71,14 +77,14 @@ class Watch(TorchFunctionMode):
         self.numbers: dict[str, str] = {}  # module -> where a tensor's content became a Python number
         self.writes_without_grad: dict[str, str] = {}
         self.is_harmless = False  # whether sizes are being made numbers without consequence
+        self.python_state = python_random_state()
+        self.python_draws: dict[str, str] = {}  # module -> where random numbers were drawn past torch
         self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
         self.follows = follows
         self.makers: dict[int, tuple[str, StorageWeakRef]] = {}  # storage -> leaf that made it, "" for none
         self.leaf = ""  # that we are inside of
         self.given: set[int] = set()
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
-        self.chance = state_of_chance()
-        self.draws_in_python = False  # outside of leaves
         self._note(inputs)
 
     def aside(self) -> list[torch.Tensor]:
@@ -90,16 +96,18 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.leaf:
             self._look(name, args)
+            if self.careful:
+                self._look_for_python_draws(f"before {user_line()}")
         self.check(args, kwargs)
         call = partial(self._harmlessly, function) if name in _INDEX_METHODS else function
-        random = random_states()
+        before = random_states() if self.careful and not self.leaf else []
         given = () if torch.is_grad_enabled() else tensor_leaves(args, kwargs)
         versions = [(tensor, tensor._version) for tensor in given if tensor.requires_grad]
         result = call(*args, **kwargs)
         if not self.leaf:
             if any(tensor._version != version for tensor, version in versions):
                 self.writes_without_grad.setdefault(scope_name(), f"{name} at {user_line()}")
-            if name in LIVE_ARGUMENTS or not all(map(torch.equal, random, random_states())):
+            if name in LIVE_ARGUMENTS or (before and not all(map(torch.equal, before, random_states()))):
                 self._keep(result)
             result = _without_false_grad(result)
         self._note(result)
@@ -114,6 +122,12 @@ class Watch(TorchFunctionMode):
             self.unclear.append(f"{name} at {user_line()}")
         if name in _CONVOLUTIONS:
             self.convolution_grad.append(torch.is_grad_enabled())
+
+    def _look_for_python_draws(self, where: str) -> None:
+        state = python_random_state()
+        if state != self.python_state:
+            self.python_state = state
+            self.python_draws.setdefault(scope_name(), f"random numbers of Python or numpy {where}")
 
     # -- numbers -------------------------------------------------------------------------------------------
 
@@ -168,13 +182,13 @@ class Watch(TorchFunctionMode):
     @contextmanager
     def inside(self, leaf: str, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """Watch the call of a leaf."""
-        self.draws_in_python |= self.chance != state_of_chance()
+        self._look_for_python_draws(f"before the call of {leaf}")
         self.leaf, self.given = leaf, {t.untyped_storage()._cdata for t in given}
         try:
             yield
         finally:
             self.leaf, self.given = "", set()
-            self.chance = state_of_chance()
+            self.python_state = python_random_state()
 
     def returned(self, leaf: Leaf, new: Sequence[torch.Tensor]) -> None:
         """Note what a leaf returned."""
@@ -219,19 +233,23 @@ class Watch(TorchFunctionMode):
     def raise_if_unfaithful(self) -> None:
         """Raise OpaqueError if the trace is not the whole truth."""
         self.raise_if_leaky()
-        if self.draws_in_python or self.chance != state_of_chance():
-            raise ParseError(
-                "the forward draws from Python's or numpy's random numbers, which would be the same in every step of a "
-                "plan; draw them with torch.rand, or name the submodule that does so in leaf_modules="
-            )
         if self.numbers:
             raise OpaqueError(
                 f"the forward reads numbers out of tensors: {'; '.join(dict.fromkeys(self.numbers.values()))}. What it "
                 "computes then depends on the data, and a plan for the sample input would be wrong for other "
                 "data. Replace the branch or loop by tensor operations (torch.where, masks), put it into a "
-                "submodule of its own, optimize the submodules around it instead (model.part = "
-                "ogc.optimize(model.part, its_input)), or write down what is computed with parse_graph=.",
+                "submodule of its own, optimize the submodules around it instead, or write down what is computed "
+                "with parse_graph=.",
                 self.numbers,
+            )
+        self._look_for_python_draws("at its end")
+        if self.python_draws and not self.careful:
+            raise LookAgain
+        if self.python_draws:
+            raise OpaqueError(
+                f"the forward draws {'; '.join(self.python_draws.values())}: those of the sample input would be "
+                "repeated in every step. Draw them with torch, or put it into a submodule of its own.",
+                self.python_draws,
             )
         if self.writes_without_grad:
             raise OpaqueError(
@@ -241,16 +259,23 @@ class Watch(TorchFunctionMode):
             )
 
 
-def random_states() -> list[torch.Tensor]:
-    """The states of the generators that a forward may draw from."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
-
-
 def _without_false_grad(result: Any) -> Any:
     """Views made under ``no_grad`` without the ``requires_grad`` of their base, which they report but do not have."""
     if torch.is_grad_enabled():
         return result
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach() if t._is_view() and t.is_leaf else t, result)
+
+
+def python_random_state() -> tuple[Any, ...]:
+    """Where the random streams of Python and numpy are."""
+    name, keys, *rest = numpy.random.get_state(legacy=True)
+    return random.getstate(), name, numpy.asarray(keys).tobytes(), *rest
+
+
+def random_states() -> list[torch.Tensor]:
+    """Those of the devices in use."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *cuda]
 
 
 def origins(tensor: Any) -> set[str]:

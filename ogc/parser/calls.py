@@ -1,0 +1,76 @@
+"""One operation by itself, with inputs of its own, to be measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from ..allocator import peak_bytes
+from ..program import LIVE_ARGUMENTS, operator_name, tensor_leaves
+
+
+class Call:
+    """One call with inputs of its own, ready to run forward and backward again and again."""
+
+    def __init__(self, node: torch.fx.Node, args: Any, kwargs: Any, in_place: bool) -> None:
+        self.target: Any = node.target
+        self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
+        live = [args[p] for p in LIVE_ARGUMENTS.get(operator_name(node), ()) if p < len(args)]
+        self.copied = [any(leaf is one for one in live) or in_place for leaf in self.leaves]
+        self.result: Any = None
+        self.saved: list[torch.Tensor] = []
+
+    def prepare(self, with_gradients: bool = False) -> None:
+        """Fresh inputs; with gradients, the forward is run too and the gradients of its results made."""
+        self.result, self.saved, self.gradients = None, [], None
+        self.inputs = [self._input(leaf, copied) for leaf, copied in zip(self.leaves, self.copied, strict=True)]
+        self.starts = [t for t in self.inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        if with_gradients:
+            self.forward()
+            self.saved = []
+            self.gradients = [torch.ones_like(end) for end in self.ends()]
+
+    def forward(self) -> None:
+        args, kwargs = pytree.tree_unflatten(self.inputs, self.tree)
+        self.edges = [torch.autograd.graph.get_gradient_edge(t) for t in self.starts]
+        with torch.enable_grad(), saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            self.result = self.target(*args, **kwargs)
+
+    def backward(self) -> Any:
+        # Kept by the caller's frame only, so that they are freed when it is done.
+        return torch.autograd.grad(self.ends(), self.edges, self.gradients, allow_unused=True)
+
+    def ends(self) -> list[torch.Tensor]:
+        return [t for t in tensor_leaves(self.result) if t.requires_grad]
+
+    def own_bytes(self) -> int:
+        """Bytes of what the forward made and keeps: its results and what it saves."""
+        given = {t.untyped_storage()._cdata for t in self.inputs if isinstance(t, torch.Tensor)}
+        made = tensor_leaves(self.result) + self.saved
+        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in made}
+        return sum(size for key, size in kept.items() if key not in given)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.saved.append(tensor.detach())
+        return tensor.detach()
+
+    def _input(self, leaf: Any, copied: bool) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        own = leaf.detach().clone() if copied else leaf.detach()
+        if leaf.requires_grad:
+            own.requires_grad_()
+        # An operation that writes in place must not be given a leaf.
+        return own.clone() if copied and leaf.requires_grad else own
+
+
+def measured_bytes(call: Call) -> tuple[int, int]:
+    """Most bytes that the call allocates at once on a CPU beside what it keeps, and that its backward allocates."""
+    with torch.random.fork_rng([]):
+        call.prepare()
+        scratch = max(0, peak_bytes(call.forward, "cpu") - call.own_bytes())
+        call.prepare(with_gradients=True)
+        return scratch, peak_bytes(call.backward, "cpu") if call.ends() and call.starts else 0

@@ -1,0 +1,105 @@
+"""What a convolution on a CPU allocates beside its operands, underneath the dispatcher.
+
+oneDNN copies operands to blocked layouts of its own and results back; which it chooses depends on shapes and on the
+machine. For large dense convolutions of stride 1 there is a rule, read off the allocator for torch 2.11 to 2.15.
+Others (patches, strides, dilation, groups, few channels) have none: they are run, each by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..allocator import allocated_bytes
+
+_WITHOUT_RULE_FLOPS = 1e9  # below this, a call is measured in less time than matters
+
+
+@dataclass(frozen=True)
+class ConvolutionBytes:
+    """Most bytes allocated at once.
+
+    Attributes:
+        image: those of the input, which its gradient takes as well.
+        scratch: in the forward, beside the result.
+        weights_phase: for the gradient of the weight, that included.
+        input_phase: for the gradient of the input, that included.
+    """
+
+    image: int
+    scratch: int
+    weights_phase: int
+    input_phase: int
+
+    @property
+    def backward(self) -> int:
+        """For both gradients in one call, which finds that of the input first."""
+        return max(self.input_phase, self.image + self.weights_phase) if self.input_phase else self.weights_phase
+
+
+def estimated(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: Any) -> ConvolutionBytes:
+    """By the rule, from operands, the bytes of the result and the operator's arguments from the stride on."""
+    x, w = (t.numel() * t.element_size() for t in (image, kernel))
+    if _is_product(image, kernel, settings):
+        return ConvolutionBytes(x, 0, w, x)
+    copies = 3 if any(step > 1 for step in settings[0]) else 2
+    weights = w + result if kernel.shape[1] < 16 else max(x + result + w, 2 * w)
+    return ConvolutionBytes(x, max(x + w, result), weights, max(x + result + w, copies * x))
+
+
+def has_rule(image: torch.Tensor, kernel: torch.Tensor, settings: Any, flops: int) -> bool:
+    """Whether the estimate is right for a call with so many FLOPs."""
+    stride, _, dilation, transposed, _, groups = settings
+    if _is_product(image, kernel, settings):
+        return True
+    return (
+        flops > _WITHOUT_RULE_FLOPS
+        and image.dtype == torch.float32
+        and image.dim() == 4
+        and all(t.is_contiguous() for t in (image, kernel))
+        and not transposed
+        and all(step == 1 for step in (*stride, *dilation, groups))
+        and all(size <= 3 for size in kernel.shape[2:])
+        and all(channels % 16 == 0 for channels in kernel.shape[:2])
+    )
+
+
+def measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
+    """By running the call, forward and backward.
+
+    Args:
+        args: those of ``aten.convolution``.
+        wanted: whether the input, the weight and the bias get gradients.
+    """
+    aten = torch.ops.aten
+    image, kernel = args[0].detach(), args[1].detach()
+    bias = None if args[2] is None else args[2].detach()
+    settings = (None if bias is None else list(bias.shape), *args[3:])
+    found: list[Any] = []
+
+    def forward() -> None:
+        found.append(aten.convolution.default(image, kernel, bias, *args[3:]))
+
+    def bytes_of(mask: list[bool]) -> int:
+        def backward() -> None:
+            found[:] = aten.convolution_backward.default(gradient, image, kernel, *settings, mask)
+
+        return allocated_bytes(backward, "cpu", found.clear)[0] if any(mask) else 0
+
+    peak, result = allocated_bytes(forward, "cpu")
+    gradient = torch.ones_like(found[0])
+    weights, inputs = bytes_of([False, *wanted[1:]]), bytes_of([wanted[0], False, False])
+    return ConvolutionBytes(image.numel() * image.element_size(), peak - result, weights, inputs)
+
+
+def _is_product(image: torch.Tensor, kernel: torch.Tensor, settings: Any) -> bool:
+    """Whether it is computed as a product of matrices, without oneDNN and its copies.
+
+    Source: ``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp.
+    """
+    stride, padding, dilation, transposed, _, groups = settings
+    pointwise = image.dim() == 4 and all(size == 1 for size in (*kernel.shape[2:], *stride, *dilation, groups))
+    return pointwise and not transposed and not any(padding) and len(image) < 16 and torch.get_num_threads() == 1
