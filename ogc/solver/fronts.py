@@ -31,7 +31,7 @@ CLOSE = 3e-3
 """Prices of a byte that are tried at most, and how close to the best bound its price may leave it."""
 
 SLACK = (0.01, 0.03, 0.1, 0.3, np.inf)
-"""By how much of the bound, and a hundredth of that of running everything again, a plan may exceed the bound."""
+"""By how much of itself, and of a hundredth of the time of the longest segment, a plan may exceed the bound."""
 
 
 @dataclass(frozen=True)

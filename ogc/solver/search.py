@@ -69,7 +69,7 @@ class Search:
         self.weights = SegmentCosts(graph, _narrow_cuts(graph))
         self.scales = choose_scales(graph, self.weights.cuts)
         self.tables: dict[tuple[int, int], NestedTable] = {}  # by the peak and the units they were made for
-        self.levels: dict[NestedTable, OuterLevel] = {}
+        self.level: OuterLevel | None = None  # the last one that was asked for: each takes memory
         self.seen: dict[tuple[Segment, ...], Candidate] = {}
 
     @cached_property
@@ -164,9 +164,9 @@ class Search:
     def _level(self, peak: int) -> OuterLevel:
         """The outermost level over nested plans and segments that keep values, with the table for ``peak``."""
         table = self._table(peak)
-        if table not in self.levels:
-            self.levels[table] = OuterLevel(self._costs, table)
-        return self.levels[table]
+        if self.level is None or self.level.table is not table:
+            self.level = OuterLevel(self._costs, table)
+        return self.level
 
     def _table(self, peak: int, levels: int = LEVELS) -> NestedTable:
         """A table whose range is right for ``peak``."""
