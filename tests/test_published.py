@@ -200,7 +200,7 @@ class Hooked(nn.Module):
 def test_planning_while_a_profiler_runs(profile):
     """Two profilers cannot run at once: the one that was there first goes on, and weights are estimated."""
     model, x = Hooked(), torch.randn(8, 16)
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         optimised = ogc.optimize(nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), model), x, profile=profile)
         optimised(x).sum().backward()
     assert any(event.key == "aten::linear" for event in profiler.key_averages())
