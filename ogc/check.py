@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 from .compare import difference, distance, same_bits
 from .errors import CheckError, InputError
 from .parser.observe import untouched
+from .program import tensor_leaves
+from .random_state import random_states
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def _results(
     """Everything that one step of ``run`` gives, by name."""
     with _restored(model, optimized):
         args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, call)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = tensor_leaves(args, kwargs)
         with torch.enable_grad():
             result = run(*args, **kwargs)
         leaves, tree = pytree.tree_flatten(result)
@@ -201,9 +203,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _random_states(tensors: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    devices = dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
-    states = [("random state of cpu", torch.get_rng_state())]
-    return states + [(f"random state of {device}", torch.cuda.get_rng_state(device)) for device in devices]
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
+    return [(f"random state of {d}", state) for d, state in zip(["cpu", *devices], random_states(devices), strict=True)]
 
 
 @contextmanager

@@ -163,9 +163,8 @@ def _check_level(graph: Graph, allowed: set[int], segments: Sequence[Segment], s
         if segment.stop <= segment.start or segment.stop not in allowed:
             raise PlanError(f"position {segment.stop} is no cut of this graph after {segment.start}; see Graph.cuts")
         for v in segment.kept:
-            if not segment.parts or not segment.start <= graph.producers[v] < segment.stop:
-                raise PlanError(
-                    f"segment {segment.start}-{segment.stop - 1} does not make {graph.values[v].name} again"
-                )
+            made = 0 <= v < len(graph.values) and segment.start <= graph.producers[v] < segment.stop
+            if not (made and segment.parts):
+                raise PlanError(f"segment {segment.start}-{segment.stop - 1} does not make value {v} again")
         if segment.parts:
             _check_level(graph, allowed, segment.parts, segment.start, segment.stop)

@@ -334,6 +334,19 @@ CASES = [
         "do not cover",
         lambda model: ogc.make_plan(GRAPH, [ogc.saved(0, 2), ogc.saved(3, 6)]),
     ),
+    *(
+        Case(
+            f"keep {name}",
+            PlanError,
+            f"does not make value {value} again",
+            lambda model, segments=segments: ogc.make_plan(GRAPH, segments),
+        )
+        for name, value, segments in [
+            ("no value", 99, [ogc.recomputed(0, 6, kept=[99])]),
+            ("another segment's value", 0, [ogc.saved(0, 3), ogc.recomputed(3, 6, kept=[0])]),
+            ("what is saved", 0, [ogc.Segment(0, 6, kept=(0,))]),
+        ]
+    ),
     Case(
         "apply without program", PlanError, "no program to run", lambda model: ogc.apply(model, GRAPH, ogc.solve(GRAPH))
     ),

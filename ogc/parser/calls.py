@@ -26,7 +26,7 @@ class Call:
     def prepare(self, with_gradients: bool = False) -> None:
         """Fresh inputs; with gradients, the forward is run too and the gradients of its results made."""
         self.result, self.saved, self.gradients = None, [], None
-        self.inputs = [self._input(leaf, copied) for leaf, copied in zip(self.leaves, self.copied, strict=True)]
+        self.inputs = [own_argument(leaf, copied) for leaf, copied in zip(self.leaves, self.copied, strict=True)]
         self.starts = [t for t in self.inputs if isinstance(t, torch.Tensor) and t.requires_grad]
         if with_gradients:
             self.forward()
@@ -57,14 +57,16 @@ class Call:
         self.saved.append(tensor.detach())
         return tensor.detach()
 
-    def _input(self, leaf: Any, copied: bool) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        own = leaf.detach().clone() if copied else leaf.detach()
-        if leaf.requires_grad:
-            own.requires_grad_()
-        # An operation that writes in place must not be given a leaf.
-        return own.clone() if copied and leaf.requires_grad else own
+
+def own_argument(leaf: Any, copied: bool) -> Any:
+    """A tensor for autograd to start from, copied if it may be written; anything else as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    own = leaf.detach().clone() if copied else leaf.detach()
+    if leaf.requires_grad:
+        own.requires_grad_()
+    # An operation that writes in place must not be given a leaf.
+    return own.clone() if copied and leaf.requires_grad else own
 
 
 def measured_bytes(call: Call) -> tuple[int, int]:

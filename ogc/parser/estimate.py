@@ -27,7 +27,7 @@ from ..allocator import can_measure
 from ..lean import Lean, channels_at_once
 from ..program import operator_name, storage_of, tensor_leaves
 from ..sliced import Sliced
-from .calls import Call, measured_bytes
+from .calls import Call, measured_bytes, own_argument
 from .convolution import ConvolutionBytes, estimated, has_rule, measured
 from .gradients import InputGradient
 from .observe import Record, is_dense
@@ -146,7 +146,7 @@ class Estimator:
         # With a mask, shapes depend on data, which meta tensors do not have.
         on_data = target in _INDEXING and any(isinstance(x, torch.Tensor) and x.dtype in _MASKS for x in leaves)
         with torch.enable_grad():
-            fakes = [_copied(leaf, in_place) if on_data else _pretended(leaf, in_place) for leaf in leaves]
+            fakes = [own_argument(leaf, in_place) if on_data else _pretended(leaf, in_place) for leaf in leaves]
             meter = meter or _Meter(self.rates, on_meta=not on_data)
             saved: list[torch.Tensor] = []
             tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
@@ -301,14 +301,6 @@ def _pretended(leaf: Any, in_place: bool, device: torch.device | str = "meta") -
     if isinstance(leaf, torch.Tensor):
         return _shadow(leaf, in_place, device)
     return torch.device(device) if isinstance(leaf, torch.device) else leaf
-
-
-def _copied(leaf: Any, in_place: bool) -> Any:
-    """An argument of its own, with its data."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    copy = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    return copy.clone() if in_place and leaf.requires_grad else copy
 
 
 def _shadow(tensor: torch.Tensor, in_place: bool, device: torch.device | str = "meta") -> torch.Tensor:

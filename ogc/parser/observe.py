@@ -33,6 +33,7 @@ from ..program import (
     tensor_leaves,
     without_autocast,
 )
+from ..random_state import cuda_devices, random_states, same_states, set_random_states
 from .jit import Traced
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
@@ -141,11 +142,12 @@ class _Observer:
             packed.append(tensor)
             return len(packed) - 1
 
-        random_before = _random_state(tensors)
+        devices = {t.device for t in tensors if t.is_cuda}
+        random_before = random_states(devices)
         buffers = [(buffer, buffer._version) for buffer in self.model.buffers()] if is_leaf else []
         with saved_tensors_hooks(pack, packed.__getitem__):
             result = node.target(*args, **kwargs)  # type: ignore[operator]
-        record.random = _is_seeded(node) or not _same_state(random_before, _random_state(tensors))
+        record.random = _is_seeded(node) or not same_states(random_before, random_states(devices))
         written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if is_leaf:
             written += self._other_writes(buffers)
@@ -332,17 +334,6 @@ def _is_seeded(node: torch.fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def _random_state(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    for device in {t.device for t in tensors if t.is_cuda}:
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def _same_state(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
 def _add(numbers: list[int], number: int) -> None:
     if number not in numbers:
         numbers.append(number)
@@ -354,18 +345,16 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
     attributes = [(module, _attributes(module)) for module in model.modules()]
     tables = [(table, dict(table)) for module in model.modules() for table in _members(module)]
-    state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    devices = cuda_devices()
+    states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
     torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     finally:
         torch.clear_autocast_cache()
-        torch.set_rng_state(state)
+        set_random_states(states, devices)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
         for table, members in tables:
             if table != members:
                 table.clear()

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ReplayError
 from ..program import attribute, storage_of, without_autocast
+from ..random_state import random_states, set_random_states
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward."""
@@ -63,7 +64,7 @@ class Step:
 
     def remember_random(self, operation: int) -> None:
         """Note the random state that an operation starts from."""
-        self.random_states[operation] = _random_state(self.devices)
+        self.random_states[operation] = random_states(self.devices)
 
 
 class Frame:
@@ -114,12 +115,12 @@ class Frame:
     @contextmanager
     def random(self, operation: int) -> Iterator[None]:
         """Run an operation from the random state it had in the forward, and put the state of now back."""
-        now = _random_state(self.step.devices)
-        _set_random_state(self.step.random_states[operation], self.step.devices)
+        now = random_states(self.step.devices)
+        set_random_states(self.step.random_states[operation], self.step.devices)
         try:
             yield
         finally:
-            _set_random_state(now, self.step.devices)
+            set_random_states(now, self.step.devices)
 
     def take(self, *names: str) -> list[Any]:
         """The values that the program starts from; let go of unless the graph is kept for another backward."""
@@ -301,13 +302,3 @@ def _differentiable(held: Any) -> Any:
     if isinstance(held, (list, tuple)):
         return type(held)(_differentiable(item) for item in held)
     return held
-
-
-def _random_state(devices: tuple[torch.device, ...]) -> tuple[torch.Tensor, ...]:
-    return (torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices))
-
-
-def _set_random_state(states: tuple[torch.Tensor, ...], devices: tuple[torch.device, ...]) -> None:
-    torch.set_rng_state(states[0])
-    for device, state in zip(devices, states[1:], strict=True):
-        torch.cuda.set_rng_state(state, device)

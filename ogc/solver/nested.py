@@ -76,7 +76,7 @@ class NestedTable:
         return least
 
     def time(self, i: Ints, j: Ints, room: Ints) -> Floats:
-        """T(i, j, room) for arrays of i and bytes."""
+        """T(i, j, room) for arrays of cuts and bytes."""
         return self.rows[self.row_of[i, j], np.clip(room // self.unit, 0, self.levels - 1)]
 
     def segment(self, i: int, j: int, room: int) -> Segment:

@@ -39,7 +39,8 @@ def solve(
     """The plan that a wish asks for.
 
     Without a wish: the least peak, and the least recomputed time at it. Plans are trees of segments, each
-    saved, recomputed at once, or recomputed through parts; see :mod:`ogc.solver.nested`.
+    saved, recomputed at once, or recomputed through parts; see :mod:`ogc.solver.nested`. With one, a segment
+    that is recomputed at once may also keep what is costly to make; see :mod:`ogc.solver.keeping`.
 
     Args:
         graph: the weighted graph, from :func:`ogc.parse` or made by hand.

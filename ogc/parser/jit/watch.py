@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ParseError
 from ...leaf import Leaf
 from ...program import LIVE_ARGUMENTS, TENSOR, TensorSpec, storage_of, tensor_leaves
+from ...random_state import cuda_devices, random_states, same_states
 from .places import scope_name, user_line
 
 _NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "item", "tolist", "numpy"]
@@ -100,14 +101,16 @@ class Watch(TorchFunctionMode):
                 self._look_for_python_draws(f"before {user_line()}")
         self.check(args, kwargs)
         call = partial(self._harmlessly, function) if name in _INDEX_METHODS else function
-        before = random_states() if self.careful and not self.leaf else []
+        looks = self.careful and not self.leaf
+        devices = cuda_devices() if looks else ()
+        before = random_states(devices) if looks else ()
         given = () if torch.is_grad_enabled() else tensor_leaves(args, kwargs)
         versions = [(tensor, tensor._version) for tensor in given if tensor.requires_grad]
         result = call(*args, **kwargs)
         if not self.leaf:
             if any(tensor._version != version for tensor, version in versions):
                 self.writes_without_grad.setdefault(scope_name(), f"{name} at {user_line()}")
-            if name in LIVE_ARGUMENTS or (before and not all(map(torch.equal, before, random_states()))):
+            if name in LIVE_ARGUMENTS or (looks and not same_states(before, random_states(devices))):
                 self._keep(result)
             result = _without_false_grad(result)
         self._note(result)
@@ -270,12 +273,6 @@ def python_random_state() -> tuple[Any, ...]:
     """Where the random streams of Python and numpy are."""
     name, keys, *rest = numpy.random.get_state(legacy=True)
     return random.getstate(), name, numpy.asarray(keys).tobytes(), *rest
-
-
-def random_states() -> list[torch.Tensor]:
-    """Those of the devices in use."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *cuda]
 
 
 def origins(tensor: Any) -> set[str]:
