@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
 LIVE_ARGUMENTS = {"batch_norm": (3, 4), "instance_norm": (3, 4)}
@@ -258,8 +259,11 @@ def _collect(tree: Any, found: list[torch.Tensor]) -> None:
     # Asked for with every call of a trace, so the usual kinds are told apart here, several times faster.
     if isinstance(tree, torch.Tensor):
         found.append(tree)
-    elif type(tree) in (tuple, list):
+    elif type(tree) in (tuple, list, immutable_list):
         for item in tree:
+            _collect(item, found)
+    elif type(tree) in (dict, immutable_dict):
+        for item in tree.values():
             _collect(item, found)
     elif tree is not None and type(tree) not in (int, float, bool, str):
         found += [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -78,13 +78,14 @@ def test_the_weights_add_up():
     assert 0 < graph.forward_seconds < graph.step_seconds
 
 
+def described(tensors):
+    return [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(4, 8), (4, 8, 5, 5), (2, 3, 4, 5, 6)])
 def test_batch_norm_on_meta_tensors_is_as_pytorch_finds_it(shape, dtype, training):
-    def described(tensors):
-        return [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
-
     forward, backward = torch.ops.aten.native_batch_norm.default, torch.ops.aten.native_batch_norm_backward.default
     plain = torch.empty(shape, dtype=dtype, device="meta")
     for image in (plain, plain.transpose(0, -1).contiguous().transpose(0, -1)):
@@ -94,6 +95,24 @@ def test_batch_norm_on_meta_tensors_is_as_pytorch_finds_it(shape, dtype, trainin
         assert described(QUICK[forward](*args)) == described(result)
         args = (result[0], image, weight, mean, mean, *result[1:], training, 1e-5, [True, False, True])
         assert described(QUICK[backward](*args)) == described(backward(*args))
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)])
+def test_simple_operators_on_meta_tensors_are_as_pytorch_finds_them(first, order):
+    aten = torch.ops.aten
+    a, b = (torch.empty(4, 8, 5, 6, dtype=dtype, device="meta") for dtype in (first, torch.float32))
+    for x in (a, a.contiguous(memory_format=torch.channels_last), a.permute(order), a[:, ::2], a[:1].expand_as(a)):
+        y = torch.empty_like(b[:, : x.shape[1]]) if x.shape[0] == 4 and x.shape[2:] == b.shape[2:] else x
+        flat = torch.empty(0, dtype=first, device="meta")
+        calls = [
+            (aten.relu.default, (x,)),
+            (aten.threshold_backward.default, (x, y, 0)),
+            (aten.threshold_backward.default, (y, x, 0)),
+            *((aten.cat.default, tensors) for tensors in (([x],), ([x, y], 1), ([x, x], -1), ([x, flat], 2))),
+        ]
+        for operator, args in calls:
+            assert described([QUICK[operator](*args)]) == described([operator(*args)])
 
 
 def test_export_to_networkx_is_a_dag_over_all_operations():

@@ -174,7 +174,7 @@ class Estimator:
         scratch: int,
         forward: Reading,
     ) -> Weights:
-        given = {id(end): torch.empty_like(end) for end in ends}
+        given = {id(end): _like(end) for end in ends}
         with meter:
             found = torch.autograd.grad(ends, [e for _, e in edges], list(given.values()), allow_unused=True)
         backward = meter.take()
@@ -372,10 +372,28 @@ class _Meter(TorchDispatchMode):
         return result
 
 
+def _like(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return tensor.new_empty(tensor.shape) if tensor.is_contiguous() else torch.empty_like(tensor)
+
+
+def _threshold_backward(gradient: torch.Tensor, result: torch.Tensor, *rest: Any) -> torch.Tensor:
+    alike = gradient.is_contiguous() and result.is_contiguous() and gradient.dtype == result.dtype
+    return _like(gradient) if alike else torch.ops.aten.threshold_backward.default(gradient, result, *rest)
+
+
+def _cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    first, *others = tensors
+    if not all(t.is_contiguous() and t.dtype == first.dtype and t.dim() == first.dim() for t in tensors):
+        return torch.ops.aten.cat.default(tensors, dim)
+    shape = list(first.shape)
+    shape[dim] += sum(t.shape[dim] for t in others)
+    return first.new_empty(shape)
+
+
 def _batch_norm(image: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     wide = torch.promote_types(image.dtype, torch.float32)
     mean, deviation = (image.new_empty(image.shape[1], dtype=wide) for _ in range(2))
-    return torch.empty_like(image), mean, deviation
+    return _like(image), mean, deviation
 
 
 def _batch_norm_backward(
@@ -383,14 +401,17 @@ def _batch_norm_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     parameter = image if weight is None else weight
     wanted = rest[-1][1:]
-    return torch.empty_like(gradient), *(parameter.new_empty(image.shape[1]) if want else None for want in wanted)
+    return _like(gradient), *(parameter.new_empty(image.shape[1]) if want else None for want in wanted)
 
 
 QUICK = {
+    torch.ops.aten.relu.default: _like,
+    torch.ops.aten.threshold_backward.default: _threshold_backward,
+    torch.ops.aten.cat.default: _cat,
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
-"""What PyTorch finds for meta tensors too, but by running some twenty decomposed operators in Python."""
+"""What PyTorch finds for meta tensors too, but by running decomposed operators in Python, up to twenty for one."""
 
 
 _INDEXING = {

@@ -19,7 +19,6 @@ import numpy
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
 from ..leaf import Leaf
@@ -177,11 +176,11 @@ class _Observer:
 
     def _tensor_arguments(self, node: torch.fx.Node) -> tuple[list[TensorRef], list[torch.Tensor]]:
         """The tensors that a node takes, and which program tensors they are."""
-        leaves = pytree.tree_leaves((node.args, node.kwargs))
+        leaves: list[torch.fx.Node] = []
+        torch.fx.node.map_arg((node.args, node.kwargs), leaves.append)
         found = [
             (TensorRef(leaf.name, index), tensor)
             for leaf in leaves
-            if isinstance(leaf, torch.fx.Node)
             for index, tensor in enumerate(tensor_leaves(self.found[leaf.name]))
         ]
         if node.target is operator.getitem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from functools import lru_cache
 from itertools import dropwhile
 from typing import Any
 
@@ -30,11 +31,15 @@ def user_line() -> str:
 
 def origin(node: Any) -> dict[str, str]:
     """Module path and source line of a jit node."""
-    module = node.scopeName().rsplit("/", 1)[-1]
-    places = _PLACE.findall(node.sourceRange())  # innermost first: watch, model, tracer, whoever called that
+    return {"module": node.scopeName().rsplit("/", 1)[-1], "source": _user_place(node.sourceRange())}
+
+
+@lru_cache(maxsize=1024)  # layers of a kind share their call stacks
+def _user_place(stack: str) -> str:
+    """File and line of the model's code in one of the tracer's call stacks."""
+    places = _PLACE.findall(stack)  # innermost first: watch, model, tracer, whoever called that
     called = dropwhile(lambda place: not place[0].startswith(_OWN_CODE), reversed(places))
     inside = [*dropwhile(lambda place: place[0].startswith(_OWN_CODE), called)][::-1]
     foreign = [place for place in inside if not place[0].startswith(_OWN_CODE)]
     user = [place for place in foreign if not place[0].startswith(_NOT_USER_CODE)] or foreign
-    source = f"{os.path.basename(user[0][0])}:{user[0][1]}" if user else ""
-    return {"module": module, "source": source}
+    return f"{os.path.basename(user[0][0])}:{user[0][1]}" if user else ""

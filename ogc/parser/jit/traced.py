@@ -39,13 +39,14 @@ def without_decisions(graph: torch.fx.Graph) -> torch.fx.Graph:
     result = torch.fx.Graph()
     outputs = result.graph_copy(graph, {})
     result.output(outputs)
-    pending = [node for node in reversed(result.nodes) if node.target is same_number]
+    pending = dict.fromkeys(node for node in reversed(result.nodes) if node.target is same_number)
     while pending:
-        node = pending.pop(0)
+        node = next(iter(pending))
+        del pending[node]
         if node.op in ("call_function", "get_attr") and not node.users and not _has_effects(node):
             before = node.all_input_nodes
             result.erase_node(node)
-            pending.extend(n for n in before if n not in pending)
+            pending.update(dict.fromkeys(before))
     return result
 
 
