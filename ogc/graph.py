@@ -54,6 +54,7 @@ class Operation:
     backward_flops: int = 0
     again_seconds: float = 0.0  # of a forward that is part of its backward, beyond ``backward_seconds``
     again_flops: int = 0
+    repeat_seconds: float | None = None  # of its forward where its internal tensors are there; None: as ever
     replayable: bool = True  # False: running it twice would change the model or the numbers
     takes_over: int | None = None  # a value whose storage its result takes where no cut separates the two
 
@@ -170,6 +171,14 @@ class Graph:
         return tuple(
             op.internal_bytes > 0 and (not op.replayable or op.internal_bytes * SMALL_INTERNALS <= most)
             for op, most in zip(self.operations, largest, strict=True)
+        )
+
+    @cached_property
+    def repeat_seconds(self) -> tuple[float, ...]:
+        """For each operation, the time of its forward where a plan runs it again."""
+        return tuple(
+            op.forward_seconds if op.repeat_seconds is None or not kept else op.repeat_seconds
+            for op, kept in zip(self.operations, self.keeps_internals, strict=True)
         )
 
     @cached_property

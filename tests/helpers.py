@@ -60,6 +60,7 @@ def random_graph(seed: int, most: int = 8) -> Graph:
                 late_bytes=rng.choice([0, 0, 0, rng.randrange(60)]),
                 forward_seconds=rng.choice([1, 2, 5, 0.5]),
                 backward_seconds=1,
+                repeat_seconds=0.25 if t % 3 == 0 else None,
                 replayable=rng.random() > 0.06,
                 takes_over=taken,
             )

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ogc.graph import Graph
+from ogc.graph import SMALL_INTERNALS, Graph
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def flat_segments(
 
 def weigh(graph: Graph, segments: Sequence[Flat]) -> tuple[int, float] | None:
     """Peak bytes and recomputed seconds by the rule; None if an operation would run twice that must not."""
-    again = [graph.operations[t] for s in segments for t in s.program]
-    if not all(op.replayable for op in again):
+    again = [t for s in segments for t in s.program]
+    if not all(graph.operations[t].replayable for t in again):
         return None
     memory = Memory(graph, segments)
     for number in range(len(segments)):
@@ -54,7 +54,14 @@ def weigh(graph: Graph, segments: Sequence[Flat]) -> tuple[int, float] | None:
         if segments[number].recompute:
             memory.recompute(number)
         memory.backward(number)
-    return max(memory.totals), sum(op.forward_seconds for op in again)
+    return max(memory.totals), sum(_seconds(graph, t) for t in again)
+
+
+def _seconds(graph: Graph, t: int) -> float:
+    op = graph.operations[t]
+    largest = max((graph.values[v].bytes for v in {*op.reads, *op.writes}), default=0)
+    stays = op.internal_bytes > 0 and (not op.replayable or op.internal_bytes * SMALL_INTERNALS <= largest)
+    return op.repeat_seconds if stays and op.repeat_seconds is not None else op.forward_seconds
 
 
 def all_flat_plans(graph: Graph, keeping: Sequence[Collection[int]] = ()) -> Iterator[tuple[int, float]]:

@@ -69,6 +69,35 @@ def test_batch_norm(shape, affine):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 8, 9, 7), (2, 17, 3, 3), (5, 6, 10), (2, 3, 4, 5, 6), (3, 40, 1, 2)])
+@pytest.mark.parametrize("affine", [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_batch_norm_again_takes_the_statistics_that_it_is_given(shape, affine, dtype, monkeypatch):
+    monkeypatch.setattr(lean, "CHUNK_BYTES", 1)
+    x = (torch.randn(shape, dtype=dtype) * 5 + 3).requires_grad_()
+    weights = [torch.randn(shape[1], dtype=dtype) if has else None for has in affine]
+    operator, saved = OPERATORS[aten.batch_norm.default], []
+    settings = (torch.zeros(shape[1], dtype=dtype), torch.ones(shape[1], dtype=dtype), True, 0.1, 1e-5, True)
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed):
+        first = operator(x, *weights, *settings)
+    statistics = saved[-2:]
+    running = settings[0].clone()
+    assert torch.equal(operator(x, *weights, *settings, *statistics), first)
+    exact = lean.repeats_exactly(x, *weights)
+    assert exact == (dtype is not torch.bfloat16)
+    assert torch.equal(settings[0], running) == exact  # which are none of its business the second time
+
+
+@pytest.mark.parametrize("change", ["layout", "mixed", "strided"])
+def test_batch_norm_again_is_computed_anew_where_the_bits_may_differ(change):
+    x, weight = torch.randn(4, 8, 9, 7), torch.randn(16)[::2]
+    if change == "layout":
+        x, weight = x.contiguous(memory_format=torch.channels_last), weight.contiguous()
+    if change == "mixed":
+        x, weight = x.bfloat16(), weight.contiguous()
+    assert not lean.repeats_exactly(x, weight, None)
+
+
 @pytest.mark.parametrize(("size", "stride", "padding", "groups"), CONVOLUTIONS)
 @pytest.mark.parametrize("biased", [True, False])
 def test_convolution(size, stride, padding, groups, biased):

@@ -11,8 +11,10 @@ import torch
 from helpers import assert_same_training, forced, loss_of, random_tree, random_values
 from models import CASES, Attention, Outputs, Residual, images, rows
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ogc
+from ogc import lean
 from ogc.errors import InputError, PlanError, ReplayError
 from ogc.plan import cut_into_segments
 from ogc.runtime import frame
@@ -207,6 +209,58 @@ def test_a_graph_that_is_kept_can_be_run_backward_again():
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Normalizations(TorchDispatchMode):
+    """Lists for each batch norm whether it computed statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.native_batch_norm.default:
+            self.seen.append(args[5])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_statistics_of_batch_norm_are_computed_once_where_they_are_there(lost, monkeypatch):
+    monkeypatch.setattr(lean, "CHUNK_BYTES", 64)
+    model = nn.Sequential(
+        *(layer for _ in range(4) for layer in (nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU(True)))
+    )
+    x = torch.randn(2, 3, 20, 20)
+    optimised = forced(model, x, pieces=1)
+    if lost:  # as after a backward through a part of the graph alone
+        monkeypatch.setattr(frame.Frame, "notes", lambda self, operation: [])
+    assert_same_training(model, optimised, (x,))
+    with Normalizations() as found:
+        optimised(x).sum().backward()
+    assert found.seen[:4] == [True] * 4
+    again = found.seen[4:]
+    assert again == [lost] * 3
+
+
+def test_notes_go_with_the_graph(monkeypatch):
+    monkeypatch.setattr(lean, "CHUNK_BYTES", 64)
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
+    steps = []
+    monkeypatch.setattr(frame.Step, "__init__", _remembering(frame.Step.__init__, steps))
+    loss = forced(model, torch.randn(2, 3, 20, 20), pieces=1)(torch.randn(2, 3, 20, 20)).sum()
+    notes = [note for noted in steps[-1].notes.values() for note in noted]
+    assert len(notes) >= 2
+    assert all(note() is not None for note in notes)
+    loss.backward()
+    assert all(note() is None for note in notes)
+
+
+def _remembering(method, found):
+    def wrapped(self, *args, **kwargs):
+        found.append(self)
+        method(self, *args, **kwargs)
+
+    return wrapped
 
 
 def test_double_backward():

@@ -33,11 +33,12 @@ class Call:
             self.saved = []
             self.gradients = [torch.ones_like(end) for end in self.ends()]
 
-    def forward(self) -> None:
+    def forward(self, *internal: torch.Tensor) -> None:
+        """Run it, again if it is given the internal tensors that it saved."""
         args, kwargs = pytree.tree_unflatten(self.inputs, self.tree)
         self.edges = [torch.autograd.graph.get_gradient_edge(t) for t in self.starts]
         with torch.enable_grad(), saved_tensors_hooks(self._pack, lambda tensor: tensor):
-            self.result = self.target(*args, **kwargs)
+            self.result = self.target(*args, *internal, **kwargs)
 
     def backward(self) -> Any:
         # Kept by the caller's frame only, so that they are freed when it is done.

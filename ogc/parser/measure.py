@@ -48,6 +48,10 @@ class Measurer:
         call = Call(node, args, kwargs, in_place=record.in_place)
         peak, seconds = self.measure(call.prepare, call.forward)
         weights = replace(estimate, scratch_bytes=max(0, peak - call.own_bytes()), forward_seconds=seconds)
+        if estimate.repeat_seconds is not None:
+            internal = call.saved[-2:]
+            _, seconds = self.measure(call.prepare, lambda: call.forward(*internal))
+            weights = replace(weights, repeat_seconds=min(seconds, weights.forward_seconds))
         if call.ends() and call.starts:
             peak, seconds = self.measure(lambda: call.prepare(with_gradients=True), call.backward)
             # A lean backward is measured as one, in circumstances that it may not meet: more than was

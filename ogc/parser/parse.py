@@ -417,6 +417,7 @@ def _operation(
         backward_flops=weights.backward_flops,
         again_seconds=weights.again_seconds,
         again_flops=weights.again_flops,
+        repeat_seconds=weights.repeat_seconds,
         **seen,
     )
 

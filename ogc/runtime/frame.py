@@ -37,6 +37,8 @@ class RunCode:
         number: of the run in the schedule.
         slots: for each tensor that autograd saves in the forward of its saved segments, its slot or KEEP.
         targets: for each tensor that autograd saves in the program, the slot it fills or KEEP (drop it).
+        notes: tensors that stay in memory and that running their operations again makes use of: for their place
+            among those that autograd saves, the operation.
         program: carries out the run: ``program(model, frame)``.
         externals: names of the parameters and buffers that the program reads.
     """
@@ -44,6 +46,7 @@ class RunCode:
     number: int
     slots: tuple[int, ...]
     targets: tuple[int, ...]
+    notes: dict[int, int]
     program: Callable[[torch.nn.Module, Frame], None]
     externals: tuple[str, ...]
 
@@ -56,6 +59,7 @@ class Step:
         self.codes = codes
         self.devices = devices  # CUDA devices that the program draws random numbers on
         self.random_states: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
         self.lock = RLock()
 
     def open(self, number: int, parent: Frame | None = None) -> Frame:
@@ -121,6 +125,12 @@ class Frame:
             yield
         finally:
             set_random_states(now, self.step.devices)
+
+    def notes(self, operation: int) -> list[torch.Tensor]:
+        """What an operation noted in the forward, as long as its backward has not let go of it."""
+        noted = self.step.notes.get(operation, [])
+        found = [tensor for note in noted if (tensor := note()) is not None]
+        return found if len(found) == len(noted) else []
 
     def take(self, *names: str) -> list[Any]:
         """The values that the program starts from; let go of unless the graph is kept for another backward."""
@@ -194,7 +204,13 @@ class Frame:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         slot = self._next_slot()
-        return _kept(tensor) if slot == KEEP else (self, slot)
+        if slot != KEEP:
+            return self, slot
+        kept = _kept(tensor)
+        operation = self.code.notes.get(self.saved - 1)
+        if operation is not None:
+            self.step.notes.setdefault(operation, []).append(weakref.ref(kept[0]))
+        return kept
 
     def _next_slot(self) -> int:
         index = self.saved

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -169,7 +170,7 @@ class _Layout:
             return self.program.out_of_place[t]
         return self.operations[t].target
 
-    @property
+    @cached_property
     def repeated(self) -> set[int]:
         """Operations that some run executes again."""
         return {t for run in self.schedule.runs[1:] for t in run.program}
@@ -265,7 +266,7 @@ class _RunWriter:
         last = self._last_uses()
         for node in self.nodes:
             t = self.layout.position[node]
-            text = _view(node) or _statement(node, self.layout.target(self.number, t), clone_live=True)
+            text = _view(node) or _statement(node, self.layout.target(self.number, t), again=t)
             frees = _let_go(n for n in last if last[n] is node)
             if t in self.layout.program.random and t in self.run.program:
                 lines += [f"    with frame.random({t}):", f"        {text}"]
@@ -320,9 +321,15 @@ class _RunWriter:
             for n in node.all_input_nodes
             if n.op == "get_attr" and n not in _live_arguments(node) and n.target not in layout.program.constants
         }
+        notes = {
+            place: t
+            for place, (t, k) in enumerate(flat)
+            if t in layout.repeated and _takes_notes(layout.operations[t]) and saves[t][k] == Saved()
+        }
         return RunCode(
             number=self.number,
             slots=tuple(slots.get(key, KEEP) for key in flat),
+            notes=notes,
             targets=tuple(slots.get(key, KEEP) for key in again),
             program=program,
             externals=tuple(externals),
@@ -344,12 +351,20 @@ def _view(node: torch.fx.Node) -> str | None:
     return f"{node.name} = {_argument(given[number])}.as_strided{layout!r}"
 
 
-def _statement(node: torch.fx.Node, target: Any, clone_live: bool = False) -> str:
+def _takes_notes(node: torch.fx.Node) -> bool:
+    """Whether the operator, run again, makes use of the internal tensors that it saved."""
+    return isinstance(node.target, Lean) and node.target.kind == "batch_norm"
+
+
+def _statement(node: torch.fx.Node, target: Any, again: int | None = None) -> str:
+    """The statement that runs an operation; ``again`` is its number where it has run before."""
     if isinstance(target, Leaf):
         module, given, _ = node.args
         return f"{node.name} = {target.name}({_argument(module)}, {_argument(given)})"
-    cloned = _live_arguments(node) if clone_live else []
+    cloned = _live_arguments(node) if again is not None else []
     arguments = [_argument(a) + (".clone()" if any(a is c for c in cloned) else "") for a in node.args]
+    if again is not None and _takes_notes(node):
+        arguments.append(f"*frame.notes({again})")
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
     if isinstance(target, Lean):
         function = f"lean.{target.__name__}"

@@ -141,7 +141,7 @@ class SegmentCosts:
         self.gradient = np.array([op.gradient_bytes for op in ops], np.int64)
         self.backward_peak = np.array([op.backward_bytes for op in ops], np.int64)
         self.late_peak = np.array([op.late_bytes for op in ops], np.int64)
-        self.seconds = np.array([op.forward_seconds for op in ops])
+        self.seconds = np.array(graph.repeat_seconds)
         self.replayable = np.array([op.replayable for op in ops], bool)
 
     def _within(self) -> Bools:

@@ -22,12 +22,12 @@ def worth_keeping(graph: Graph) -> list[frozenset[int]]:
     useful &= np.array(graph.first_savers, np.int64) < len(graph)
     for t, op in enumerate(graph.operations):
         for v in op.writes:
-            seconds[v] += op.forward_seconds
+            seconds[v] += graph.repeat_seconds[t]
             useful[v] &= not op.internal_bytes or graph.keeps_internals[t]
     candidates = np.flatnonzero(useful & (seconds > 0))
     candidates = candidates[
         np.argsort(-seconds[candidates] / [graph.values[v].bytes for v in candidates], kind="stable")
     ]
-    share = np.cumsum(seconds[candidates]) / sum(op.forward_seconds for op in graph.operations)
+    share = np.cumsum(seconds[candidates]) / sum(graph.repeat_seconds)
     counts = dict.fromkeys(int(np.searchsorted(share, s)) for s in SHARES)
     return [frozenset(int(v) for v in candidates[:count]) for count in counts if count]

@@ -132,12 +132,14 @@ def simulate(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[in
     memory = _Memory(schedule)
     for number, step in enumerate(schedule.steps()):
         memory.take(number, step)
-    again = [graph.operations[t] for run in schedule.runs[1:] for t in run.program]
+    again = [t for run in schedule.runs[1:] for t in run.program]
     return Simulation(
         peak_bytes=max(memory.peak_bytes, 0),
         peak_values=memory.peak_values(),
-        recomputed_seconds=sum(op.forward_seconds for op in again) + sum(op.again_seconds for op in graph.operations),
-        recomputed_flops=sum(op.forward_flops for op in again) + sum(op.again_flops for op in graph.operations),
+        recomputed_seconds=sum(graph.repeat_seconds[t] for t in again)
+        + sum(op.again_seconds for op in graph.operations),
+        recomputed_flops=sum(graph.operations[t].forward_flops for t in again)
+        + sum(op.again_flops for op in graph.operations),
         timeline=tuple(memory.timeline),
     )
 

@@ -285,7 +285,7 @@ def _rows(
             child = next(children)
             run = schedule.runs[child]
             seconds = sum(op.forward_seconds for op in inside)
-            again = sum(graph.operations[t].forward_seconds for t in run.program)
+            again = sum(graph.repeat_seconds[t] for t in run.program)
             mode, share = "recomputed", f"{again / seconds:.0%}" if seconds else "-"
             kept = set(run.needs)
         size = sum(graph.values[v].bytes for v in kept)
