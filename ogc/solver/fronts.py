@@ -3,8 +3,8 @@
 A label is a plan up to a cut: the bytes it keeps and the time it recomputes. At each cut those stay that no
 other beats in both. What can still follow a label is bounded by a Lagrangian relaxation: bytes have a price,
 and the rest of the program costs at least so much. The same bound, from both ends, tells which segments no
-plan within a given time has, so that few of them are looked at: first those of plans within 1 % of the bound,
-then of slower ones, until there is a plan.
+plan within a given time has, so that few of them are looked at: first those of plans within half a percent of
+the bound, then of slower ones, until there is a plan.
 
 Complexity for W segments and C cuts: O(W + C) array steps for a price, O(W F) for fronts of F labels. Exact
 while no front exceeds F; beyond that the F labels stay that promise most, so that the plan still fits but may
@@ -30,7 +30,7 @@ PRICES = 12
 CLOSE = 3e-3
 """Prices of a byte that are tried at most, and how close to the best bound its price may leave it."""
 
-SLACK = (0.01, 0.03, 0.1, 0.3, np.inf)
+SLACK = (0.004, 0.012, 0.04, 0.12, 0.4, np.inf)
 """By how much of itself, and of a hundredth of the time of the longest segment, a plan may exceed the bound."""
 
 
