@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 import ogc
-from measuring import MIB, CheckFailed, allocate_gradients, device_name, environment, measure, timed
+from measuring import MIB, CheckFailed, allocate_gradients, device_name, environment, keep_freed_memory, measure, timed
 from networks import ARCHITECTURES, PUBLISHED
 from ogc.graph import table
 from ogc.solver import SOLVERS
@@ -114,6 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"--plot: {error}", file=sys.stderr)
             return 2
     torch.use_deterministic_algorithms(True)
+    if device.type == "cpu":
+        keep_freed_memory()
     rows: list[Row] = []
     comparisons: list[Comparison] = []
     for name in tqdm(options.arch, desc="architectures", disable=len(options.arch) == 1):

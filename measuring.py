@@ -6,6 +6,7 @@ model or anything called like it that trains the same parameters.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import time
@@ -123,6 +124,20 @@ def timed(run: Run, inputs: torch.Tensor) -> float:
     step(run, inputs)
     synchronize()
     return time.perf_counter() - start
+
+
+def keep_freed_memory() -> bool:
+    """Have the process hand out freed memory again, as PyTorch's allocator on CUDA does; True where that works.
+
+    By default glibc gives every block of 32 MiB and more back to the system. The next tensor then lies on fresh pages,
+    and touching them first takes longer than an elementwise operation: times would be the system's, not the kernels'.
+    """
+    try:
+        set_option = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    options = {"M_TRIM_THRESHOLD": (-1, -1), "M_MMAP_MAX": (-4, 0)}  # of <malloc.h>: never trim, no block of its own
+    return all(set_option(number, value) for number, value in options.values())
 
 
 def environment(command: str, device: torch.device, seed: int) -> dict[str, Any]:

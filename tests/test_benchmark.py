@@ -1,6 +1,10 @@
 """The command line: its table, its file, its checks and its exit codes."""
 
 import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +59,31 @@ def test_wrong_solvers_are_refused(options, message, capsys):
 def test_the_default_batch_on_cpu_is_small_and_the_output_says_so(capsys):
     assert benchmark.main(["--arch", "alexnet", "--device", "cpu", "--image-size", "64", "--iterations", "1"]) == 0
     assert "batch size 4 instead of the published ones" in capsys.readouterr().out
+
+
+FRESH_PAGES = """
+import resource, torch
+from measuring import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+given_back = faults()
+assert keep_freed_memory()
+faults()
+print(given_back, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
+def test_freed_memory_can_be_kept():
+    script = [sys.executable, "-c", FRESH_PAGES]
+    done = subprocess.run(script, capture_output=True, text=True, check=True, cwd=Path(measuring.__file__).parent)
+    given_back, kept = map(int, done.stdout.split())
+    assert given_back > 10 * kept
 
 
 def test_all_are_the_eighteen_published():
