@@ -114,8 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"--plot: {error}", file=sys.stderr)
             return 2
     torch.use_deterministic_algorithms(True)
-    if device.type == "cpu":
-        keep_freed_memory()
+    options.keeps_freed_memory = device.type == "cuda" or keep_freed_memory()
     rows: list[Row] = []
     comparisons: list[Comparison] = []
     for name in tqdm(options.arch, desc="architectures", disable=len(options.arch) == 1):
@@ -467,7 +466,8 @@ def _write_json(
     arguments: list[str] | None,
 ) -> None:
     command = shlex.join(["python", "benchmark.py", *(sys.argv[1:] if arguments is None else arguments)])
-    data = environment(command, device, options.seed) | {"rows": [asdict(result) for result in results]}
+    data = environment(command, device, options.seed, options.keeps_freed_memory)
+    data["rows"] = [asdict(result) for result in results]
     with open(path, "w", encoding="utf-8") as file:
         json.dump(data, file, indent=1)
         file.write("\n")

@@ -140,12 +140,17 @@ def keep_freed_memory() -> bool:
     return all(set_option(number, value) for number, value in options.values())
 
 
-def environment(command: str, device: torch.device, seed: int) -> dict[str, Any]:
+def environment(command: str, device: torch.device, seed: int, keeps_freed_memory: bool) -> dict[str, Any]:
     """What results are written with."""
     return {
         "command": command,
         "versions": {"ogc": ogc.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": {"device": device_name(device), "cores": os.cpu_count(), "system": platform.system()},
+        "machine": {
+            "device": device_name(device),
+            "cores": os.cpu_count(),
+            "system": platform.system(),
+            "keeps_freed_memory": keeps_freed_memory,
+        },
         "seed": seed,
     }
 

@@ -96,7 +96,8 @@ def _made_by(run: Data) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     machine = run["machine"]
     if isinstance(machine, dict):
-        machine = f"{machine['device']}, {machine['cores']} cores, {machine['system']}"
+        kept = ", freed memory kept" if machine.get("keeps_freed_memory") else ""
+        machine = f"{machine['device']}, {machine['cores']} cores, {machine['system']}{kept}"
     else:  # the zoo's form
         machine = f"cpu ({machine}), {run['cores']} cores, {run['threads']} threads".replace("1 threads", "1 thread")
     seed = f"; seed {run['seed']}" if "seed" in run else ""
