@@ -27,6 +27,7 @@ from ..allocator import can_measure
 from ..lean import Lean, channels_at_once
 from ..program import operator_name, storage_of, tensor_leaves
 from ..sliced import Sliced
+from ..without_grad import WithoutGrad
 from .calls import Call, measured_bytes, own_argument
 from .convolution import ConvolutionBytes, estimated, has_rule, measured
 from .gradients import InputGradient
@@ -81,17 +82,18 @@ class Estimator:
         operator = lean.operator if lean else node.target
         if isinstance(operator, Sliced):
             return self._sliced(operator, args, record)
-        if not record.outputs or not isinstance(operator, torch._ops.OpOverload):
+        kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
+        if not record.outputs or not isinstance(kernel, torch._ops.OpOverload):
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs)
         if key not in self.seen:
             weights = self._run(operator, *pytree.tree_flatten((args, kwargs)), record.in_place)
             if self.elsewhere and record.internal_bytes:
                 weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
-            if operator in _OTHER_KERNELS and self._can_measure():
+            if kernel in _OTHER_KERNELS and self._can_measure():
                 scratch, working = measured_bytes(Call(node, args, kwargs, record.in_place))
                 weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
-            sizes = self._convolution_bytes(operator, args, record, weights)
+            sizes = self._convolution_bytes(kernel, args, record, weights)
             if self.device.type == "cpu":
                 weights = _with_kernel_copies(operator_name(node), args, record, weights, sizes)
             if lean and lean.pays(*args):

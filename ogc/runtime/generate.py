@@ -23,6 +23,7 @@ from ..plan import Plan
 from ..program import LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
 from ..schedule import FORWARD, Run, Schedule
 from ..sliced import Sliced
+from ..without_grad import WithoutGrad
 from .frame import KEEP, RunCode
 
 _serial = count()
@@ -351,6 +352,8 @@ def _statement(node: torch.fx.Node, target: Any, clone_live: bool = False) -> st
     cloned = _live_arguments(node) if clone_live else []
     arguments = [_argument(a) + (".clone()" if any(a is c for c in cloned) else "") for a in node.args]
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
+    if isinstance(target, WithoutGrad):
+        return f"with torch.no_grad(): {_statement(node, target.operator, clone_live)}"
     if isinstance(target, Lean):
         function = f"lean.{target.__name__}"
     elif isinstance(target, Sliced):
