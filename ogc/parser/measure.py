@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..allocator import can_measure, peak_bytes
+from ..allocator import allocated_bytes, can_measure
 from ..lean import Lean
 from .calls import Call
 from .estimate import Estimator, Weights, call_key
@@ -78,11 +78,11 @@ class Measurer:
             self._synchronize()
             times.append(time.perf_counter() - start)
 
-        prepare()
         peak = 0
         if can_measure(self.device):
-            peak = peak_bytes(timed, self.device)
+            peak, _ = allocated_bytes(timed, self.device, prepare)
         else:
+            prepare()
             timed()
         if times[0] > LONG_SECONDS:
             return peak, times[0]
