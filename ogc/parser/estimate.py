@@ -32,6 +32,7 @@ from .calls import Call, measured_bytes, own_argument
 from .convolution import ConvolutionBytes, estimated, has_rule, measured
 from .gradients import InputGradient
 from .observe import Record, is_dense
+from .rebased import COPIES, REBASED
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Estimator:
             if lean and lean.pays(*args):
                 weights = replace(_LEAN[lean.kind](args, record, weights, sizes), plain=weights)
             self.seen[key] = weights
-        return self.seen[key]
+        return _with_plain_copies(node, record, self.seen[key])
 
     def _can_measure(self) -> bool:
         """Whether a call can be run for the bytes of its CPU kernels."""
@@ -233,6 +234,14 @@ def _with_kernel_copies(
     if name in ("batch_norm", "instance_norm"):  # the one is made of the other
         return replace(weights, working_bytes=weights.working_bytes + record.output_bytes[0])
     return weights
+
+
+def _with_plain_copies(node: torch.fx.Node, record: Record, weights: Weights) -> Weights:
+    """What an operator that is run in place on a view takes, here or in the plain model alone."""
+    if REBASED not in node.meta or not weights.gradients:
+        return weights
+    plain = replace(weights.plain or weights, working_bytes=COPIES * record.output_bytes[0])
+    return replace(plain if record.in_place else weights, plain=plain)
 
 
 def _lean_convolution(args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None) -> Weights:

@@ -19,6 +19,7 @@ from ..lean import Lean
 from .calls import Call
 from .estimate import Estimator, Weights, call_key
 from .observe import Record
+from .rebased import REBASED
 
 REPEATS = 3
 LONG_SECONDS = 0.05
@@ -37,7 +38,7 @@ class Measurer:
         estimate = self.estimator.weigh(node, args, kwargs, record)
         if not (record.writes or record.saves) or not can_measure(self.device):
             return estimate
-        key = call_key(node.target, args, kwargs)
+        key = call_key(node.target, args, kwargs), REBASED in node.meta
         if key not in self.seen:
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices):

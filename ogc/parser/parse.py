@@ -23,6 +23,7 @@ from .jit import FlatForward, LookAgain, OpaqueError, Traced, forward_alone, not
 from .leaves import LeafModules, Leaves
 from .measure import Measurer
 from .observe import Observation, Record, is_dense, observe, untouched
+from .rebased import run_out_of_place
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .versions import separate_versions
 from .weigh_leaf import weigh_leaf
@@ -85,6 +86,7 @@ def parse(
     leaves = Leaves(model, leaf_modules)
     for careful in (False, True):
         traced, after_trace = _trace(model, spec, tensors, custom, leaves, careful)
+        run_out_of_place(traced.graph)
         make_lean(traced.graph, target)
         checked, traced = traced.graph, replace(traced, graph=without_decisions(traced.graph))
         slice_stretches(traced.graph, stretches, slices)
