@@ -79,7 +79,8 @@ def out_of_place(target: Any) -> Any:
     if not name.endswith("_") or packet is None or overload not in packet.overloads():
         return None
     twin = getattr(packet, overload)
-    if len(twin._schema.arguments) != len(operator._schema.arguments):
+    kinds = [[str(argument.type) for argument in one._schema.arguments] for one in (twin, operator)]
+    if kinds[0] != kinds[1]:  # pow_(Tensor, Scalar) and pow(Scalar, Tensor) are both called Scalar
         return None
     return OPERATORS.get(twin, twin) if isinstance(target, Lean) else twin
 

@@ -27,10 +27,12 @@ from ..allocator import can_measure
 from ..lean import Lean, channels_at_once, repeats_exactly
 from ..program import operator_name, storage_of, tensor_leaves
 from ..sliced import Sliced
+from ..without_grad import WithoutGrad
 from .calls import Call, measured_bytes, own_argument
 from .convolution import ConvolutionBytes, estimated, has_rule, measured
 from .gradients import InputGradient
 from .observe import Record, is_dense
+from .rebased import COPIES, REBASED
 
 
 @dataclass(frozen=True)
@@ -82,23 +84,24 @@ class Estimator:
         operator = lean.operator if lean else node.target
         if isinstance(operator, Sliced):
             return self._sliced(operator, args, record)
-        if not record.outputs or not isinstance(operator, torch._ops.OpOverload):
+        kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
+        if not record.outputs or not isinstance(kernel, torch._ops.OpOverload):
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs)
         if key not in self.seen:
             weights = self._run(operator, *pytree.tree_flatten((args, kwargs)), record.in_place)
             if self.elsewhere and record.internal_bytes:
                 weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
-            if operator in _OTHER_KERNELS and self._can_measure():
+            if kernel in _OTHER_KERNELS and self._can_measure():
                 scratch, working = measured_bytes(Call(node, args, kwargs, record.in_place))
                 weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
-            sizes = self._convolution_bytes(operator, args, record, weights)
+            sizes = self._convolution_bytes(kernel, args, record, weights)
             if self.device.type == "cpu":
                 weights = _with_kernel_copies(operator_name(node), args, record, weights, sizes)
             if lean and lean.pays(*args):
                 weights = replace(_LEAN[lean.kind](args, record, weights, sizes), plain=weights)
             self.seen[key] = weights
-        return self.seen[key]
+        return _with_plain_copies(node, record, self.seen[key])
 
     def _can_measure(self) -> bool:
         """Whether a call can be run for the bytes of its CPU kernels."""
@@ -232,6 +235,14 @@ def _with_kernel_copies(
     if name in ("batch_norm", "instance_norm"):  # the one is made of the other
         return replace(weights, working_bytes=weights.working_bytes + record.output_bytes[0])
     return weights
+
+
+def _with_plain_copies(node: torch.fx.Node, record: Record, weights: Weights) -> Weights:
+    """What an operator that is run in place on a view takes, here or in the plain model alone."""
+    if REBASED not in node.meta or not weights.gradients:
+        return weights
+    plain = replace(weights.plain or weights, working_bytes=COPIES * record.output_bytes[0])
+    return replace(plain if record.in_place else weights, plain=plain)
 
 
 def _lean_convolution(args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None) -> Weights:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParseError
-from .jit import OpaqueError
+from .jit import OpaqueError, only_records
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +104,9 @@ def refuse_root_hooks(model: torch.nn.Module) -> None:
 
 
 def hooked_modules(modules: Mapping[str, torch.nn.Module]) -> set[str]:
-    """The names of those that have forward or backward hooks."""
+    """The names of those that have forward or backward hooks, but for such as are part of the model's forward."""
     kinds = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return {name for name, module in modules.items() if any(kinds(module))}
+    return {name for name, module in modules.items() if any(kinds(module)) and not only_records(module)}
 
 
 def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any) -> list[str]:

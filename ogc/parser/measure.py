@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from ..allocator import can_measure, peak_bytes
+from ..allocator import allocated_bytes, can_measure
 from ..lean import Lean
 from .calls import Call
 from .estimate import Estimator, Weights, call_key
 from .observe import Record
+from .rebased import REBASED
 
 REPEATS = 3
 LONG_SECONDS = 0.05
@@ -37,7 +38,7 @@ class Measurer:
         estimate = self.estimator.weigh(node, args, kwargs, record)
         if not (record.writes or record.saves) or not can_measure(self.device):
             return estimate
-        key = call_key(node.target, args, kwargs)
+        key = call_key(node.target, args, kwargs), REBASED in node.meta
         if key not in self.seen:
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
@@ -82,11 +83,11 @@ class Measurer:
             self._synchronize()
             times.append(time.perf_counter() - start)
 
-        prepare()
         peak = 0
         if can_measure(self.device):
-            peak = peak_bytes(timed, self.device)
+            peak, _ = allocated_bytes(timed, self.device, prepare)
         else:
+            prepare()
             timed()
         if times[0] > LONG_SECONDS:
             return peak, times[0]

@@ -367,9 +367,10 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The tables of parameters and of submodules; scripted modules have none."""
-    found = vars(module).get("_parameters"), vars(module).get("_modules")
-    return [table for table in found if isinstance(table, dict)]
+    """The tables of parameters, submodules and hooks; scripted modules have none."""
+    found = vars(module)
+    names = ["_parameters", "_modules", *(key for key in found if key[0] == "_" and "_hooks" in key)]
+    return [found[name] for name in names if isinstance(found.get(name), dict)]
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from .jit import FlatForward, LookAgain, OpaqueError, Traced, forward_alone, not
 from .leaves import LeafModules, Leaves
 from .measure import Measurer
 from .observe import Observation, Record, is_dense, observe, untouched
+from .rebased import run_out_of_place
+from .settled import copy_settled
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .versions import separate_versions
 from .weigh_leaf import weigh_leaf
@@ -85,18 +87,23 @@ def parse(
     leaves = Leaves(model, leaf_modules)
     for careful in (False, True):
         traced, after_trace = _trace(model, spec, tensors, custom, leaves, careful)
+        run_out_of_place(traced.graph)
         make_lean(traced.graph, target)
-        checked, traced = traced.graph, replace(traced, graph=without_decisions(traced.graph))
-        slice_stretches(traced.graph, stretches, slices)
+        checked = traced.graph
         if custom is not None:
             traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
         profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
-        weights: list[Weights] = []
-        samplewise: list[bool] = []
-        visit = partial(_weigh, model, profiler, weights, samplewise)
-        with untouched(model):
-            observation = observe(model, traced, copies(tensors), visit)
-            after_program = state_of(model)
+        while True:
+            traced = replace(traced, graph=without_decisions(checked))
+            slice_stretches(traced.graph, stretches, slices)
+            weights: list[Weights] = []
+            samplewise: list[bool] = []
+            visit = partial(_weigh, model, profiler, weights, samplewise)
+            with untouched(model):
+                observation = observe(model, traced, copies(tensors), visit)
+                after_program = state_of(model)
+            if not copy_settled(checked, observation):
+                break
         if same_bits(after_trace[-1], after_program[-1]):  # else random numbers were drawn that nothing used
             break
     check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)

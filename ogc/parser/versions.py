@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..lean import Lean, out_of_place
 from ..program import TensorRef
@@ -61,10 +62,46 @@ def _out_of_place(record: Record, value: int) -> Any:
     if record.saved_values not in ([], [value]) or len(set(record.layouts)) != 1 or not record.layouts[0][-1]:
         return None
     twin = out_of_place(record.node.target)
-    return twin if _is_elementwise(twin) else None
+    if not is_elementwise(twin) or (record.saved_values and not _has_same_backward(record.node, twin)):
+        return None
+    return twin
 
 
-def _is_elementwise(target: Any) -> bool:
+def _has_same_backward(node: torch.fx.Node, twin: Any) -> bool:
+    """Whether ``twin`` of an operator of one tensor computes the same gradient, and saves the same for it.
+
+    What a result was computed from is gone when it is written in place, so some gradients are computed from the result
+    there, but by other formulas from the operand out of place (``elu_``).
+    """
+    operator = twin.operator if isinstance(twin, Lean) else twin
+    return operator in _FROM_EITHER or saves_result(node, node.target) == saves_result(node, operator)
+
+
+_FROM_EITHER = {torch.ops.aten.leaky_relu.default, torch.ops.aten.hardtanh.default}
+"""Only whether it is in a range counts, and operand and result are in it together."""
+
+
+def saves_result(node: torch.fx.Node, operator: Any) -> bool:
+    """Whether the backward of such a call needs what it returns."""
+    operator = operator.operator if isinstance(operator, Lean) else operator
+    saved: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> None:
+        saved.append(tensor.untyped_storage()._cdata)
+
+    with torch.enable_grad():
+        given = torch.ones(2, requires_grad=True).clone()
+        with saved_tensors_hooks(pack, _never_unpacked):
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda _: given)
+            result = operator(*args, **kwargs)
+    return result.untyped_storage()._cdata in saved
+
+
+def _never_unpacked(packed: None) -> torch.Tensor:
+    raise AssertionError
+
+
+def is_elementwise(target: Any) -> bool:
     """Whether the result is laid out as what it is computed from; a cumulative sum, for one, is not."""
     operator = target.operator if isinstance(target, Lean) else target
     return torch.Tag.pointwise in getattr(operator, "tags", ()) or operator is torch.ops.aten.hardswish.default

@@ -24,6 +24,7 @@ from ..plan import Plan
 from ..program import LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
 from ..schedule import FORWARD, Run, Schedule
 from ..sliced import Sliced
+from ..without_grad import WithoutGrad
 from .frame import KEEP, RunCode
 
 _serial = count()
@@ -366,6 +367,8 @@ def _statement(node: torch.fx.Node, target: Any, again: int | None = None) -> st
     if again is not None and _takes_notes(node):
         arguments.append(f"*frame.notes({again})")
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
+    if isinstance(target, WithoutGrad):
+        return f"with torch.no_grad(): {_statement(node, target.operator, again)}"
     if isinstance(target, Lean):
         function = f"lean.{target.__name__}"
     elif isinstance(target, Sliced):

@@ -7,6 +7,7 @@ functions, scripted code, in-place writes without gradients. Unless it happens i
 call is one node, with the tracer switched off while it runs.
 """
 
+from .recorders import only_records
 from .trace import FlatForward, forward_alone, nothing_saved, scope, trace
 from .traced import Traced, same_number, without_decisions
 from .watch import LookAgain, OpaqueError
@@ -18,6 +19,7 @@ __all__ = [
     "Traced",
     "forward_alone",
     "nothing_saved",
+    "only_records",
     "same_number",
     "scope",
     "trace",

@@ -12,6 +12,7 @@ import torch
 
 from ...leaf import Leaf
 from ...program import TensorSpec
+from ...without_grad import WithoutGrad
 from .places import origin
 from .shapes import overload_of
 from .traced import same_number
@@ -260,7 +261,11 @@ class Lowering:
         return self.graph.call_function(torch.ops.aten.scalar_tensor.default, (found,), kind)
 
     def _settle_grad(self, call: torch.fx.Node, outputs: Sequence[Any], is_convolution: bool) -> None:
-        """Note whether results require grad; what is written under ``no_grad`` must not begin to."""
+        """Note whether results require grad; what the traced forward computed under ``no_grad`` is to run under it.
+
+        Nothing is saved for a backward there, so that whatever was read or made may be written afterwards. Kernels
+        are chosen by what requires grad, which a detached argument would not.
+        """
         differentiable = [x for x in call.all_input_nodes if self.requires_grad.get(x, False)]
         has = bool(differentiable) and str(outputs[0].type()) not in ("int", "bool", "float")
         if is_convolution:
@@ -270,18 +275,15 @@ class Lowering:
         elif all(isinstance(value.type(), torch._C.TensorType) for value in outputs):
             has = any(value.requires_grad() for value in outputs)
         self.requires_grad[call] = has
-        if not has and call.target._schema.is_mutable:  # type: ignore[union-attr]
-            for given in differentiable:
-                with self.graph.inserting_before(call):
-                    call.replace_input_with(given, self._detached(given, call))
+        if has or not differentiable or _is_view(call.target):
+            return
+        if call.target._schema.is_mutable or any(map(_is_floating, outputs)):  # type: ignore[union-attr]
+            call.target = WithoutGrad(call.target)  # type: ignore[arg-type]
 
     def _without_grad(self, result: torch.fx.Node, call: torch.fx.Node, value: Any, has: bool) -> torch.fx.Node:
-        """A result of ``call``, detached where the traced forward had it without gradient.
-
-        The call itself runs with gradients all the same: kernels are chosen by what requires them.
-        """
+        """A result of ``call``, detached where it requires grad, but the traced forward's did not."""
         wants = any(self.requires_grad.get(x, False) for x in call.all_input_nodes)
-        is_detached = call.target is torch.ops.aten.detach.default
+        is_detached = call.target is torch.ops.aten.detach.default or isinstance(call.target, WithoutGrad)
         if wants and not has and not is_detached and isinstance(value.type(), torch._C.TensorType):
             result = self._detached(result, call) if _is_floating(value) else result
         self.requires_grad[result] = has
@@ -342,6 +344,11 @@ def _dtype_of(value: Any) -> dict[str, Any]:
     return {"dtype": dtype} if dtype is not None else {}
 
 
+def _is_view(operator: Any) -> bool:
+    """Whether its results may be views of what it was given."""
+    return any(result.alias_info and not result.alias_info.is_write for result in operator._schema.returns)
+
+
 def _is_floating(output: Any) -> bool:
-    dtype = output.type().dtype()
+    dtype = output.type().dtype() if isinstance(output.type(), torch._C.TensorType) else None
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)

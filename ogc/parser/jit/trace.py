@@ -17,6 +17,7 @@ from ...program import InputSpec, OutputSpec
 from .leaf_calls import LeafCall, leaf_calls
 from .lowering import Lowering
 from .places import origin, scope_name
+from .recorders import recorders_watched
 from .shapes import refuse_shapes_of_data
 from .traced import Traced
 from .watch import OpaqueError, Watch
@@ -59,6 +60,7 @@ def trace(
         _module_scopes(model),
         watch.told_of_numbers(),
         leaf_calls(model, leaves, watch),
+        recorders_watched(model, watch),
         watch,
     ):
         # torch.jit is deprecated; what its tracer warns of is decided here, by Watch.

@@ -77,6 +77,7 @@ class Watch(TorchFunctionMode):
         self.convolution_grad: list[bool] = []
         self.numbers: dict[str, str] = {}  # module -> where a tensor's content became a Python number
         self.writes_without_grad: dict[str, str] = {}
+        self.hooks: dict[str, str] = {}  # module -> why its hooks are not the business of the forward alone
         self.is_harmless = False  # whether sizes are being made numbers without consequence
         self.python_state = python_random_state()
         self.python_draws: dict[str, str] = {}  # module -> where random numbers were drawn past torch
@@ -236,6 +237,9 @@ class Watch(TorchFunctionMode):
     def raise_if_unfaithful(self) -> None:
         """Raise OpaqueError if the trace is not the whole truth."""
         self.raise_if_leaky()
+        if self.hooks:
+            found = "; ".join(f"{module} {why}" for module, why in self.hooks.items())
+            raise OpaqueError(f"what no trace can hold: {found}. Optimize the model around it instead", self.hooks)
         if self.numbers:
             raise OpaqueError(
                 f"the forward reads numbers out of tensors: {'; '.join(dict.fromkeys(self.numbers.values()))}. What it "
