@@ -204,7 +204,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _random_states(tensors: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
-    return [(f"random state of {d}", state) for d, state in zip(["cpu", *devices], random_states(devices), strict=True)]
+    states = map(torch.from_numpy, random_states(devices))
+    return [(f"random state of {d}", state) for d, state in zip(["cpu", *devices], states, strict=True)]
 
 
 @contextmanager

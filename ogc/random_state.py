@@ -1,27 +1,32 @@
-"""The states of torch's random generators."""
+"""The states of torch's random generators, as arrays: a step may hold many, and they are none of its tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+State = NDArray[np.uint8]
 
 
-def random_states(devices: Iterable[torch.device]) -> tuple[torch.Tensor, ...]:
+def random_states(devices: Iterable[torch.device]) -> tuple[State, ...]:
     """That of the CPU, then those of these CUDA devices."""
-    return (torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices))
+    states = (torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices))
+    return tuple(state.numpy().copy() for state in states)
 
 
-def set_random_states(states: Sequence[torch.Tensor], devices: Iterable[torch.device]) -> None:
+def set_random_states(states: Sequence[State], devices: Iterable[torch.device]) -> None:
     """Put back what :func:`random_states` returned for the same devices."""
-    torch.set_rng_state(states[0])
+    torch.set_rng_state(torch.from_numpy(states[0]))
     for device, state in zip(devices, states[1:], strict=True):
-        torch.cuda.set_rng_state(state, device)
+        torch.cuda.set_rng_state(torch.from_numpy(state), device)
 
 
-def same_states(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> bool:
+def same_states(before: Sequence[State], after: Sequence[State]) -> bool:
     """Whether nothing was drawn in between."""
-    return all(map(torch.equal, before, after))
+    return all(map(np.array_equal, before, after))
 
 
 def cuda_devices() -> tuple[torch.device, ...]:

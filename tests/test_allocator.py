@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers import measured_peak, random_tree, random_values
+from helpers import forced, measured_peak, random_tree, random_values
 from models import CASES
 from torch import nn
 
@@ -55,6 +55,14 @@ def test_plain_and_optimal_peaks_are_as_simulated(profile):
     assert plan.peak_bytes < 0.75 * plan.plain_peak_bytes
     assert measured_peak(model, (x,)) == pytest.approx(plan.plain_peak_bytes, rel=0.03)
     assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
+
+
+def test_random_states_are_no_tensors_memory():
+    layers = (layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)))
+    model, x = nn.Sequential(*layers), torch.randn(64, 32)
+    optimised = forced(model, x, pieces=1)
+    assert sum("frame.random" in line for line in optimised.code.splitlines()) >= 10
+    assert measured_peak(optimised, (x,)) < optimised.plan.peak_bytes + 5000  # a state has as many
 
 
 def test_gradients_that_share_storage_are_as_simulated():

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ReplayError
 from ..program import attribute, storage_of, without_autocast
-from ..random_state import random_states, set_random_states
+from ..random_state import State, random_states, set_random_states
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward."""
@@ -58,7 +58,7 @@ class Step:
         self.model = model
         self.codes = codes
         self.devices = devices  # CUDA devices that the program draws random numbers on
-        self.random_states: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.random_states: dict[int, tuple[State, ...]] = {}
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
         self.lock = RLock()
 
