@@ -104,7 +104,11 @@ def _never_unpacked(packed: None) -> torch.Tensor:
 def is_elementwise(target: Any) -> bool:
     """Whether the result is laid out as what it is computed from; a cumulative sum, for one, is not."""
     operator = target.operator if isinstance(target, Lean) else target
-    return torch.Tag.pointwise in getattr(operator, "tags", ()) or operator is torch.ops.aten.hardswish.default
+    return torch.Tag.pointwise in getattr(operator, "tags", ()) or operator in _NOT_TAGGED
+
+
+_NOT_TAGGED = {torch.ops.aten.hardswish.default, torch.ops.aten.leaky_relu.default}
+"""Elementwise, though some releases do not say so."""
 
 
 def _only_the_chain(
