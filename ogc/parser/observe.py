@@ -369,8 +369,10 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
     """The tables of parameters, submodules and hooks; scripted modules have none."""
     found = vars(module)
-    names = ["_parameters", "_modules", *(key for key in found if key[0] == "_" and "_hooks" in key)]
-    return [found[name] for name in names if isinstance(found.get(name), dict)]
+    return [table for name in _TABLES if isinstance(table := found.get(name), dict)]
+
+
+_TABLES = ["_parameters", "_modules", *(key for key in vars(torch.nn.Module()) if "_hooks" in key)]
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
