@@ -47,6 +47,7 @@ _IMAGE_ARGUMENTS: dict[str, dict[str, Any]] = {
 _IMAGES = {  # number and size, where it takes more for activations to outweigh the gradient of the largest weight
     "alexnet": (256, 224),
     "inception": (BATCH, 299),
+    "quantized_inception": (BATCH, 299),
     "maxvit": (BATCH, 224),
     "regnet_y_128gf": (BATCH, 128),
     "vgg": (8, 224),
@@ -69,6 +70,7 @@ def _torchvision() -> dict[str, Build]:
 
     found: dict[str, Build] = {}
     found |= {name: partial(_classifier, name) for name in of(models)}
+    found |= {name: partial(_classifier, name) for name in of(models.quantization)}  # to be quantized, not yet so
     found |= {name: partial(_segmentation, name) for name in of(models.segmentation)}
     found |= {name: partial(_video, name) for name in of(models.video)}
     found |= {name: partial(_flow, name) for name in of(models.optical_flow)}
