@@ -343,7 +343,8 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
     """Whatever runs inside, the model's buffers, attributes, members and all random states are afterwards as before."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
     attributes = [(module, _attributes(module)) for module in model.modules()]
-    tables = [(table, dict(table)) for module in model.modules() for table in _members(module)]
+    tables = [table for module in model.modules() for table in _members(module)]
+    members = {number: dict(table) for number, table in enumerate(tables) if table}
     devices = cuda_devices()
     states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
     torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
@@ -354,10 +355,11 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
         set_random_states(states, devices)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
-        for table, members in tables:
-            if table != members:
+        for number, table in enumerate(tables):
+            before = members.get(number, _NOTHING)
+            if table.keys() != before.keys() or any(table[key] is not member for key, member in before.items()):
                 table.clear()
-                table.update(members)
+                table.update(before)
         for name, (buffer, copy) in buffers.items():
             _restore_buffer(model, name, buffer, copy)
         for module, before in attributes:
@@ -372,6 +374,7 @@ def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
     return [table for name in _TABLES if isinstance(table := found.get(name), dict)]
 
 
+_NOTHING: dict[str, Any] = {}
 _TABLES = ["_parameters", "_modules", *(key for key in vars(torch.nn.Module()) if "_hooks" in key)]
 
 
