@@ -136,8 +136,8 @@ def keep_freed_memory() -> bool:
         set_option = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    options = {"M_TRIM_THRESHOLD": (-1, -1), "M_MMAP_MAX": (-4, 0)}  # of <malloc.h>: never trim, no block of its own
-    return all(set_option(number, value) for number, value in options.values())
+    trim_threshold, mmap_max = -1, -4  # of <malloc.h>
+    return bool(set_option(trim_threshold, -1) and set_option(mmap_max, 0))
 
 
 def environment(command: str, device: torch.device, seed: int, keeps_freed_memory: bool) -> dict[str, Any]:

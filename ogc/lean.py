@@ -69,9 +69,14 @@ def lean_operator(target: Any, device: torch.device) -> Lean | None:
     return found
 
 
+def plain_operator(target: Any) -> Any:
+    """PyTorch's operator, where a drop-in stands for it."""
+    return target.operator if isinstance(target, Lean) else target
+
+
 def out_of_place(target: Any) -> Any:
     """The operator without its underscore, lean if ``target`` is; None if it has none, or no such twin."""
-    operator = target.operator if isinstance(target, Lean) else target
+    operator = plain_operator(target)
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
         return None
     name, overload = operator._schema.name.split("::")[1], operator._overloadname
@@ -204,8 +209,8 @@ def _normalizes_bitwise(dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for positions in (1, 3, 16, 64, 83):
-            x = torch.randn(4, 8, positions + 1, dtype=dtype, generator=generator) * 3 + 1
-            values = [torch.randn(8, dtype=dtype, generator=generator) for _ in range(2)]
+            x = torch.randn(4, 8, positions + 1, dtype=dtype, device="cpu", generator=generator) * 3 + 1
+            values = [torch.randn(8, dtype=dtype, device="cpu", generator=generator) for _ in range(2)]
             for weight, bias in (values, (None, None)):
                 result, *statistics = aten.native_batch_norm.default(x, weight, bias, None, None, True, 0.1, 1e-5)
                 if not torch.equal(result, _normalized(x, weight, bias, *statistics)):

@@ -293,3 +293,10 @@ def test_a_gradient_of_another_layout_is_not_written_over(operator, shape):
     (plain, plain_strides), (ours, our_strides) = found(operator), found(OPERATORS[operator])
     assert torch.equal(plain, ours)
     assert our_strides == plain_strides
+
+
+def test_known_statistics_are_tried_on_the_cpu_whatever_the_default_device():
+    x, weight = torch.randn(4, 8, 9, 7), torch.randn(8)
+    lean._normalizes_bitwise.cache_clear()
+    with torch.device("meta"):
+        assert lean.repeats_exactly(x, weight, None)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..lean import Lean, out_of_place
+from ..lean import out_of_place, plain_operator
 from ..program import TensorRef
 from .observe import Observation, Record
 
@@ -73,17 +73,15 @@ def _has_same_backward(node: torch.fx.Node, twin: Any) -> bool:
     What a result was computed from is gone when it is written in place, so some gradients are computed from the result
     there, but by other formulas from the operand out of place (``elu_``).
     """
-    operator = twin.operator if isinstance(twin, Lean) else twin
-    return operator in _FROM_EITHER or saves_result(node, node.target) == saves_result(node, operator)
+    return plain_operator(twin) in _FROM_EITHER or saves_result(node, node.target) == saves_result(node, twin)
 
 
 _FROM_EITHER = {torch.ops.aten.leaky_relu.default, torch.ops.aten.hardtanh.default}
 """Only whether it is in a range counts, and operand and result are in it together."""
 
 
-def saves_result(node: torch.fx.Node, operator: Any) -> bool:
-    """Whether the backward of such a call needs what it returns."""
-    operator = operator.operator if isinstance(operator, Lean) else operator
+def saves_result(node: torch.fx.Node, target: Any) -> bool:
+    """Whether the backward of such a call of ``target`` needs what it returns."""
     saved: list[int] = []
 
     def pack(tensor: torch.Tensor) -> None:
@@ -93,7 +91,7 @@ def saves_result(node: torch.fx.Node, operator: Any) -> bool:
         given = torch.ones(2, requires_grad=True).clone()
         with saved_tensors_hooks(pack, _never_unpacked):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda _: given)
-            result = operator(*args, **kwargs)
+            result = plain_operator(target)(*args, **kwargs)
     return result.untyped_storage()._cdata in saved
 
 
@@ -103,7 +101,7 @@ def _never_unpacked(packed: None) -> torch.Tensor:
 
 def is_elementwise(target: Any) -> bool:
     """Whether the result is laid out as what it is computed from; a cumulative sum, for one, is not."""
-    operator = target.operator if isinstance(target, Lean) else target
+    operator = plain_operator(target)
     return torch.Tag.pointwise in getattr(operator, "tags", ()) or operator in _NOT_TAGGED
 
 

@@ -362,13 +362,13 @@ def _statement(node: torch.fx.Node, target: Any, again: int | None = None) -> st
     if isinstance(target, Leaf):
         module, given, _ = node.args
         return f"{node.name} = {target.name}({_argument(module)}, {_argument(given)})"
+    if isinstance(target, WithoutGrad):
+        return f"with torch.no_grad(): {_statement(node, target.operator, again)}"
     cloned = _live_arguments(node) if again is not None else []
     arguments = [_argument(a) + (".clone()" if any(a is c for c in cloned) else "") for a in node.args]
     if again is not None and _takes_notes(node):
         arguments.append(f"*frame.notes({again})")
     arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
-    if isinstance(target, WithoutGrad):
-        return f"with torch.no_grad(): {_statement(node, target.operator, again)}"
     if isinstance(target, Lean):
         function = f"lean.{target.__name__}"
     elif isinstance(target, Sliced):
