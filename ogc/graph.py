@@ -182,6 +182,25 @@ class Graph:
         )
 
     @cached_property
+    def operation_bounds(self) -> tuple[int, ...]:
+        """For each operation, the bytes that must be alive while it runs, whatever the plan.
+
+        Its forward needs what it reads and writes; its backward needs what it saved, the gradients and
+        temporaries alive then, which no plan changes; both need the outputs that the caller holds.
+        """
+        size = [value.bytes for value in self.values]
+        outputs = {v for v, value in enumerate(self.values) if value.is_output}
+        output_bytes = sum(size[v] for v in outputs)
+        bounds = []
+        for t, op in enumerate(self.operations):
+            given = {*op.reads, *op.writes} - {op.takes_over}
+            given |= {v for v in outputs if self.last_writes[v] < t}
+            forward = sum(size[v] for v in given) + op.scratch_bytes
+            early = sum(size[v] for v in outputs.union(op.saves)) + op.backward_bytes
+            bounds.append(max(forward, early, output_bytes + op.late_bytes) + op.internal_bytes)
+        return tuple(bounds)
+
+    @cached_property
     def cuts(self) -> tuple[int, ...]:
         """Positions where the program may be cut: 0, N and all that separate no value from its writes.
 

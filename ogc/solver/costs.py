@@ -59,7 +59,7 @@ class Costs:
 class NestedCosts:
     """Weights of all stretches (i, j) between cuts, for plans that may run a stretch again in parts.
 
-    By [mode, i, j]: mode 0 keeps what the stretch saves, mode 1 only what crosses its end.
+    By [i, j], some for two modes: mode 0 keeps what the stretch saves, mode 1 only what crosses its end.
 
     Attributes:
         cuts: positions.
@@ -76,12 +76,12 @@ class NestedCosts:
 
     cuts: Ints
     grain: int
-    kept: Ints
-    forward: Ints
+    kept: tuple[Ints, Ints]
+    forward: tuple[Ints, Ints]
     backward: Ints
     again: Ints
     running: Ints
-    seconds: NDArray[np.float64]
+    seconds: tuple[NDArray[np.float64], NDArray[np.float64]]
     again_seconds: NDArray[np.float64]
 
 
@@ -175,21 +175,21 @@ class SegmentCosts:
         gradients = self.gradient[np.maximum(self.cuts - 1, 0)]
         # A stretch with an operation that must not run twice takes forever to run again.
         per_operation = np.where(self.replayable, self.seconds, np.inf)[:, None]
-        forward_seconds = [
+        saved_seconds, crossing_seconds = (
             self._from_cut(np.where(runs, per_operation, 0.0)) for runs in (self._within(), self._crossing())
-        ]
+        )
         return NestedCosts(
             cuts=self.cuts,
             grain=self.grain,
-            kept=np.stack([self._whole.kept, again.kept]),
-            forward=np.stack([self._whole.forward, again.forward]),
+            kept=(self._whole.kept, again.kept),
+            forward=(self._whole.forward, again.forward),
             backward=self._backward,
             again=again.local,
             running=retained
             + self._internals(self.internal * self.small)
             + self._later_outputs()[:, None]
             + gradients[None, :],
-            seconds=np.stack(forward_seconds),
+            seconds=(saved_seconds, crossing_seconds),
             again_seconds=again.seconds,
         )
 
@@ -201,7 +201,7 @@ class SegmentCosts:
         places = [tuple((v, int(self.producer[v])) for v in sorted(values)) for values in keeping]
         modes = [self._whole, self._at_once, *map(self._again, keeping)]
         kept, local, seconds = (
-            np.ascontiguousarray(np.stack(each).swapaxes(1, 2))
+            _transposed(each)
             for each in (
                 [mode.kept for mode in modes],
                 [np.maximum(mode.forward, mode.local) for mode in modes],
@@ -379,6 +379,15 @@ class SegmentCosts:
 
     def _after(self, positions: Ints) -> Ints:
         return np.searchsorted(self.cuts, positions, side="right")
+
+
+def _transposed(matrices: Sequence[NDArray]) -> NDArray:
+    """[n, j, i]: the transposes of square matrices, each side by side in memory."""
+    side = len(matrices[0])
+    found = np.empty((len(matrices), side, side), matrices[0].dtype)
+    for place, matrix in zip(found, matrices, strict=True):
+        place[:] = matrix.T
+    return found
 
 
 def _prefix(weights: Ints) -> Ints:

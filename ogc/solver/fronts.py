@@ -13,7 +13,7 @@ recompute a little more than the least.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,13 +84,13 @@ class Ways:
         self.by_i = np.argsort(i, kind="stable")
         self.first_from = np.searchsorted(i[self.by_i], np.arange(self.last + 1))
 
-    def fastest(self, labels: int) -> list[tuple[int, int]]:
+    def fastest(self, labels: int, slack: Sequence[float] = SLACK) -> list[tuple[int, int]]:
         """The fastest plan, with so many labels in all: the number of each segment and the bytes kept before it."""
         guide = self._guide()
         bound, again = max(0.0, guide.bound(self.peak)), float(self.seconds.max())
         through = self._through(guide)
-        for slack in SLACK:
-            within = bound + slack * (bound + again / 100)
+        for share in slack:
+            within = bound + share * (bound + again / 100)
             path, seconds = self._spread(guide, through, within, labels)
             if path:
                 break

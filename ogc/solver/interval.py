@@ -16,7 +16,7 @@ plus the largest interior) to a full memory model and to several levels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,19 +24,10 @@ from numpy.typing import NDArray
 from ..errors import SolveError
 from ..plan import Segment, recomputed, saved
 from .costs import NEVER, Costs, Ints
-from .fronts import LABELS, Ways
+from .fronts import LABELS, SLACK, Ways
 from .nested import NestedTable
 
 SAVED, AGAIN = range(2)
-
-
-class _Segments(NamedTuple):
-    """Those that end at cut j and start at the cuts ``near``: by [mode, i] what they keep and need."""
-
-    j: int
-    near: slice
-    kept: Ints
-    local: Ints
 
 
 class OuterLevel:
@@ -65,95 +56,93 @@ class OuterLevel:
         high = step = int(self.local[SAVED, -1, 0])  # everything saved: always possible
         low = min(above, high - 1)
         if near is not None:
-            high = self._peak_within(near, self._segments_within(near)) or high
+            high = self._peak_within(near) or high
             step = int(max(self.grain, tolerance * near))
-        segments = self._segments_within(high)
         while high - low > max(self.grain, tolerance * high):
             middle = max((low + high) // 2, high - step)
-            reached = self._peak_within(middle, segments)
+            reached = self._peak_within(middle)
             low, high = (middle, high) if reached is None else (low, reached)
             step *= 4
         return high
 
-    def _peak_within(self, peak: int, segments: list[_Segments]) -> int | None:
+    def _peak_within(self, peak: int) -> int | None:
         """The peak that a plan within ``peak`` bytes really has, or None if there is none."""
-        least = self._least_kept(peak, segments)
+        least = self._least_kept(peak)
         if least[-1] >= NEVER:
             return None
         reached, j = 0, len(self.cuts) - 1
         while j > 0:
-            _, near, kept, local = segments[j - 1]
-            before = least[near]
-            total = np.where(before + local <= peak, before + kept, NEVER)
+            needed = least[:j] + self.local[:, j, :j]
+            total = np.where(needed <= peak, least[:j] + self.kept[:, j, :j], NEVER)
             mode, i = np.unravel_index(int(np.argmin(total)), total.shape)
-            reached = max(reached, int(before[i] + local[mode, i]))
-            j = near.start + int(i)
+            reached, j = max(reached, int(needed[mode, i])), int(i)
         return reached
 
-    def _least_kept(self, peak: int, segments: list[_Segments]) -> Ints:
+    def _least_kept(self, peak: int) -> Ints:
         """K(j) for every cut j: the least bytes kept by a plan of the operations before j within ``peak``."""
         least = np.full(len(self.cuts), NEVER)
         least[0] = 0
-        for j, near, kept, local in segments:
+        for j, near in self._starts(peak):
             before = least[near]
-            least[j] = (before + kept).min(initial=NEVER, where=before + local <= peak)
+            fits = before + self.local[:, j, near] <= peak
+            least[j] = (before + self.kept[:, j, near]).min(initial=NEVER, where=fits)
         return least
 
-    def _segments_within(self, peak: int) -> list[_Segments]:
-        """For each cut j, segments (i, j) among which are all that fit by themselves."""
-        first = (self.least_local <= peak).argmax(1)
-        near = [slice(int(first[j]), j) for j in range(1, len(self.cuts))]
-        return [_Segments(j, i, self.kept[:, j, i].copy(), self.local[:, j, i].copy()) for j, i in enumerate(near, 1)]
+    def _starts(self, peak: int) -> Iterator[tuple[int, slice]]:
+        """Each cut j but the first, and cuts i among which are all such that (i, j) fits by itself."""
+        first = (self.least_local[1:] <= peak).argmax(1)
+        return ((j, slice(i, j)) for j, i in enumerate(first.tolist(), 1))
 
-    def fastest(self, peak: int, labels: int = LABELS) -> tuple[Segment, ...]:
+    def fastest(self, peak: int, labels: int = LABELS, slack: Sequence[float] = SLACK) -> tuple[Segment, ...]:
         """The plan with the least recomputed time whose peak is at most ``peak`` bytes, with ``labels`` in all.
 
         Raises:
             SolveError: no plan of the class fits.
         """
-        found = self.find(peak, labels)
+        found = self.find(peak, labels, slack)
         if found is None:
             raise SolveError(f"no plan peaks at or below {peak} bytes; the least peak is {self.least_peak()} bytes")
         return found
 
-    def find(self, peak: int, labels: int = LABELS) -> tuple[Segment, ...] | None:
+    def find(self, peak: int, labels: int = LABELS, slack: Sequence[float] = SLACK) -> tuple[Segment, ...] | None:
         """What :meth:`fastest` returns, or None if no plan of the class fits."""
-        segments = self._segments_within(peak)
-        room = self._room(peak, segments)
+        room = self._room(peak)
         if room[0] < 0:
             return None
-        least = np.minimum(self._least_kept(peak, segments), peak)
+        least = np.minimum(self._least_kept(peak), peak)
         j, i = np.nonzero(least + self.least_local <= peak)
         kept, local = self.kept[:, j, i], self.local[:, j, i]
         limit = np.minimum(peak - local, room[j] - kept)
         pair, mode = np.nonzero((least[i] <= limit).T)
         i, j = i[pair], j[pair]
+        again = self.seconds[mode, j, i]
+        at_once = np.where(mode == AGAIN, self.at_once[j, i], 0)
+
+        def time(way: Ints, before: Ints) -> NDArray[np.float64]:
+            taken = again[way]
+            if self.table is not None:
+                parts = np.flatnonzero(at_once[way] > peak - before)
+                taken[parts] = self.table.time(i[way[parts]], j[way[parts]], peak - before[parts])
+            return taken
+
         ways = Ways(
             peak,
             i,
             j,
             limit[mode, pair],
             np.where(j == len(self.cuts) - 1, local[mode, pair], kept[mode, pair]),
-            self._seconds(mode, i, j, peak - least[i]),
-            lambda way, before: self._seconds(mode[way], i[way], j[way], peak - before),
+            time(np.arange(len(i)), least[i]),
+            time,
         )
-        path = ways.fastest(labels)
+        path = ways.fastest(labels, slack)
         return tuple(self._segment(mode[way], i[way], j[way], peak - before) for way, before in path)
 
-    def _seconds(self, mode: Ints, i: Ints, j: Ints, room: Ints) -> NDArray[np.float64]:
-        """Time of running segments (i, j) again in their modes with so many bytes at hand."""
-        taken = self.seconds[mode, j, i]
-        if self.table is not None:
-            parts = np.flatnonzero((mode == AGAIN) & (self.at_once[j, i] > room))
-            taken[parts] = self.table.time(i[parts], j[parts], room[parts])
-        return taken
-
-    def _room(self, peak: int, segments: list[_Segments]) -> Ints:
+    def _room(self, peak: int) -> Ints:
         """For each cut, the most kept bytes from which the rest of the program still fits; negative: none."""
         room = np.full(len(self.cuts), -1, np.int64)
         room[-1] = NEVER
-        for j, near, kept, local in reversed(segments):
-            fits = np.minimum(peak - local, room[j] - kept)
+        for j, near in reversed([*self._starts(peak)]):
+            fits = np.minimum(peak - self.local[:, j, near], room[j] - self.kept[:, j, near])
             np.maximum(room[near], fits.max(0), out=room[near])
         return room
 

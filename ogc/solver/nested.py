@@ -23,6 +23,7 @@ exact; on other graphs every cut pays for its whole boundary, which the simulato
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from weakref import proxy
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -40,7 +41,7 @@ WHOLE = 8
 MOST_TIMES = 8
 """Times that a stretch may be run again, on average over its operations. Only long chains come near that."""
 
-PORTION = 2**17
+PORTION = 2**18
 """Numbers that are worked on at once, to stay within the processor's cache."""
 
 
@@ -63,8 +64,9 @@ class NestedTable:
         # A row per pair of cuts of each scale. What is looked up with fewer bytes than there are is a window
         # further to the left. Row 0 is impossible altogether.
         self.rows: Floats = np.full((self.firsts[-1], levels), np.inf, np.float32)
-        flat = self.rows.reshape(-1)
-        self.windows = as_strided(flat, (flat.size - levels + 1, levels), (flat.itemsize, flat.itemsize))
+        self.windows = _windows(self.rows, levels)
+        barriers = np.repeat(np.array([np.inf, 0], np.float32), levels)
+        self.barriers = _windows(barriers, levels)  # row n is infinite below levels - n units
         self.row_of = np.zeros((len(costs.cuts),) * 2, np.int64)  # the row of the coarsest scale that has the pair
         self.finer = np.zeros(self.firsts[-1], np.int64)  # by row: the row of the same pair, one scale finer
         self.scales = [_ScaleTable(self, *each) for each in zip(scales, self.firsts[:-1], strict=True)]
@@ -101,20 +103,23 @@ class _ScaleTable:
     """
 
     def __init__(self, table: NestedTable, scale: Scale, first: int) -> None:
-        self.table = table
+        self.table: NestedTable = proxy(table)  # no cycle, so that large tables go with the last use of theirs
         self.width = scale.reach + 1
         self.first = first
         self.count = len(scale.chosen)
         self.cuts = table.costs.cuts[scale.chosen]
         self.shifts = np.arange(table.levels)
+        self.least = np.full((self.count, self.width), table.levels)  # units with which a pair is possible
         costs = table.costs
         ends = np.minimum(np.arange(self.count)[:, None] + np.arange(self.width), self.count - 1)
         starts, stops = scale.chosen[:, None], scale.chosen[ends]
-        self.kept, self.forward, self.backward, self.again, self.running = (
-            table.in_units(weights[..., starts, stops])
-            for weights in (costs.kept, costs.forward, costs.backward, costs.again, costs.running)
+        self.kept, self.forward = (
+            [table.in_units(weights[starts, stops]) for weights in modes] for modes in (costs.kept, costs.forward)
         )
-        self.seconds = costs.seconds[:, starts, stops].astype(np.float32)
+        self.backward, self.again, self.running = (
+            table.in_units(weights[starts, stops]) for weights in (costs.backward, costs.again, costs.running)
+        )
+        self.seconds = [seconds[starts, stops].astype(np.float32) for seconds in costs.seconds]
         self.again_seconds = costs.again_seconds[starts, stops].astype(np.float32)
         for length in range(1, self.width):
             i = np.arange(self.count - length)
@@ -131,43 +136,43 @@ class _ScaleTable:
     def _fill(self, i: Ints, length: int) -> None:
         rows = self._row(i, length)
         times = np.minimum(self._at_once(i, length), self.table.rows[self.table.finer[rows]])
-        for choices in self._divided(i, length):
-            np.minimum(times, choices.min(1), out=times)
-        times[times > MOST_TIMES * self.seconds[0, i, length, None]] = np.inf
+        # With bytes enough to run the longest again at once, nothing is faster.
+        stop = min(self.table.levels, int(self.again[i, length].max()))
+        for choices in self._divided(i, length, stop):
+            here = times[:, stop - choices.shape[2] : stop]
+            np.minimum(here, choices.min(1), out=here)
+        times[times > MOST_TIMES * self.seconds[0][i, length, None]] = np.inf
         self.table.rows[rows] = times
+        self.least[i, length] = np.isinf(times).sum(1)
 
     def _at_once(self, i: Ints, length: int) -> Floats:
         """[pair, m]: time of the backward of each pair (i, i + length) if it is run again at once."""
         fits = self.shifts >= self.again[i, length, None]
         return np.where(fits, self.again_seconds[i, length, None], np.float32(np.inf))
 
-    def _divided(self, i: Ints, length: int) -> Iterator[Floats]:
+    def _divided(self, i: Ints, length: int, stop: int) -> Iterator[Floats]:
         """[pair, choice, m]: the same if it is divided at k = i + 1, i + 2 ....
 
-        First for all k with (i, k) forgotten, then for k near i with (i, k) kept whole.
+        First for all k with (i, k) forgotten, then for k near i with (i, k) kept whole. Of the units m below
+        ``stop``, those from which some choice is possible, and at least the last one.
         """
         if length == 1:
             return
-        beside = self.running[i, length, None]
-        lengths = np.arange(1, length)
-        forgotten = self._after(i, length, lengths, self.kept[1], self.forward[1, i, 1:length] + beside)
-        forgotten += self.table.rows[self._row(i[:, None], lengths)]
-        forgotten += self.seconds[1, i, 1:length, None]
-        yield forgotten
-        lengths = lengths[:WHOLE]
-        near = i[:, None], lengths
-        need = np.maximum(self.forward[0][near] + beside, self.backward[near])
-        whole = self._after(i, length, lengths, self.kept[0], need)
-        whole += self.seconds[0][near][..., None]
-        yield whole
-
-    def _after(self, i: Ints, length: int, lengths: Ints, kept: Ints, need: Ints) -> Floats:
-        """[pair, choice, m]: T of what follows (i, i + lengths), less what that keeps; impossible below ``need``."""
-        rows = self._row(i[:, None] + lengths, length - lengths)
-        less = np.minimum(kept[i[:, None], lengths], self.table.levels)
-        found: Floats = self.table.windows[rows * self.table.levels - less]
-        np.copyto(found, np.float32(np.inf), where=self.shifts < np.maximum(need, less)[..., None])
-        return found
+        levels = self.table.levels
+        for mode, most in ((1, length - 1), (0, min(WHOLE, length - 1))):
+            lengths = np.arange(1, most + 1)
+            before, after = (i[:, None], lengths), (i[:, None] + lengths, length - lengths)
+            kept = self.kept[mode][before]
+            need = self.forward[mode][before] + self.running[i, length, None]
+            np.maximum(need, self.least[before] if mode else self.backward[before], out=need)
+            np.maximum(need, kept + self.least[after], out=need)
+            m = slice(min(stop - 1, int(need.min())), stop)
+            found: Floats = self.table.windows[:, m][self._row(*after) * levels - np.minimum(kept, levels)]
+            found += self.table.barriers[:, m][levels - np.clip(need, 0, levels)]
+            if mode:
+                found += self.table.rows[:, m][self._row(*before)]
+            found += self.seconds[mode][before][..., None]
+            yield found
 
     def parts(self, row: int, m: int) -> list[Segment]:
         """The parts in which the pair of a row is run again with m units at hand."""
@@ -176,8 +181,8 @@ class _ScaleTable:
         parts: list[Segment] = []
         while True:
             pair = np.array([i])
-            times = [self._at_once(pair, length)[:, m], *(found[0, :, m] for found in self._divided(pair, length))]
-            choices = np.concatenate(times)
+            divided = (found[0, :, -1] for found in self._divided(pair, length, m + 1))
+            choices = np.concatenate([self._at_once(pair, length)[:, m], *divided])
             choice = int(np.argmin(choices))
             finer = int(self.table.finer[self._row(pair, length)[0]])
             if self.table.rows[finer, m] <= choices[choice]:
@@ -189,8 +194,13 @@ class _ScaleTable:
                 parts.append(recomputed(*self._span(i, first), *self.parts(int(self._row(pair, first)[0]), m)))
             else:
                 parts.append(saved(*self._span(i, first)))
-            m = min(self.table.levels - 1, m - int(self.kept[mode, i, first]))
+            m = min(self.table.levels - 1, m - int(self.kept[mode][i, first]))
             i, length = i + first, length - first
 
     def _span(self, i: int, length: int) -> tuple[int, int]:
         return int(self.cuts[i]), int(self.cuts[i + length])
+
+
+def _windows(numbers: Floats, width: int) -> Floats:
+    """[n]: the ``width`` numbers from the n-th on."""
+    return as_strided(numbers, (numbers.size - width + 1, width), (numbers.itemsize,) * 2)

@@ -8,7 +8,6 @@ import numpy as np
 
 from ..graph import Graph
 from .costs import Ints, boundary_bytes
-from .simulate import operation_bounds
 
 NEAR = 8
 """Cuts over which a stretch may reach between any two cuts."""
@@ -60,7 +59,7 @@ def _thin(graph: Graph, cuts: Ints, chosen: Ints, count: int) -> Ints:
 def _around_the_largest(graph: Graph, cuts: Ints, count: int) -> list[int]:
     """About ``count`` cuts around the operations that need the most bytes by themselves."""
     found: set[int] = set()
-    for t in np.argsort(-np.array(operation_bounds(graph)), kind="stable"):
+    for t in np.argsort(-np.array(graph.operation_bounds), kind="stable"):
         place = int(np.searchsorted(cuts, t, side="right"))
         found.update(range(max(0, place - 2), min(len(cuts), place + 2)))
         if len(found) >= count:

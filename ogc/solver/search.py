@@ -17,7 +17,7 @@ from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Segment
 from .costs import Costs, SegmentCosts, boundary_bytes
-from .fronts import LABELS
+from .fronts import LABELS, SLACK
 from .interval import OuterLevel
 from .keeping import worth_keeping
 from .nested import NestedTable
@@ -53,12 +53,23 @@ STEP = 1.4
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A plan with its simulated peak and recomputed time."""
+    """A plan with its simulated peak, and the time and FLOPs that it recomputes."""
 
     peak_bytes: int
     seconds: float
     segments: tuple[Segment, ...]
     remade: tuple[int, ...] = ()
+    flops: int = 0
+
+
+def weigh(graph: Graph, segments: tuple[Segment, ...], remade: tuple[int, ...] = ()) -> Candidate:
+    """A plan with what the simulator says of it.
+
+    Raises:
+        PlanError: as :func:`ogc.simulate` does.
+    """
+    cost = simulate(graph, segments, remade)
+    return Candidate(cost.peak_bytes, cost.recomputed_seconds, segments, remade, cost.recomputed_flops)
 
 
 class Search:
@@ -82,7 +93,8 @@ class Search:
         rough = OuterLevel(costs, self._table(flat, ROUGH_LEVELS)).least_peak(above=bound, near=flat, tolerance=ROUGH)
         level = OuterLevel(costs, self._table(rough))
         least = level.least_peak(above=bound, near=rough)
-        return self._remaking(self._weigh(level.fastest(least, ROUGH_LABELS)))
+        # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
+        return self._remaking(self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:])))
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
@@ -145,10 +157,9 @@ class Search:
         """The plan with these values remade too, or the plan itself if they cannot be."""
         remade = tuple(sorted({*plan.remade, *lost}))
         try:
-            cost = simulate(self.graph, plan.segments, remade)
+            return weigh(self.graph, plan.segments, remade)
         except PlanError:  # an operation would run twice that must not
             return plan
-        return Candidate(cost.peak_bytes, cost.recomputed_seconds, plan.segments, remade)
 
     def _at(self, peak: int, labels: int = LABELS) -> Candidate | None:
         """The fastest plan for ``peak``, or None if nothing fits."""
@@ -157,8 +168,7 @@ class Search:
 
     def _weigh(self, segments: tuple[Segment, ...]) -> Candidate:
         if segments not in self.seen:
-            cost = simulate(self.graph, segments)
-            self.seen[segments] = Candidate(cost.peak_bytes, cost.recomputed_seconds, segments)
+            self.seen[segments] = weigh(self.graph, segments)
         return self.seen[segments]
 
     def _level(self, peak: int) -> OuterLevel:

@@ -92,26 +92,7 @@ def _as_plain(graph: Graph) -> Graph:
 
 def lower_bound(graph: Graph) -> int:
     """Bytes below which no plan of any kind can peak, as long as operations are run whole."""
-    return max(operation_bounds(graph), default=0)
-
-
-def operation_bounds(graph: Graph) -> list[int]:
-    """For each operation, the bytes that must be alive while it runs, whatever the plan.
-
-    Its forward needs what it reads and writes; its backward needs what it saved, the gradients and
-    temporaries alive then, which no plan changes; both need the outputs that the caller holds.
-    """
-    size = [value.bytes for value in graph.values]
-    outputs = {v for v, value in enumerate(graph.values) if value.is_output}
-    bounds = []
-    for t, op in enumerate(graph.operations):
-        given = {*op.reads, *op.writes} - {op.takes_over}
-        given |= {v for v in outputs if graph.last_writes[v] < t}
-        forward = sum(size[v] for v in given) + op.internal_bytes + op.scratch_bytes
-        early = sum(size[v] for v in outputs | set(op.saves)) + op.backward_bytes
-        late = sum(size[v] for v in outputs) + op.late_bytes
-        bounds.append(max(forward, max(early, late) + op.internal_bytes))
-    return bounds
+    return max(graph.operation_bounds, default=0)
 
 
 def simulate(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int] = ()) -> Simulation:

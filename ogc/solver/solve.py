@@ -12,7 +12,7 @@ from ..graph import Graph, table
 from ..plan import Plan, Segment
 from ..schedule import FORWARD, Schedule
 from .reference import REFERENCES
-from .search import Candidate, Search
+from .search import Candidate, Search, weigh
 from .simulate import lower_bound, plain_peak, simulate
 
 if TYPE_CHECKING:
@@ -76,19 +76,15 @@ def solve(
     if budget is not None:
         found = search.fastest(budget)
         if found is None:
-            raise SolveError(_infeasible(graph, _plan_of(graph, search.least_peak, plain), budget))
+            raise SolveError(_infeasible(graph, _plan_of(graph, search.least_peak, "optimal", plain), budget))
     elif max_overhead is not None:
         found = search.within(max_overhead * graph.step_seconds)
         if found is None:
             return plain
     else:
         found = search.least_peak
-    plan = _plan_of(graph, found, plain)
+    plan = _plan_of(graph, found, "optimal", plain)
     return plan if plan.peak_bytes < plain.peak_bytes else plain
-
-
-def _plan_of(graph: Graph, found: Candidate, plain: Plan) -> Plan:
-    return make_plan(graph, found.segments, "optimal", remade=found.remade, plain=plain)
 
 
 def _reference_plan(graph: Graph, solver: str, has_wish: bool) -> Plan:
@@ -162,7 +158,7 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
     peaks = (bytes_of(budget, plain.peak_bytes) for budget in budgets)
     for peak in sorted((p for p in peaks if p < plain.peak_bytes), reverse=True):  # a table serves those below
         search.fastest(peak)
-    found = [_plan_of(graph, c, plain) for c in search.curve(points)]
+    found = [_plan_of(graph, c, "optimal", plain) for c in search.curve(points)]
     return Frontier((*(plan for plan in found if plan.peak_bytes < plain.peak_bytes), plain))
 
 
@@ -235,12 +231,7 @@ def plain_plan(graph: Graph) -> Plan:
 
 
 def make_plan(
-    graph: Graph,
-    segments: Sequence[Segment],
-    solver: str = "by hand",
-    *,
-    remade: Iterable[int] = (),
-    plain: Plan | None = None,
+    graph: Graph, segments: Sequence[Segment], solver: str = "by hand", *, remade: Iterable[int] = ()
 ) -> Plan:
     """The plan of the given segments, weighed by the simulator.
 
@@ -249,24 +240,25 @@ def make_plan(
         segments: they cover the operations in order; see :func:`ogc.saved` and :func:`ogc.recomputed`.
         solver: the name of what chose them.
         remade: values that are not kept where they cross a cut; see :class:`ogc.Plan`.
-        plain: the plain plan of the same graph, if it is at hand.
 
     Raises:
         PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
             that must not.
     """
-    segments, remade = tuple(segments), tuple(sorted(remade))
-    cost = simulate(graph, segments, remade)
+    return _plan_of(graph, weigh(graph, tuple(segments), tuple(sorted(remade))), solver, plain_plan(graph))
+
+
+def _plan_of(graph: Graph, found: Candidate, solver: str, plain: Plan) -> Plan:
     return replace(
-        plain or plain_plan(graph),
-        segments=segments,
-        peak_bytes=cost.peak_bytes,
-        recomputed_seconds=cost.recomputed_seconds,
-        recomputed_flops=cost.recomputed_flops,
+        plain,
+        segments=found.segments,
+        peak_bytes=found.peak_bytes,
+        recomputed_seconds=found.seconds,
+        recomputed_flops=found.flops,
         solver=solver,
         is_plain=False,
-        rows=tuple(_rows(graph, Schedule(graph, segments, remade), segments)),
-        remade=remade,
+        rows=tuple(_rows(graph, Schedule(graph, found.segments, found.remade), found.segments)),
+        remade=found.remade,
     )
 
 
