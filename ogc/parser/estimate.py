@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -89,7 +89,7 @@ class Estimator:
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs)
         if key not in self.seen:
-            weights = self._run(operator, *pytree.tree_flatten((args, kwargs)), record.in_place)
+            weights = self._run(operator, args, kwargs, record.in_place)
             if self.elsewhere and record.internal_bytes:
                 weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
             if kernel in _OTHER_KERNELS and self._can_measure():
@@ -119,7 +119,7 @@ class Estimator:
 
     def _sliced(self, stretch: Sliced, args: Any, record: Record) -> Weights:
         meter = _Meter(self.rates, kernel_copies=self.device.type == "cpu")
-        weights = self._run(stretch.with_plain_operators(), *pytree.tree_flatten((args, {})), False, meter)
+        weights = self._run(stretch.with_plain_operators(), args, {}, False, meter)
         if not weights.gradients:
             return weights
         return replace(
@@ -138,26 +138,25 @@ class Estimator:
 
         saved: list[torch.Tensor] = []
         with FakeTensorMode(), torch.enable_grad(), _saving(saved):
-            given = pytree.tree_map(fake, (args, kwargs))
+            given = map_aggregate((args, kwargs), fake)
             result = target(*given[0], **given[1])
         known = {t.untyped_storage()._cdata for t in tensor_leaves(given, result)}
         internal = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
         return sum(size for key, size in internal.items() if key not in known)
 
-    def _run(
-        self, target: Any, leaves: list[Any], tree: pytree.TreeSpec, in_place: bool, meter: _Meter | None = None
-    ) -> Weights:
+    def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, meter: _Meter | None = None) -> Weights:
         # With a mask, shapes depend on data, which meta tensors do not have.
-        on_data = target in _INDEXING and any(isinstance(x, torch.Tensor) and x.dtype in _MASKS for x in leaves)
+        on_data = target in _INDEXING and any(t.dtype in _MASKS for t in tensor_leaves(args, kwargs))
         with torch.enable_grad():
-            fakes = [own_argument(leaf, in_place) if on_data else _pretended(leaf, in_place) for leaf in leaves]
+            pretend = own_argument if on_data else _pretended
+            given = map_aggregate((args, kwargs), lambda leaf: pretend(leaf, in_place))
             meter = meter or _Meter(self.rates, on_meta=not on_data)
             saved: list[torch.Tensor] = []
-            tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
-            edges = [(n, get_gradient_edge(t)) for n, t in enumerate(tensors) if t.requires_grad]
+            tensors = tensor_leaves(given)
+            # What is written in place is another tensor afterwards.
+            starts = [(n, get_gradient_edge(t) if in_place else t) for n, t in enumerate(tensors) if t.requires_grad]
             with _saving(saved), meter:
-                args, kwargs = pytree.tree_unflatten(fakes, tree)
-                result = target(*args, **kwargs)
+                result = target(*given[0], **given[1])
             outputs = tensor_leaves(result)
             own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs + saved}
             for tensor in tensors:
@@ -165,25 +164,25 @@ class Estimator:
             forward = meter.take()
             scratch = max(0, forward.peak_bytes - sum(own.values()))
             ends = [t for t in outputs if t.requires_grad]
-            if not ends or not edges:
+            if not ends or not starts:
                 return Weights(scratch, forward.seconds, forward.flops)
-            return self._run_backward(outputs, ends, edges, meter, scratch, forward)
+            return self._run_backward(outputs, ends, starts, meter, scratch, forward)
 
     def _run_backward(
         self,
         outputs: list[torch.Tensor],
         ends: list[torch.Tensor],
-        edges: list[tuple[int, GradientEdge]],
+        starts: list[tuple[int, Any]],  # numbers of arguments, and the tensors or their gradient edges
         meter: _Meter,
         scratch: int,
         forward: Reading,
     ) -> Weights:
         given = {id(end): _like(end) for end in ends}
         with meter:
-            found = torch.autograd.grad(ends, [e for _, e in edges], list(given.values()), allow_unused=True)
+            found = torch.autograd.grad(ends, [start for _, start in starts], list(given.values()), allow_unused=True)
         backward = meter.take()
         shared = {given[id(t)].untyped_storage()._cdata: n for n, t in enumerate(outputs) if id(t) in given}
-        pairs = [(n, gradient) for (n, _), gradient in zip(edges, found, strict=True) if gradient is not None]
+        pairs = [(n, gradient) for (n, _), gradient in zip(starts, found, strict=True) if gradient is not None]
         return Weights(
             scratch,
             forward.seconds,
@@ -466,11 +465,14 @@ def _writes(function: Any) -> bool:
 
 def call_key(target: Any, args: Any, kwargs: Any) -> Any:
     """What two calls must share to cost the same."""
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    described = (
-        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, torch.Tensor)
-        else (type(leaf), leaf)
-        for leaf in leaves
-    )
-    return target, tree, tuple(described)
+    return target, _described(args), _described(kwargs)
+
+
+def _described(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tuple(tree.shape), tree.stride(), tree.dtype, tree.requires_grad
+    if isinstance(tree, (tuple, list)):
+        return tuple(map(_described, tree))
+    if isinstance(tree, dict):
+        return tuple((key, _described(item)) for key, item in tree.items())
+    return type(tree), tree

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,8 +82,9 @@ class Ways:
         self.i, self.j, self.limit, self.kept, self.seconds = i, j, limit, kept, seconds
         self.time = time
         self.last = int(j[-1])
-        self.by_i = np.argsort(i, kind="stable")
-        self.first_from = np.searchsorted(i[self.by_i], np.arange(self.last + 1))
+        by_i = np.argsort(i.astype(np.uint16), kind="stable")  # a radix sort, for there are few cuts
+        self.from_i = self.j[by_i], self.kept[by_i], self.seconds[by_i]
+        self.first_from = np.searchsorted(i[by_i], np.arange(self.last + 1)).tolist()
 
     def fastest(self, labels: int, slack: Sequence[float] = SLACK) -> list[tuple[int, int]]:
         """The fastest plan, with so many labels in all: the number of each segment and the bytes kept before it."""
@@ -121,20 +123,21 @@ class Ways:
 
     def _cheapest(self, price: float) -> _Priced:
         """The cheapest plan at a price."""
-        costs, ends = (price * self.kept + self.seconds)[self.by_i], self.j[self.by_i]
+        ends, kept, seconds = self.from_i
+        costs = price * kept + seconds
         rest = np.full(self.last + 1, np.inf)
         rest[-1] = 0.0
-        choices = np.zeros(self.last, np.int64)
+        choices = [0] * self.last
         for i in range(self.last - 1, -1, -1):
             first, stop = self.first_from[i], self.first_from[i + 1]
             if first < stop:
                 totals = costs[first:stop] + rest[ends[first:stop]]
-                choices[i] = first + totals.argmin()
-                rest[i] = totals[choices[i] - first]
+                best = int(totals.argmin())
+                choices[i], rest[i] = first + best, totals[best]
         cut, kept_bytes = 0, 0.0
         while cut < self.last:
-            way = self.by_i[choices[cut]]
-            cut, kept_bytes = int(self.j[way]), kept_bytes + float(self.kept[way])
+            kept_bytes += float(kept[choices[cut]])
+            cut = int(ends[choices[cut]])
         return _Priced(price, rest, kept_bytes)
 
     def _through(self, guide: _Priced) -> Seconds:
@@ -192,8 +195,15 @@ def _front(kept: Ints, seconds: Seconds) -> NDArray[np.intp]:
     """Indices of labels that no other beats in both, by ascending bytes."""
     order = np.argsort(kept, kind="stable")
     lowest = np.minimum.accumulate(seconds[order])
-    front = order[np.concatenate([[True], lowest[1:] < lowest[:-1]])[: len(order)]]
-    return front[np.concatenate([np.diff(kept[front]) > 0, [True]])[: len(front)]]  # of equals, the last is fastest
+    front = order[_where_new(lowest)]
+    return front[_where_new(kept[front][::-1])[::-1]]  # of equals, the last is fastest
+
+
+def _where_new(numbers: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which numbers are not the same as the one before."""
+    found = np.ones(len(numbers), bool)
+    np.not_equal(numbers[1:], numbers[:-1], out=found[1:])
+    return found
 
 
 def _thinned(estimates: Seconds, limit: int) -> NDArray[np.intp]:

@@ -36,17 +36,18 @@ def same_number(now: Any, then: Any) -> bool:
 
 def without_decisions(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy without :func:`same_number` and what is computed for it alone."""
-    result = torch.fx.Graph()
-    outputs = result.graph_copy(graph, {})
-    result.output(outputs)
-    pending = dict.fromkeys(node for node in reversed(result.nodes) if node.target is same_number)
+    dropped: set[torch.fx.Node] = set()
+    pending = [node for node in graph.nodes if node.target is same_number]
     while pending:
-        node = next(iter(pending))
-        del pending[node]
-        if node.op in ("call_function", "get_attr") and not node.users and not _has_effects(node):
-            before = node.all_input_nodes
-            result.erase_node(node)
-            pending.update(dict.fromkeys(before))
+        node = pending.pop()
+        if node.op in ("call_function", "get_attr") and dropped.issuperset(node.users) and not _has_effects(node):
+            dropped.add(node)
+            pending += node.all_input_nodes
+    result = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        if node not in dropped:
+            copies[node] = result.node_copy(node, copies.__getitem__)
     return result
 
 
