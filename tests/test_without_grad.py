@@ -165,6 +165,53 @@ def test_training_is_that_of_the_plain_model(part, profile):
         assert_same_training(model, ogc.apply(model, graph, plan), (X,), steps=2)
 
 
+CONVOLUTIONS = {
+    "conv2d": lambda x, w: torch.conv2d(x, w, None, 1, 1),
+    "same": lambda x, w: torch.conv2d(x, w, None, 1, "same"),
+    "same, dilated": lambda x, w: torch.conv2d(x, w, None, 1, "same", 2),
+    "same, of even size": lambda x, w: torch.conv2d(x, w[..., :2, :2], None, 1, "same"),
+    "valid": lambda x, w: torch.conv2d(x, w, None, 1, "valid"),
+    "transposed": lambda x, w: torch.conv_transpose2d(x, w, None, 1, 1),
+    "of one dimension": lambda x, w: torch.conv1d(x[:, :, 0], w[..., 0], None, 1, "same")[:, :, None] + x,
+    "convolution": lambda x, w: torch.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    "overload": lambda x, w: torch.ops.aten.convolution.default(
+        x, w, None, [1] * 2, [1] * 2, [1] * 2, False, [0] * 2, 1
+    ),
+    "complex": lambda x, w: torch.conv2d(torch.complex(x, x), torch.complex(w, w), None, 1, 1).real,
+}
+
+
+class Convolutions(nn.Module):
+    """One whose result is used, one whose result is not, one under ``no_grad``, one more."""
+
+    def __init__(self, convolution):
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = convolution
+        self.first, self.unused, self.second = (nn.Parameter(torch.randn(4, 4, 3, 3) / 6) for _ in range(3))
+
+    def forward(self, x):
+        x = torch.tanh(self.convolution(x, self.first))
+        self.convolution(x, self.unused)
+        with torch.no_grad():
+            scale = self.convolution(x, self.unused).sum()
+        return torch.tanh(self.convolution(x, self.second) + scale)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_under_no_grad_are_not_taken_for_others(name):
+    model, images = Convolutions(CONVOLUTIONS[name]), torch.randn(2, 4, 8, 8)
+    assert_same_training(model, forced(model, images), (images,), steps=2)
+
+
+@pytest.mark.parametrize("name", ["same", "same, dilated", "valid", "of one dimension"])
+def test_padding_by_name_is_padding_by_number(name):
+    """Which has a leaner backward, and a rule for what it allocates."""
+    graph = ogc.parse(Convolutions(CONVOLUTIONS[name]), torch.randn(2, 4, 8, 8))
+    assert [op.target for op in graph.operations if "conv" in op.target] == ["aten.convolution.default"] * 3
+
+
 def test_nothing_is_saved_under_no_grad():
     """Else plans would count what is gone, and run again what nobody asks for."""
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ...leaf import Leaf
-from ...program import TensorSpec
+from ...program import TensorSpec, operator_name
 from ...without_grad import WithoutGrad
 from .places import origin
 from .shapes import overload_of
 from .traced import same_number
-from .watch import OpaqueError, Watch
+from .watch import WITHOUT_GRAD, OpaqueError, Watch
 
 _SCALAR_OPERATORS: dict[str, Callable[..., Any]] = {
     "aten::add": operator.add,
@@ -76,7 +76,6 @@ class Lowering:
         self.unused: dict[str, str] = {}  # jit value -> parameter or buffer that no node has used yet
         self.scalars: set[torch.fx.Node] = set()
         self.requires_grad: dict[torch.fx.Node, bool] = {}
-        self.convolutions = 0
         self.other_overloads = False  # whether some calls are not those that the trace made
 
     def run(self, jit_graph: Any) -> None:
@@ -209,14 +208,15 @@ class Lowering:
         if overload is torch.ops.aten.repeat_interleave.self_int:
             sizes = node.output().type().sizes()  # without it there is no knowing the shape on meta tensors
             kwargs["output_size"] = sizes[args[2] if args[2] is not None else 0]
-        is_convolution = node.kind() == "aten::_convolution"
-        if is_convolution:
+        if node.kind() == "aten::_convolution":
             # The tracer records the flags of the day; aten::convolution reads them when it runs.
             overload, args, kwargs = torch.ops.aten.convolution.default, args[:9], {}
+        elif node.kind() == "aten::_convolution_mode":
+            overload, args = _with_numbers_for_padding(overload, args, list(node.inputs())[1].type().sizes())
         call = self.graph.call_function(overload, tuple(args), kwargs)
         call.meta.update(origin(node))
         outputs = list(node.outputs())
-        self._settle_grad(call, outputs, is_convolution)
+        self._settle_grad(call, outputs)
         if len(outputs) != 1:
             for index, value in enumerate(outputs):
                 has = bool(value.requires_grad())
@@ -260,7 +260,7 @@ class Lowering:
         kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
         return self.graph.call_function(torch.ops.aten.scalar_tensor.default, (found,), kind)
 
-    def _settle_grad(self, call: torch.fx.Node, outputs: Sequence[Any], is_convolution: bool) -> None:
+    def _settle_grad(self, call: torch.fx.Node, outputs: Sequence[Any]) -> None:
         """Note whether results require grad; what the traced forward computed under ``no_grad`` is to run under it.
 
         Nothing is saved for a backward there, so that whatever was read or made may be written afterwards. Kernels
@@ -268,10 +268,8 @@ class Lowering:
         """
         differentiable = [x for x in call.all_input_nodes if self.requires_grad.get(x, False)]
         has = bool(differentiable) and str(outputs[0].type()) not in ("int", "bool", "float")
-        if is_convolution:
-            modes = self.watch.convolution_grad
-            has = has and (self.convolutions >= len(modes) or modes[self.convolutions])
-            self.convolutions += 1
+        if operator_name(call) == "convolution":
+            has = has and not outputs[0].debugName().startswith(WITHOUT_GRAD)
         elif all(isinstance(value.type(), torch._C.TensorType) for value in outputs):
             has = any(value.requires_grad() for value in outputs)
         self.requires_grad[call] = has
@@ -327,6 +325,22 @@ class Lowering:
 
     def _set(self, node: Any, result: Any) -> None:
         self.values[node.output().debugName()] = result
+
+
+def _with_numbers_for_padding(overload: Any, args: list[Any], kernel: list[int] | None) -> tuple[Any, list[Any]]:
+    """The call of a convolution with padding "valid" or "same" as PyTorch makes it, unless it has to pad on one side.
+
+    Source: ``_convolution_mode`` in aten/src/ATen/native/Convolution.cpp.
+    """
+    *operands, stride, padding, dilation, groups = args
+    if kernel is None:
+        return overload, args
+    steps = dilation * (len(kernel) - 2) if len(dilation) == 1 else dilation
+    added = [step * (size - 1) if padding == "same" else 0 for step, size in zip(steps, kernel[2:], strict=True)]
+    if any(number % 2 for number in added):
+        return overload, args
+    settings = [stride, [number // 2 for number in added], dilation, False, [0] * len(added), groups]
+    return torch.ops.aten.convolution.default, [*operands, *settings]
 
 
 def _hashable(found: Any) -> bool:

@@ -25,7 +25,9 @@ _NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__
 _TEXT_METHODS = ["__repr__", "__format__"]  # messages name sizes
 _INDEX_METHODS = {"__getitem__", "__setitem__"}  # the tracer follows sizes used as bounds
 _LAYOUT_METHODS = {"stride", "is_contiguous", "storage_offset", "data_ptr"}  # a trace does not follow these
-_CONVOLUTIONS = {"convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))}
+_CONVOLUTIONS = {"convolution", "_convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))}
+WITHOUT_GRAD = "ogc_without_grad"
+"""How the names begin of what convolutions made while gradients were off, which the tracer does not write down."""
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, type(Ellipsis),
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
@@ -64,7 +66,6 @@ class Watch(TorchFunctionMode):
             the call in the trace; with ``careful``, also for each call that draws random numbers.
         decisions: the Python numbers that were made of sizes.
         unclear: where sizes became anything else, or Python looked at layouts.
-        convolution_grad: for each convolution, whether gradients were on.
     """
 
     def __init__(self, follows: bool, inputs: Sequence[torch.Tensor], careful: bool = False) -> None:
@@ -74,7 +75,6 @@ class Watch(TorchFunctionMode):
         self.marks: list[torch.Tensor] = []
         self.decisions: list[Decision] = []
         self.unclear: list[str] = []
-        self.convolution_grad: list[bool] = []
         self.numbers: dict[str, str] = {}  # module -> where a tensor's content became a Python number
         self.writes_without_grad: dict[str, str] = {}
         self.hooks: dict[str, str] = {}  # module -> why its hooks are not the business of the forward alone
@@ -113,6 +113,8 @@ class Watch(TorchFunctionMode):
                 self.writes_without_grad.setdefault(scope_name(), f"{name} at {user_line()}")
             if name in LIVE_ARGUMENTS or (looks and not same_states(before, random_states(devices))):
                 self._keep(result)
+            if name in _CONVOLUTIONS and not torch.is_grad_enabled():
+                _value_of(result).setDebugName(WITHOUT_GRAD)
             result = _without_false_grad(result)
         self._note(result)
         return result
@@ -124,8 +126,6 @@ class Watch(TorchFunctionMode):
     def _look(self, name: str, args: Any) -> None:
         if name in _LAYOUT_METHODS and args and origins(args[0]):
             self.unclear.append(f"{name} at {user_line()}")
-        if name in _CONVOLUTIONS:
-            self.convolution_grad.append(torch.is_grad_enabled())
 
     def _look_for_python_draws(self, where: str) -> None:
         state = python_random_state()
@@ -279,11 +279,16 @@ def python_random_state() -> tuple[Any, ...]:
     return random.getstate(), name, numpy.asarray(keys).tobytes(), *rest
 
 
+def _value_of(tensor: torch.Tensor) -> Any:
+    """The jit value that a tensor is traced as."""
+    return torch._C._get_value_trace(tensor)  # type: ignore[attr-defined]
+
+
 def origins(tensor: Any) -> set[str]:
     """What a traced tensor is computed from: ``prim::Param`` stands for data, ``aten::size`` for sizes."""
     if not isinstance(tensor, torch.Tensor) or not torch._C._get_tracing_state():
         return set()
-    pending = [torch._C._get_value_trace(tensor)]  # type: ignore[attr-defined]
+    pending = [_value_of(tensor)]
     seen: set[int] = set()
     found: set[str] = set()
     while pending:
