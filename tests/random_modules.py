@@ -364,6 +364,7 @@ RULES = [
     *_member(
         image,
         "nn.Conv2d({C}, 4, 3, padding=1)",
+        "nn.Conv2d({C}, {C}, 3, padding='same')",
         "nn.Conv2d({C}, {C}, 3, padding=1, bias=False)",
         "nn.Conv2d({C}, 4, 1)",
         "nn.Conv2d({C}, {C}, 3, padding=1, groups={C})",
@@ -384,6 +385,7 @@ RULES = [
     *_member(
         sequence,
         "nn.Conv1d({C}, {C}, 3, padding=1)",
+        "nn.Conv1d({C}, {C}, 3, padding='same')",
         "nn.BatchNorm1d({C})",
         "nn.TransformerEncoderLayer({D}, 1, 8, batch_first=True)",
     ),

@@ -216,6 +216,12 @@ def a_detached_edge(graph):
     graph.add_edge(3, 4, module=torch.Tensor.detach)
 
 
+def a_detached_argument(graph):
+    edge = graph.edges[1, 2, 0]
+    module = edge["module"]
+    edge["module"] = lambda y: module(y.detach())
+
+
 def a_number(graph):
     graph.add_edge(3, 4, module=lambda y: y if y.sum() > 0 else -y)
 
@@ -242,6 +248,11 @@ def a_number(graph):
         ),
         (a_raising_edge, 3, r"edge 2 -> 3 \(2\) of the graph raises RuntimeError: .*mat1 and mat2 shapes"),
         (a_detached_edge, 4, "edge 3 -> 4 gives another output 0 than the model's forward: only one .* requires grad"),
+        (
+            a_detached_argument,
+            3,
+            "the graph does not give gradients to what .* it misses first.bias.* and adds nothing",
+        ),
         (a_number, 4, "the forward reads numbers out of tensors"),
         (lambda graph: None, 9, "the target 9 is not a node of the graph"),
         (lambda graph: None, 0, "source and target are the same node 0"),

@@ -205,6 +205,13 @@ def test_convolutions_under_no_grad_are_not_taken_for_others(name):
     assert_same_training(model, forced(model, images), (images,), steps=2)
 
 
+def test_gradients_to_other_parameters_are_refused(monkeypatch):
+    monkeypatch.setattr("ogc.parser.jit.lowering.WITHOUT_GRAD", "")  # now all of them are taken for that
+    model = Convolutions(CONVOLUTIONS["conv2d"])
+    with pytest.raises(ParseError, match="it misses first, second and adds nothing"):
+        ogc.parse(model, torch.randn(2, 4, 8, 8))
+
+
 @pytest.mark.parametrize("name", ["same", "same, dilated", "valid", "of one dimension"])
 def test_padding_by_name_is_padding_by_number(name):
     """Which has a leaner backward, and a rule for what it allocates."""

@@ -34,6 +34,7 @@ from ..program import (
 )
 from ..random_state import cuda_devices, random_states, same_states, set_random_states
 from .jit import Traced
+from .reached import reached
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
 
@@ -74,6 +75,7 @@ class Observation:
     storages: dict[TensorRef, int]
     outputs: list[torch.Tensor]
     output_values: set[int]
+    reached: frozenset[Any] = frozenset()
 
 
 def observe(
@@ -95,7 +97,8 @@ class _Observer:
         self.model = model
         self.traced = traced
         self.visit = visit
-        self.inputs = iter(inputs)
+        self.inputs = inputs
+        self.given = iter(inputs)
         self.found: dict[str, Any] = {}
         self.storages = _Storages()
         self.result = Observation([], [], [], {}, [], set())
@@ -111,12 +114,14 @@ class _Observer:
 
     def _run(self, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
-            self._external(node, next(self.inputs))
+            self._external(node, next(self.given))
         elif node.op == "get_attr":
             self._external(node, get_attribute(self.model, self.traced.constants, str(node.target)))
         elif node.op == "output":
-            self.result.outputs = [t.detach() for t in self._arguments(node.args[0])]
-            numbers = {self.storages.value(t) for t in self._arguments(node.args[0])}
+            outputs = self._arguments(node.args[0])
+            self.result.outputs = [t.detach() for t in outputs]
+            self.result.reached = reached(outputs, self.inputs)
+            numbers = {self.storages.value(t) for t in outputs}
             self.result.output_values = {n for n in numbers if n is not None}
         else:
             args, kwargs = self._arguments(node.args), self._arguments(node.kwargs)

@@ -23,6 +23,7 @@ from .jit import FlatForward, LookAgain, OpaqueError, Traced, forward_alone, not
 from .leaves import LeafModules, Leaves
 from .measure import Measurer
 from .observe import Observation, Record, is_dense, observe, untouched
+from .reached import names_of
 from .rebased import run_out_of_place
 from .settled import copy_settled
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
@@ -107,6 +108,7 @@ def parse(
         if same_bits(after_trace[-1], after_program[-1]):  # else random numbers were drawn that nothing used
             break
     check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)
+    _check_reached("replaying the traced program", observation.reached, traced.reached, model)
     found = find_stretches(observation.records, samplewise)
     graph = _graph(spec, traced, observation, weights, str(target), kind)
     program = replace(graph.program, checked=checked if traced.follows_sizes and not stretches else None)
@@ -276,6 +278,7 @@ def _check_custom(
             raise ParseError(f"{where}: {difference(ours, theirs)}")
         if traced.requires_grad[number] != plain.requires_grad[number]:
             raise ParseError(f"{where}: only one of the two requires grad")
+    _check_reached("the graph", traced.reached, plain.reached, model)
     names = [*(f"buffer {name}" for name, _ in model.named_buffers()), "random state"]
     for name, ours, theirs in zip(names, after_trace, after_plain, strict=True):
         if not same_bits(ours, theirs):
@@ -327,6 +330,15 @@ def check_same(
             )
     if not all(same(a, b) for a, b in zip(after_trace, after_program, strict=True)):
         raise ParseError("replaying the traced program leaves other buffers or random state than the model's forward")
+
+
+def _check_reached(what: str, ours: frozenset[Any], theirs: frozenset[Any], model: torch.nn.Module) -> None:
+    """Raise ParseError unless both give gradients to the same tensors."""
+    if ours != theirs:
+        raise ParseError(
+            f"{what} does not give gradients to what the model's forward gives them to: it misses "
+            f"{names_of(theirs - ours, model)} and adds {names_of(ours - theirs, model)}"
+        )
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...errors import OgcError, ParseError, add_note
 from ...program import InputSpec, OutputSpec
+from ..reached import reached
 from .leaf_calls import LeafCall, leaf_calls
 from .lowering import Lowering
 from .places import origin, scope_name
@@ -102,6 +103,7 @@ def trace(
         flat.requires_grad,
         follows_sizes,
         lowering.other_overloads,
+        flat.reached,
     )
 
 
@@ -209,6 +211,7 @@ class FlatForward:
         self.output_spec: OutputSpec | None = None
         self.outputs: list[torch.Tensor] = []
         self.requires_grad: list[bool] = []
+        self.reached: frozenset[Any] = frozenset()
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = self.spec.rebuild(list(tensors))
@@ -224,4 +227,5 @@ class FlatForward:
             raise ParseError("the model's forward returns no tensor; there is nothing to train")
         self.outputs = [tensor.detach() for tensor in outputs]
         self.requires_grad = [tensor.requires_grad for tensor in outputs]
+        self.reached = reached(outputs, tensors)
         return (*outputs, *self.aside())

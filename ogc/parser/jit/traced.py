@@ -17,7 +17,8 @@ class Traced:
 
     Nodes of ``graph`` carry ``meta["module"]`` and ``meta["source"]``. Calls of :func:`same_number` stand where the
     forward made Python numbers of sizes; ``follows_sizes`` tells whether these are all. With ``other_overloads`` some
-    operators are called as the plain forward would, not as the trace did: its outputs may have other bits.
+    operators are called as the plain forward would, not as the trace did: its outputs may have other bits. The
+    backward ends at the tensors ``reached``; see :func:`ogc.parser.reached.reached`.
     """
 
     graph: torch.fx.Graph
@@ -27,6 +28,7 @@ class Traced:
     requires_grad: list[bool] = field(default_factory=list)  # of each output
     follows_sizes: bool = False
     other_overloads: bool = False
+    reached: frozenset[Any] = frozenset()
 
 
 def same_number(now: Any, then: Any) -> bool:
