@@ -33,6 +33,7 @@ from ..program import (
     without_autocast,
 )
 from ..random_state import cuda_devices, random_states, same_states, set_random_states
+from .attributes import attributes
 from .jit import Traced
 from .reached import reached
 
@@ -345,9 +346,11 @@ def _add(numbers: list[int], number: int) -> None:
 
 @contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers, attributes, members and all random states are afterwards as before."""
+    """Whatever runs inside, the model's buffers, attributes, members and all random states are as before."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
-    attributes = [(module, _attributes(module)) for module in model.modules()]
+    plain = [(module, attributes(module)) for module in model.modules()]
+    held = [value for _, found in plain for value in found.values() if type(value) in (list, dict, set)]
+    contents = [value.copy() for value in held]
     tables = [table for module in model.modules() for table in _members(module)]
     members = {number: dict(table) for number, table in enumerate(tables) if table}
     devices = cuda_devices()
@@ -367,10 +370,13 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
                 table.update(before)
         for name, (buffer, copy) in buffers.items():
             _restore_buffer(model, name, buffer, copy)
-        for module, before in attributes:
-            for key in _attributes(module).keys() - before.keys():
+        for module, found in plain:
+            for key in attributes(module).keys() - found.keys():
                 del vars(module)[key]
-            vars(module).update(before)
+            vars(module).update(found)
+        for value, content in zip(held, contents, strict=True):
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(content)
 
 
 def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -381,11 +387,6 @@ def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 _NOTHING: dict[str, Any] = {}
 _TABLES = ["_parameters", "_modules", *(key for key in vars(torch.nn.Module()) if "_hooks" in key)]
-
-
-def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own."""
-    return {key: value for key, value in vars(module).items() if not (key[0] == "_" and isinstance(value, dict))}
 
 
 def _restore_buffer(model: torch.nn.Module, name: str, buffer: torch.Tensor, copy: torch.Tensor) -> None:

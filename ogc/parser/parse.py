@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from ..compare import difference, same_bits
-from ..errors import InputError, ParseError
+from ..errors import InputError, OgcError, ParseError
 from ..graph import Graph, Operation, Value
 from ..leaf import Leaf
 from ..lean import lean_operator
 from ..program import Call, InputSpec, Program, TensorRef
+from .attributes import attributes, attributes_of, changes
 from .custom import CustomForward, ParseGraph, custom_forward
 from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
@@ -232,6 +233,7 @@ def _trace(
     """The model's trace, with as many leaves as it takes, and its state afterwards."""
     while True:
         with untouched(model):
+            before = attributes_of(model, leaves.names)
             try:
                 traced = trace(model, spec, copies(tensors), forward, leaves.names, careful)
             except OpaqueError as problem:
@@ -240,19 +242,76 @@ def _trace(
             except LookAgain:
                 careful = True
                 continue
+            except OgcError:
+                raise
+            except Exception as error:
+                if forward is None and _runs(model, spec, tensors):
+                    raise ParseError(
+                        f"the forward runs, but not while it is traced ({type(error).__name__}: {error}); put what the "
+                        "traceback shows into a submodule of its own, or optimize the submodules around it instead"
+                    ) from error
+                raise
             if forward is not None:
                 leaves.check_hooks(node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf))
-            leaves.report()
             if forward is None and not any(traced.requires_grad):
                 raise ParseError(
                     "no output of the model's forward requires grad, so there is no backward pass to save memory in; "
                     "take torch.no_grad() or detach() out of it"
                 )
             after_trace = state_of(model)
+            changed = dict(changes(before, attributes_of(model, leaves.names)))
+        if changed and forward is None:
+            try:
+                _refuse_dependence(model, spec, tensors, leaves.names, traced, changed)
+            except OpaqueError as problem:
+                leaves.cover(problem)
+                continue
         if traced.other_overloads and forward is None:
             with untouched(model):
                 traced = replace(traced, outputs=forward_alone(model, spec, copies(tensors))[1])
+        leaves.report()
         return traced, after_trace
+
+
+def _runs(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) -> bool:
+    try:
+        forward_alone(model, spec, copies(tensors))
+    except Exception:  # the model's own, as it was in the trace
+        return False
+    return True
+
+
+def _refuse_dependence(
+    model: torch.nn.Module,
+    spec: InputSpec,
+    tensors: list[torch.Tensor],
+    leaves: set[str],
+    traced: Traced,
+    changed: dict[str, str],
+) -> None:
+    """Raise OpaqueError unless the attributes that a first call changed are settled then, and make no difference.
+
+    Raises:
+        OpaqueError: it names the modules whose attributes count, collect or tell the first call from others.
+    """
+    with untouched(model):
+        with untouched(model):
+            forward_alone(model, spec, copies(tensors))
+            called = [(module, attributes(module)) for module in model.modules()]
+        for module, found in called:
+            vars(module).update(found)
+        before = attributes_of(model, leaves)
+        _, outputs = forward_alone(model, spec, copies(tensors))
+        again = dict(changes(before, attributes_of(model, leaves)))
+    when = "each call" if again else "its first call"
+    if again or not all(map(same_bits, outputs, traced.outputs)):
+        reasons = {name: f"changes its attribute {key} in {when}" for name, key in (again or changed).items()}
+        all_of_them = "; ".join(f"{name or 'the model'} {why}" for name, why in reasons.items())
+        raise OpaqueError(
+            f"a replayed forward leaves attributes as they are: {all_of_them}. Return what others are to have "
+            "instead, hold it in a buffer; if only its first call is another, call the model before it is optimized.",
+            reasons,
+        )
 
 
 def _check_custom(

@@ -25,6 +25,7 @@ _NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__
 _TEXT_METHODS = ["__repr__", "__format__"]  # messages name sizes
 _INDEX_METHODS = {"__getitem__", "__setitem__"}  # the tracer follows sizes used as bounds
 _LAYOUT_METHODS = {"stride", "is_contiguous", "storage_offset", "data_ptr"}  # a trace does not follow these
+_HOOK_METHODS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 _CONVOLUTIONS = {"convolution", "_convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))}
 WITHOUT_GRAD = "ogc_without_grad"
 """How the names begin of what convolutions made while gradients were off, which the tracer does not write down."""
@@ -126,6 +127,8 @@ class Watch(TorchFunctionMode):
     def _look(self, name: str, args: Any) -> None:
         if name in _LAYOUT_METHODS and args and origins(args[0]):
             self.unclear.append(f"{name} at {user_line()}")
+        if name in _HOOK_METHODS:
+            self.hooks.setdefault(scope_name(), f"calls {name} of a tensor at {user_line()}")
 
     def _look_for_python_draws(self, where: str) -> None:
         state = python_random_state()
@@ -238,7 +241,7 @@ class Watch(TorchFunctionMode):
         """Raise OpaqueError if the trace is not the whole truth."""
         self.raise_if_leaky()
         if self.hooks:
-            found = "; ".join(f"{module} {why}" for module, why in self.hooks.items())
+            found = "; ".join(f"{module or 'the model'} {why}" for module, why in self.hooks.items())
             raise OpaqueError(f"what no trace can hold: {found}. Optimize the model around it instead", self.hooks)
         if self.numbers:
             raise OpaqueError(

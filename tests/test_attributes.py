@@ -1,0 +1,113 @@
+"""What a forward leaves in plain attributes and in hooks on tensors happens as in the plain model, or is refused."""
+
+import pytest
+import torch
+from helpers import assert_same_training
+from torch import nn
+
+import ogc
+from ogc.errors import ParseError
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
+
+
+class Part(nn.Module):
+    """A layer that does something on the side."""
+
+    def __init__(self, aside):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.aside = aside
+        self.calls = 0
+        self.kept = None
+        self.seen = []
+
+    def forward(self, x):
+        return self.aside(self, torch.tanh(self.layer(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, aside):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.part, self.last = nn.Linear(6, 6), Part(aside), nn.Linear(6, 6)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = torch.tanh(self.first(x))
+        return self.last(torch.sin(self.part(x)))
+
+
+def counts(part, x):
+    part.calls += 1
+    return x * part.calls
+
+
+def keeps(part, x):
+    part.kept = x.square().mean()
+    return x
+
+
+def collects(part, x):
+    part.seen.append(x.detach())
+    return x
+
+
+def is_another_at_first(part, x):
+    is_first, part.calls = part.calls == 0, 1
+    return 2 * x if is_first else x
+
+
+def doubles_its_gradient(part, x):
+    x.register_hook(lambda gradient: 2 * gradient)
+    return x
+
+
+def settles(part, x):
+    part.calls = 7
+    return x
+
+
+@pytest.mark.parametrize("aside", [counts, keeps, collects, is_another_at_first, doubles_its_gradient])
+def test_a_module_that_leaves_something_behind_is_a_leaf(aside, caplog):
+    model = Net(aside)
+    optimised = ogc.optimize(model, X)
+    assert [op.target for op in optimised.graph.operations].count("leaf Part") == 1
+    assert caplog.text.count("part (") == 1
+    assert (model.part.calls, model.part.kept, model.part.seen) == (0, None, [])
+    plain = Net(aside)
+    for run, theirs in ((plain, plain), (optimised, model)):
+        for _ in range(3):
+            loss = run(X).sum()
+            (loss if theirs.part.kept is None else loss + theirs.part.kept).backward()
+    assert model.part.calls == plain.part.calls
+    assert len(model.part.seen) == len(plain.part.seen)
+    assert (model.part.kept is None) == (plain.part.kept is None)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_an_attribute_that_the_first_call_settles_is_no_reason_for_a_leaf(caplog):
+    model = Net(settles)
+    optimised = ogc.optimize(model, X)
+    assert not any("leaf" in op.target for op in optimised.graph.operations)
+    assert not caplog.text
+    assert model.part.calls == 0
+    assert_same_training(model, optimised, (X,), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("aside", "message"),
+    [
+        (counts, "the model changes its attribute calls in each call. Return what others are to have"),
+        (keeps, "the model changes its attribute kept in each call"),
+        (collects, "the model changes its attribute seen in each call"),
+        (is_another_at_first, "the model changes its attribute calls in its first call.*, call the model before"),
+        (doubles_its_gradient, "the model calls register_hook of a tensor at .*test_attributes.py:"),
+    ],
+)
+def test_a_model_that_leaves_something_behind_is_refused(aside, message):
+    model = Part(aside)
+    with pytest.raises(ParseError, match=message):
+        ogc.optimize(model, X)
+    assert (model.calls, model.kept, model.seen) == (0, None, [])
