@@ -26,6 +26,7 @@ from torch.utils.flop_counter import flop_registry
 from ..allocator import can_measure
 from ..lean import Lean, channels_at_once, repeats_exactly
 from ..program import operator_name, storage_of, tensor_leaves
+from ..random_state import cuda_devices
 from ..sliced import Sliced
 from ..without_grad import WithoutGrad
 from .calls import Call, measured_bytes, own_argument
@@ -146,11 +147,21 @@ class Estimator:
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, meter: _Meter | None = None) -> Weights:
         # With a mask, shapes depend on data, which meta tensors do not have.
-        on_data = target in _INDEXING and any(t.dtype in _MASKS for t in tensor_leaves(args, kwargs))
+        if target not in _INDEXING or not any(t.dtype in _MASKS for t in tensor_leaves(args, kwargs)):
+            try:
+                return self._run_on(_pretended, target, args, kwargs, in_place, meter or _Meter(self.rates))
+            except (NotImplementedError, RuntimeError):
+                pass  # some operators have no kernel for meta tensors, or want certain operands on a CPU
+        with torch.random.fork_rng(cuda_devices()):
+            return self._run_on(
+                own_argument, target, args, kwargs, in_place, meter or _Meter(self.rates, on_meta=False)
+            )
+
+    def _run_on(
+        self, pretend: Callable[[Any, bool], Any], target: Any, args: Any, kwargs: Any, in_place: bool, meter: _Meter
+    ) -> Weights:
         with torch.enable_grad():
-            pretend = own_argument if on_data else _pretended
             given = map_aggregate((args, kwargs), lambda leaf: pretend(leaf, in_place))
-            meter = meter or _Meter(self.rates, on_meta=not on_data)
             saved: list[torch.Tensor] = []
             tensors = tensor_leaves(given)
             # What is written in place is another tensor afterwards.
@@ -199,6 +210,11 @@ def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[
     groups: dict[int, int] = {}
     gradients = []
     for argument, gradient in found:
+        if gradient.layout is not torch.strided:
+            size = sum(part.untyped_storage().nbytes() for part in (gradient._indices(), gradient._values()))
+            group = groups.setdefault(-1 - argument, len(groups))
+            gradients.append(InputGradient(argument, size, None, group, dense=False, contiguous=False))
+            continue
         key = gradient.untyped_storage()._cdata
         gradients.append(
             InputGradient(
@@ -362,12 +378,14 @@ class _Meter(TorchDispatchMode):
         self.seconds, self.flops, self.peak = 0.0, 0, 0
         self.fresh: dict[int, tuple[int, StorageWeakRef]] = {}
 
+    def _has_storage(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided if self.quick else storage_of(tensor) is not None
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = self.quick.get(function, function)(*args, **kwargs)
         inputs, outputs = (
-            [t for t in tensor_leaves(tree) if self.quick or storage_of(t) is not None]
-            for tree in ((args, kwargs), result)
+            [t for t in tensor_leaves(tree) if self._has_storage(t)] for tree in ((args, kwargs), result)
         )
         known = {tensor.untyped_storage()._cdata for tensor in inputs}
         made = [t for t in outputs if t.untyped_storage()._cdata not in known]

@@ -1,0 +1,62 @@
+"""Operators that meta tensors cannot stand in for: they are weighed on real ones."""
+
+import pytest
+import torch
+from helpers import forced
+from torch import nn
+from torch.nn import functional as F
+
+import ogc
+
+TOKENS = torch.randint(0, 20, (4, 8), generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    def __init__(self, sparse=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, 16, sparse=sparse)
+        self.first, self.recurrent, self.last = nn.Linear(16, 16), nn.GRU(16, 16, batch_first=True), nn.Linear(16, 20)
+
+    def forward(self, tokens):
+        return self.loss(torch.tanh(self.first(self.embedding(tokens))))
+
+    def loss(self, x):
+        return F.cross_entropy(self.last(torch.tanh(x)).flatten(0, 1), TOKENS.flatten())
+
+
+class Aligned(Net):
+    """``ctc_loss`` has no kernel for meta tensors."""
+
+    def loss(self, x):
+        scores = self.last(torch.tanh(x)).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, TOKENS[:, :3] + 1, torch.full((4,), 8), torch.full((4,), 3))
+
+
+class Packed(Net):
+    """``_pack_padded_sequence`` wants the lengths on a CPU."""
+
+    def loss(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([8, 6, 5, 2]), batch_first=True)
+        return super().loss(nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0])
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+@pytest.mark.parametrize("kind", [Aligned, Packed])
+def test_operators_without_a_kernel_for_meta_tensors(kind, profile):
+    model = kind()
+    optimised = ogc.optimize(model, TOKENS, profile=profile)
+    assert ogc.check(model, optimised, TOKENS).ok
+    assert all(op.backward_seconds > 0 for op in optimised.graph.operations if "ctc" in op.target)
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+def test_sparse_gradients(profile):
+    model = Net(sparse=True)
+    gradients = []
+    for run in (model, forced(model, TOKENS, profile=profile)):
+        model.zero_grad()
+        run(TOKENS).backward()
+        gradients.append(model.embedding.weight.grad)
+    assert all(gradient.is_sparse for gradient in gradients)
+    assert torch.equal(gradients[0].to_dense(), gradients[1].to_dense())
