@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-LARGE = 1000
-"""Containers with more items than this are told apart by their length alone."""
+LARGE, DEEP = 1000, 4
+"""Of containers with more items the length is compared, of those nested deeper only whether they are the same ones."""
+
+_TABLES = {key for key, value in vars(torch.nn.Module()).items() if isinstance(value, dict)}
 
 
 def attributes(module: torch.nn.Module) -> dict[str, Any]:
     """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own."""
-    return {key: value for key, value in vars(module).items() if not (key[0] == "_" and isinstance(value, dict))}
+    return {key: value for key, value in vars(module).items() if key not in _TABLES}
 
 
 def attributes_of(model: torch.nn.Module, leaves: Collection[str] = ()) -> dict[str, dict[str, Any]]:
@@ -26,11 +28,22 @@ def attributes_of(model: torch.nn.Module, leaves: Collection[str] = ()) -> dict[
     }
 
 
+def containers(value: Any, depth: int = 0) -> Iterator[Any]:
+    """The lists, dicts and sets that a value is or holds."""
+    if not isinstance(value, (list, tuple, dict, set)) or depth == DEEP:
+        return
+    if type(value) in (list, dict, set):
+        yield value
+    if len(value) <= LARGE:
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from containers(item, depth + 1)
+
+
 def changes(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """The modules and the first attribute of each that is not the same."""
     for name, found in after.items():
         known = before.get(name, {})
-        for key in found.keys() | known.keys():
+        for key in dict.fromkeys((*found, *known)):
             if key not in known or key not in found or known[key] != found[key]:
                 yield name, key
                 break
@@ -48,13 +61,14 @@ class _Itself:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _content(value: Any) -> Any:
+def _content(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return type(value), repr(value)  # a NaN is the same as before
-    if isinstance(value, (list, tuple, dict)) and len(value) > LARGE:
+    if not isinstance(value, (list, tuple, dict, set)) or depth == DEEP:
+        return _Itself(value)
+    if len(value) > LARGE:
         return type(value), len(value)
-    if isinstance(value, (list, tuple)):
-        return type(value), [_content(item) for item in value]
-    if isinstance(value, dict):
-        return type(value), [(key, _content(item)) for key, item in value.items()]
-    return _Itself(value)
+    if isinstance(value, set):
+        return type(value), frozenset(value)
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return type(value), [(key, _content(item, depth + 1)) for key, item in items]

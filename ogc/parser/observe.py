@@ -33,7 +33,7 @@ from ..program import (
     without_autocast,
 )
 from ..random_state import cuda_devices, random_states, same_states, set_random_states
-from .attributes import attributes
+from .attributes import attributes, containers
 from .jit import Traced
 from .reached import reached
 
@@ -349,8 +349,7 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
     """Whatever runs inside, the model's buffers, attributes, members and all random states are as before."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
     plain = [(module, attributes(module)) for module in model.modules()]
-    held = [value for _, found in plain for value in found.values() if type(value) in (list, dict, set)]
-    contents = [value.copy() for value in held]
+    held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
     tables = [table for module in model.modules() for table in _members(module)]
     members = {number: dict(table) for number, table in enumerate(tables) if table}
     devices = cuda_devices()
@@ -364,19 +363,27 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
         for number, table in enumerate(tables):
-            before = members.get(number, _NOTHING)
-            if table.keys() != before.keys() or any(table[key] is not member for key, member in before.items()):
-                table.clear()
-                table.update(before)
+            _put_back(table, members.get(number, _NOTHING))
         for name, (buffer, copy) in buffers.items():
             _restore_buffer(model, name, buffer, copy)
         for module, found in plain:
             for key in attributes(module).keys() - found.keys():
                 del vars(module)[key]
             vars(module).update(found)
-        for value, content in zip(held, contents, strict=True):
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
+        for value, content in held:
+            _put_back(value, content)
+
+
+def _put_back(held: Any, content: Any) -> None:
+    """Let a list, dict or set hold what it held before."""
+    if isinstance(held, list):
+        same = len(held) == len(content) and all(map(operator.is_, held, content))
+    else:
+        same = held.keys() == content.keys() if isinstance(held, dict) else held == content
+        same = same and (isinstance(held, set) or all(held[key] is item for key, item in content.items()))
+    if not same:
+        held.clear()
+        (held.extend if isinstance(held, list) else held.update)(content)
 
 
 def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
