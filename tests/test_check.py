@@ -202,7 +202,7 @@ def test_verify_finds_gradients_that_a_graph_made_by_hand_gets_wrong():
         build = ogc.GraphBuilder(model)
         x = build.input("x")
         y = build.call(torch.tanh, build.call(model.first, x))
-        y = build.call(torch.add, build.call(torch.Tensor.detach, y), build.call(torch.mul, x, 0))
+        y = build.call(torch.add, build.call(torch.Tensor.detach, y), build.call(torch.mul, y, 0))
         y = build.call(torch.mul, build.call(model.dropout, build.call(model.norm, y)), model.frozen)
         return build.output({"y": build.call(torch.mul, y, 1.0), "mean": build.call(torch.mean, y)})
 
