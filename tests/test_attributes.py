@@ -96,6 +96,20 @@ def test_a_module_that_leaves_something_behind_is_a_leaf(aside, caplog):
         assert torch.equal(ours.grad, theirs.grad)
 
 
+class ByMethod(Net):
+    """Its part is never called as a module."""
+
+    def forward(self, x):
+        return self.last(torch.sin(self.part.forward(torch.tanh(self.first(x)))))
+
+
+def test_a_module_of_which_only_methods_are_called_may_hold_what_makes_no_difference():
+    model = ByMethod(keeps)
+    assert_same_training(model, ogc.optimize(model, X), (X,), steps=2)
+    with pytest.raises(ParseError, match="part changes its attribute calls in its first call"):
+        ogc.optimize(ByMethod(counts), X)
+
+
 def test_an_attribute_that_the_first_call_settles_is_no_reason_for_a_leaf(caplog):
     model = Net(settles)
     optimised = ogc.optimize(model, X)

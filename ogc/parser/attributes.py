@@ -18,13 +18,11 @@ def attributes(module: torch.nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(module).items() if key not in _TABLES}
 
 
-def attributes_of(model: torch.nn.Module, leaves: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """The attributes of each module that is not inside a leaf, by its name; what they hold, not what it is held in."""
-    covered = tuple(f"{leaf}." for leaf in leaves)
+def attributes_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """The attributes of each module, by its name; what they hold, not what it is held in."""
     return {
         name: {key: _content(value) for key, value in attributes(module).items()}
         for name, module in model.named_modules()
-        if not f"{name}.".startswith(covered)
     }
 
 
@@ -39,14 +37,22 @@ def containers(value: Any, depth: int = 0) -> Iterator[Any]:
             yield from containers(item, depth + 1)
 
 
-def changes(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The modules and the first attribute of each that is not the same."""
+def changes(
+    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], leaves: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """The modules that are not inside leaves, with the first attribute of each that is not the same."""
+    covered = tuple(f"{leaf}." for leaf in leaves)
     for name, found in after.items():
         known = before.get(name, {})
-        for key in dict.fromkeys((*found, *known)):
-            if key not in known or key not in found or known[key] != found[key]:
-                yield name, key
-                break
+        different = (
+            key for key in dict.fromkeys((*found, *known)) if known.get(key, _ABSENT) != found.get(key, _ABSENT)
+        )
+        first = next(different, None)
+        if first is not None and not f"{name}.".startswith(covered):
+            yield name, first
+
+
+_ABSENT = object()
 
 
 class _Itself:

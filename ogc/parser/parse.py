@@ -233,7 +233,7 @@ def _trace(
     """The model's trace, with as many leaves as it takes, and its state afterwards."""
     while True:
         with untouched(model):
-            before = attributes_of(model, leaves.names)
+            before = attributes_of(model)
             try:
                 traced = trace(model, spec, copies(tensors), forward, leaves.names, careful)
             except OpaqueError as problem:
@@ -251,18 +251,19 @@ def _trace(
                         "traceback shows into a submodule of its own, or optimize the submodules around it instead"
                     ) from error
                 raise
+            called = {node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf)}
             if forward is not None:
-                leaves.check_hooks(node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf))
+                leaves.check_hooks(called)
             if forward is None and not any(traced.requires_grad):
                 raise ParseError(
                     "no output of the model's forward requires grad, so there is no backward pass to save memory in; "
                     "take torch.no_grad() or detach() out of it"
                 )
             after_trace = state_of(model)
-            changed = dict(changes(before, attributes_of(model, leaves.names)))
+            changed = dict(changes(before, attributes_of(model), called))
         if changed and forward is None:
             try:
-                _refuse_dependence(model, spec, tensors, leaves.names, traced, changed)
+                _refuse_dependence(model, spec, tensors, traced, changed, called, leaves.names)
             except OpaqueError as problem:
                 leaves.cover(problem)
                 continue
@@ -285,11 +286,17 @@ def _refuse_dependence(
     model: torch.nn.Module,
     spec: InputSpec,
     tensors: list[torch.Tensor],
-    leaves: set[str],
     traced: Traced,
     changed: dict[str, str],
+    called: set[str],
+    leaves: set[str],
 ) -> None:
     """Raise OpaqueError unless the attributes that a first call changed are settled then, and make no difference.
+
+    Args:
+        changed: an attribute that did change for each module.
+        called: the leaves that are called in the trace.
+        leaves: all leaves: of which only methods are called is what it is, as long as it makes no difference.
 
     Raises:
         OpaqueError: it names the modules whose attributes count, collect or tell the first call from others.
@@ -297,12 +304,12 @@ def _refuse_dependence(
     with untouched(model):
         with untouched(model):
             forward_alone(model, spec, copies(tensors))
-            called = [(module, attributes(module)) for module in model.modules()]
-        for module, found in called:
+            left = [(module, attributes(module)) for module in model.modules()]
+        for module, found in left:
             vars(module).update(found)
-        before = attributes_of(model, leaves)
+        before = attributes_of(model)
         _, outputs = forward_alone(model, spec, copies(tensors))
-        again = dict(changes(before, attributes_of(model, leaves)))
+        again = dict(changes(before, attributes_of(model), called | leaves))
     when = "each call" if again else "its first call"
     if again or not all(map(same_bits, outputs, traced.outputs)):
         reasons = {name: f"changes its attribute {key} in {when}" for name, key in (again or changed).items()}
