@@ -77,6 +77,20 @@ def settles(part, x):
     return x
 
 
+def hooks_itself_once(part, x):
+    if not part.calls:
+        part.calls = 1
+        part.layer.register_forward_hook(lambda module, args, result: None)
+    return x
+
+
+def starts_at_what_it_is_given(part, x):
+    with torch.no_grad():
+        start = torch.sin(x)
+    start.requires_grad = True
+    return x * torch.cos(start)
+
+
 @pytest.mark.parametrize("aside", [counts, keeps, collects, tabulates, is_another_at_first, doubles_its_gradient])
 def test_a_module_that_leaves_something_behind_is_a_leaf(aside, caplog):
     model = Net(aside)
@@ -108,6 +122,12 @@ def test_a_module_of_which_only_methods_are_called_may_hold_what_makes_no_differ
     assert_same_training(model, ogc.optimize(model, X), (X,), steps=2)
     with pytest.raises(ParseError, match="part changes its attribute calls in its first call"):
         ogc.optimize(ByMethod(counts), X)
+
+
+@pytest.mark.parametrize("aside", [hooks_itself_once, starts_at_what_it_is_given])
+def test_what_nobody_outside_sees_is_no_reason_to_refuse(aside):
+    model = Net(aside)
+    assert_same_training(model, ogc.optimize(model, X), (X,), steps=2)
 
 
 def test_an_attribute_that_the_first_call_settles_is_no_reason_for_a_leaf(caplog):

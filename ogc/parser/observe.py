@@ -347,31 +347,51 @@ def _add(numbers: list[int], number: int) -> None:
 @contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
     """Whatever runs inside, the model's buffers, attributes, members and all random states are as before."""
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
     plain = [(module, attributes(module)) for module in model.modules()]
     held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
     tables = [table for module in model.modules() for table in _members(module)]
     members = {number: dict(table) for number, table in enumerate(tables) if table}
-    devices = cuda_devices()
-    states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
-    torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
+    put_numbers_back = _numbers(model)
     try:
         yield
     finally:
-        torch.clear_autocast_cache()
-        set_random_states(states, devices)
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
         for number, table in enumerate(tables):
             _put_back(table, members.get(number, _NOTHING))
-        for name, (buffer, copy) in buffers.items():
-            _restore_buffer(model, name, buffer, copy)
+        put_numbers_back()
         for module, found in plain:
             for key in attributes(module).keys() - found.keys():
                 del vars(module)[key]
             vars(module).update(found)
         for value, content in held:
             _put_back(value, content)
+
+
+@contextmanager
+def repeatable(model: torch.nn.Module) -> Iterator[None]:
+    """Whatever runs inside, the model's buffers and all random states are as before."""
+    put_numbers_back = _numbers(model)
+    try:
+        yield
+    finally:
+        put_numbers_back()
+
+
+def _numbers(model: torch.nn.Module) -> Callable[[], None]:
+    """A function that puts buffers and random states back to what they are now."""
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    devices = cuda_devices()
+    states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
+    torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
+
+    def put_back() -> None:
+        torch.clear_autocast_cache()
+        set_random_states(states, devices)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        for name, (buffer, copy) in buffers.items():
+            _restore_buffer(model, name, buffer, copy)
+
+    return put_back
 
 
 def _put_back(held: Any, content: Any) -> None:

@@ -16,14 +16,14 @@ from ..graph import Graph, Operation, Value
 from ..leaf import Leaf
 from ..lean import lean_operator
 from ..program import Call, InputSpec, Program, TensorRef
-from .attributes import attributes, attributes_of, changes
+from .attributes import attributes_of, changes
 from .custom import CustomForward, ParseGraph, custom_forward
 from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
 from .jit import FlatForward, LookAgain, OpaqueError, Traced, forward_alone, nothing_saved, trace, without_decisions
 from .leaves import LeafModules, Leaves
 from .measure import Measurer
-from .observe import Observation, Record, is_dense, observe, untouched
+from .observe import Observation, Record, is_dense, observe, repeatable, untouched
 from .reached import names_of
 from .rebased import run_out_of_place
 from .settled import copy_settled
@@ -302,11 +302,8 @@ def _refuse_dependence(
         OpaqueError: it names the modules whose attributes count, collect or tell the first call from others.
     """
     with untouched(model):
-        with untouched(model):
+        with repeatable(model):
             forward_alone(model, spec, copies(tensors))
-            left = [(module, attributes(module)) for module in model.modules()]
-        for module, found in left:
-            vars(module).update(found)
         before = attributes_of(model)
         _, outputs = forward_alone(model, spec, copies(tensors))
         again = dict(changes(before, attributes_of(model), called | leaves))
@@ -399,7 +396,9 @@ def check_same(
 
 
 def _check_reached(what: str, ours: frozenset[Any], theirs: frozenset[Any], model: torch.nn.Module) -> None:
-    """Raise ParseError unless both give gradients to the same tensors."""
+    """Raise ParseError unless both give gradients to the same inputs and parameters."""
+    known = {*map(id, model.parameters())}
+    ours, theirs = (frozenset(t for t in found if isinstance(t, int) or id(t) in known) for found in (ours, theirs))
     if ours != theirs:
         raise ParseError(
             f"{what} does not give gradients to what the model's forward gives them to: it misses "

@@ -25,7 +25,7 @@ def reached(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> 
 
 
 def names_of(tensors: Collection[Any], model: torch.nn.Module) -> str:
-    """What to call them in a message."""
+    """What to call inputs and parameters in a message."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [f"input {t}" if isinstance(t, int) else names.get(id(t), "a tensor that is no parameter") for t in tensors]
+    found = [f"input {t}" if isinstance(t, int) else names[id(t)] for t in tensors]
     return ", ".join(sorted(found)) or "nothing"
