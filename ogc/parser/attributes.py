@@ -10,12 +10,13 @@ import torch
 LARGE, DEEP = 1000, 4
 """Of containers with more items the length is compared, of those nested deeper only whether they are the same ones."""
 
-_TABLES = {key for key, value in vars(torch.nn.Module()).items() if isinstance(value, dict)}
+TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstance(value, dict))
+"""What torch.nn.Module keeps parameters, buffers, submodules and hooks in."""
 
 
 def attributes(module: torch.nn.Module) -> dict[str, Any]:
     """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own."""
-    return {key: value for key, value in vars(module).items() if key not in _TABLES}
+    return {key: value for key, value in vars(module).items() if key not in TABLES}
 
 
 def attributes_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:

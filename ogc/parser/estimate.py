@@ -119,8 +119,7 @@ class Estimator:
         return measured(args, wanted)
 
     def _sliced(self, stretch: Sliced, args: Any, record: Record) -> Weights:
-        meter = _Meter(self.rates, kernel_copies=self.device.type == "cpu")
-        weights = self._run(stretch.with_plain_operators(), args, {}, False, meter)
+        weights = self._run(stretch.with_plain_operators(), args, {}, False, kernel_copies=self.device.type == "cpu")
         if not weights.gradients:
             return weights
         return replace(
@@ -145,17 +144,16 @@ class Estimator:
         internal = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
         return sum(size for key, size in internal.items() if key not in known)
 
-    def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, meter: _Meter | None = None) -> Weights:
+    def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
         # With a mask, shapes depend on data, which meta tensors do not have.
         if target not in _INDEXING or not any(t.dtype in _MASKS for t in tensor_leaves(args, kwargs)):
             try:
-                return self._run_on(_pretended, target, args, kwargs, in_place, meter or _Meter(self.rates))
+                return self._run_on(_pretended, target, args, kwargs, in_place, _Meter(self.rates, kernel_copies))
             except (NotImplementedError, RuntimeError):
                 pass  # some operators have no kernel for meta tensors, or want certain operands on a CPU
+        meter = _Meter(self.rates, kernel_copies, on_meta=False)
         with torch.random.fork_rng(cuda_devices()):
-            return self._run_on(
-                own_argument, target, args, kwargs, in_place, meter or _Meter(self.rates, on_meta=False)
-            )
+            return self._run_on(own_argument, target, args, kwargs, in_place, meter)
 
     def _run_on(
         self, pretend: Callable[[Any, bool], Any], target: Any, args: Any, kwargs: Any, in_place: bool, meter: _Meter

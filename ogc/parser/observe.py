@@ -33,7 +33,7 @@ from ..program import (
     without_autocast,
 )
 from ..random_state import cuda_devices, random_states, same_states, set_random_states
-from .attributes import attributes, containers
+from .attributes import TABLES, attributes, containers
 from .jit import Traced
 from .reached import reached
 
@@ -346,52 +346,41 @@ def _add(numbers: list[int], number: int) -> None:
 
 @contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers, attributes, members and all random states are as before."""
+    """Whatever runs inside, the model's buffers, attributes, members and all random states are afterwards as before."""
     plain = [(module, attributes(module)) for module in model.modules()]
     held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
     tables = [table for module in model.modules() for table in _members(module)]
     members = {number: dict(table) for number, table in enumerate(tables) if table}
-    put_numbers_back = _numbers(model)
-    try:
-        yield
-    finally:
-        for number, table in enumerate(tables):
-            _put_back(table, members.get(number, _NOTHING))
-        put_numbers_back()
-        for module, found in plain:
-            for key in attributes(module).keys() - found.keys():
-                del vars(module)[key]
-            vars(module).update(found)
-        for value, content in held:
-            _put_back(value, content)
+    with repeatable(model):  # buffers are put back last, when the modules that have them are there again
+        try:
+            yield
+        finally:
+            for number, table in enumerate(tables):
+                _put_back(table, members.get(number, _NOTHING))
+            for module, found in plain:
+                for key in attributes(module).keys() - found.keys():
+                    del vars(module)[key]
+                vars(module).update(found)
+            for value, content in held:
+                _put_back(value, content)
 
 
 @contextmanager
 def repeatable(model: torch.nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers and all random states are as before."""
-    put_numbers_back = _numbers(model)
-    try:
-        yield
-    finally:
-        put_numbers_back()
-
-
-def _numbers(model: torch.nn.Module) -> Callable[[], None]:
-    """A function that puts buffers and random states back to what they are now."""
+    """Whatever runs inside, the model's buffers and all random states are afterwards as before."""
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
     devices = cuda_devices()
     states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
     torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
-
-    def put_back() -> None:
+    try:
+        yield
+    finally:
         torch.clear_autocast_cache()
         set_random_states(states, devices)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
         for name, (buffer, copy) in buffers.items():
             _restore_buffer(model, name, buffer, copy)
-
-    return put_back
 
 
 def _put_back(held: Any, content: Any) -> None:
@@ -409,11 +398,10 @@ def _put_back(held: Any, content: Any) -> None:
 def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
     """The tables of parameters, submodules and hooks; scripted modules have none."""
     found = vars(module)
-    return [table for name in _TABLES if isinstance(table := found.get(name), dict)]
+    return [table for name in TABLES if name != "_buffers" and isinstance(table := found.get(name), dict)]
 
 
 _NOTHING: dict[str, Any] = {}
-_TABLES = ["_parameters", "_modules", *(key for key in vars(torch.nn.Module()) if "_hooks" in key)]
 
 
 def _restore_buffer(model: torch.nn.Module, name: str, buffer: torch.Tensor, copy: torch.Tensor) -> None:

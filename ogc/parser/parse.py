@@ -263,7 +263,7 @@ def _trace(
             changed = dict(changes(before, attributes_of(model), called))
         if changed and forward is None:
             try:
-                _refuse_dependence(model, spec, tensors, traced, changed, called, leaves.names)
+                _refuse_dependence(model, spec, tensors, traced, changed, leaves.names)
             except OpaqueError as problem:
                 leaves.cover(problem)
                 continue
@@ -288,15 +288,13 @@ def _refuse_dependence(
     tensors: list[torch.Tensor],
     traced: Traced,
     changed: dict[str, str],
-    called: set[str],
     leaves: set[str],
 ) -> None:
     """Raise OpaqueError unless the attributes that a first call changed are settled then, and make no difference.
 
     Args:
         changed: an attribute that did change for each module.
-        called: the leaves that are called in the trace.
-        leaves: all leaves: of which only methods are called is what it is, as long as it makes no difference.
+        leaves: they may change with each call; one of which only methods are called as long as it makes no difference.
 
     Raises:
         OpaqueError: it names the modules whose attributes count, collect or tell the first call from others.
@@ -306,7 +304,7 @@ def _refuse_dependence(
             forward_alone(model, spec, copies(tensors))
         before = attributes_of(model)
         _, outputs = forward_alone(model, spec, copies(tensors))
-        again = dict(changes(before, attributes_of(model), called | leaves))
+        again = dict(changes(before, attributes_of(model), leaves))
     when = "each call" if again else "its first call"
     if again or not all(map(same_bits, outputs, traced.outputs)):
         reasons = {name: f"changes its attribute {key} in {when}" for name, key in (again or changed).items()}

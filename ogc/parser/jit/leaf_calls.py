@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ...leaf import Leaf, Returned
 from ...program import InputSpec, autocast_kinds, tensor_leaves
-from .places import user_line
+from .places import user_line, value_of
 from .watch import Watch, origins
 
 # How a leaf's node is written down; it is never run.
@@ -49,7 +49,7 @@ class LeafCall:
             return self.call(*args, **kwargs)
         with _unwatched():
             args, kwargs = pytree.tree_map(_size_as_number, (args, kwargs))
-            values = [torch._C._get_value_trace(t) for t in tensor_leaves(args, kwargs)]  # type: ignore[attr-defined]
+            values = [value_of(t) for t in tensor_leaves(args, kwargs)]
         with _untraced() as graph:
             with _unwatched():
                 inputs, given = InputSpec.of(args, kwargs)

@@ -1,4 +1,4 @@
-"""Where in the model an operator comes from: module, file and line."""
+"""Where in the model an operator comes from: module, file and line; where in the trace a tensor is."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ _PLACE = re.compile(r"^\s*(\S.*?)\((\d+)\): ", re.MULTILINE)  # in the tracer's 
 def scope_name() -> str:
     """The name of the module that is being called."""
     return str(torch._C._get_tracing_state().current_scope()) if torch.jit.is_tracing() else ""
+
+
+def value_of(tensor: torch.Tensor) -> Any:
+    """The value of the jit graph that a tensor is traced as."""
+    return torch._C._get_value_trace(tensor)  # type: ignore[attr-defined]
 
 
 def user_line() -> str:

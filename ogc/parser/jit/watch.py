@@ -19,7 +19,7 @@ from ...errors import ParseError
 from ...leaf import Leaf
 from ...program import LIVE_ARGUMENTS, TENSOR, TensorSpec, storage_of, tensor_leaves
 from ...random_state import cuda_devices, random_states, same_states
-from .places import scope_name, user_line
+from .places import scope_name, user_line, value_of
 
 _NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "item", "tolist", "numpy"]
 _TEXT_METHODS = ["__repr__", "__format__"]  # messages name sizes
@@ -115,7 +115,7 @@ class Watch(TorchFunctionMode):
             if name in LIVE_ARGUMENTS or (looks and not same_states(before, random_states(devices))):
                 self._keep(result)
             if name in _CONVOLUTIONS and not torch.is_grad_enabled():
-                _value_of(result).setDebugName(WITHOUT_GRAD)
+                value_of(result).setDebugName(WITHOUT_GRAD)
             result = _without_false_grad(result)
         self._note(result)
         return result
@@ -282,16 +282,11 @@ def python_random_state() -> tuple[Any, ...]:
     return random.getstate(), name, numpy.asarray(keys).tobytes(), *rest
 
 
-def _value_of(tensor: torch.Tensor) -> Any:
-    """The jit value that a tensor is traced as."""
-    return torch._C._get_value_trace(tensor)  # type: ignore[attr-defined]
-
-
 def origins(tensor: Any) -> set[str]:
     """What a traced tensor is computed from: ``prim::Param`` stands for data, ``aten::size`` for sizes."""
     if not isinstance(tensor, torch.Tensor) or not torch._C._get_tracing_state():
         return set()
-    pending = [_value_of(tensor)]
+    pending = [value_of(tensor)]
     seen: set[int] = set()
     found: set[str] = set()
     while pending:
