@@ -277,7 +277,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-def operator_name(node: torch.fx.Node) -> str:
+def operator_name(operator: Any) -> str:
     """``batch_norm`` for ``torch.ops.aten.batch_norm.default``."""
-    packet = getattr(node.target, "overloadpacket", node.target)
+    packet = getattr(operator, "overloadpacket", operator)
     return str(getattr(packet, "__name__", packet))

@@ -44,7 +44,7 @@ def test_what_the_solver_imports_is_free_of_torch():
 
 def test_one_folder_traces_with_torch_jit():
     users = {p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py") if "_by_tracing(" in p.read_text("utf-8")}
-    assert users == {"parser/jit/trace.py"}
+    assert users == {"parser/jit/recording.py"}
 
 
 def test_the_library_does_not_print():

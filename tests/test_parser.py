@@ -14,6 +14,7 @@ import ogc
 from ogc.allocator import peak_bytes
 from ogc.errors import InputError, ParseError
 from ogc.parser.estimate import QUICK
+from ogc.parser.jit.recording import SAME_OPERATOR
 
 
 def operation(graph, part):
@@ -95,6 +96,25 @@ def test_batch_norm_on_meta_tensors_is_as_pytorch_finds_it(shape, dtype, trainin
         assert described(QUICK[forward](*args)) == described(result)
         args = (result[0], image, weight, mean, mean, *result[1:], training, 1e-5, [True, False, True])
         assert described(QUICK[backward](*args)) == described(backward(*args))
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize(("width", "stride", "padding", "dilation"), [(1, 1, 0, 1), (3, 2, 1, 1), (2, 3, 1, 2)])
+@pytest.mark.parametrize(("dims", "transposed"), [(1, False), (2, False), (2, True), (3, False)])
+def test_convolution_on_meta_tensors_is_as_pytorch_finds_it(
+    dims, transposed, channels, width, stride, padding, dilation
+):
+    forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+    plain = torch.empty(2, channels, *(7, 8, 9)[:dims], device="meta")
+    kernel = torch.empty((channels, 6) if transposed else (6, channels), device="meta")[(..., *[None] * dims)]
+    kernel = kernel.expand(*kernel.shape[:2], *[width] * dims).contiguous()
+    settings = ([stride] * dims, [padding] * dims, [dilation], transposed, [0] * dims, 1)
+    for image in (plain, plain.transpose(1, -1).contiguous().transpose(1, -1)):
+        for some in (settings, (*settings[:2], [dilation] * dims, *settings[3:])):
+            result = forward(image, kernel, None, *some)
+            assert described([QUICK[forward](image, kernel, None, *some)]) == described([result])
+            args = (result, image, kernel, [6], *some, [True, True, False])
+            assert described(QUICK[backward](*args)) == described(backward(*args))
 
 
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
@@ -337,19 +357,38 @@ def test_a_parameter_may_have_two_names():
     assert torch.equal(optimised(X), Twice.forward(optimised, X))
 
 
-class NestedCat(nn.Module):
+def signatures(name):
+    packet = getattr(torch.ops.aten, name)
+    return {str(getattr(packet, overload)._schema).partition("(")[2] for overload in packet.overloads()}
+
+
+def test_operators_of_two_names_are_one():
+    names = {name: usual for name, usual in SAME_OPERATOR.items() if hasattr(torch.ops.aten, name)}
+    assert len(names) > 40 and all(signatures(name) <= signatures(usual) for name, usual in names.items())
+    graph = ogc.parse(TwoNames(), X)
+    targets = ["aten.linear.default", "aten.mul.Tensor", "aten.clamp.default", "aten.cat.default"]
+    assert [op.target for op in graph.operations] == targets
+
+
+class TwoNames(nn.Linear):
     def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
+        super().__init__(4, 4)
 
     def forward(self, x):
-        y = self.layer(x)
-        return torch.cat([y, torch.cat([y.sin(), y.cos()], 1)], 1)
+        y = super().forward(x)
+        return torch.concat([torch.multiply(y, y), torch.clip(y, 0)])
 
 
-def test_nested_concatenations_are_made_at_once():
-    graph = ogc.parse(NestedCat(), X)
-    assert [op.target for op in graph.operations].count("aten.cat.default") == 1
+def test_checks_of_sizes_in_norms_are_no_part_of_the_graph():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
+    checks = F._verify_batch_size
+    optimised = ogc.optimize(model, X)
+    assert F._verify_batch_size is checks
+    assert not any("size" in op.target for op in optimised.plan.graph.operations)
+    assert torch.equal(optimised(X[:3]), model(X[:3]))
+    for run in (model, optimised):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            run(X[:1])
 
 
 def test_control_flow_on_sizes_is_fine():

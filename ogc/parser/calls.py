@@ -19,7 +19,7 @@ class Call:
     def __init__(self, node: torch.fx.Node, args: Any, kwargs: Any, in_place: bool) -> None:
         self.target: Any = node.target
         self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
-        live = [args[p] for p in LIVE_ARGUMENTS.get(operator_name(node), ()) if p < len(args)]
+        live = [args[p] for p in LIVE_ARGUMENTS.get(operator_name(node.target), ()) if p < len(args)]
         self.copied = [any(leaf is one for one in live) or in_place for leaf in self.leaves]
         self.result: Any = None
         self.saved: list[torch.Tensor] = []

@@ -150,15 +150,11 @@ class CustomForward:
                     )
 
 
-def custom_forward(
-    model: torch.nn.Module, parse_graph: ParseGraph | bool | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> CustomForward | None:
-    """What ``parse_graph``, or else the model's own method of that name, makes of the model; None without either.
+def parse_graph_of(model: torch.nn.Module, parse_graph: ParseGraph | bool | None) -> ParseGraph | None:
+    """``parse_graph``, or else the model's own method of that name; None without either.
 
     Raises:
-        InputError: ``parse_graph`` is no function, or what it returns is no graph.
-        ParseError: the graph is not one of this model.
-        Exception: whatever ``parse_graph`` raises, with a note saying so.
+        InputError: ``parse_graph`` is no function.
     """
     if parse_graph is None or parse_graph is True:
         own = getattr(type(model), "parse_graph", None)
@@ -169,6 +165,19 @@ def custom_forward(
         return None
     if not callable(parse_graph):
         raise InputError(f"parse_graph must be a function of the model and its inputs, not {parse_graph!r}")
+    return parse_graph
+
+
+def custom_forward(
+    model: torch.nn.Module, parse_graph: ParseGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CustomForward:
+    """What ``parse_graph`` makes of the model.
+
+    Raises:
+        InputError: what it returns is no graph.
+        ParseError: the graph is not one of this model.
+        Exception: whatever it raises, with a note saying so.
+    """
     try:
         made = parse_graph(model, *args, **kwargs)
     except Exception as error:

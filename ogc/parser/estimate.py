@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class Estimator:
                 weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
             sizes = self._convolution_bytes(kernel, args, record, weights)
             if self.device.type == "cpu":
-                weights = _with_kernel_copies(operator_name(node), args, record, weights, sizes)
+                weights = _with_kernel_copies(operator_name(node.target), args, record, weights, sizes)
             if lean and lean.pays(*args):
                 weights = replace(_LEAN[lean.kind](args, record, weights, sizes), plain=weights)
             self.seen[key] = weights
@@ -382,6 +383,8 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = self.quick.get(function, function)(*args, **kwargs)
+        if _only_views(function):
+            return result
         inputs, outputs = (
             [t for t in tensor_leaves(tree) if self._has_storage(t)] for tree in ((args, kwargs), result)
         )
@@ -422,6 +425,30 @@ def _cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return first.new_empty(shape)
 
 
+def _convolution(image: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, *settings: Any) -> torch.Tensor:
+    stride, padding, dilation, transposed, *_ = settings
+    is_short = not len(stride) == len(padding) == len(dilation) == image.dim() - 2
+    if is_short or transposed or not _is_plain(image) or not _is_plain(kernel):
+        return torch.ops.aten.convolution.default(image, kernel, bias, *settings)
+    sizes = zip(image.shape[2:], kernel.shape[2:], stride, padding, dilation, strict=True)
+    steps = [(size + 2 * pad - skip * (width - 1) - 1) // step + 1 for size, width, step, pad, skip in sizes]
+    return image.new_empty((image.shape[0], kernel.shape[0], *steps))
+
+
+def _convolution_backward(
+    gradient: torch.Tensor, image: torch.Tensor, kernel: torch.Tensor, bias_sizes: list[int] | None, *rest: Any
+) -> tuple[torch.Tensor | None, ...]:
+    if not _is_plain(image) or not _is_plain(kernel):
+        return torch.ops.aten.convolution_backward.default(gradient, image, kernel, bias_sizes, *rest)
+    shapes = (image.shape, kernel.shape, bias_sizes or ())
+    return tuple(gradient.new_empty(shape) if want else None for shape, want in zip(shapes, rest[-1], strict=True))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether nobody takes it for channels_last."""
+    return tensor.is_contiguous() and tensor.shape[1] > 1
+
+
 def _batch_norm(image: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     wide = torch.promote_types(image.dtype, torch.float32)
     mean, deviation = (image.new_empty(image.shape[1], dtype=wide) for _ in range(2))
@@ -440,6 +467,8 @@ QUICK = {
     torch.ops.aten.relu.default: _like,
     torch.ops.aten.threshold_backward.default: _threshold_backward,
     torch.ops.aten.cat.default: _cat,
+    torch.ops.aten.convolution.default: _convolution,
+    torch.ops.aten.convolution_backward.default: _convolution_backward,
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
@@ -461,7 +490,7 @@ _OTHER_KERNELS = {torch.ops.aten.scaled_dot_product_attention.default}
 def copies_strided_gradients(node: torch.fx.Node) -> bool:
     """Whether the operator's backward kernel makes a gradient contiguous before it reads it."""
     chunked = isinstance(node.target, Lean) and node.target.kind == "batch_norm"
-    return operator_name(node) in _CONTIGUOUS_BACKWARD and not chunked
+    return operator_name(node.target) in _CONTIGUOUS_BACKWARD and not chunked
 
 
 _CONTIGUOUS_BACKWARD = {"convolution", "batch_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"}
@@ -472,6 +501,12 @@ def _pass_through(record: Record) -> tuple[InputGradient, ...]:
     if len(record.outputs) == 1 and len(record.arguments) == 1 and record.differentiable[0]:
         return (InputGradient(0, record.output_bytes[0], shares=0),)
     return ()
+
+
+@cache
+def _only_views(function: Any) -> bool:
+    """Whether an operator makes nothing; those that decompose into others may make a copy in place of a view."""
+    return isinstance(function, torch._ops.OpOverload) and function.is_view and not function._can_decompose()
 
 
 def _writes(function: Any) -> bool:

@@ -32,7 +32,7 @@ from ..program import (
     tensor_leaves,
     without_autocast,
 )
-from ..random_state import cuda_devices, random_states, same_states, set_random_states
+from ..random_state import State, cuda_devices, random_states, same_states, set_random_states
 from .attributes import TABLES, attributes, containers
 from .jit import Traced
 from .reached import reached
@@ -102,6 +102,8 @@ class _Observer:
         self.given = iter(inputs)
         self.found: dict[str, Any] = {}
         self.storages = _Storages()
+        self.devices: set[torch.device] | None = None  # of the last operation, after which the states were these
+        self.random: tuple[State, ...] = ()
         self.result = Observation([], [], [], {}, [], set())
 
     def run(self) -> Observation:
@@ -148,11 +150,12 @@ class _Observer:
             return len(packed) - 1
 
         devices = {t.device for t in tensors if t.is_cuda}
-        random_before = random_states(devices)
+        random_before = self.random if devices == self.devices else random_states(devices)
         buffers = [(buffer, buffer._version) for buffer in self.model.buffers()] if is_leaf else []
         with saved_tensors_hooks(pack, packed.__getitem__):
             result = node.target(*args, **kwargs)  # type: ignore[operator]
-        record.random = _is_seeded(node) or not same_states(random_before, random_states(devices))
+        self.devices, self.random = devices, random_states(devices)
+        record.random = _is_seeded(node) or not same_states(random_before, self.random)
         written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         if is_leaf:
             written += self._other_writes(buffers)
@@ -222,7 +225,7 @@ class _Observer:
     def _record_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
         harmless = {
             args[position].untyped_storage()._cdata
-            for position in LIVE_ARGUMENTS.get(operator_name(record.node), ())
+            for position in LIVE_ARGUMENTS.get(operator_name(record.node.target), ())
             if position < len(args) and isinstance(args[position], torch.Tensor)
         }
         for tensor in written:
@@ -356,7 +359,8 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
             yield
         finally:
             for number, table in enumerate(tables):
-                _put_back(table, members.get(number, _NOTHING))
+                if table or number in members:
+                    _put_back(table, members.get(number, _NOTHING))
             for module, found in plain:
                 for key in attributes(module).keys() - found.keys():
                     del vars(module)[key]
@@ -368,7 +372,12 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def repeatable(model: torch.nn.Module) -> Iterator[None]:
     """Whatever runs inside, the model's buffers and all random states are afterwards as before."""
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     devices = cuda_devices()
     states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
     torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
@@ -379,8 +388,11 @@ def repeatable(model: torch.nn.Module) -> Iterator[None]:
         set_random_states(states, devices)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
-        for name, (buffer, copy) in buffers.items():
-            _restore_buffer(model, name, buffer, copy)
+        for module, name, buffer, copy in buffers:
+            if module._buffers.get(name) is not buffer:
+                module._buffers[name] = buffer
+            if not torch.equal(buffer, copy):
+                buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
 
 
 def _put_back(held: Any, content: Any) -> None:
@@ -402,12 +414,3 @@ def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 _NOTHING: dict[str, Any] = {}
-
-
-def _restore_buffer(model: torch.nn.Module, name: str, buffer: torch.Tensor, copy: torch.Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(path)
-    if owner._buffers.get(leaf) is not buffer:
-        owner._buffers[leaf] = buffer
-    if not torch.equal(buffer, copy):
-        buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward

@@ -17,10 +17,20 @@ from ..leaf import Leaf
 from ..lean import lean_operator
 from ..program import Call, InputSpec, Program, TensorRef
 from .attributes import attributes_of, changes
-from .custom import CustomForward, ParseGraph, custom_forward
+from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .estimate import Estimator, Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
-from .jit import FlatForward, LookAgain, OpaqueError, Traced, forward_alone, nothing_saved, trace, without_decisions
+from .jit import (
+    FlatForward,
+    LookAgain,
+    OpaqueError,
+    Traced,
+    forward_alone,
+    has_decisions,
+    nothing_saved,
+    trace,
+    without_decisions,
+)
 from .leaves import LeafModules, Leaves
 from .measure import Measurer
 from .observe import Observation, Record, is_dense, observe, repeatable, untouched
@@ -84,29 +94,30 @@ def parse(
     home = check_devices(model, tensors)
     target = _device(device) if device is not None else home
     kind = _profile_kind(profile, home, target)
-    with untouched(model):
-        custom = custom_forward(model, parse_graph, *spec.rebuild(copies(tensors)))
+    make = parse_graph_of(model, parse_graph)
+    custom = None
+    if make is not None:
+        with untouched(model):
+            custom = custom_forward(model, make, *spec.rebuild(copies(tensors)))
     leaves = Leaves(model, leaf_modules)
-    for careful in (False, True):
-        traced, after_trace = _trace(model, spec, tensors, custom, leaves, careful)
-        run_out_of_place(traced.graph)
-        make_lean(traced.graph, target)
-        checked = traced.graph
-        if custom is not None:
-            traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
-        profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
-        while True:
+    traced, after_trace = _trace(model, spec, tensors, custom, leaves)
+    run_out_of_place(traced.graph)
+    make_lean(traced.graph, target)
+    checked = traced.graph
+    if custom is not None:
+        traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
+    profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
+    while True:
+        if stretches or has_decisions(checked):
             traced = replace(traced, graph=without_decisions(checked))
-            slice_stretches(traced.graph, stretches, slices)
-            weights: list[Weights] = []
-            samplewise: list[bool] = []
-            visit = partial(_weigh, model, profiler, weights, samplewise)
-            with untouched(model):
-                observation = observe(model, traced, copies(tensors), visit)
-                after_program = state_of(model)
-            if not copy_settled(checked, observation):
-                break
-        if same_bits(after_trace[-1], after_program[-1]):  # else random numbers were drawn that nothing used
+        slice_stretches(traced.graph, stretches, slices)
+        weights: list[Weights] = []
+        samplewise: list[bool] = []
+        visit = partial(_weigh, model, profiler, weights, samplewise)
+        with untouched(model):
+            observation = observe(model, traced, copies(tensors), visit)
+            after_program = state_of(model)
+        if not copy_settled(checked, observation):
             break
     check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)
     _check_reached("replaying the traced program", observation.reached, traced.reached, model)
@@ -228,9 +239,9 @@ def _trace(
     tensors: list[torch.Tensor],
     forward: CustomForward | None,
     leaves: Leaves,
-    careful: bool,
 ) -> tuple[Traced, list[torch.Tensor]]:
     """The model's trace, with as many leaves as it takes, and its state afterwards."""
+    careful = False
     while True:
         with untouched(model):
             before = attributes_of(model)

@@ -338,7 +338,7 @@ class _RunWriter:
 
 
 def _live_arguments(node: torch.fx.Node) -> list[Any]:
-    positions = LIVE_ARGUMENTS.get(operator_name(node), ())
+    positions = LIVE_ARGUMENTS.get(operator_name(node.target), ())
     return [node.args[p] for p in positions if p < len(node.args) and isinstance(node.args[p], torch.fx.Node)]
 
 

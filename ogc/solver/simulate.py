@@ -9,12 +9,15 @@ alive during each backward. A value is counted once however many hold it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeVar
 
 from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Plan, Segment
 from ..schedule import FORWARD, Run, Schedule, Step
+
+AnyMemory = TypeVar("AnyMemory", bound="_Memory")
 
 
 @dataclass(frozen=True)
@@ -72,22 +75,18 @@ def plain_peak(graph: Graph) -> int:
     """Simulated peak of the plain model in bytes: everything saved, every backward PyTorch's own."""
     if graph.plain_peak_bytes is not None:
         return graph.plain_peak_bytes
-    return simulate(_as_plain(graph), [Segment(0, len(graph))]).peak_bytes if len(graph) else 0
+    return max(_plain(graph).peak_bytes, 0) if len(graph) else 0
 
 
 def plain_timeline(graph: Graph) -> tuple[Event, ...] | None:
     """The events of the plain model; None where the graph's operations are not the plain model's."""
     if graph.plain_peak_bytes is not None:
         return None
-    return simulate(_as_plain(graph), [Segment(0, len(graph))]).timeline if len(graph) else ()
+    return tuple(_plain(graph).timeline) if len(graph) else ()
 
 
-def _as_plain(graph: Graph) -> Graph:
-    """The graph with every backward PyTorch's own."""
-    operations = tuple(
-        replace(op, backward_bytes=op.plain_bytes, late_bytes=0) if op.plain_bytes else op for op in graph.operations
-    )
-    return replace(graph, operations=operations)
+def _plain(graph: Graph) -> _Memory:
+    return _replay(_Memory(Schedule(graph, (Segment(0, len(graph)),)), is_plain=True))
 
 
 def lower_bound(graph: Graph) -> int:
@@ -110,9 +109,7 @@ def simulate(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[in
         PlanError: the segments do not cover the graph, or one runs an operation again that must not be.
     """
     schedule = _schedule(graph, plan, remade)
-    memory = _Memory(schedule)
-    for number, step in enumerate(schedule.steps()):
-        memory.take(number, step)
+    memory = _replay(_Memory(schedule))
     again = [t for run in schedule.runs[1:] for t in run.program]
     return Simulation(
         peak_bytes=max(memory.peak_bytes, 0),
@@ -141,15 +138,10 @@ def trace(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int] 
         PlanError: as :func:`simulate` does, or the plan is plain and the graph's operations are not the plain
             model's.
     """
-    if isinstance(plan, Plan) and plan.is_plain:
-        if graph.plain_peak_bytes is not None:
-            raise PlanError("this graph runs slice by slice, so it has no timeline of the plain model")
-        graph = _as_plain(graph)
-    schedule = _schedule(graph, plan, remade)
-    memory = _Trace(schedule)
-    for number, step in enumerate(schedule.steps()):
-        memory.take(number, step)
-    return tuple(memory.moments)
+    is_plain = isinstance(plan, Plan) and plan.is_plain
+    if is_plain and graph.plain_peak_bytes is not None:
+        raise PlanError("this graph runs slice by slice, so it has no timeline of the plain model")
+    return tuple(_replay(_Trace(_schedule(graph, plan, remade), is_plain)).moments)
 
 
 def _schedule(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int]) -> Schedule:
@@ -158,10 +150,18 @@ def _schedule(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[i
     return Schedule(graph, tuple(plan), remade)
 
 
-class _Memory:
-    """The bytes alive from step to step."""
+def _replay(memory: AnyMemory) -> AnyMemory:
+    """Carry out all steps."""
+    for number, step in enumerate(memory.schedule.steps()):
+        memory.take(number, step)
+    return memory
 
-    def __init__(self, schedule: Schedule) -> None:
+
+class _Memory:
+    """The bytes alive from step to step; if ``is_plain``, with every backward PyTorch's own."""
+
+    def __init__(self, schedule: Schedule, is_plain: bool = False) -> None:
+        self.is_plain = is_plain
         self.schedule = schedule
         self.graph = schedule.graph
         self.timeline: list[Event] = []
@@ -197,11 +197,13 @@ class _Memory:
 
     def _backward(self, number: int, step: Step) -> None:
         op = self.graph.operations[step.operation]
-        self._record("backward", step, op.backward_bytes)
+        is_lean = not (self.is_plain and op.plain_bytes)
+        during, late = (op.backward_bytes, op.late_bytes) if is_lean else (op.plain_bytes, 0)
+        self._record("backward", step, during)
         for copy in self.schedule.reads(step):
             self._drop_if_done(number, copy)
-        if op.late_bytes:
-            self._record("backward", step, op.late_bytes)
+        if late:
+            self._record("backward", step, late)
         self.internal_bytes -= self.internals.pop(step.operation, 0)
 
     def _add(self, copy: tuple[int, int]) -> None:
@@ -236,8 +238,8 @@ class _Memory:
 class _Trace(_Memory):
     """The bytes alive from step to step, and what they are."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        super().__init__(schedule)
+    def __init__(self, schedule: Schedule, is_plain: bool) -> None:
+        super().__init__(schedule, is_plain)
         self.moments: list[Moment] = []
         self.kept = {v for run in schedule.runs[1:] for v in run.needs if _is_checkpoint(schedule, run, v)}
         self.kept_bytes = 0

@@ -9,7 +9,7 @@ call is one node, with the tracer switched off while it runs.
 
 from .recorders import only_records
 from .trace import FlatForward, forward_alone, nothing_saved, scope, trace
-from .traced import Traced, same_number, without_decisions
+from .traced import Traced, has_decisions, same_number, without_decisions
 from .watch import LookAgain, OpaqueError
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "OpaqueError",
     "Traced",
     "forward_alone",
+    "has_decisions",
     "nothing_saved",
     "only_records",
     "same_number",

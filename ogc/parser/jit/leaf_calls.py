@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ...leaf import Leaf, Returned
 from ...program import InputSpec, autocast_kinds, tensor_leaves
-from .places import user_line, value_of
+from .places import outputs_of, untraced, user_line, value_of
 from .watch import Watch, origins
 
 # How a leaf's node is written down; it is never run.
@@ -50,7 +50,7 @@ class LeafCall:
         with _unwatched():
             args, kwargs = pytree.tree_map(_size_as_number, (args, kwargs))
             values = [value_of(t) for t in tensor_leaves(args, kwargs)]
-        with _untraced() as graph:
+        with untraced() as graph:
             with _unwatched():
                 inputs, given = InputSpec.of(args, kwargs)
                 versions = [tensor._version for tensor in given]
@@ -75,35 +75,20 @@ class LeafCall:
         return result
 
     def _write(self, graph: Any, values: list[Any], new: list[torch.Tensor]) -> None:
-        """The call's node, between a list of what it is given and one of what it returns.
-
-        The last that it returns is for the trace alone, which drops what nothing that it returns depends on.
-        """
+        """The call's node, between a list of what it is given and one of what it returns."""
         tensors = torch._C.ListType(torch._C.TensorType.get())
         packed = graph.insertNode(graph.create("prim::ListConstruct", values, 1)).output()
         packed.setType(tensors)
         number = graph.insertConstant(len(self.watch.calls))
         result = graph.insertNode(graph.create("ogc::leaf", [packed, number], 1)).output()
         result.setType(tensors)
-        unpacked = graph.insertNode(graph.create("prim::ListUnpack", [result], len(new) + 1))
-        self.watch.marks.append(torch.empty(0))
-        for tensor, value in zip([*new, self.watch.marks[-1]], unpacked.outputs(), strict=True):
+        unpacked = graph.insertNode(graph.create("prim::ListUnpack", [result], len(new)))
+        for tensor, value in zip(new, outputs_of(unpacked), strict=True):
             value.inferTypeFrom(tensor)
             torch._C._set_value_trace(tensor, value)  # type: ignore[attr-defined]
 
 
 _unwatched = torch._C.DisableTorchFunction
-
-
-@contextmanager
-def _untraced() -> Iterator[Any]:
-    """Nothing that is run inside is traced; what it is not part of is the graph given."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-    try:
-        yield state.graph()
-    finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def _size_as_number(argument: Any) -> Any:

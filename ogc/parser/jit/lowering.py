@@ -13,8 +13,8 @@ import torch
 from ...leaf import Leaf
 from ...program import TensorSpec, operator_name
 from ...without_grad import WithoutGrad
-from .places import origin
-from .shapes import overload_of
+from .places import inputs_of, origin, outputs_of
+from .recording import Recording, arguments_of, overload_of
 from .traced import same_number
 from .watch import WITHOUT_GRAD, OpaqueError, Watch
 
@@ -63,12 +63,12 @@ class Lowering:
         model: torch.nn.Module,
         state: dict[str, torch.Tensor],
         watch: Watch,
-        scripted: Sequence[dict[str, str]],
+        recording: Recording,
     ) -> None:
         self.model = model
         self.state = state
         self.watch = watch
-        self.scripted = scripted  # where scripted functions are called
+        self.recording = recording
         self.graph = torch.fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         self.values: dict[str, Any] = {}  # jit value -> fx node, Python constant, or list
@@ -78,8 +78,8 @@ class Lowering:
         self.requires_grad: dict[torch.fx.Node, bool] = {}
         self.other_overloads = False  # whether some calls are not those that the trace made
 
-    def run(self, jit_graph: Any) -> None:
-        values = list(jit_graph.inputs())
+    def run(self) -> None:
+        values, results = self.recording.inputs, self.recording.results
         inputs = values[: len(values) - len(self.state)]
         for number, value in enumerate(inputs):
             node = self.graph.placeholder(f"input_{number}")
@@ -88,21 +88,15 @@ class Lowering:
         for value, name in zip(values[len(inputs) :], self.state, strict=True):
             self.unused[value.debugName()] = name
             self.state_values[id(self.state[name])] = value
-        self.jit_graph = jit_graph
-        for node in jit_graph.nodes():
+        for node in self.recording.nodes:
             self._lower(node)
-        (result,) = jit_graph.outputs()
         self._refuse_shared_casts()
-        outputs = self.values[result.debugName()]
-        outputs = tuple(outputs) if isinstance(outputs, (list, tuple)) else (outputs,)
-        beside = len(self.watch.marks) + len(self.watch.decisions)
-        sizes = outputs[len(outputs) - len(self.watch.decisions) :]
-        for size, decision in zip(sizes, self.watch.decisions, strict=True):
+        outputs = [self._get(value) for value in results]
+        decisions = self.watch.decisions
+        count = len(outputs) - len(decisions)
+        for size, decision in zip(outputs[count:], decisions, strict=True):
             self._compare(size, decision.number)
-        for mark in outputs[len(outputs) - beside : len(outputs) - len(sizes)]:
-            if isinstance(mark, torch.fx.Node):  # of a call that is kept in the trace; a leaf's is None
-                self.graph.erase_node(mark)
-        self.graph.output(outputs[: len(outputs) - beside])
+        self.graph.output(tuple(outputs[:count]))
         self.graph.lint()
 
     def _compare(self, now: Any, then: Any) -> None:
@@ -116,11 +110,11 @@ class Lowering:
         if kind == "prim::Constant":
             self._set(node, self._constant(node))
         elif kind in ("prim::ListConstruct", "prim::TupleConstruct"):
-            self._set(node, [self._get(value) for value in node.inputs()])
+            self._set(node, [self._get(value) for value in inputs_of(node)])
         elif kind in ("prim::ListUnpack", "prim::TupleUnpack"):
             self._unpack(node)
-        elif kind in _SAME_VALUE and self._is_scalar(next(iter(node.inputs()))):
-            self._set(node, self._get(next(iter(node.inputs()))))
+        elif kind in _SAME_VALUE and self._is_scalar(node.inputsAt(0)):
+            self._set(node, self._get(node.inputsAt(0)))
         elif kind.removesuffix("_") in _SCALAR_OPERATORS and all(self._is_scalar(v) for v in self._operands(node)):
             self._scalar_call(node)
         elif kind == "ogc::leaf":
@@ -151,12 +145,12 @@ class Lowering:
         return self._get_attr(name, value)
 
     def _unpack(self, node: Any) -> None:
-        packed = self._get(next(iter(node.inputs())))
+        packed = self._get(node.inputsAt(0))
         if isinstance(packed, torch.fx.Node):
             count = self.graph.call_function(len, (packed,))
             count.meta.update(packed.meta)
-            self._compare(count, len(list(node.outputs())))
-        for index, value in enumerate(node.outputs()):
+            self._compare(count, node.outputsSize())
+        for index, value in enumerate(outputs_of(node)):
             if isinstance(packed, (list, tuple)):
                 self.values[value.debugName()] = packed[index]
                 continue
@@ -173,7 +167,7 @@ class Lowering:
         operands = [self._get(value) for value in self._operands(node)]
         if node.kind() == "aten::rsub":
             operands.reverse()
-        rounding = [value for value in list(node.inputs())[2:] if isinstance(self._get(value), str)]
+        rounding = [value for value in inputs_of(node)[2:] if isinstance(self._get(value), str)]
         if node.kind() == "aten::div" and rounding:
             function = operator.floordiv  # sizes are not negative: "trunc" is "floor"
         if not any(isinstance(x, torch.fx.Node) for x in operands):
@@ -186,19 +180,19 @@ class Lowering:
 
     def _operands(self, node: Any) -> list[Any]:
         count = 1 if node.kind() == "aten::neg" else 2
-        return list(node.inputs())[:count]
+        return inputs_of(node)[:count]
 
     def _call(self, node: Any) -> None:
         overload, arguments = overload_of(node.schema())
         if overload is None:
             self._refuse(node)
-        if overload in _WITH_NUMBER and self._is_size(list(node.inputs())[1]):
+        if overload in _WITH_NUMBER and self._is_size(node.inputsAt(1)):
             overload, self.other_overloads = _WITH_NUMBER[overload], True
-            arguments = overload._schema.arguments
+            arguments = arguments_of(overload)
         args, kwargs = [], {}
-        for argument, value in zip(arguments, node.inputs(), strict=True):
+        for argument, value in zip(arguments, inputs_of(node), strict=True):
             given = self._get(value)
-            if self._is_scalar(value) and _wants_tensor(argument, overload):
+            if argument.wants_tensor and self._is_scalar(value):
                 given = self.graph.call_function(torch.ops.aten.scalar_tensor.default, (given,), _dtype_of(value))
                 given.meta.update(origin(node))
             if argument.kwarg_only:
@@ -212,10 +206,10 @@ class Lowering:
             # The tracer records the flags of the day; aten::convolution reads them when it runs.
             overload, args, kwargs = torch.ops.aten.convolution.default, args[:9], {}
         elif node.kind() == "aten::_convolution_mode":
-            overload, args = _with_numbers_for_padding(overload, args, list(node.inputs())[1].type().sizes())
+            overload, args = _with_numbers_for_padding(overload, args, node.inputsAt(1).type().sizes())
         call = self.graph.call_function(overload, tuple(args), kwargs)
         call.meta.update(origin(node))
-        outputs = list(node.outputs())
+        outputs = outputs_of(node)
         self._settle_grad(call, outputs)
         if len(outputs) != 1:
             for index, value in enumerate(outputs):
@@ -227,7 +221,7 @@ class Lowering:
         self._set(node, self._without_grad(call, call, outputs[0], self.requires_grad[call]))
 
     def _leaf(self, node: Any) -> None:
-        packed, number = node.inputs()
+        packed, number = inputs_of(node)
         leaf = self.watch.calls[self._get(number)]
         module = self.model.get_submodule(leaf.module)
         specs = [spec for spec in leaf.inputs.leaves if isinstance(spec, TensorSpec)]
@@ -243,7 +237,7 @@ class Lowering:
         items = [self._item(call, index) for index in range(len(leaf.new))] if several else [call]
         for item, number in zip(items, leaf.new, strict=False):
             self.requires_grad[item] = leaf.returned.tensors[number].requires_grad
-        self._set(node, [*items[: len(leaf.new)], None])
+        self._set(node, items[: len(leaf.new)])
 
     def _refuse_shared_casts(self) -> None:
         """Autocast may cast a parameter once for several uses; a leaf would do it for itself."""
@@ -268,7 +262,7 @@ class Lowering:
         """
         differentiable = [x for x in call.all_input_nodes if self.requires_grad.get(x, False)]
         has = bool(differentiable) and str(outputs[0].type()) not in ("int", "bool", "float")
-        if operator_name(call) == "convolution":
+        if operator_name(call.target) == "convolution":
             has = has and not outputs[0].debugName().startswith(WITHOUT_GRAD)
         elif all(isinstance(value.type(), torch._C.TensorType) for value in outputs):
             has = any(value.requires_grad() for value in outputs)
@@ -298,9 +292,9 @@ class Lowering:
             "prim::If": "scripted control flow",
             "prim::Loop": "a scripted loop",
         }.get(node.kind(), f"the operator {node.kind()}")
-        places = [origin(n) for n in self.jit_graph.nodes() if n.kind() == node.kind()]
-        if not any(place["module"] for place in places) and self.scripted:
-            places = list(self.scripted)  # what a scripted function consists of is in no module's scope
+        places = [origin(n) for n in self.recording.nodes if n.kind() == node.kind()]
+        if not any(place["module"] for place in places) and self.recording.scripted:
+            places = self.recording.scripted  # what a scripted function consists of is in no module's scope
         where = ", ".join(filter(None, (f"module '{places[0]['module']}'", places[0]["source"])))
         raise OpaqueError(
             f"{what} cannot be replayed operation by operation ({where}); "
@@ -345,12 +339,6 @@ def _with_numbers_for_padding(overload: Any, args: list[Any], kernel: list[int] 
 
 def _hashable(found: Any) -> bool:
     return not isinstance(found, (list, dict))
-
-
-def _wants_tensor(argument: Any, overload: Any) -> bool:
-    """Whether an operator takes a tensor here and no number in its place."""
-    kinds = ("Tensor", "Optional[Tensor]")
-    return str(argument.type) in kinds and not torch._C._should_allow_numbers_as_tensors(overload._opname)
 
 
 def _dtype_of(value: Any) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import dropwhile
 from typing import Any
@@ -24,6 +26,27 @@ def scope_name() -> str:
 def value_of(tensor: torch.Tensor) -> Any:
     """The value of the jit graph that a tensor is traced as."""
     return torch._C._get_value_trace(tensor)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def untraced() -> Iterator[Any]:
+    """Nothing that is run inside is traced; what it is not part of is the graph given."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield state.graph() if state else None
+    finally:
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+
+
+def inputs_of(node: Any) -> list[Any]:
+    """The values that a jit node takes; ``node.inputs()`` takes seven times as long."""
+    return [node.inputsAt(index) for index in range(node.inputsSize())]
+
+
+def outputs_of(node: Any) -> list[Any]:
+    """The values that a jit node gives."""
+    return [node.outputsAt(index) for index in range(node.outputsSize())]
 
 
 def user_line() -> str:

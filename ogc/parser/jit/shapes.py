@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .places import origin
+from .places import inputs_of, origin, outputs_of
+from .recording import Recording, overload_of
 from .watch import Decision, OpaqueError
 
 _SIZES = {"aten::size", "aten::numel"}
@@ -19,23 +20,23 @@ _LIKE_FIRST_INPUT = {
 }  # fmt: skip
 
 
-def refuse_shapes_of_data(graph: Any, decisions: Sequence[Decision], outputs: int) -> None:
+def refuse_shapes_of_data(recording: Recording, decisions: Sequence[Decision], outputs: int) -> None:
     """Raise OpaqueError if an operator's result has another shape for other data.
 
     It names the smallest module that all tensors of such shapes, and the numbers made of these, stay inside of.
 
     Args:
-        graph: a jit graph that returns the model's output tensors, others, and the sizes of ``decisions``.
+        recording: its results are the model's output tensors and the sizes of ``decisions``.
         decisions: the Python numbers that were made of sizes.
         outputs: how many output tensors the model has.
     """
     modules: dict[str, str] = {}
     message = ""
-    for node in graph.nodes():
+    for node in recording.nodes:
         if depends_on_data(node):
             place = origin(node)
             what = f"the operator {node.kind()}, whose result has a shape that depends on the data"
-            around = _around(_Spread(graph, node, decisions, outputs).modules)
+            around = _around(_Spread(recording, node, decisions, outputs).modules)
             modules.setdefault(around, f"{what}, at {place['source']}")
             message = message or (
                 f"{what}, cannot be replayed operation by operation (module '{place['module']}', {place['source']}); "
@@ -51,10 +52,10 @@ def depends_on_data(node: Any) -> bool:
     if not node.kind().startswith("aten::") or not _has_dynamic_shape(node.schema()):
         return False
     if node.kind() == "aten::one_hot":
-        return list(node.inputs())[1].toIValue() == -1  # else the number of classes is given
+        return node.inputsAt(1).toIValue() == -1  # else the number of classes is given
     if node.kind() != "aten::index":
         return True
-    indices = list(node.inputs())[1].node().inputs()
+    indices = inputs_of(node.inputsAt(1).node())
     types = [index.type() for index in indices if isinstance(index.type(), torch._C.TensorType)]
     return any(t.dtype() in (torch.bool, torch.uint8) for t in types)
 
@@ -64,29 +65,16 @@ def _has_dynamic_shape(schema_text: str) -> bool:
     return torch.Tag.dynamic_output_shape in getattr(overload_of(schema_text)[0], "tags", ())
 
 
-@cache
-def overload_of(schema_text: str) -> tuple[Any, list[Any]]:
-    """The operator overload that a jit node's schema names, and its arguments; None where there is no schema."""
-    if "(no schema)" in schema_text:
-        return None, []
-    schema = torch._C.parse_schema(schema_text)
-    namespace, name = schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name)
-    return getattr(packet, schema.overload_name or "default"), schema.arguments
-
-
 class _Spread:
     """What depends on the shape of one operator's result: tensors by their shapes, numbers by their values."""
 
-    def __init__(self, graph: Any, source: Any, decisions: Sequence[Decision], outputs: int) -> None:
-        self.shapes = {value.unique() for value in source.outputs()}
+    def __init__(self, recording: Recording, source: Any, decisions: Sequence[Decision], outputs: int) -> None:
+        self.shapes = {value.unique() for value in outputs_of(source)}
         self.numbers: set[int] = set()
         self.modules = [origin(source)["module"]]  # where any of it is used
-        result = next(graph.outputs())
-        returned = list(result.node().inputs()) if result.node().kind() in _LISTS else [result]
-        for node in graph.nodes():
-            if node != result.node():
-                self._pass(node)
+        for node in recording.nodes:
+            self._pass(node)
+        returned = recording.results
         for number, value in enumerate(returned):
             if number < outputs and value.unique() in self.shapes | self.numbers:
                 self.modules.append("")
@@ -94,19 +82,19 @@ class _Spread:
         self.modules += [d.module for d, value in zip(decisions, sizes, strict=True) if value.unique() in self.numbers]
 
     def _pass(self, node: Any) -> None:
-        inputs = [value.unique() for value in node.inputs()]
+        inputs = [value.unique() for value in inputs_of(node)]
         has_shape = not self.shapes.isdisjoint(inputs)
-        numbers = [value for value in node.inputs() if value.unique() in self.numbers]
+        numbers = [value for value in inputs_of(node) if value.unique() in self.numbers]
         if not has_shape and not numbers:
             return
         self.modules.append(origin(node)["module"])
-        outputs = [value.unique() for value in node.outputs()]
+        outputs = [value.unique() for value in outputs_of(node)]
         if node.kind() in _SIZES:
             self.numbers.update(outputs)
         elif node.kind() in _LISTS:
             self.shapes.update(outputs if has_shape else ())
             self.numbers.update(outputs if numbers else ())
-        elif all(map(_is_number, node.outputs())):
+        elif all(map(_is_number, outputs_of(node))):
             self.numbers.update(outputs if numbers else ())  # a tensor of one element has no other shape
         elif not all(map(_is_tensor, numbers)):
             self.shapes.update(outputs)  # as an argument of another type, a number may say how many

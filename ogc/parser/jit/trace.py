@@ -6,19 +6,22 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 
 from ...errors import OgcError, ParseError, add_note
 from ...program import InputSpec, OutputSpec
 from ..reached import reached
 from .leaf_calls import LeafCall, leaf_calls
 from .lowering import Lowering
-from .places import origin, scope_name
+from .places import scope_name, untraced
 from .recorders import recorders_watched
+from .recording import record
 from .shapes import refuse_shapes_of_data
 from .traced import Traced
 from .watch import OpaqueError, Watch
@@ -41,8 +44,7 @@ def trace(
         spec: how the arguments are rebuilt from ``tensors``.
         tensors: the tensors among the arguments of the call.
         leaves: names of submodules to call as they are.
-        careful: look at random states with each call, which takes time. Random numbers that nothing uses are then
-            traced too, and what was drawn stays in memory meanwhile.
+        careful: look at the random states of Python and numpy with each call, which takes time.
 
     Raises:
         OpaqueError: the forward does what no trace can hold; modules named by the error would have to be leaves.
@@ -58,6 +60,7 @@ def trace(
         warnings.catch_warnings(),
         nothing_saved(),
         _without_jit_autocast(),
+        _size_checks_untraced(),
         _module_scopes(model),
         watch.told_of_numbers(),
         leaf_calls(model, leaves, watch),
@@ -71,29 +74,20 @@ def trace(
         # torch.jit.trace would make a script module of every submodule, which takes longer than the
         # forward. The tracer tells tensors by identity: parameters and buffers may as well be inputs.
         try:
-            jit_graph, _ = torch._C._create_graph_by_tracing(
-                lambda *given: flat(*given[: len(tensors)]),
-                (*tensors, *state.values()),
-                lambda tensor: "",
-                False,
-                False,
-            )
+            recording = record(lambda *given: flat(*given[: len(tensors)]), (*tensors, *state.values()))
         except Exception as error:
             watch.raise_if_leaky()  # which may be what it is about
             failure = _failure(model, error)
             if failure is error:
                 raise
             raise failure from error
-        scripted = [origin(n) for n in jit_graph.nodes() if n.kind() == "prim::CallFunction"]
-        torch._C._jit_pass_inline(jit_graph)  # scripted functions
-        torch._C._jit_pass_peephole(jit_graph, True)  # makes one of nested concatenations
     watch.raise_if_unfaithful()
     _refuse_new_parameters(model, state)
     _refuse_new_buffers(model, buffers, leaves)
-    refuse_shapes_of_data(jit_graph, watch.decisions, len(flat.outputs))
+    refuse_shapes_of_data(recording, watch.decisions, len(flat.outputs))
     assert flat.output_spec is not None
-    lowering = Lowering(model, state, watch, scripted)
-    lowering.run(jit_graph)
+    lowering = Lowering(model, state, watch, recording)
+    lowering.run()
     follows_sizes = not watch.unclear and not leaves  # what a leaf makes of sizes is not known
     return Traced(
         lowering.graph,
@@ -183,6 +177,27 @@ def _without_jit_autocast() -> Iterator[None]:
         yield
     finally:
         torch._C._jit_set_autocast_mode(before)
+
+
+@contextmanager
+def _size_checks_untraced() -> Iterator[None]:
+    """Norms check sizes in Python: nothing comes of it but an error, yet it takes more nodes than they do."""
+    names = ("_verify_batch_size", "_verify_spatial_size")
+    checks = {name: vars(functional)[name] for name in names if name in vars(functional)}
+
+    def replace(check: Callable[[Any], None]) -> Callable[[Any], None]:
+        @wraps(check)
+        def call(size: Any) -> None:
+            with untraced():
+                check(size)
+
+        return call
+
+    vars(functional).update({name: replace(check) for name, check in checks.items()})
+    try:
+        yield
+    finally:
+        vars(functional).update(checks)
 
 
 @contextmanager

@@ -36,13 +36,18 @@ def same_number(now: Any, then: Any) -> bool:
     return bool(now == then)
 
 
+def has_decisions(graph: torch.fx.Graph) -> bool:
+    """Whether there is any :func:`same_number` in it."""
+    return any(node.target is same_number for node in graph.nodes)
+
+
 def without_decisions(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy without :func:`same_number` and what is computed for it alone."""
     dropped: set[torch.fx.Node] = set()
     pending = [node for node in graph.nodes if node.target is same_number]
     while pending:
         node = pending.pop()
-        if node.op in ("call_function", "get_attr") and dropped.issuperset(node.users) and not _has_effects(node):
+        if node.op in ("call_function", "get_attr") and dropped.issuperset(node.users) and not has_effects(node.target):
             dropped.add(node)
             pending += node.all_input_nodes
     result = torch.fx.Graph()
@@ -53,9 +58,8 @@ def without_decisions(graph: torch.fx.Graph) -> torch.fx.Graph:
     return result
 
 
-def _has_effects(node: torch.fx.Node) -> bool:
-    schema, tags = getattr(node.target, "_schema", None), getattr(node.target, "tags", ())
-    changes = (
-        bool(schema and schema.is_mutable) or isinstance(node.target, Leaf) or operator_name(node) in LIVE_ARGUMENTS
-    )
-    return changes or torch.Tag.nondeterministic_seeded in tags
+def has_effects(operator: Any) -> bool:
+    """Whether a call does more than it returns: it writes, draws random numbers, or may do anything."""
+    schema, tags = getattr(operator, "_schema", None), getattr(operator, "tags", ())
+    changes = bool(schema and schema.is_mutable) or isinstance(operator, Leaf)
+    return changes or operator_name(operator) in LIVE_ARGUMENTS or torch.Tag.nondeterministic_seeded in tags

@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ParseError
 from ...leaf import Leaf
-from ...program import LIVE_ARGUMENTS, TENSOR, TensorSpec, storage_of, tensor_leaves
-from ...random_state import cuda_devices, random_states, same_states
-from .places import scope_name, user_line, value_of
+from ...program import TENSOR, TensorSpec, storage_of, tensor_leaves
+from .places import inputs_of, scope_name, user_line, value_of
 
 _NUMBER_METHODS = ["__bool__", "__int__", "__float__", "__index__", "__complex__", "__len__", "item", "tolist", "numpy"]
 _TEXT_METHODS = ["__repr__", "__format__"]  # messages name sizes
@@ -63,8 +62,6 @@ class Watch(TorchFunctionMode):
 
     Attributes:
         calls: the calls of leaves, in order.
-        marks: a tensor for each of them, and for each call that writes running statistics, whose being returned keeps
-            the call in the trace; with ``careful``, also for each call that draws random numbers.
         decisions: the Python numbers that were made of sizes.
         unclear: where sizes became anything else, or Python looked at layouts.
     """
@@ -73,7 +70,6 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.careful = careful
         self.calls: list[Leaf] = []
-        self.marks: list[torch.Tensor] = []
         self.decisions: list[Decision] = []
         self.unclear: list[str] = []
         self.numbers: dict[str, str] = {}  # module -> where a tensor's content became a Python number
@@ -92,7 +88,7 @@ class Watch(TorchFunctionMode):
 
     def aside(self) -> list[torch.Tensor]:
         """What the traced forward is to return beside its result."""
-        return [*self.marks, *(decision.size for decision in self.decisions)]
+        return [decision.size for decision in self.decisions]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "").partition(".")[0]  # of an overload such as add_.Tensor: add_
@@ -103,26 +99,17 @@ class Watch(TorchFunctionMode):
                 self._look_for_python_draws(f"before {user_line()}")
         self.check(args, kwargs)
         call = partial(self._harmlessly, function) if name in _INDEX_METHODS else function
-        looks = self.careful and not self.leaf
-        devices = cuda_devices() if looks else ()
-        before = random_states(devices) if looks else ()
         given = () if torch.is_grad_enabled() else tensor_leaves(args, kwargs)
         versions = [(tensor, tensor._version) for tensor in given if tensor.requires_grad]
         result = call(*args, **kwargs)
         if not self.leaf:
             if any(tensor._version != version for tensor, version in versions):
                 self.writes_without_grad.setdefault(scope_name(), f"{name} at {user_line()}")
-            if name in LIVE_ARGUMENTS or (looks and not same_states(before, random_states(devices))):
-                self._keep(result)
             if name in _CONVOLUTIONS and not torch.is_grad_enabled():
                 value_of(result).setDebugName(WITHOUT_GRAD)
             result = _without_false_grad(result)
         self._note(result)
         return result
-
-    def _keep(self, result: Any) -> None:
-        """Mark a call that does more than it returns: the trace drops what nothing that it returns depends on."""
-        self.marks += [tensor.new_empty(0, dtype=torch.bool) for tensor in tensor_leaves(result)[:1]]
 
     def _look(self, name: str, args: Any) -> None:
         if name in _LAYOUT_METHODS and args and origins(args[0]):
@@ -300,5 +287,5 @@ def origins(tensor: Any) -> set[str]:
         elif kind in ("prim::Param", "ogc::leaf"):
             found.add("prim::Param")
         elif kind != "prim::Constant":
-            pending.extend(value.node().inputs())
+            pending.extend(inputs_of(value.node()))
     return found
