@@ -211,5 +211,7 @@ def _thinned(estimates: Seconds, limit: int) -> NDArray[np.intp]:
     if len(estimates) <= limit:
         return np.arange(len(estimates))
     most = limit * 7 // 8
-    promising = np.argpartition(estimates, most)[:most]
-    return np.union1d(promising, np.linspace(0, len(estimates) - 1, limit - most).astype(np.intp))
+    chosen = np.zeros(len(estimates), bool)
+    chosen[np.argpartition(estimates, most)[:most]] = True
+    chosen[np.linspace(0, len(estimates) - 1, limit - most).astype(np.intp)] = True
+    return np.flatnonzero(chosen)
