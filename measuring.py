@@ -148,6 +148,7 @@ def environment(command: str, device: torch.device, seed: int, keeps_freed_memor
         "machine": {
             "device": device_name(device),
             "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
             "system": platform.system(),
             "keeps_freed_memory": keeps_freed_memory,
         },

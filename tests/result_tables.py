@@ -97,12 +97,18 @@ def _made_by(run: Data) -> str:
     machine = run["machine"]
     if isinstance(machine, dict):
         kept = ", freed memory kept" if machine.get("keeps_freed_memory") else ""
-        machine = f"{machine['device']}, {machine['cores']} cores, {machine['system']}{kept}"
+        machine = f"{machine['device']}, {_cores(machine)}, {machine['system']}{kept}"
     else:  # the zoo's form
-        machine = f"cpu ({machine}), {run['cores']} cores, {run['threads']} threads".replace("1 threads", "1 thread")
+        machine = f"cpu ({machine}), {_cores(run)}"
     seed = f"; seed {run['seed']}" if "seed" in run else ""
     note = f"; {run['note']}" if run.get("note", "whole") != "whole" else ""
     return f"* `{run['file']}`: `{run['command']}`; {versions}; {machine}{seed}{note}"
+
+
+def _cores(described: Data) -> str:
+    threads = described.get("threads")
+    named = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
+    return f"{described['cores']} cores{named}"
 
 
 def _published(runs: Sequence[Data]) -> str:
