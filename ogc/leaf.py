@@ -1,7 +1,8 @@
 """A submodule that is called as it is, hooks and all, as one operation of a program.
 
 What cannot be replayed operator by operator (control flow on data, a custom ``autograd.Function``, hooks,
-scripted code) hides in such a leaf. It runs once per step: nothing proves that it may run twice.
+scripted code) hides in such a leaf. Nothing proves that it may run twice, so it runs once per step, unless the
+user says that it computes the same again.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Leaf:
         returned: what it returned when it was traced.
         grad: whether gradients were on.
         autocast: device types for which autocast was on, and their dtypes.
+        repeatable: whether it may be called again for its backward.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Leaf:
     returned: Returned
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
+    repeatable: bool = False
 
     @property
     def __name__(self) -> str:

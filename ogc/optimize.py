@@ -33,6 +33,7 @@ def optimize(
     profile: str = "auto",
     batch_slices: int = 1,
     leaf_modules: LeafModules = (),
+    repeatable_leaves: LeafModules | bool = (),
     verify: bool = False,
 ) -> torch.nn.Module:
     """The same model with less activation memory: the least there is, or as much less as is asked for.
@@ -53,6 +54,8 @@ def optimize(
             run in so many slices of the batch where that makes the plan better. Results then differ from
             the plain model's by rounding: sums over the batch are added up in another order.
         leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
+        repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
+            backward; True for all. See :func:`ogc.parse`.
         verify: run the result beside the plain model on the sample input (see :func:`ogc.check`). That takes
             the time and the memory of a plain step.
 
@@ -78,10 +81,11 @@ def optimize(
         raise InputError("verify=True compares bit by bit, but a sliced batch is equal up to rounding only")
 
     def make(model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
-        graph = parse(model, sample_input, parse_graph=parse_graph, profile=profile, leaf_modules=leaf_modules)
+        parsing: dict[str, Any] = {"parse_graph": parse_graph, "repeatable_leaves": repeatable_leaves}
+        graph = parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)
         wish: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}
         if batch_slices > 1:
-            return slice_batch(model, sample_input, graph, slices=batch_slices, parse_graph=parse_graph, **wish)
+            return slice_batch(model, sample_input, graph, slices=batch_slices, **parsing, **wish)
         return graph, solve(graph, solver=solver, **wish)
 
     graph, plan = make(model, sample_input, memory_budget)

@@ -9,7 +9,7 @@ import torch
 
 from .errors import SolveError
 from .graph import Graph
-from .parser import ParseGraph, parse
+from .parser import LeafModules, ParseGraph, parse
 from .parser.stretches import Stretch
 from .plan import Plan
 from .solver import Budget, plain_plan, simulate, solve
@@ -33,6 +33,7 @@ def slice_batch(
     *,
     slices: int,
     parse_graph: ParseGraph | bool | None = None,
+    repeatable_leaves: LeafModules | bool = (),
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
 ) -> tuple[Graph, Plan]:
@@ -48,6 +49,7 @@ def slice_batch(
         graph: from :func:`ogc.parse`, without slices.
         slices: into how many parts a stretch divides the batch.
         parse_graph: the same as for ``graph``.
+        repeatable_leaves: the same as for ``graph``.
         memory_budget: as for :func:`ogc.solve`.
         max_overhead: as for :func:`ogc.solve`.
 
@@ -70,6 +72,7 @@ def slice_batch(
                 stretches=stretches,
                 slices=slices,
                 leaf_modules=leaves,
+                repeatable_leaves=repeatable_leaves,
             )
             found = replace(found, plain_peak_bytes=plain_peak)
         try:

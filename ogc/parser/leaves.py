@@ -19,13 +19,22 @@ LeafModules = Iterable[str | type[torch.nn.Module]]
 
 
 class Leaves:
-    """The leaf modules of one model, by name; more are added as traces fail."""
+    """The leaf modules of one model, by name; more are added as traces fail.
 
-    def __init__(self, model: torch.nn.Module, asked_for: LeafModules) -> None:
+    Args:
+        model: the model.
+        asked_for: names and types of leaves.
+        repeatable: names and types of modules such that leaves in them may be called again; True for all.
+    """
+
+    def __init__(self, model: torch.nn.Module, asked_for: LeafModules, repeatable: LeafModules | bool = ()) -> None:
         refuse_root_hooks(model)
         self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         self.reasons: dict[str, str] = {}  # of leaves that nobody asked for
-        self.names = set(_resolve(self.modules, asked_for))
+        self.obstacles: dict[str, str] = {}  # why leaves that were said to be repeatable are not
+        self.names = set(_resolve(self.modules, asked_for, "leaf_modules"))
+        chosen = self.modules if repeatable is True else _resolve(self.modules, repeatable or (), "repeatable_leaves")
+        self.repeatable = set(chosen)
         self._cover_at_sight()
 
     def cover(self, problem: OpaqueError) -> None:
@@ -59,11 +68,18 @@ class Leaves:
             if not any(f"{name}.".startswith(f"{leaf}.") for leaf in inside):
                 raise ParseError(f"module {name} has forward or backward hooks, and the graph does not call it")
 
+    def may_repeat(self, name: str) -> bool:
+        """Whether the user says that a leaf computes the same when it is called again."""
+        return any(f"{name}.".startswith(f"{module}.") for module in self.repeatable)
+
     def report(self) -> None:
-        """One warning that names the leaves that nobody asked for."""
-        if self.reasons:
-            found = "; ".join(f"{name} ({why})" for name, why in sorted(self.reasons.items()))
-            log.warning("ogc calls these modules as they are, and never again for their backward: %s", found)
+        """Warnings that name the leaves that nobody asked for, and those that cannot be called again after all."""
+        for again, what in ((True, "as they are"), (False, "as they are, and never again for their backward")):
+            found = {name: why for name, why in self.reasons.items() if self.may_repeat(name) == again}
+            if found:
+                log.warning("ogc calls these modules %s: %s", what, _listed(found))
+        if self.obstacles:
+            log.warning("ogc cannot call these leaves again for their backward: %s", _listed(self.obstacles))
 
     def _cover_at_sight(self) -> None:
         hooked = hooked_modules(self.modules)
@@ -109,10 +125,14 @@ def hooked_modules(modules: Mapping[str, torch.nn.Module]) -> set[str]:
     return {name for name, module in modules.items() if any(kinds(module)) and not only_records(module)}
 
 
-def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any) -> list[str]:
+def _listed(reasons: Mapping[str, str]) -> str:
+    return "; ".join(f"{name} ({why})" for name, why in sorted(reasons.items()))
+
+
+def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str) -> list[str]:
     """The names of the modules that are meant."""
     if isinstance(asked_for, (str, type)) or not isinstance(asked_for, Iterable):
-        raise InputError(f"leaf_modules must be a list of module names and types, not {asked_for!r}")
+        raise InputError(f"{argument} must be a list of module names and types, not {asked_for!r}")
     found: list[str] = []
     for entry in asked_for:
         if isinstance(entry, type):
@@ -124,12 +144,12 @@ def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any) -> list[str]:
             names = [entry] if entry in modules else []
             known, wanted, what = list(modules), entry, "the model has no submodule"
         else:
-            raise InputError(f"leaf_modules must hold module names and types, not {entry!r}")
+            raise InputError(f"{argument} must hold module names and types, not {entry!r}")
         if not names:
             near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3) or known[:3]
-            raise InputError(f"leaf_modules: {what} {wanted!r}; the nearest are {', '.join(near) or 'none'}")
+            raise InputError(f"{argument}: {what} {wanted!r}; the nearest are {', '.join(near) or 'none'}")
         if isinstance(modules[names[0]], _NEVER_CALLED):
             kind = type(modules[names[0]]).__name__
-            raise InputError(f"leaf_modules: {names[0]!r} is a {kind}, which is never called; name modules in it")
+            raise InputError(f"{argument}: {names[0]!r} is a {kind}, which is never called; name modules in it")
         found += names
     return found

@@ -36,6 +36,7 @@ from .measure import Measurer
 from .observe import Observation, Record, is_dense, observe, repeatable, untouched
 from .reached import names_of
 from .rebased import run_out_of_place
+from .repeatable import why_not_again
 from .settled import copy_settled
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .versions import separate_versions
@@ -54,6 +55,7 @@ def parse(
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
     leaf_modules: LeafModules = (),
+    repeatable_leaves: LeafModules | bool = (),
 ) -> Graph:
     """Turn ``model`` into a weighted graph over an executable program.
 
@@ -80,6 +82,11 @@ def parse(
             operation, which runs once per step and keeps what it saves. What cannot be replayed operator by
             operator (control flow on data, custom autograd functions, hooks, scripted code) is made part of the
             smallest such module by itself, with a warning in the log.
+        repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
+            backward, as with ``torch.utils.checkpoint``; True for all. They must depend on nothing but their
+            arguments, their parameters and torch's random state. Those that are seen not to (hooks, buffers or
+            attributes that they change, random numbers of Python) are called once all the same, with a warning;
+            a call that saves or returns other bits than the first one raises ReplayError in the backward.
 
     Returns:
         The graph; ``print(graph)`` shows it as a table.
@@ -99,7 +106,7 @@ def parse(
     if make is not None:
         with untouched(model):
             custom = custom_forward(model, make, *spec.rebuild(copies(tensors)))
-    leaves = Leaves(model, leaf_modules)
+    leaves = Leaves(model, leaf_modules, repeatable_leaves)
     traced, after_trace = _trace(model, spec, tensors, custom, leaves)
     run_out_of_place(traced.graph)
     make_lean(traced.graph, target)
@@ -113,12 +120,13 @@ def parse(
         slice_stretches(traced.graph, stretches, slices)
         weights: list[Weights] = []
         samplewise: list[bool] = []
-        visit = partial(_weigh, model, profiler, weights, samplewise)
+        visit = partial(_weigh, model, profiler, leaves, weights, samplewise)
         with untouched(model):
             observation = observe(model, traced, copies(tensors), visit)
             after_program = state_of(model)
         if not copy_settled(checked, observation):
             break
+    leaves.report()
     check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)
     _check_reached("replaying the traced program", observation.reached, traced.reached, model)
     found = find_stretches(observation.records, samplewise)
@@ -130,6 +138,7 @@ def parse(
 def _weigh(
     model: torch.nn.Module,
     profiler: Measurer | Estimator,
+    leaves: Leaves,
     weights: list[Weights],
     samplewise: list[bool],
     node: torch.fx.Node,
@@ -138,10 +147,25 @@ def _weigh(
     record: Record,
 ) -> None:
     if isinstance(node.target, Leaf):
+        if leaves.may_repeat(node.target.module):
+            _settle_repeats(model, leaves, node, args, record)
         weights.append(weigh_leaf(model, profiler, node, args, record))
     else:
         weights.append(profiler.weigh(node, args, kwargs, record))
     samplewise.append(is_samplewise(node, args))
+
+
+def _settle_repeats(
+    model: torch.nn.Module, leaves: Leaves, node: torch.fx.Node, args: tuple[Any, ...], record: Record
+) -> None:
+    """Make a leaf repeatable unless something stands in the way."""
+    assert isinstance(node.target, Leaf)
+    obstacle = why_not_again(model, node, args, record)
+    node.target = replace(node.target, repeatable=obstacle is None)
+    if obstacle is None:
+        record.random = True  # it may draw numbers as the data will have it
+    else:
+        leaves.obstacles[node.target.module] = obstacle
 
 
 def check_model(model: Any) -> None:
@@ -281,7 +305,6 @@ def _trace(
         if traced.other_overloads and forward is None:
             with untouched(model):
                 traced = replace(traced, outputs=forward_alone(model, spec, copies(tensors))[1])
-        leaves.report()
         return traced, after_trace
 
 
@@ -483,10 +506,14 @@ def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> l
                 "writes": tuple(record.writes),
                 "saves": tuple(record.saved_values),
                 "takes_over": taken.get(t, (None,))[0],
-                "replayable": not (record.writes_external or stale or isinstance(record.node.target, Leaf)),
+                "replayable": not (record.writes_external or stale or _runs_once(record.node)),
             }
         )
     return found
+
+
+def _runs_once(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, Leaf) and not node.target.repeatable
 
 
 def _operation(

@@ -11,7 +11,7 @@ forward, so there is no second backward call and everything built on autograd (D
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import RLock
@@ -22,8 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..errors import ReplayError
-from ..program import attribute, storage_of, without_autocast
+from ..leaf import Leaf
+from ..program import attribute, storage_of, tensor_leaves, without_autocast
 from ..random_state import State, random_states, set_random_states
+from .packed import Argument, RepeatedCall, kept, unpack
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward."""
@@ -77,6 +79,7 @@ class Frame:
     def __init__(self, code: RunCode, step: Step, parent: Frame | None) -> None:
         self.code = code
         self.step = step
+        self.lock = step.lock
         self.parent = parent
         self.inner: dict[int, weakref.ref[Frame]] = {}
         around = parent
@@ -85,13 +88,14 @@ class Frame:
             around = around.parent
         self.held: dict[str, Any] = {}
         self.versions: list[tuple[torch.Tensor, int]] = []
-        self.slots: dict[int, torch.Tensor] = {}
+        self.slots: dict[Any, torch.Tensor] = {}
+        self.calls: dict[int, RepeatedCall] = {}  # of leaves that are called again, by operation
         self.saved = 0
         self.is_done = False
         self.hooks = ExitStack()
 
     def __enter__(self) -> None:
-        self.hooks.enter_context(saved_tensors_hooks(self._pack, _unpack))
+        self.hooks.enter_context(saved_tensors_hooks(self._pack, unpack))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.hooks.close()  # and lets go of them: they hold this frame
@@ -145,9 +149,9 @@ class Frame:
         tensor = tensor.detach()
         self.slots[slot] = tensor if layout is None else tensor.as_strided(*layout)
 
-    def fetch(self, slot: int) -> torch.Tensor:
+    def fetch(self, slot: Any) -> torch.Tensor:
         """The tensor of a slot, for one backward."""
-        with self.step.lock:
+        with self.lock:
             if slot not in self.slots:
                 self._run()
             return self.slots[slot] if _keeps_graph() else self.slots.pop(slot)
@@ -165,7 +169,7 @@ class Frame:
             filled += 1
 
         # Gradients are on, as in the forward: kernels may depend on it, and operations save the same.
-        with torch.enable_grad(), without_autocast(), saved_tensors_hooks(capture, _unpack):
+        with torch.enable_grad(), without_autocast(), saved_tensors_hooks(capture, unpack):
             self.code.program(self.step.model, self)
         if filled != len(self.code.targets):
             raise self._changed("saved again", filled, len(self.code.targets))
@@ -188,29 +192,64 @@ class Frame:
     def leaf(self, *arguments: torch.Tensor) -> Iterator[None]:
         """Call a leaf, which keeps all that it saves but for those arguments that have a slot."""
         slots = [(tensor, self._next_slot()) for tensor in arguments]
-        given = {t.untyped_storage()._cdata: _Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
+        given = {t.untyped_storage()._cdata: Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
 
         def pack(tensor: torch.Tensor) -> Any:
             storage = storage_of(tensor)
             argument = given.get(storage._cdata) if storage is not None else None
-            return _kept(tensor) if argument is None or not argument.is_like(tensor) else argument.save(tensor)
+            return kept(tensor) if argument is None or not argument.is_like(tensor) else argument.save(tensor)
 
         try:
-            with saved_tensors_hooks(pack, _unpack):
+            with saved_tensors_hooks(pack, unpack):
                 yield
         finally:
             for argument in given.values():
                 argument.tensor = None
 
+    def call(
+        self,
+        operation: int,
+        leaf: Leaf,
+        module: torch.nn.Module,
+        given: list[torch.Tensor],
+        *,
+        stays: list[torch.Tensor],
+        results: Sequence[int],
+    ) -> Any:
+        """Call a leaf that is called again for its backward, and let go of what it saves.
+
+        Args:
+            operation: its number in the program.
+            leaf: the leaf.
+            module: the submodule that it calls.
+            given: its arguments.
+            stays: those of them that stay in memory for its backward.
+            results: the numbers of its results that do.
+        """
+        call = self.calls[operation] = RepeatedCall(operation, leaf)
+        result = call.run(module, given)
+        made = tensor_leaves(result)
+        call.drop(self, [*stays, *module.parameters(), *module.buffers(), *(made[n] for n in results)], made)
+        return result
+
+    def call_again(self, operation: int, leaf: Leaf, module: torch.nn.Module, given: list[torch.Tensor]) -> Any:
+        """Call a leaf again, for the slots of what it saved if its backward waits for this run."""
+        again = RepeatedCall(operation, leaf)
+        result = again.run(module, given)
+        if operation in self.calls:
+            self.slots.update(self.calls[operation].found_in(again, tensor_leaves(result)))
+        again.let_go()
+        return result
+
     def _pack(self, tensor: torch.Tensor) -> Any:
         slot = self._next_slot()
         if slot != KEEP:
             return self, slot
-        kept = _kept(tensor)
+        held = kept(tensor)
         operation = self.code.notes.get(self.saved - 1)
         if operation is not None:
-            self.step.notes.setdefault(operation, []).append(weakref.ref(kept[0]))
-        return kept
+            self.step.notes.setdefault(operation, []).append(weakref.ref(held[0]))
+        return held
 
     def _next_slot(self) -> int:
         index = self.saved
@@ -224,52 +263,6 @@ class Frame:
             f"part {self.code.number} of the plan {what} {now} tensors for its backward instead of {then}: its kernels "
             "differ from those seen when the model was optimized; call ogc.optimize again under the present settings"
         )
-
-
-class _Argument:
-    """The slot of a tensor that a leaf was given and saved, any number of times."""
-
-    def __init__(self, frame: Frame, slot: int, tensor: torch.Tensor) -> None:
-        self.frame = frame
-        self.slot = slot
-        self.tensor: torch.Tensor | None = tensor  # while the leaf runs, and between its saved tensors' unpackings
-        self.kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        self.saved = self.left = 0
-
-    def is_like(self, tensor: torch.Tensor) -> bool:
-        return (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == self.kind
-
-    def save(self, tensor: torch.Tensor) -> tuple[_Argument, Any]:
-        self.saved += 1
-        return self, (tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def fetch(self, layout: Any) -> torch.Tensor:
-        with self.frame.step.lock:
-            if self.tensor is None:
-                self.tensor, self.left = self.frame.fetch(self.slot), self.saved
-            found = self.tensor.as_strided(*layout)
-            self.left -= 1
-            if self.left == 0:
-                self.tensor = None
-            return found
-
-
-def _kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    # A tensor with a grad_fn would make a cycle: graph -> saved tensor -> graph.
-    kept = tensor if tensor.is_leaf else tensor.detach()
-    return kept, kept._version
-
-
-def _unpack(packed: Any) -> torch.Tensor:
-    owner, key = packed
-    if isinstance(owner, (Frame, _Argument)):
-        return owner.fetch(key)
-    if owner._version != key:
-        raise ReplayError(
-            "one of the variables needed for gradient computation has been modified by an in-place operation: "
-            f"a tensor of shape {tuple(owner.shape)} is at version {owner._version}, expected {key}"
-        )
-    return owner
 
 
 def _keeps_graph() -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -90,7 +90,7 @@ class _Layout:
         for start, stop in self.schedule.runs[number].leaves:
             for t in range(start, stop):
                 for k, saved in enumerate(self.program.saves[t]):
-                    if saved.external:
+                    if saved.external or self.is_repeated(number, t):
                         continue
                     if saved.tensor is None:
                         source = self.schedule.keepers[t]
@@ -99,6 +99,15 @@ class _Layout:
                     if source != FORWARD:
                         slots[t, k] = len(slots)
         return slots
+
+    def is_repeated(self, number: int, t: int) -> bool:
+        """Whether an operation is a leaf that the run calls again: what it saves is told apart when it does."""
+        return isinstance(self.operations[t].target, Leaf) and t in self.schedule.runs[number].program
+
+    def stays(self, number: int, node: torch.fx.Node) -> bool:
+        """Whether a tensor is in memory for the backward that a run supplies, whatever the run makes."""
+        value = self._value(node)
+        return value is None or self.schedule.source(number, value) == FORWARD
 
     def _place_nodes(self, number: int) -> None:
         """Find what the run executes and what it starts from; runs inside it come first."""
@@ -129,7 +138,8 @@ class _Layout:
 
     def _source(self, number: int, node: torch.fx.Node) -> int:
         value = self._value(node)
-        return FORWARD if value is None or isinstance(node.target, Leaf) else self.schedule.source(number, value)
+        once = isinstance(node.target, Leaf) and not node.target.repeatable
+        return FORWARD if value is None or once else self.schedule.source(number, value)
 
     def _value(self, node: torch.fx.Node) -> int | None:
         return self.program.storages.get(TensorRef(node.name, 0))
@@ -213,11 +223,26 @@ class _ForwardWriter:
 
     def _operation(self, t: int, number: int) -> list[str]:
         node = self.layout.operations[t]
-        text = _statement(node, self.layout.target(FORWARD, t)) + _let_go(self.frees.get((t, False), []))
-        if isinstance(node.target, Leaf) and number:
+        freed = _let_go(self.frees.get((t, False), []))
+        lines = [_statement(node, self.layout.target(FORWARD, t)) + freed]
+        if number and self.layout.is_repeated(number, t):
+            lines = [self._repeated(t, number) + freed]
+        elif number and isinstance(node.target, Leaf):
             saved = [self.layout.saved_node(saved).name for saved in self.layout.program.saves[t]]
-            return [f"with frame_{number}.leaf({', '.join(saved)}):", f"    {text}"]
-        return [f"step.remember_random({t})", text] if t in self.draws else [text]
+            lines = [f"with frame_{number}.leaf({', '.join(saved)}):", f"    {lines[0]}"]
+        return [f"step.remember_random({t})", *lines] if t in self.draws else lines
+
+    def _repeated(self, t: int, number: int) -> str:
+        """The statement that calls a leaf which the run calls again."""
+        node = self.layout.operations[t]
+        given = cast(list[torch.fx.Node], node.args[1])
+        stays = [one for one in given if self.layout.stays(number, one)]
+        results = [
+            ref.index
+            for ref, value in self.layout.program.storages.items()
+            if ref.node == node.name and self.layout.schedule.source(number, value) == FORWARD
+        ]
+        return f"{node.name} = frame_{number}.call({t}, {_call(node)}, stays={_argument(stays)}, results={results})"
 
     def _open(self, number: int) -> str:
         parent = self.layout.schedule.runs[number].parent
@@ -268,6 +293,8 @@ class _RunWriter:
         for node in self.nodes:
             t = self.layout.position[node]
             text = _view(node) or _statement(node, self.layout.target(self.number, t), again=t)
+            if self.layout.is_repeated(self.number, t):
+                text = f"{node.name} = frame.call_again({t}, {_call(node)})"
             frees = _let_go(n for n in last if last[n] is node)
             if t in self.layout.program.random and t in self.run.program:
                 lines += [f"    with frame.random({t}):", f"        {text}"]
@@ -312,15 +339,20 @@ class _RunWriter:
         """The tables of this run for its frames."""
         layout, slots = self.layout, self.layout.slots[self.number]
         saves = layout.program.saves
-        flat = [(t, k) for start, stop in self.run.leaves for t in range(start, stop) for k in range(len(saves[t]))]
-        nodes = [node for node in self.nodes if not isinstance(node.target, Leaf)]  # of which views alone are made
-        positions = [layout.position[node] for node in nodes]
-        again = [(t, k) for t in positions for k in range(len(saves[t]))]
+        flat = [
+            (t, k)
+            for start, stop in self.run.leaves
+            for t in range(start, stop)
+            if not layout.is_repeated(self.number, t)
+            for k in range(len(saves[t]))
+        ]
+        operations = [layout.position[node] for node in self.nodes if not isinstance(node.target, Leaf)]
+        again = [(t, k) for t in operations for k in range(len(saves[t]))]
         externals = {
             str(n.target): None
-            for node in nodes
-            for n in node.all_input_nodes
-            if n.op == "get_attr" and n not in _live_arguments(node) and n.target not in layout.program.constants
+            for node in self.nodes
+            for n in self._reads(node)
+            if n.op == "get_attr" and n.target not in layout.program.constants
         }
         notes = {
             place: t
@@ -335,6 +367,14 @@ class _RunWriter:
             program=program,
             externals=tuple(externals),
         )
+
+    def _reads(self, node: torch.fx.Node) -> list[torch.fx.Node]:
+        """Nodes of the tensors that a node's result depends on."""
+        if isinstance(node.target, Leaf):  # and what its module holds, unless a view is all that is made
+            state = cast(list[torch.fx.Node], node.args[2])
+            return state if self.layout.is_repeated(self.number, self.layout.position[node]) else []
+        live = _live_arguments(node)
+        return [n for n in node.all_input_nodes if n not in live]
 
 
 def _live_arguments(node: torch.fx.Node) -> list[Any]:
@@ -357,11 +397,16 @@ def _takes_notes(node: torch.fx.Node) -> bool:
     return isinstance(node.target, Lean) and node.target.kind == "batch_norm"
 
 
+def _call(node: torch.fx.Node) -> str:
+    """The arguments of a call of a leaf: itself, its module, the tensors that it is given."""
+    assert isinstance(node.target, Leaf)
+    return f"{node.target.name}, {_argument(node.args[0])}, {_argument(node.args[1])}"
+
+
 def _statement(node: torch.fx.Node, target: Any, again: int | None = None) -> str:
     """The statement that runs an operation; ``again`` is its number where it has run before."""
     if isinstance(target, Leaf):
-        module, given, _ = node.args
-        return f"{node.name} = {target.name}({_argument(module)}, {_argument(given)})"
+        return f"{node.name} = {target.name}({_argument(node.args[0])}, {_argument(node.args[1])})"
     if isinstance(target, WithoutGrad):
         return f"with torch.no_grad(): {_statement(node, target.operator, again)}"
     cloned = _live_arguments(node) if again is not None else []

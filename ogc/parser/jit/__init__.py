@@ -10,7 +10,7 @@ call is one node, with the tracer switched off while it runs.
 from .recorders import only_records
 from .trace import FlatForward, forward_alone, nothing_saved, scope, trace
 from .traced import Traced, has_decisions, same_number, without_decisions
-from .watch import LookAgain, OpaqueError
+from .watch import LookAgain, OpaqueError, python_random_state
 
 __all__ = [
     "FlatForward",
@@ -21,6 +21,7 @@ __all__ = [
     "has_decisions",
     "nothing_saved",
     "only_records",
+    "python_random_state",
     "same_number",
     "scope",
     "trace",

@@ -1,0 +1,88 @@
+"""Whether a leaf that the user calls repeatable can be called again for its backward, as far as that can be seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..allocator import allocated_bytes, can_measure
+from ..compare import same_bits
+from ..graph import SMALL_INTERNALS
+from ..leaf import Leaf
+from ..program import storage_of, tensor_leaves
+from ..random_state import cuda_devices, random_states, set_random_states
+from .attributes import attributes_of, changes
+from .jit import python_random_state
+from .leaves import hooked_modules
+from .observe import Record, untouched
+
+FEW = 1024
+"""Bytes that do not count: autograd holds numbers that were multiplied by, and tells nobody."""
+
+
+def why_not_again(model: torch.nn.Module, node: torch.fx.Node, args: Any, record: Record) -> str | None:
+    """What stands in the way of calling a leaf again, in words; None if nothing was seen.
+
+    It is called twice from the same random state; the model is afterwards as before.
+
+    Args:
+        model: the model that the leaf is part of.
+        node: the call.
+        args: its arguments: the module, the tensors that it is given, those that it holds.
+        record: what it was seen to do.
+    """
+    assert isinstance(node.target, Leaf)
+    module, given, _ = args
+    if hooked_modules(dict(module.named_modules())):
+        return "has hooks, which would be called again"
+    if record.in_place:
+        return "writes a buffer, or what it is given"
+    if any(node.target.returned.views[number] is not None for number in node.target.new):
+        return "returns a view of what it is given"
+    home = next(model.parameters()).device
+    with untouched(model):
+        return _difference(node.target, module, given, home)
+
+
+def _difference(leaf: Leaf, module: torch.nn.Module, given: list[torch.Tensor], home: torch.device) -> str | None:
+    devices = cuda_devices()
+    states, python_state, before = random_states(devices), python_random_state(), attributes_of(module)
+    first = _call(leaf, module, given)
+    if (changed := next((key for _, key in changes(before, attributes_of(module), ())), None)) is not None:
+        return f"changes its attribute {changed}"
+    if python_random_state() != python_state:
+        return "draws random numbers of Python or numpy"
+    set_random_states(states, devices)
+    again = _call(leaf, module, given)
+    if not all(len(a) == len(b) and all(map(same_bits, a, b)) for a, b in zip(first, again, strict=True)):
+        return "computes something else when it is called again"
+    del again
+    if can_measure(home):
+        results: list[torch.Tensor] = []
+        _, held = allocated_bytes(lambda: results.extend(_call(leaf, module, given)[1]), home)
+        others = held - _bytes(results)
+        if others > FEW and others * SMALL_INTERNALS > _bytes([*first[0], *first[1]]):
+            return f"keeps {others / 1e6:.3g} MB for its backward that autograd does not know of"
+    return None
+
+
+def _call(leaf: Leaf, module: torch.nn.Module, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+    """What a call saves, of which it keeps nothing, and returns."""
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> int:
+        packed.append(tensor)
+        return len(packed) - 1
+
+    with saved_tensors_hooks(pack, packed.__getitem__):
+        results = tensor_leaves(leaf(module, given))
+    saved = [tensor.detach() for tensor in packed]
+    packed.clear()
+    return saved, results
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {s._cdata: s.nbytes() for s in map(storage_of, tensors) if s is not None}
+    return sum(storages.values())

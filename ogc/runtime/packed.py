@@ -1,0 +1,146 @@
+"""What autograd holds in the place of a saved tensor, and what leaves, which save as they like, hold there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from threading import RLock
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..compare import fingerprint
+from ..errors import ReplayError
+from ..leaf import Leaf
+from ..program import storage_of
+
+
+class Slots(Protocol):
+    """Hands out saved tensors by slot, each once for one backward: the frame of a run."""
+
+    lock: RLock
+
+    def fetch(self, slot: Any) -> torch.Tensor: ...
+
+
+def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What to hold for a tensor that stays in memory."""
+    # A tensor with a grad_fn would make a cycle: graph -> saved tensor -> graph.
+    held = tensor if tensor.is_leaf else tensor.detach()
+    return held, held._version
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The tensor that a pair stands for: (tensor, its version), or (who has it, its slot there)."""
+    owner, key = packed.pair if isinstance(packed, _Packed) else packed
+    if not isinstance(owner, torch.Tensor):
+        found: torch.Tensor = owner.fetch(key)
+        return found
+    if owner._version != key:
+        raise ReplayError(
+            "one of the variables needed for gradient computation has been modified by an in-place operation: "
+            f"a tensor of shape {tuple(owner.shape)} is at version {owner._version}, expected {key}"
+        )
+    return owner
+
+
+class Argument:
+    """The slot of a tensor that a leaf was given and saved, any number of times."""
+
+    def __init__(self, frame: Slots, slot: int, tensor: torch.Tensor) -> None:
+        self.frame = frame
+        self.slot = slot
+        self.tensor: torch.Tensor | None = tensor  # while the leaf runs, and between its saved tensors' unpackings
+        self.kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        self.saved = self.left = 0
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        return (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == self.kind
+
+    def save(self, tensor: torch.Tensor) -> tuple[Argument, Any]:
+        self.saved += 1
+        return self, (tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def fetch(self, layout: Any) -> torch.Tensor:
+        with self.frame.lock:
+            if self.tensor is None:
+                self.tensor, self.left = self.frame.fetch(self.slot), self.saved
+            found = self.tensor.as_strided(*layout)
+            self.left -= 1
+            if self.left == 0:
+                self.tensor = None
+            return found
+
+
+class _Packed:
+    """A pair that may be replaced by another one."""
+
+    __slots__ = ("__weakref__", "pair")
+
+    def __init__(self, pair: Any) -> None:
+        self.pair = pair
+
+
+class RepeatedCall:
+    """One call of a leaf that is called twice, and what it saved, in order.
+
+    All of that is there until it has returned, as it may run a backward inside.
+    """
+
+    def __init__(self, operation: int, leaf: Leaf) -> None:
+        self.operation = operation
+        self.leaf = leaf
+        self.packed: list[_Packed] = []
+        self.count = 0
+        self.dropped: list[tuple[int, weakref.ref[_Packed]]] = []  # its number, and what autograd holds for it
+        self.marks: list[Hashable] = []  # of what was dropped, and of the results
+
+    def run(self, module: torch.nn.Module, given: list[torch.Tensor]) -> Any:
+        """The results of the call."""
+
+        def pack(tensor: torch.Tensor) -> _Packed:
+            self.packed.append(_Packed(kept(tensor)))
+            return self.packed[-1]
+
+        with saved_tensors_hooks(pack, unpack):
+            return self.leaf(module, given)
+
+    def drop(self, slots: Slots, stays: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Let go of what it saved, but for what stays in memory anyway; ``slots`` will have it again."""
+        in_memory = {storage._cdata for storage in map(storage_of, stays) if storage is not None}
+        self.count = len(self.packed)
+        for number, packed in enumerate(self.packed):
+            storage = storage_of(packed.pair[0])
+            if storage is not None and storage._cdata not in in_memory:
+                self.dropped.append((number, weakref.ref(packed)))
+        self.marks = self._marks(self, results)
+        for number, _ in self.dropped:
+            self.packed[number].pair = slots, (self.operation, number)
+        self.packed = []
+
+    def found_in(self, again: RepeatedCall, results: Sequence[torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """By slot, what autograd still waits for.
+
+        Raises:
+            ReplayError: the other call did not save and return the same.
+        """
+        if len(again.packed) != self.count or self._marks(again, results) != self.marks:
+            raise ReplayError(
+                f"the leaf module {self.leaf.module} saved or returned something else when it was called again for its "
+                "backward: it depends on more than its arguments, its parameters and torch's random state. "
+                "Take it out of repeatable_leaves"
+            )
+        waiting = [number for number, reference in self.dropped if reference() is not None]
+        return {(self.operation, number): again.packed[number].pair[0].detach() for number in waiting}
+
+    def let_go(self) -> None:
+        """Let go of all that it saved: nothing runs backward through it."""
+        for packed in self.packed:
+            packed.pair = None
+        self.packed = []
+
+    def _marks(self, call: RepeatedCall, results: Sequence[torch.Tensor]) -> list[Hashable]:
+        """What calls are compared by."""
+        tensors = [*(call.packed[number].pair[0] for number, _ in self.dropped), *results]
+        return [(t.shape, t.stride(), t.dtype, int(fingerprint(t))) for t in tensors]
