@@ -15,30 +15,29 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """An integer that tells contents apart by bits and order, as a tensor of no dimensions on the same device."""
-    bits = _bits(tensor.detach())
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    rows = max(1, _CHUNK // max(1, bits[:1].numel()))
-    for number, part in enumerate(bits.split(rows)):
-        for dim in range(part.dim()):
-            others = [d for d in range(part.dim()) if d != dim]
-            sums = part.sum(others, dtype=torch.int64) if others else part.to(torch.int64)
-            weights = torch.arange(1, len(sums) + 1, device=tensor.device) * _ODD * (2 * dim + 1) + number
-            found += (sums * weights).sum()
-    return found
+    """An integer, as a tensor of no dimensions, that tells apart tensors of the same layout by their bits and order.
+
+    Reads the contents twice and copies next to nothing: sums over the rows and over the columns of a square.
+    """
+    flat = _in_memory_order(tensor.detach())
+    each = 8 // flat.element_size()
+    whole = flat[: len(flat) // each * each]
+    words = (whole.clone() if whole.storage_offset() % each else whole).view(torch.int64)
+    width = math.isqrt(len(words))
+    square, rest = words[: width * width].view(width, width), words[width * width :]
+    odd = flat[len(whole) :].view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    sums = torch.cat([square.sum(0), square.sum(1), rest, odd])
+    return (sums * (torch.arange(1, len(sums) + 1, device=sums.device) * _FACTOR)).sum()
 
 
-_CHUNK = 2**18  # entries; a sum of integers makes a copy of eight bytes for each
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # weights of entries are multiples that differ in all bits
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The contents as integers, in at least one dimension."""
-    plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
-    return torch.atleast_1d(plain.view(_INTEGERS[plain.element_size()]).squeeze())
-
-
+_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd: weights of different entries differ in all bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).contiguous().view(-1)
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
