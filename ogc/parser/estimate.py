@@ -85,7 +85,7 @@ class Estimator:
         lean = node.target if isinstance(node.target, Lean) else None
         operator = lean.operator if lean else node.target
         if isinstance(operator, Sliced):
-            return self._sliced(operator, args, record)
+            return self._sliced(node, args, kwargs, record)
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
         if not record.outputs or not isinstance(kernel, torch._ops.OpOverload):
             return Weights(gradients=_pass_through(record))
@@ -119,8 +119,13 @@ class Estimator:
             return sizes if wanted[0] else replace(sizes, input_phase=0)
         return measured(args, wanted)
 
-    def _sliced(self, stretch: Sliced, args: Any, record: Record) -> Weights:
-        weights = self._run(stretch.with_plain_operators(), args, {}, False, kernel_copies=self.device.type == "cpu")
+    def _sliced(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
+        assert isinstance(node.target, Sliced)
+        plain = node.target.with_plain_operators()
+        weights = self._run(plain, args, kwargs, False, kernel_copies=self.device.type == "cpu")
+        if self._can_measure() and weights.forward_flops < _SMALL_STRETCH_FLOPS:
+            scratch, working = measured_bytes(Call(node, args, kwargs, record.in_place))
+            weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
         if not weights.gradients:
             return weights
         return replace(
@@ -482,6 +487,9 @@ _INDEXING = {
     torch.ops.aten.masked_scatter_.default,
 }
 _MASKS = (torch.bool, torch.uint8)
+
+_SMALL_STRETCH_FLOPS = 1e9
+"""Below this, what the kernels of a sliced stretch copy is measured: small slices are convolved in many ways."""
 
 _OTHER_KERNELS = {torch.ops.aten.scaled_dot_product_attention.default}
 """What a CPU computes with kernels that take less memory than those for meta tensors."""
