@@ -112,12 +112,16 @@ class OuterLevel:
         least = np.minimum(self._least_kept(peak), peak)
         count = len(self.cuts)
         pairs = np.flatnonzero(least + self.least_local <= peak)  # j and i in one number, several times faster
+        j = pairs // count
+        i = pairs - j * count  # numpy divides by a number many times faster than it finds remainders
         kept, local = (weights.reshape(-1, count * count)[:, pairs] for weights in (self.kept, self.local))
-        limit = np.minimum(peak - local, room[pairs // count] - kept)
-        pair, mode = np.nonzero((least[pairs % count] <= limit).T)
-        j, i = np.divmod(pairs[pair], count)
+        limit = np.minimum(peak - local, room[j] - kept)
+        pair, mode = np.nonzero((least[i] <= limit).T)
+        i, j = i[pair], j[pair]
         again = self.seconds.reshape(-1)[mode * count * count + pairs[pair]]
         at_once = np.where(mode == AGAIN, self.at_once.reshape(-1)[pairs[pair]], 0)
+        added, end = kept[mode, pair], int(np.searchsorted(j, count - 1))
+        added[end:] = local[mode[end:], pair[end:]]
 
         def time(way: Ints, before: Ints) -> NDArray[np.float64]:
             taken = again[way]
@@ -131,7 +135,7 @@ class OuterLevel:
             i,
             j,
             limit[mode, pair],
-            np.where(j == count - 1, local[mode, pair], kept[mode, pair]),
+            added,
             time(np.arange(len(i)), least[i]),
             time,
         )
