@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan import Segment
+from ..plan import Segment, recomputed, saved
 from .costs import Costs, SegmentCosts, boundary_bytes
 from .fronts import LABELS, SLACK
 from .interval import OuterLevel
@@ -94,7 +94,7 @@ class Search:
         level = OuterLevel(costs, self._table(rough))
         least = level.least_peak(above=bound, near=rough)
         # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
-        return self._remaking(self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:])))
+        return self._finest(self._remaking(self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:]))))
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
@@ -152,6 +152,31 @@ class Search:
             if best == before:
                 break
         return best
+
+    def _finest(self, best: Candidate) -> Candidate:
+        """The plan with less memory, if it is one, that cuts everywhere and remakes every value wherever it is used.
+
+        What that does not take for its peak is kept and saved after all, as far as it takes less time.
+        """
+        segments = tuple(recomputed(start, stop) for start, stop in pairwise(self.graph.cuts))
+        values = [v for v, value in enumerate(self.graph.values) if not value.is_output]
+        if len(segments) + len(values) > REMAKING // max(1, len(self.graph)) ** 2:
+            return best
+        try:
+            found = weigh(self.graph, segments, tuple(values))
+        except PlanError:  # an operation would run twice that must not
+            return best
+        if found.peak_bytes >= best.peak_bytes:
+            return best
+        for value in values:
+            kept = tuple(v for v in found.remade if v != value)
+            found = min(found, weigh(self.graph, found.segments, kept))
+        for number, segment in enumerate(segments):
+            others = found.segments[:number], found.segments[number + 1 :]
+            found = min(
+                found, weigh(self.graph, (*others[0], saved(segment.start, segment.stop), *others[1]), found.remade)
+            )
+        return found
 
     def _without(self, plan: Candidate, lost: tuple[int, ...]) -> Candidate:
         """The plan with these values remade too, or the plan itself if they cannot be."""
