@@ -104,6 +104,7 @@ class _Observer:
         self.storages = _Storages()
         self.devices: set[torch.device] | None = None  # of the last operation, after which the states were these
         self.random: tuple[State, ...] = ()
+        self.graph: list[Any] = []  # nodes for a backward, held until the outputs are gone
         self.result = Observation([], [], [], {}, [], set())
 
     def run(self) -> Observation:
@@ -123,7 +124,7 @@ class _Observer:
         elif node.op == "output":
             outputs = self._arguments(node.args[0])
             self.result.outputs = [t.detach() for t in outputs]
-            self.result.reached = reached(outputs, self.inputs)
+            self.result.reached, self.graph = reached(outputs, self.inputs)
             numbers = {self.storages.value(t) for t in outputs}
             self.result.output_values = {n for n in numbers if n is not None}
         else:

@@ -227,6 +227,7 @@ class FlatForward:
         self.outputs: list[torch.Tensor] = []
         self.requires_grad: list[bool] = []
         self.reached: frozenset[Any] = frozenset()
+        self.graph: list[Any] = []  # nodes for a backward, held until the outputs are gone
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = self.spec.rebuild(list(tensors))
@@ -242,5 +243,5 @@ class FlatForward:
             raise ParseError("the model's forward returns no tensor; there is nothing to train")
         self.outputs = [tensor.detach() for tensor in outputs]
         self.requires_grad = [tensor.requires_grad for tensor in outputs]
-        self.reached = reached(outputs, tensors)
+        self.reached, self.graph = reached(outputs, tensors)
         return (*outputs, *self.aside())
