@@ -280,6 +280,7 @@ class _RunWriter:
         self.number = number
         self.run: Run = layout.schedule.runs[number]
         self.nodes = layout.nodes[number]
+        self.executed = frozenset(self.nodes)
         self.held = list(layout.held[number])
 
     def text(self) -> str:
@@ -289,13 +290,13 @@ class _RunWriter:
             keys = ", ".join(f"{name!r}" for name in names)
             lines.append(f"    {', '.join(names)}{',' if len(names) == 1 else ''} = frame.take({keys})")
         lines += [f"    {line}" for line in self._fills(before=True)]
-        last = self._last_uses()
+        freed = self._frees()
         for node in self.nodes:
             t = self.layout.position[node]
             text = _view(node) or _statement(node, self.layout.target(self.number, t), again=t)
             if self.layout.is_repeated(self.number, t):
                 text = f"{node.name} = frame.call_again({t}, {_call(node)})"
-            frees = _let_go(n for n in last if last[n] is node)
+            frees = _let_go(freed.get(node, []))
             if t in self.layout.program.random and t in self.run.program:
                 lines += [f"    with frame.random({t}):", f"        {text}"]
                 lines += [f"    {frees.removeprefix('; ')}"] if frees else []
@@ -309,7 +310,7 @@ class _RunWriter:
         """Statements that fill the slots of operations that do not run again, from the tensors they saved."""
         lines = []
         for node, slot, layout in self.layout.fills(self.number):
-            if before == (node not in self.nodes):
+            if before == (node not in self.executed):
                 layout_text = f", {layout!r}" if layout is not None else ""
                 lines.append(f"frame.fill({slot}, {node.name}{layout_text})")
         return lines
@@ -322,8 +323,8 @@ class _RunWriter:
                 names.setdefault(number, []).append(f"{node.name}={node.name}")
         return [f"frame.give({number}, {', '.join(given)})" for number, given in sorted(names.items())]
 
-    def _last_uses(self) -> dict[torch.fx.Node, torch.fx.Node]:
-        """For each name of the program, the node after which nothing needs it."""
+    def _frees(self) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+        """For each node of the program, the names that nothing needs after it."""
         last: dict[torch.fx.Node, torch.fx.Node] = {}
         for node in self.nodes:
             last[node] = node
@@ -331,9 +332,12 @@ class _RunWriter:
                 if used.op != "get_attr":
                     last[used] = node
         for node in (*(node for node, _, _ in self.layout.fills(self.number)), *self.layout.wanted[self.number]):
-            if node in self.nodes:
+            if node in self.executed:
                 last.pop(node, None)
-        return last
+        frees: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        for node, user in last.items():
+            frees.setdefault(user, []).append(node)
+        return frees
 
     def code(self, program: Callable[..., None]) -> RunCode:
         """The tables of this run for its frames."""
