@@ -1,5 +1,6 @@
 """Long programs: a hundred thousand operations from a real module, planned and run."""
 
+import random
 import resource
 import time
 
@@ -51,3 +52,36 @@ def test_a_long_chain(calls):
         run(x).sum().backward()
         gradients.append(model.weight.grad)
     assert torch.equal(*gradients)
+
+
+def random_dag(count, seed=0):
+    """Operations that read the last few values, and now and then one from any time before."""
+    rng = random.Random(seed)
+    operations = []
+    for t in range(count):
+        near = {rng.randrange(max(0, t - 6), t) for _ in range(rng.choice([1, 1, 2, 3]))} if t else set()
+        reads = near | ({rng.randrange(t)} if t and rng.random() < 0.01 else set())
+        saves = [v for v in (*reads, t) if rng.random() < 0.5]
+        seconds = {"forward_seconds": rng.choice([0.5, 1.0, 2.0, 5.0]), "backward_seconds": 2.0}
+        operations.append(
+            ogc.Operation(f"op{t}", reads=tuple(sorted(reads)), writes=(t,), saves=tuple(sorted(saves)), **seconds)
+        )
+    values = [ogc.Value(f"v{t}", rng.choice([1, 2, 3, 5, 8, 13, 100]), t == count - 1) for t in range(count)]
+    return ogc.Graph(tuple(operations), tuple(values))
+
+
+@pytest.mark.slow
+def test_a_random_dag_of_two_thousand_operations():
+    graph = random_dag(2000)
+    start = time.perf_counter()
+    plan = ogc.solve(graph)
+    seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    within = ogc.solve(graph, memory_budget=(plan.peak_bytes + plan.plain_peak_bytes) // 2)
+    print(
+        f"\n{len(graph)} operations, {len(graph.cuts)} cuts: {seconds:.1f} s for {plan.peak_bytes} of "
+        f"{plan.plain_peak_bytes} bytes, {time.perf_counter() - start:.1f} s for half way at {within.overhead:.1%}"
+    )
+    assert seconds <= 20
+    assert plan.peak_bytes < plan.plain_peak_bytes / 2
+    assert within.overhead < plan.overhead
