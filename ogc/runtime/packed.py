@@ -128,8 +128,8 @@ class RepeatedCall:
         if len(again.packed) != self.count or self._marks(again, results) != self.marks:
             raise ReplayError(
                 f"the leaf module {self.leaf.module} saved or returned something else when it was called again for its "
-                "backward: it depends on more than its arguments, its parameters and torch's random state, or not all of "
-                "its kernels are deterministic. Take it out of repeatable_leaves"
+                "backward: it depends on more than its arguments, its parameters and torch's random state, or not all "
+                "of its kernels are deterministic. Take it out of repeatable_leaves"
             )
         waiting = [number for number, reference in self.dropped if reference() is not None]
         return {(self.operation, number): again.packed[number].pair[0].detach() for number in waiting}
