@@ -583,9 +583,10 @@ def test_leaves_by_name_and_by_type(chosen, caplog):
         (7, "must be a list"),
     ],
 )
-def test_bad_leaf_modules(chosen, message):
-    with pytest.raises(InputError, match=message):
-        ogc.optimize(Net(nn.Tanh()), X, leaf_modules=chosen)
+@pytest.mark.parametrize("argument", ["leaf_modules", "repeatable_leaves"])
+def test_bad_choices_of_leaves(argument, chosen, message):
+    with pytest.raises(InputError, match=f"^{argument}.* {message}"):
+        ogc.optimize(Net(nn.Tanh()), X, **{argument: chosen})
 
 
 # -- memory ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import nn
 import ogc
 from ogc.allocator import peak_bytes
 from ogc.compare import fingerprint
-from ogc.errors import InputError, ReplayError
+from ogc.errors import ReplayError
 from ogc.parser import repeatable
 
 CALLED_ONCE = {
@@ -348,22 +348,6 @@ def test_leaves_are_chosen_by_name_and_by_type_with_what_is_in_them(chosen, expe
     model = nn.Sequential(nn.Linear(6, 6), Branch(), nn.Sequential(nn.Tanh(), Branch()))
     graph = ogc.parse(model, X, repeatable_leaves=chosen)
     assert [op.replayable for op in leaves(graph)] == expected
-
-
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [
-        ("body", "repeatable_leaves must be a list of module names and types, not 'body'"),
-        (["first", 3], "repeatable_leaves must hold module names and types, not 3"),
-        (["body.1"], "repeatable_leaves: the model has no submodule 'body.1'; the nearest are body.0"),
-        ([nn.LSTM], "repeatable_leaves: no submodule of the model is a 'LSTM'"),
-        (["body"], "repeatable_leaves: 'body' is a ModuleList, which is never called"),
-        (7, "repeatable_leaves must be a list"),
-    ],
-)
-def test_bad_repeatable_leaves(chosen, message):
-    with pytest.raises(InputError, match=message):
-        ogc.optimize(Net(nn.Tanh()), X, repeatable_leaves=chosen)
 
 
 # -- memory ------------------------------------------------------------------------------------------------
