@@ -138,3 +138,8 @@ class Leaf:
             return None
         spec = self.returned.tensors[self.new[0]]
         return found[0], (spec.shape, spec.stride, found[1])
+
+
+def runs_once(target: Any) -> bool:
+    """Whether what a node calls is a leaf that must not be called again."""
+    return isinstance(target, Leaf) and not target.repeatable

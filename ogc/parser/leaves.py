@@ -65,12 +65,12 @@ class Leaves:
         """Raise ParseError if a graph made by hand goes past modules with hooks; ``called`` are the leaves in it."""
         inside = set(called)
         for name in sorted(hooked_modules(self.modules)):
-            if not any(f"{name}.".startswith(f"{leaf}.") for leaf in inside):
+            if not _is_within(name, inside):
                 raise ParseError(f"module {name} has forward or backward hooks, and the graph does not call it")
 
     def may_repeat(self, name: str) -> bool:
         """Whether the user says that a leaf computes the same when it is called again."""
-        return any(f"{name}.".startswith(f"{module}.") for module in self.repeatable)
+        return _is_within(name, self.repeatable)
 
     def report(self) -> None:
         """Warnings that name the leaves that nobody asked for, and those that cannot be called again after all."""
@@ -96,7 +96,7 @@ class Leaves:
         return name
 
     def _is_covered(self, name: str) -> bool:
-        return any(name == leaf or name.startswith(f"{leaf}.") for leaf in self.names)
+        return _is_within(name, self.names)
 
     def _add(self, name: str, why: str) -> None:
         if not self._is_covered(name):
@@ -123,6 +123,11 @@ def hooked_modules(modules: Mapping[str, torch.nn.Module]) -> set[str]:
     """The names of those that have forward or backward hooks, but for such as are part of the model's forward."""
     kinds = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return {name for name, module in modules.items() if any(kinds(module)) and not only_records(module)}
+
+
+def _is_within(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module is one of these or inside one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def _listed(reasons: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ import torch
 from ..compare import difference, same_bits
 from ..errors import InputError, OgcError, ParseError
 from ..graph import Graph, Operation, Value
-from ..leaf import Leaf
+from ..leaf import Leaf, runs_once
 from ..lean import lean_operator
 from ..program import Call, InputSpec, Program, TensorRef
 from .attributes import attributes_of, changes
@@ -506,14 +506,10 @@ def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> l
                 "writes": tuple(record.writes),
                 "saves": tuple(record.saved_values),
                 "takes_over": taken.get(t, (None,))[0],
-                "replayable": not (record.writes_external or stale or _runs_once(record.node)),
+                "replayable": not (record.writes_external or stale or runs_once(record.node.target)),
             }
         )
     return found
-
-
-def _runs_once(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, Leaf) and not node.target.repeatable
 
 
 def _operation(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..allocator import allocated_bytes, can_measure
 from ..compare import same_bits
@@ -14,7 +13,7 @@ from ..leaf import Leaf
 from ..program import storage_of, tensor_leaves
 from ..random_state import cuda_devices, random_states, set_random_states
 from .attributes import attributes_of, changes
-from .jit import python_random_state
+from .jit import python_random_state, saved_until_done
 from .leaves import hooked_modules
 from .observe import Record, untouched
 
@@ -70,16 +69,9 @@ def _difference(leaf: Leaf, module: torch.nn.Module, given: list[torch.Tensor], 
 
 def _call(leaf: Leaf, module: torch.nn.Module, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
     """What a call saves, of which it keeps nothing, and returns."""
-    packed: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> int:
-        packed.append(tensor)
-        return len(packed) - 1
-
-    with saved_tensors_hooks(pack, packed.__getitem__):
+    with saved_until_done() as packed:
         results = tensor_leaves(leaf(module, given))
-    saved = [tensor.detach() for tensor in packed]
-    packed.clear()
+        saved = [tensor.detach() for tensor in packed]
     return saved, results
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 
 from ..graph import Graph
-from ..leaf import Leaf
+from ..leaf import Leaf, runs_once
 from ..lean import OPERATORS, Lean
 from ..plan import Plan
 from ..program import LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
@@ -138,8 +138,7 @@ class _Layout:
 
     def _source(self, number: int, node: torch.fx.Node) -> int:
         value = self._value(node)
-        once = isinstance(node.target, Leaf) and not node.target.repeatable
-        return FORWARD if value is None or once else self.schedule.source(number, value)
+        return FORWARD if value is None or runs_once(node.target) else self.schedule.source(number, value)
 
     def _value(self, node: torch.fx.Node) -> int | None:
         return self.program.storages.get(TensorRef(node.name, 0))
@@ -237,11 +236,9 @@ class _ForwardWriter:
         node = self.layout.operations[t]
         given = cast(list[torch.fx.Node], node.args[1])
         stays = [one for one in given if self.layout.stays(number, one)]
-        results = [
-            ref.index
-            for ref, value in self.layout.program.storages.items()
-            if ref.node == node.name and self.layout.schedule.source(number, value) == FORWARD
-        ]
+        assert isinstance(node.target, Leaf)
+        made = (self.layout.program.storages[TensorRef(node.name, k)] for k in range(len(node.target.new)))
+        results = [k for k, value in enumerate(made) if self.layout.schedule.source(number, value) == FORWARD]
         return f"{node.name} = frame_{number}.call({t}, {_call(node)}, stays={_argument(stays)}, results={results})"
 
     def _open(self, number: int) -> str:

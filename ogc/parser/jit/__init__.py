@@ -7,6 +7,7 @@ functions, scripted code, in-place writes without gradients. Unless it happens i
 call is one node, with the tracer switched off while it runs.
 """
 
+from .leaf_calls import saved_until_done
 from .recorders import only_records
 from .trace import FlatForward, forward_alone, nothing_saved, scope, trace
 from .traced import Traced, has_decisions, same_number, without_decisions
@@ -23,6 +24,7 @@ __all__ = [
     "only_records",
     "python_random_state",
     "same_number",
+    "saved_until_done",
     "scope",
     "trace",
     "without_decisions",

@@ -55,7 +55,7 @@ class LeafCall:
                 inputs, given = InputSpec.of(args, kwargs)
                 versions = [tensor._version for tensor in given]
                 self.watch.check(given)
-            with self.watch.inside(self.name, given), _saved_until_done():
+            with self.watch.inside(self.name, given), saved_until_done():
                 result = self.call(*args, **kwargs)
             with _unwatched():
                 returned, tensors = Returned.of(result, given, versions)
@@ -99,7 +99,7 @@ def _size_as_number(argument: Any) -> Any:
 
 
 @contextmanager
-def _saved_until_done() -> Iterator[None]:
+def saved_until_done() -> Iterator[list[torch.Tensor]]:
     """What is saved for a backward is there for a backward that is run inside, and gone afterwards."""
     saved: list[torch.Tensor] = []
 
@@ -108,5 +108,5 @@ def _saved_until_done() -> Iterator[None]:
         return len(saved) - 1
 
     with saved_tensors_hooks(pack, saved.__getitem__):
-        yield
+        yield saved
     saved.clear()
