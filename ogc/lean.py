@@ -267,6 +267,7 @@ class _Convolution(torch.autograd.Function):
             found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [of_input, *of_weights])
             return (*found, *nothing)
         weights = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [False, *of_weights])[1:]
+        ctx.maybe_clear_saved_tensors()  # not where the graph is retained
         x = _untouched(x.shape, x.dtype)
         found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [True, False, False])
         return (found[0], *weights, *nothing)

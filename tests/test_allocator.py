@@ -125,22 +125,39 @@ class Dense(nn.Module):
         return x.mean((2, 3))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.fixture
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8], indirect=True)
 @pytest.mark.parametrize("batch_size", [4, 16])
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_every_solvers_checkpoints_of_a_dense_block_are_as_simulated(threads, batch_size, profile):
     """One thread and a small batch take another kernel for pointwise convolutions, with fewer copies."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        model, x = Dense(), torch.randn(batch_size, 3, 48, 48)
-        graph = ogc.parse(model, x, profile=profile)
-        for solver in set(ogc.solver.SOLVERS) - {"none"}:
-            plan = ogc.solve(graph, solver=solver)
-            measured = measured_peak(ogc.apply(model, graph, plan), (x,))
-            assert plan.peak_bytes == pytest.approx(measured, rel=0.01), solver
-    finally:
-        torch.set_num_threads(before)
+    model, x = Dense(), torch.randn(batch_size, 3, 48, 48)
+    graph = ogc.parse(model, x, profile=profile)
+    for solver in set(ogc.solver.SOLVERS) - {"none"}:
+        plan = ogc.solve(graph, solver=solver)
+        measured = measured_peak(ogc.apply(model, graph, plan), (x,))
+        assert plan.peak_bytes == pytest.approx(measured, rel=0.01), solver
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4, 8], indirect=True)
+@pytest.mark.parametrize(
+    ("batch", "channels", "size", "kernel"), [(8, (16, 16), 64, 3), (16, (64, 64), 28, 3), (12, (256, 64), 28, 1)]
+)
+def test_threads_that_sum_the_gradient_of_a_weight_by_themselves_are_simulated(threads, batch, channels, size, kernel):
+    """The fewer images and the more threads, the more their sums are beside the images."""
+    layers = [nn.Conv2d(*way, kernel, padding=kernel // 2) for way in (channels, channels[::-1])]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.AdaptiveAvgPool2d(1))
+    x = torch.randn(batch, channels[0], size, size)
+    optimised = ogc.optimize(model, x, profile="estimate")
+    assert measured_peak(model, (x,)) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.005)
+    assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.005)
 
 
 class Attention(nn.Module):

@@ -1,14 +1,15 @@
 """What a convolution on a CPU allocates beside its operands, underneath the dispatcher.
 
 oneDNN copies operands to blocked layouts of its own and results back; which it chooses depends on shapes and on the
-machine. For large dense convolutions of stride 1 there is a rule, read off the allocator for torch 2.11 to 2.15.
-Others (patches, strides, dilation, groups, few channels) have none: they are run, each by itself.
+machine. For large dense convolutions of stride 1 there is a rule, read off the allocator for torch 2.11 to 2.15;
+only what several threads sum the gradient of the weight in is found by running it. Others (patches, strides,
+dilation, groups, few channels) have no rule: they are run, each by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import torch
 from ..allocator import allocated_bytes
 
 _WITHOUT_RULE_FLOPS = 2e7  # below this, a call is measured: in less time than matters, as few networks have many such
+_SUMS_FLOPS = 5e8  # per thread, of a call that is run for what threads sum in
+_NEGLIGIBLE = 0.005
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,14 @@ class ConvolutionBytes:
 
     Attributes:
         image: those of the input, which its gradient takes as well.
+        result: those of the result.
         scratch: in the forward, beside the result.
         weights_phase: for the gradient of the weight, that included.
         input_phase: for the gradient of the input, that included.
     """
 
     image: int
+    result: int
     scratch: int
     weights_phase: int
     input_phase: int
@@ -44,10 +49,10 @@ def estimated(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: 
     """By the rule, from operands, the bytes of the result and the operator's arguments from the stride on."""
     x, w = (t.numel() * t.element_size() for t in (image, kernel))
     if _is_product(image, kernel, settings):
-        return ConvolutionBytes(x, 0, w, x)
+        return ConvolutionBytes(x, result, 0, w, x)
     copies = 3 if any(step > 1 for step in settings[0]) else 2
     weights = w + result if kernel.shape[1] < 16 else max(x + result + w, 2 * w)
-    return ConvolutionBytes(x, max(x + w, result), weights, max(x + result + w, copies * x))
+    return ConvolutionBytes(x, result, max(x + w, result), weights, max(x + result + w, copies * x))
 
 
 def has_rule(image: torch.Tensor, kernel: torch.Tensor, settings: Any, flops: int) -> bool:
@@ -65,6 +70,27 @@ def has_rule(image: torch.Tensor, kernel: torch.Tensor, settings: Any, flops: in
         and all(size <= 3 for size in kernel.shape[2:])
         and all(channels % 16 == 0 for channels in kernel.shape[:2])
     )
+
+
+def with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], flops: int) -> ConvolutionBytes:
+    """The estimate, and what threads allocate that each sum the gradient of the weight over a part of the batch.
+
+    How they divide the work depends on the machine. It is found by running the call, unless a sum per thread is
+    nothing beside the rest; a long one with fewer images, which may be too few to be divided as the batch is.
+
+    Args:
+        sizes: by the rule.
+        args: those of ``aten.convolution``.
+        flops: of the forward.
+    """
+    image, kernel, bias = args[:3]
+    threads = torch.get_num_threads()
+    if threads == 1 or threads * kernel.numel() * kernel.element_size() < _NEGLIGIBLE * sizes.weights_phase:
+        return sizes
+    few = image[: max(1, int(len(image) * threads * _SUMS_FLOPS / flops))]
+    run = measured((few, *args[1:]), (False, True, bias is not None))
+    sums = run.weights_phase - estimated(few, kernel, run.result, args[3:9]).weights_phase
+    return replace(sizes, weights_phase=sizes.weights_phase + max(0, sums))
 
 
 def measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
@@ -92,7 +118,7 @@ def measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
     peak, result = allocated_bytes(forward, "cpu")
     gradient = torch.ones_like(found[0])
     weights, inputs = bytes_of([False, *wanted[1:]]), bytes_of([wanted[0], False, False])
-    return ConvolutionBytes(image.numel() * image.element_size(), peak - result, weights, inputs)
+    return ConvolutionBytes(image.numel() * image.element_size(), result, peak - result, weights, inputs)
 
 
 def _is_product(image: torch.Tensor, kernel: torch.Tensor, settings: Any) -> bool:

@@ -31,7 +31,7 @@ from ..random_state import cuda_devices
 from ..sliced import Sliced
 from ..without_grad import WithoutGrad
 from .calls import Call, measured_bytes, own_argument
-from .convolution import ConvolutionBytes, estimated, has_rule, measured
+from .convolution import ConvolutionBytes, estimated, has_rule, measured, with_partial_sums
 from .gradients import InputGradient
 from .observe import Record, is_dense
 from .rebased import COPIES, REBASED
@@ -114,10 +114,13 @@ class Estimator:
         if operator is not torch.ops.aten.convolution.default or self.device.type != "cpu":
             return None
         wanted = [n in {gradient.argument for gradient in weights.gradients} for n in range(3)]
-        if not self._can_measure() or has_rule(args[0], args[1], args[3:9], weights.forward_flops):
-            sizes = estimated(args[0], args[1], record.output_bytes[0], args[3:9])
-            return sizes if wanted[0] else replace(sizes, input_phase=0)
-        return measured(args, wanted)
+        can_measure = self._can_measure()
+        if can_measure and not has_rule(args[0], args[1], args[3:9], weights.forward_flops):
+            return measured(args, wanted)
+        sizes = estimated(args[0], args[1], record.output_bytes[0], args[3:9])
+        if can_measure and wanted[1]:
+            sizes = with_partial_sums(sizes, args, weights.forward_flops)
+        return sizes if wanted[0] else replace(sizes, input_phase=0)
 
     def _sliced(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
         assert isinstance(node.target, Sliced)
