@@ -196,6 +196,26 @@ def test_a_gradient_that_differs_is_told_from_other_tensors():
     assert peers._differences(plain, other) == (0.25, ("buffers",))
 
 
+# -- ours -----------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_plan_with_no_more_flops_recomputes_whatever_has_none():
+    layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Tanh(), nn.Sigmoid()) for _ in range(6)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(layer for group in layers for layer in group))
+    graph = ogc.parse(model, torch.randn(2, 3, 32, 32), profile="estimate")
+    plain = ogc.solve(graph, solver="none")
+    rows = [row(name, plain.peak_bytes, plain.step_flops) for name in ("plain", "peer")]
+    plans = {name: plan for name, plan, _ in peers._our_plans(graph, rows)}
+    (found,) = [plan for name, plan in plans.items() if "FLOPs of peer" in name]
+    assert found.recomputed_flops == 0
+    by_time = [plan.peak_bytes for plan in ogc.frontier(graph).plans if not plan.recomputed_flops]
+    assert found.peak_bytes < 0.8 * min(by_time)
+
+
+def test_a_graph_without_flops_has_no_frontier_by_flops():
+    assert peers._frontier_by_flops(ogc.parse(nn.Sequential(nn.Tanh(), nn.PReLU()), torch.randn(2, 3))) == []
+
+
 # -- all of it ------------------------------------------------------------------------------------------
 
 
