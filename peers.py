@@ -478,7 +478,7 @@ def _by_plan(
         if plan is None:
             groups[entry[:2]] = [entry]
         elif not plan.is_plain:
-            groups.setdefault(plan.segments, []).append(entry)
+            groups.setdefault((plan.segments, plan.remade), []).append(entry)
     rows = []
     for group in groups.values():
         kinds: dict[str, list[str]] = {}
