@@ -25,6 +25,15 @@ def device(request):
 
 
 @pytest.fixture
+def threads(request):
+    """As many threads as a test's parameter says, handed in indirectly."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def opened(monkeypatch):
     """The frames that are opened: none where the plain model runs."""
     seen = []

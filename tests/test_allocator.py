@@ -125,14 +125,6 @@ class Dense(nn.Module):
         return x.mean((2, 3))
 
 
-@pytest.fixture
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("threads", [1, 2, 8], indirect=True)
 @pytest.mark.parametrize("batch_size", [4, 16])
 @pytest.mark.parametrize("profile", ["estimate", "measure"])

@@ -77,21 +77,16 @@ def test_the_peak_is_as_simulated_and_lower(wide, slices):
     assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 def test_slices_take_the_kernels_of_small_batches(threads):
     """A pointwise convolution of fewer than 16 samples on one thread copies nothing."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        layers = [nn.Conv2d(3, 32, 1), nn.Conv2d(32, 32, 1), nn.MaxPool2d(8), nn.Flatten()]
-        model, x = nn.Sequential(*layers, nn.Linear(32 * 16, 4)), torch.randn(16, 3, 32, 32)
-        graph = ogc.parse(model, x)
-        sliced = ogc.parse(model, x, stretches=graph.stretches[:1], slices=2)
-        plan = ogc.make_plan(sliced, [ogc.saved(0, len(sliced))])
-        measured = measured_peak(ogc.apply(model, sliced, plan), (x,))
-        assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
-    finally:
-        torch.set_num_threads(before)
+    layers = [nn.Conv2d(3, 32, 1), nn.Conv2d(32, 32, 1), nn.MaxPool2d(8), nn.Flatten()]
+    model, x = nn.Sequential(*layers, nn.Linear(32 * 16, 4)), torch.randn(16, 3, 32, 32)
+    graph = ogc.parse(model, x)
+    sliced = ogc.parse(model, x, stretches=graph.stretches[:1], slices=2)
+    plan = ogc.make_plan(sliced, [ogc.saved(0, len(sliced))])
+    measured = measured_peak(ogc.apply(model, sliced, plan), (x,))
+    assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
 
 
 def test_the_forward_inside_the_backward_is_counted_as_overhead(wide):

@@ -27,14 +27,12 @@ class ConvolutionBytes:
 
     Attributes:
         image: those of the input, which its gradient takes as well.
-        result: those of the result.
         scratch: in the forward, beside the result.
         weights_phase: for the gradient of the weight, that included.
         input_phase: for the gradient of the input, that included.
     """
 
     image: int
-    result: int
     scratch: int
     weights_phase: int
     input_phase: int
@@ -49,10 +47,10 @@ def estimated(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: 
     """By the rule, from operands, the bytes of the result and the operator's arguments from the stride on."""
     x, w = (t.numel() * t.element_size() for t in (image, kernel))
     if _is_product(image, kernel, settings):
-        return ConvolutionBytes(x, result, 0, w, x)
+        return ConvolutionBytes(x, 0, w, x)
     copies = 3 if any(step > 1 for step in settings[0]) else 2
     weights = w + result if kernel.shape[1] < 16 else max(x + result + w, 2 * w)
-    return ConvolutionBytes(x, result, max(x + w, result), weights, max(x + result + w, copies * x))
+    return ConvolutionBytes(x, max(x + w, result), weights, max(x + result + w, copies * x))
 
 
 def has_rule(image: torch.Tensor, kernel: torch.Tensor, settings: Any, flops: int) -> bool:
@@ -72,7 +70,7 @@ def has_rule(image: torch.Tensor, kernel: torch.Tensor, settings: Any, flops: in
     )
 
 
-def with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], flops: int) -> ConvolutionBytes:
+def with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], result: int, flops: int) -> ConvolutionBytes:
     """The estimate, and what threads allocate that each sum the gradient of the weight over a part of the batch.
 
     How they divide the work depends on the machine. It is found by running the call, unless a sum per thread is
@@ -81,6 +79,7 @@ def with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], flops: int) 
     Args:
         sizes: by the rule.
         args: those of ``aten.convolution``.
+        result: bytes of its result.
         flops: of the forward.
     """
     image, kernel, bias = args[:3]
@@ -89,7 +88,7 @@ def with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], flops: int) 
         return sizes
     few = image[: max(1, int(len(image) * threads * _SUMS_FLOPS / flops))]
     run = measured((few, *args[1:]), (False, True, bias is not None))
-    sums = run.weights_phase - estimated(few, kernel, run.result, args[3:9]).weights_phase
+    sums = run.weights_phase - estimated(few, kernel, result // len(image) * len(few), args[3:9]).weights_phase
     return replace(sizes, weights_phase=sizes.weights_phase + max(0, sums))
 
 
@@ -118,7 +117,7 @@ def measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
     peak, result = allocated_bytes(forward, "cpu")
     gradient = torch.ones_like(found[0])
     weights, inputs = bytes_of([False, *wanted[1:]]), bytes_of([wanted[0], False, False])
-    return ConvolutionBytes(image.numel() * image.element_size(), result, peak - result, weights, inputs)
+    return ConvolutionBytes(image.numel() * image.element_size(), peak - result, weights, inputs)
 
 
 def _is_product(image: torch.Tensor, kernel: torch.Tensor, settings: Any) -> bool:

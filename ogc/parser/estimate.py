@@ -114,12 +114,12 @@ class Estimator:
         if operator is not torch.ops.aten.convolution.default or self.device.type != "cpu":
             return None
         wanted = [n in {gradient.argument for gradient in weights.gradients} for n in range(3)]
-        can_measure = self._can_measure()
-        if can_measure and not has_rule(args[0], args[1], args[3:9], weights.forward_flops):
+        result, flops, can_run = record.output_bytes[0], weights.forward_flops, self._can_measure()
+        if can_run and not has_rule(args[0], args[1], args[3:9], flops):
             return measured(args, wanted)
-        sizes = estimated(args[0], args[1], record.output_bytes[0], args[3:9])
-        if can_measure and wanted[1]:
-            sizes = with_partial_sums(sizes, args, weights.forward_flops)
+        sizes = estimated(args[0], args[1], result, args[3:9])
+        if can_run and wanted[1]:
+            sizes = with_partial_sums(sizes, args, result, flops)
         return sizes if wanted[0] else replace(sizes, input_phase=0)
 
     def _sliced(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
