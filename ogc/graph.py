@@ -8,7 +8,7 @@ values, because they stay in memory whatever the plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,15 @@ class Value:
     name: str
     bytes: int
     is_output: bool = False  # returned to the caller, so it outlives the backward pass
+
+
+@dataclass(frozen=True)
+class PlainBackward:
+    """What the backward of an operator takes as PyTorch runs it, where a leaner one stands for it."""
+
+    saves: tuple[int, ...]
+    internal_bytes: int
+    backward_bytes: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Operation:
     gradient_bytes: int = 0  # gradients alive when its backward is about to start
     backward_bytes: int = 0  # most gradients and temporaries alive while its backward runs
     late_bytes: int = 0  # the same once it has let go of what it saved, if it does so before it is done
-    plain_bytes: int = 0  # ``backward_bytes`` of the operator as PyTorch runs it
+    plain: PlainBackward | None = None  # what PyTorch's own backward takes instead; None: the same
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     forward_flops: int = 0
@@ -131,6 +140,17 @@ class Graph:
 
     def __len__(self) -> int:
         return len(self.operations)
+
+    @cached_property
+    def with_plain_backwards(self) -> Graph:
+        """The same program with every backward PyTorch's own."""
+        if all(op.plain is None for op in self.operations):
+            return self
+        operations = (
+            op if op.plain is None else replace(op, late_bytes=0, plain=None, **vars(op.plain))
+            for op in self.operations
+        )
+        return replace(self, operations=tuple(operations))
 
     @cached_property
     def producers(self) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ Forward kernels are PyTorch's own. The backwards differ in what is alive at once
 * batch norm does the same on a CPU, a few channels at a time (its kernel works channel by channel);
 * convolution on a CPU computes the weights' gradient first and lets go of its saved input before it
   allocates the input's gradient;
-* max pooling on a CPU keeps the indices but not its input, of which its backward needs the shape alone.
+* max pooling on a CPU keeps a byte or two for each result, its place in its window, instead of PyTorch's eight, and
+  not its input, of which its backward needs the shape alone.
 
 Batch norm that is run again where its statistics are still there does not compute them anew.
 
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -27,7 +30,10 @@ import torch
 aten = torch.ops.aten
 
 CHUNK_BYTES = 1 << 20
-"""Batch norm's backward takes channels of this many bytes at a time, or one."""
+"""Batch norm's backward takes channels of this many bytes at a time, or one; max pooling images of as many indices."""
+
+INDEX_BYTES = 8
+"""Of each of PyTorch's indices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +274,7 @@ class _Convolution(torch.autograd.Function):
             return (*found, *nothing)
         weights = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [False, *of_weights])[1:]
         ctx.maybe_clear_saved_tensors()  # not where the graph is retained
-        x = _untouched(x.shape, x.dtype)
+        x = _untouched(x.shape, x.dtype, x.device)
         found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [True, False, False])
         return (found[0], *weights, *nothing)
 
@@ -277,34 +283,85 @@ class _Convolution(torch.autograd.Function):
 
 
 class _MaxPool2d(torch.autograd.Function):
-    """``aten.max_pool2d``."""
+    """``aten.max_pool2d``, a few images at a time: their indices are turned into places within windows, and back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kernel: list[int], *settings: Any) -> torch.Tensor:
         defaults: tuple[Any, ...] = ([], [0, 0], [1, 1], False)  # stride, padding, dilation, ceil_mode
         ctx.settings = kernel, *settings, *defaults[len(settings) :]
-        ctx.like = x.shape, x.dtype
+        ctx.like = x.shape, x.dtype, x.device
         ctx.given = 1 + len(settings)
-        result: torch.Tensor
-        result, indices = aten.max_pool2d_with_indices.default(x, *ctx.settings)
-        ctx.save_for_backward(indices)
+        none: torch.Tensor = aten.max_pool2d_with_indices.default(x[:0], *ctx.settings)[0]  # for its shape
+        result = x.new_empty((len(x), *none.shape[1:]))
+        starts, span = _windows(x.shape[3], result, *ctx.settings[:-1])
+        places = torch.empty_like(result, dtype=_least_type(span))
+        buffer = starts.new_empty((images_at_once(result.shape), *result.shape[1:]))
+        for part, indices in _parts(buffer, len(x)):
+            aten.max_pool2d_with_indices.out(x[part], *ctx.settings, out=result[part], indices=indices)
+            places[part].copy_(indices.sub_(starts))
+        ctx.save_for_backward(places)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (indices,) = ctx.saved_tensors
-        x = _untouched(*ctx.like)
-        found = aten.max_pool2d_with_indices_backward.default(gradient, x, *ctx.settings, indices)
-        return (found, *(None,) * ctx.given)
+        (places,) = ctx.saved_tensors
+        shape, dtype, device = ctx.like
+        starts, _ = _windows(shape[3], places, *ctx.settings[:-1])
+        nothing = (None,) * ctx.given
+        backward = aten.max_pool2d_with_indices_backward
+        if torch.is_grad_enabled():
+            x = _untouched(shape, dtype, device)
+            return (backward.default(gradient, x, *ctx.settings, places + starts), *nothing)
+        gradient = gradient.contiguous()
+        result = gradient.new_empty(shape)
+        buffer = starts.new_empty((images_at_once(places.shape), *places.shape[1:]))
+        x = _untouched((len(buffer), *shape[1:]), dtype, device)
+        for part, indices in _parts(buffer, len(places)):
+            indices.copy_(places[part]).add_(starts)
+            given = gradient[part], x[: len(indices)], *ctx.settings, indices
+            backward.grad_input(*given, grad_input=result[part])
+        return (result, *nothing)
 
 
-def _untouched(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def _windows(
+    width: int, result: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> tuple[torch.Tensor, int]:
+    """For each position of the result the index at which its window starts in a plane so wide; and a window's span."""
+    down, right = (
+        torch.arange(size, device=result.device) * (stride or kernel)[k] - padding[k]
+        for k, size in zip((0, -1), result.shape[2:], strict=True)
+    )
+    span = (kernel[0] - 1) * dilation[0] * width + (kernel[-1] - 1) * dilation[-1]
+    return down[:, None] * width + right, span
+
+
+def _least_type(most: int) -> torch.dtype:
+    """The smallest type of integers from 0 to ``most``."""
+    types = (torch.uint8, torch.int16, torch.int32, torch.int64)
+    return next(dtype for dtype in types if most <= torch.iinfo(dtype).max)
+
+
+def images_at_once(shape: Sequence[int]) -> int:
+    """For how many images max pooling, whose result has this shape, has indices at a time."""
+    return max(1, min(shape[0], CHUNK_BYTES // max(1, INDEX_BYTES * prod(shape[1:]))))
+
+
+def _parts(buffer: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of so many images, with room in the buffer for each."""
+    for first in range(0, count, len(buffer)):
+        last = min(count, first + len(buffer))
+        yield slice(first, last), buffer[: last - first]
+
+
+def _untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A contiguous tensor whose memory is promised but never used.
 
     Some gradients depend on the shape of an operator's input alone, but their operators ask for a tensor.
     """
-    pages = mmap.mmap(-1, max(1, shape.numel() * dtype.itemsize))
-    return torch.frombuffer(pages, dtype=dtype, count=shape.numel()).view(shape)
+    if device.type == "meta":
+        return torch.empty(1, dtype=dtype, device=device).expand(shape)
+    pages = mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize))
+    return torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape)
 
 
 # -- whose gradient it is ---------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ backward; it can start from any value that is still there. The backward of a sav
 needs from the run that the segment belongs to. Everything else follows: which operations a run repeats
 (those that somebody needs), and when each value is let go (after its last use). A value that crosses a cut
 is there from then on, unless the plan has it *remade*: then whoever needs it runs what makes it again, however
-far back that lies. A value that a recomputed segment has *kept* is never made again. The simulator counts the
-bytes of exactly this, the runtime executes exactly this.
+far back that lies. A value that a recomputed segment has *kept* is never made again; if that segment is one of the
+forward's, and keeps all that an operation writes, so are the operation's internal tensors. The simulator counts
+the bytes of exactly this, the runtime executes exactly this.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class Step:
 class Schedule:
     """The runs of a plan over a graph, in the order in which they are carried out.
 
+    ``keeps_internals`` says of each operation whether the internal tensors of its forward stay for its backward,
+    whatever is run again.
+
     Raises:
         PlanError: the segments are not a plan for the graph, or an operation would run twice that must not.
     """
@@ -73,6 +77,11 @@ class Schedule:
         self.graph = graph
         self.remade = frozenset(remade)
         self.runs: list[Run] = [Run(0, len(graph))]
+        kept = {v for segment in segments for v in segment.kept}
+        self.keeps_internals = tuple(
+            small or (bool(op.writes) and kept.issuperset(op.writes))
+            for op, small in zip(graph.operations, graph.keeps_internals, strict=True)
+        )
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
         self._visit(FORWARD, segments)
         for run in reversed(self.runs[1:]):
@@ -106,7 +115,7 @@ class Schedule:
         saved = {v for t in in_leaves for v in ops[t].saves}
         needed = saved.union(*(self.runs[child].needs for child in run.children))
         wanted = {v for v in needed if is_remade(v)}
-        alive = {t for t in in_leaves if ops[t].internal_bytes and not graph.keeps_internals[t]}
+        alive = {t for t in in_leaves if ops[t].internal_bytes and not self.keeps_internals[t]}
         found = -1
         while len(alive) != found:  # in-place operations may ask for writers behind them
             found = len(alive)
@@ -145,7 +154,7 @@ class Schedule:
         """For each operation, the run whose internal tensors its backward uses."""
         programs = [frozenset(run.program) for run in self.runs]
         return tuple(
-            FORWARD if self.graph.keeps_internals[t] or t not in programs[supplier] else supplier
+            FORWARD if self.keeps_internals[t] or t not in programs[supplier] else supplier
             for t, supplier in enumerate(self.suppliers)
         )
 

@@ -95,7 +95,7 @@ def recompute_program(graph: Graph, start: int, stop: int, kept: Collection[int]
         before = len(alive)
         for t in range(stop - 1, start - 1, -1):
             op = graph.operations[t]
-            remakes_internals = op.internal_bytes > 0 and not graph.keeps_internals[t]
+            remakes_internals = op.internal_bytes > 0 and not keeps_internals(graph, t, kept)
             if t in alive or not (remakes_internals or any(v in remade for v in op.writes)):
                 continue
             alive.add(t)
@@ -107,6 +107,12 @@ def recompute_program(graph: Graph, start: int, stop: int, kept: Collection[int]
             )
         if len(alive) == before:
             return tuple(sorted(alive))
+
+
+def keeps_internals(graph: Graph, t: int, kept: Collection[int]) -> bool:
+    """Whether a recomputed segment keeps an operation's internal tensors: with all that the operation writes."""
+    writes = graph.operations[t].writes
+    return graph.keeps_internals[t] or (bool(writes) and all(v in kept for v in writes))
 
 
 class Memory:
@@ -132,7 +138,7 @@ class Memory:
             if op.takes_over is not None and op.takes_over not in self.kept:
                 self.live.discard(op.takes_over)
             self._record(op.internal_bytes + op.scratch_bytes)
-            if not segment.recompute or graph.keeps_internals[t]:
+            if not segment.recompute or keeps_internals(graph, t, segment.kept):
                 self.internals[t] = op.internal_bytes
             self.live = {v for v in self.live if graph.last_uses[v] > t or v in self.kept}
 
@@ -147,7 +153,7 @@ class Memory:
             if op.takes_over is not None:
                 self.remade.discard(op.takes_over)
             self._record(gradients + op.internal_bytes + op.scratch_bytes)
-            if not graph.keeps_internals[t]:
+            if not keeps_internals(graph, t, segment.kept):
                 self.internals[t] = op.internal_bytes
             self.remade = {v for v in self.remade if last_needed.get(v, -1) > t}
         self.live |= self.remade

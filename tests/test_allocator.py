@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers import forced, measured_peak, random_tree, random_values
+from helpers import assert_same_training, forced, measured_peak, random_tree, random_values
 from models import CASES
 from torch import nn
 
@@ -79,6 +79,33 @@ def test_any_plan_peaks_as_simulated(seed):
     rng = random.Random(seed)
     plan = ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
     assert measured_peak(ogc.apply(model, graph, plan), (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
+
+
+class KeepsWithin(nn.Module):
+    """Operators that save what is no value of the program: indices, masks, probabilities."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2))
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+
+    def forward(self, x):
+        x = self.stem(x).flatten(2).transpose(1, 2)
+        return self.attention(x, x, x, need_weights=False)[0].square().mean((1, 2))
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+@pytest.mark.parametrize("part", ["max_pool2d", "dropout", "scaled_dot_product_attention"])
+def test_a_segment_that_keeps_a_result_keeps_what_its_operator_saved(part, profile):
+    model, x = KeepsWithin(), torch.randn(4, 3, 32, 32)
+    graph = ogc.parse(model, x, profile=profile)
+    place = next(t for t, op in enumerate(graph.operations) if part in op.target)
+    assert graph.operations[place].internal_bytes and not graph.keeps_internals[place]
+    plan = ogc.make_plan(graph, [ogc.recomputed(0, len(graph), kept=graph.operations[place].writes)])
+    assert plan.recomputed_seconds <= sum(graph.repeat_seconds) - graph.repeat_seconds[place]
+    optimised = ogc.apply(model, graph, plan)
+    assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert_same_training(model, optimised, (x,))
 
 
 @pytest.mark.parametrize("name", CASES)

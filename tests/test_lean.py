@@ -7,6 +7,7 @@ import torch
 
 from ogc import lean
 from ogc.allocator import peak_bytes
+from ogc.compare import same_bits
 from ogc.lean import OPERATORS
 
 aten = torch.ops.aten
@@ -27,7 +28,7 @@ def gradients(operator, tensors, *settings, after=lambda y: (y * y).sum()):
 def assert_same_bits(operator, tensors, *settings, **options):
     plain = gradients(operator, tensors, *settings, **options)
     ours = gradients(OPERATORS[operator], tensors, *settings, **options)
-    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(plain, ours, strict=True))
+    assert all(same_bits(a, b) and a.stride() == b.stride() for a, b in zip(plain, ours, strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +115,21 @@ def test_max_pool2d(settings):
     x = torch.randn(3, 4, 11, 9).round()  # ties
     assert_same_bits(aten.max_pool2d.default, [x], *settings)
     assert_same_bits(aten.max_pool2d.default, [x.contiguous(memory_format=torch.channels_last)], *settings)
+
+
+@pytest.mark.parametrize(
+    ("width", "kernel", "dtype"), [(126, 3, torch.uint8), (200, 3, torch.int16), (9000, 5, torch.int32)]
+)
+def test_max_pool2d_saves_places_in_windows(width, kernel, dtype):
+    x = torch.randn(3, 2, kernel + 2, width)
+    x[0, 0, 1] = float("nan")
+    x[1, 1] = -float("inf")
+    settings = [kernel] * 2, [1, 2], [kernel // 2] * 2
+    assert_same_bits(aten.max_pool2d.default, [x], *settings)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
+        result = OPERATORS[aten.max_pool2d.default](x.requires_grad_(), *settings)
+    assert [(t.dtype, t.shape) for t in saved] == [(dtype, result.shape)]
 
 
 def concatenated(y):

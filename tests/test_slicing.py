@@ -77,6 +77,15 @@ def test_the_peak_is_as_simulated_and_lower(wide, slices):
     assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
 
 
+def test_what_pooling_keeps_of_a_slice_is_as_simulated():
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
+    layers += [nn.MaxPool2d(3, 1, 1), nn.Conv2d(16, 16, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    model, x = nn.Sequential(*layers, nn.Linear(16, 4)), torch.randn(16, 3, 128, 128)
+    optimised = ogc.optimize(model, x, batch_slices=8)
+    assert "sliced" in optimised.code
+    assert optimised.plan.peak_bytes == pytest.approx(measured_peak(optimised, (x,)), rel=0.02)
+
+
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 def test_slices_take_the_kernels_of_small_batches(threads):
     """A pointwise convolution of fewer than 16 samples on one thread copies nothing."""

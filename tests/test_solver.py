@@ -321,6 +321,42 @@ def test_what_is_costly_to_make_is_kept_and_the_rest_runs_again():
     assert again and all(t % 2 for t in again)
 
 
+def test_internal_tensors_are_kept_with_the_results_of_a_costly_operation():
+    def operation(t):
+        before, costly = ((t - 1,) if t else ()), t % 4 == 0
+        return Operation(
+            f"op{t}",
+            reads=before,
+            writes=(t,),
+            saves=() if costly else before,
+            internal_bytes=4 if costly else 0,
+            forward_seconds=20.0 if costly else 1.0,
+        )
+
+    graph = Graph(tuple(map(operation, range(40))), tuple(Value(f"v{t}", 4 if t % 4 == 0 else 64) for t in range(40)))
+    plan = ogc.solve(graph, memory_budget=0.45)
+    again = {t for run in Schedule(graph, plan.segments).runs[1:] for t in run.program}
+    assert again and all(t % 4 for t in again)
+
+
+def test_what_is_kept_need_not_be_saved_to_spare_the_operation_that_makes_it():
+    """As in a transformer: a matrix product and a sum, of which the norm behind them saves the sum alone."""
+    operations, size = [], []
+    for block in range(12):
+        x, product, total, norm = (4 * block - 1,) if block else (), 4 * block, 4 * block + 1, 4 * block + 2
+        operations += [
+            Operation(f"product{block}", reads=x, writes=(product,), saves=x, forward_seconds=20.0),
+            Operation(f"sum{block}", reads=(*x, product), writes=(total,), forward_seconds=1.0),
+            Operation(f"norm{block}", reads=(total,), writes=(norm,), saves=(total,), forward_seconds=1.0),
+            Operation(f"next{block}", reads=(norm,), writes=(norm + 1,), saves=(norm,), forward_seconds=1.0),
+        ]
+        size += [8, 64, 64, 64]
+    graph = Graph(tuple(operations), tuple(Value(f"v{n}", bytes_) for n, bytes_ in enumerate(size)))
+    plan = ogc.solve(graph, memory_budget=0.3)
+    again = {t for run in Schedule(graph, plan.segments).runs[1:] for t in run.program}
+    assert again and all(t % 4 for t in again)
+
+
 def test_a_budget_that_the_plain_model_meets_costs_nothing():
     for budget in (1.0, "30GiB", 31 * 2**30):
         plan = ogc.solve(GIB, memory_budget=budget)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..allocator import can_measure
-from ..lean import Lean, channels_at_once, repeats_exactly
+from ..lean import INDEX_BYTES, Lean, channels_at_once, images_at_once, repeats_exactly
 from ..program import operator_name, storage_of, tensor_leaves
 from ..random_state import cuda_devices
 from ..sliced import Sliced
@@ -68,6 +68,7 @@ class Weights:
     repeat_seconds: float | None = None  # of a forward whose internal tensors are there, if that is quicker
     gradients: tuple[InputGradient, ...] = ()
     internal_bytes: int | None = None  # None: as observed
+    saved_arguments: tuple[int, ...] = ()  # tensors that are saved besides those that were observed
     plain: Weights | None = None  # of the operator that a lean one stands for
 
 
@@ -101,7 +102,8 @@ class Estimator:
             if self.device.type == "cpu":
                 weights = _with_kernel_copies(operator_name(node.target), args, record, weights, sizes)
             if lean and lean.pays(*args):
-                weights = replace(_LEAN[lean.kind](args, record, weights, sizes), plain=weights)
+                found = _LEAN[lean.kind](args, record, weights, sizes)
+                weights = replace(found, plain=found.plain or weights)
             self.seen[key] = weights
         return _with_plain_copies(node, record, self.seen[key])
 
@@ -313,15 +315,23 @@ def _reusing(gradients: tuple[InputGradient, ...]) -> tuple[InputGradient, ...]:
     return tuple(replace(g, reuses=0) if g.argument == 0 else g for g in gradients)
 
 
-def _as_it_is(args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None) -> Weights:
-    return weights
+def _lean_max_pool2d(args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None) -> Weights:
+    samples, channels = args[0].shape[:2]
+    positions = record.output_bytes[0] // max(1, args[0].element_size() * samples * channels)
+    indices = INDEX_BYTES * positions * (1 + channels * images_at_once((samples, channels, positions)))
+    return replace(
+        weights,
+        scratch_bytes=indices,
+        working_bytes=weights.working_bytes + indices,
+        plain=replace(weights, internal_bytes=INDEX_BYTES * samples * channels * positions, saved_arguments=(0,)),
+    )
 
 
 _LEAN = {
     "elementwise": _lean_elementwise,
     "batch_norm": _lean_batch_norm,
     "convolution": _lean_convolution,
-    "max_pool2d": _as_it_is,  # what it saves is seen, and its backward allocates what PyTorch's does
+    "max_pool2d": _lean_max_pool2d,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from ..compare import difference, same_bits
 from ..errors import InputError, OgcError, ParseError
-from ..graph import Graph, Operation, Value
+from ..graph import Graph, Operation, PlainBackward, Value
 from ..leaf import Leaf, runs_once
 from ..lean import lean_operator
 from ..program import Call, InputSpec, Program, TensorRef
@@ -453,7 +453,9 @@ def _graph(
     lean = gradient_bytes([_gradients(r, w) for r, w in zip(records, weights, strict=True)], returned)
     plain = gradient_bytes([_gradients(r, w.plain or w) for r, w in zip(records, weights, strict=True)], returned)
     seen = memory_of(records, taken)
-    operations = tuple(map(_operation, records, weights, lean, plain, seen))
+    operations = tuple(
+        _operation(*of_one, observation.storages) for of_one in zip(records, weights, lean, plain, seen, strict=True)
+    )
     program = program_of(spec, traced, observation, taken)
     return Graph(operations, values_of(observation), program, device, kind)
 
@@ -513,20 +515,31 @@ def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> l
 
 
 def _operation(
-    record: Record, weights: Weights, lean: LiveGradients, plain: LiveGradients, seen: dict[str, Any]
+    record: Record,
+    weights: Weights,
+    lean: LiveGradients,
+    plain_gradients: LiveGradients,
+    seen: dict[str, Any],
+    storages: Mapping[TensorRef, int],
 ) -> Operation:
     node = record.node
+    backward = PlainBackward(seen["saves"], _internal_bytes(record, weights), lean.during)
+    theirs = weights.plain or weights
+    given = (record.arguments[n] for n in theirs.saved_arguments)
+    saves = {storages[ref] for ref in given if ref is not None and ref in storages}.difference(backward.saves)
+    internal_bytes = _internal_bytes(record, theirs)
+    plain = PlainBackward((*backward.saves, *sorted(saves)), internal_bytes, plain_gradients.during)
     return Operation(
         name=node.name,
         target=str(node.meta.get("operator", node.target)),
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),
-        internal_bytes=record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes,
+        internal_bytes=backward.internal_bytes,
         scratch_bytes=weights.scratch_bytes,
         gradient_bytes=lean.before,
         backward_bytes=lean.during,
         late_bytes=lean.late,
-        plain_bytes=plain.during,
+        plain=None if plain == backward and not lean.late else plain,
         forward_seconds=weights.forward_seconds,
         backward_seconds=weights.backward_seconds,
         forward_flops=weights.forward_flops,
@@ -536,6 +549,10 @@ def _operation(
         repeat_seconds=weights.repeat_seconds,
         **seen,
     )
+
+
+def _internal_bytes(record: Record, weights: Weights) -> int:
+    return record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes
 
 
 def _gradients(record: Record, weights: Weights) -> OperationGradients:

@@ -237,13 +237,15 @@ class SegmentCosts:
         """Weights of segments that are run again at once, but for these values, which stay."""
         stay = np.zeros(len(self.size), bool)
         stay[list(values)] = True
+        stays = np.array([bool(op.writes) and all(stay[v] for v in op.writes) for op in self.graph.operations])
+        kept = self.small | stays
         unkept = ~stay[:, None] & (np.arange(len(self.cuts)) >= self.last_used[:, None])  # [v, j]: no copy at cut j
-        alive = self._alive(unkept)
-        small = self.internal * self.small
-        recompute = np.where(self.later, self._recompute(alive, unkept, stay), NEVER)
+        alive = self._alive(unkept, kept)
+        internal = self.internal * kept
+        recompute = np.where(self.later, self._recompute(alive, unkept, stay, kept), NEVER)
         return _Mode(
-            kept=self._kept(stay, small),
-            forward=self._forward(stay, small),
+            kept=self._kept(stay, internal),
+            forward=self._forward(stay, internal),
             local=np.maximum(self._backward, recompute),
             seconds=self._from_cut(alive * self.seconds[:, None]),
         )
@@ -280,29 +282,32 @@ class SegmentCosts:
         most = np.maximum(peak(self.saver, self.backward_peak), peak(self.saver + 1, late))
         return np.where(self.later, most, NEVER)
 
-    def _recompute(self, alive: Bools, unkept: Bools, stay: Bools) -> Ints:
-        """Most bytes alive while a segment runs again, above K(i); NEVER if it must not."""
+    def _recompute(self, alive: Bools, unkept: Bools, stay: Bools, kept: Bools) -> Ints:
+        """Most bytes alive while a segment runs again, above K(i); NEVER if it must not.
+
+        By the values that stay, and the operations of which the internal tensors do.
+        """
         until = np.where(stay, len(self.cuts), self.last_used)
         base = self._sum_ij(
             (0, self.made, np.maximum(self.made, self.first_used), until, np.where(self.output, 0, self.size)),
             (self.made, self.first_used, 0, self.first_used, np.where(self.passes, -self.size, 0)),
         )
-        base += self._internals(self.internal * self.small) + self._later_outputs()[:, None]
+        base += self._internals(self.internal * kept) + self._later_outputs()[:, None]
         base += self.gradient[np.maximum(self.cuts - 1, 0)][None, :]
-        base += self._running(alive, unkept)
+        base += self._running(alive, unkept, kept)
         banned = self._from_cut(alive & ~self.replayable[:, None]) > 0
         return np.where(banned, NEVER, base)
 
-    def _running(self, alive: Bools, unkept: Bools) -> Ints:
+    def _running(self, alive: Bools, unkept: Bools, kept: Bools) -> Ints:
         """Most bytes that the program itself has made and still needs, for every (i, j)."""
         c = len(self.cuts)
         remade = alive[self.producer]  # [v, j]
         stays = remade & self.saved[:, None] & unkept
         grown = np.zeros((self.n + 1, c), np.int64)  # [t, j]: bytes that stay, made before t
         np.add.at(grown, self.producer + 1, stays * self.size[:, None])
-        grown[1:] += alive * np.where(self.small, 0, self.internal)[:, None]
+        grown[1:] += alive * np.where(kept, 0, self.internal)[:, None]
         grown = np.cumsum(grown, 0)
-        live = grown[1:] + (self.scratch + np.where(self.small, self.internal, 0))[:, None]
+        live = grown[1:] + (self.scratch + np.where(kept, self.internal, 0))[:, None]
         live = np.where(alive, live, -NEVER).T.copy()  # [j, t]
         ends = self._needed_until(alive, unkept)
         passing = remade & ~stays
@@ -333,7 +338,7 @@ class SegmentCosts:
                 until[v, needs] = t - (v == op.takes_over)
         return until
 
-    def _alive(self, unkept: Bools) -> Bools:
+    def _alive(self, unkept: Bools, kept: Bools) -> Bools:
         """[t, j]: whether a recomputation up to cut j runs operation t, as in :class:`ogc.schedule.Schedule`."""
         remade = unkept & self.saved[:, None]
         alive = np.zeros((self.n, len(self.cuts)), bool)
@@ -342,7 +347,7 @@ class SegmentCosts:
             before = int(alive.sum())
             for t in range(self.n - 1, -1, -1):
                 op = self.graph.operations[t]
-                runs = within[t] if self.internal[t] and not self.small[t] else alive[t]
+                runs = within[t] if self.internal[t] and not kept[t] else alive[t]
                 for v in op.writes:
                     runs = runs | (remade[v] & within[t])
                 alive[t] = runs

@@ -86,7 +86,7 @@ def plain_timeline(graph: Graph) -> tuple[Event, ...] | None:
 
 
 def _plain(graph: Graph) -> _Memory:
-    return _replay(_Memory(Schedule(graph, (Segment(0, len(graph)),)), is_plain=True))
+    return _replay(_Memory(Schedule(graph.with_plain_backwards, (Segment(0, len(graph)),))))
 
 
 def lower_bound(graph: Graph) -> int:
@@ -141,7 +141,7 @@ def trace(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int] 
     is_plain = isinstance(plan, Plan) and plan.is_plain
     if is_plain and graph.plain_peak_bytes is not None:
         raise PlanError("this graph runs slice by slice, so it has no timeline of the plain model")
-    return tuple(_replay(_Trace(_schedule(graph, plan, remade), is_plain)).moments)
+    return tuple(_replay(_Trace(_schedule(graph.with_plain_backwards if is_plain else graph, plan, remade))).moments)
 
 
 def _schedule(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int]) -> Schedule:
@@ -158,10 +158,9 @@ def _replay(memory: AnyMemory) -> AnyMemory:
 
 
 class _Memory:
-    """The bytes alive from step to step; if ``is_plain``, with every backward PyTorch's own."""
+    """The bytes alive from step to step."""
 
-    def __init__(self, schedule: Schedule, is_plain: bool = False) -> None:
-        self.is_plain = is_plain
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.graph = schedule.graph
         self.timeline: list[Event] = []
@@ -197,13 +196,11 @@ class _Memory:
 
     def _backward(self, number: int, step: Step) -> None:
         op = self.graph.operations[step.operation]
-        is_lean = not (self.is_plain and op.plain_bytes)
-        during, late = (op.backward_bytes, op.late_bytes) if is_lean else (op.plain_bytes, 0)
-        self._record("backward", step, during)
+        self._record("backward", step, op.backward_bytes)
         for copy in self.schedule.reads(step):
             self._drop_if_done(number, copy)
-        if late:
-            self._record("backward", step, late)
+        if op.late_bytes:
+            self._record("backward", step, op.late_bytes)
         self.internal_bytes -= self.internals.pop(step.operation, 0)
 
     def _add(self, copy: tuple[int, int]) -> None:
@@ -238,8 +235,8 @@ class _Memory:
 class _Trace(_Memory):
     """The bytes alive from step to step, and what they are."""
 
-    def __init__(self, schedule: Schedule, is_plain: bool) -> None:
-        super().__init__(schedule, is_plain)
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule)
         self.moments: list[Moment] = []
         self.kept = {v for run in schedule.runs[1:] for v in run.needs if _is_checkpoint(schedule, run, v)}
         self.kept_bytes = 0
