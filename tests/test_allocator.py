@@ -82,20 +82,19 @@ def test_any_plan_peaks_as_simulated(seed):
 
 
 class KeepsWithin(nn.Module):
-    """Operators that save what is no value of the program: indices, masks, probabilities."""
+    """Operators that save what is no value of the program: places in windows, noise."""
 
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2))
-        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.2))
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
 
     def forward(self, x):
-        x = self.stem(x).flatten(2).transpose(1, 2)
-        return self.attention(x, x, x, need_weights=False)[0].square().mean((1, 2))
+        return self.second(self.first(x)).square().mean((1, 2, 3))
 
 
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
-@pytest.mark.parametrize("part", ["max_pool2d", "dropout", "scaled_dot_product_attention"])
+@pytest.mark.parametrize("part", ["max_pool2d", "dropout"])
 def test_a_segment_that_keeps_a_result_keeps_what_its_operator_saved(part, profile):
     model, x = KeepsWithin(), torch.randn(4, 3, 32, 32)
     graph = ogc.parse(model, x, profile=profile)

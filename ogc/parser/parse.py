@@ -39,6 +39,7 @@ from .rebased import run_out_of_place
 from .repeatable import why_not_again
 from .settled import copy_settled
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
+from .unfold import Attention, unfold, unfolds
 from .versions import separate_versions
 from .weigh_leaf import weigh_leaf
 
@@ -120,11 +121,14 @@ def parse(
         slice_stretches(traced.graph, stretches, slices)
         weights: list[Weights] = []
         samplewise: list[bool] = []
-        visit = partial(_weigh, model, profiler, leaves, weights, samplewise)
+        unfolding: dict[str, Attention] = {}
+        visit = partial(_weigh, model, profiler, leaves, weights, samplewise, unfolding)
         with untouched(model):
             observation = observe(model, traced, copies(tensors), visit)
             after_program = state_of(model)
-        if not copy_settled(checked, observation):
+        has_copies = copy_settled(checked, observation)
+        unfold(checked, unfolding)
+        if not has_copies and not unfolding:
             break
     leaves.report()
     check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)
@@ -141,6 +145,7 @@ def _weigh(
     leaves: Leaves,
     weights: list[Weights],
     samplewise: list[bool],
+    unfolding: dict[str, Attention],
     node: torch.fx.Node,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -153,6 +158,8 @@ def _weigh(
     else:
         weights.append(profiler.weigh(node, args, kwargs, record))
     samplewise.append(is_samplewise(node, args))
+    if profiler.device.type == "cpu" and (attention := unfolds(node.target, args, kwargs)):
+        unfolding[node.name] = attention
 
 
 def _settle_repeats(

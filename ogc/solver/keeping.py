@@ -3,7 +3,8 @@
 In a convolutional network that is what convolutions make, in a transformer what matrix products make; normalisation,
 activations and sums are run again. The bytes are those of the value and of the internal tensors that are kept with
 it. One threshold (seconds per byte) for all values, as in selective activation checkpointing, but which segments
-keep, and at which of a few thresholds, is left to the search.
+keep, and at which of a few thresholds, is left to the search. One of them lies where the seconds per byte fall most:
+between the products and everything else, if that is how they differ.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from ..graph import Graph
 
 SHARES = (0.3, 0.5, 0.7, 0.85, 0.95)
-"""How much of the program's time the values make up that may be kept, at each threshold."""
+"""How much of the program's time the values make up that may be kept, at each of the other thresholds."""
 
 
 def worth_keeping(graph: Graph) -> list[frozenset[int]]:
@@ -27,7 +28,12 @@ def worth_keeping(graph: Graph) -> list[frozenset[int]]:
             internal[v] += 0 if stays else op.internal_bytes
     candidates = np.flatnonzero((size > 0) & (seconds > 0))
     worth = seconds[candidates] / (size + internal)[candidates]
-    candidates = candidates[np.argsort(-worth, kind="stable")]
+    order = np.argsort(-worth, kind="stable")
+    candidates, worth = candidates[order], worth[order]
     share = np.cumsum(seconds[candidates]) / sum(graph.repeat_seconds)
-    counts = dict.fromkeys(int(np.searchsorted(share, s)) for s in SHARES)
-    return [frozenset(int(v) for v in candidates[:count]) for count in counts if count]
+    counts = {int(np.searchsorted(share, s)) for s in SHARES}
+    half = 1 + int(np.searchsorted(share, 0.5))
+    falls = worth[half - 1 : -1] / worth[half:]
+    if len(falls):
+        counts.add(half + int(np.argmax(falls)))
+    return [frozenset(int(v) for v in candidates[:count]) for count in sorted(counts) if count]
