@@ -1,12 +1,12 @@
 """The published architectures. Small ones always; all of them, and their figures, with ``-m slow``."""
 
-import math
 import time
+from statistics import geometric_mean
 
 import pytest
 import torch
 from helpers import assert_same_training, loss_of, trace_of_training
-from result_tables import rows
+from result_tables import files, rows
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,6 +36,15 @@ def test_small_images_train_bitwise(name):
     optimised = ogc.optimize(model, x)
     assert not optimised.plan.is_plain
     assert_same_training(model, optimised, (x,), steps=2)
+
+
+@pytest.mark.parametrize("wish", [{}, {"max_overhead": 0.3}])
+def test_a_peak_that_one_operation_bounds_is_reached_in_as_little_time_as_within_a_budget(wish):
+    graph = ogc.parse(PUBLISHED["resnet18"].build(), images("resnet18", 8))
+    plan = ogc.solve(graph, **wish)
+    within = ogc.solve(graph, memory_budget=plan.peak_bytes)
+    assert within.peak_bytes == plan.peak_bytes
+    assert plan.recomputed_seconds <= within.recomputed_seconds
 
 
 @pytest.mark.slow
@@ -74,6 +83,17 @@ def test_planning_is_quick(name, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_a_frontier_is_quick(name):
+    graph = ogc.parse(PUBLISHED[name].build(), images(name, 4), profile="estimate")
+    start = time.perf_counter()
+    plans = ogc.frontier(graph).plans
+    seconds = time.perf_counter() - start
+    print(f"{name}: {len(plans)} points of the frontier in {seconds:.2f} s")
+    assert seconds <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_batch_4_is_below_the_reference_and_as_simulated(name):
     model, x = PUBLISHED[name].build(), images(name, 4)
     optimised = ogc.optimize(model, x, profile="measure")
@@ -87,15 +107,21 @@ def test_batch_4_is_below_the_reference_and_as_simulated(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["resnet50", "densenet121", "inception_v3", "vgg16", "amoebanet_cifar10"])
-def test_points_of_the_frontier_hold_when_measured(name):
+@pytest.mark.parametrize(
+    ("name", "is_nested"),
+    [
+        *((name, True) for name in ("resnet50", "densenet121", "inception_v3", "amoebanet_cifar10", "darts_cifar10")),
+        ("vgg16", False),  # of so few operations that segments through parts are no faster
+    ],
+)
+def test_points_of_the_frontier_hold_when_measured(name, is_nested):
     model, x = PUBLISHED[name].build(), images(name, 4)
     graph = ogc.parse(model, x, profile="measure")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     plans = [plan for plan in ogc.frontier(graph).plans if not plan.is_plain]
     assert len(plans) >= 10
-    assert any(part.depth > 1 for plan in plans for part in plan.segments)
+    assert not is_nested or any(part.depth > 1 for plan in plans for part in plan.segments)
     errors = []
     for plan in plans:
         optimised = ogc.apply(model, graph, plan)
@@ -118,9 +144,19 @@ def test_committed_peaks_are_below_the_published(row):
     assert row["ogc_bytes"] / MIB < row["published"]["theirs"]
 
 
-def test_committed_peaks_are_seven_tenths_of_the_published():
-    ratios = [row["ogc_bytes"] / MIB / row["published"]["theirs"] for row in rows()]
-    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) <= 0.70
+def test_committed_peaks_are_three_fifths_of_the_published_and_half_of_it_in_slices():
+    whole = {row["arch"]: row for row in rows()}
+    sliced = {row["arch"]: row for file in files("cpu_sliced.json") for row in file["rows"]}
+    for found, most in ((whole, 0.60), (whole | sliced, 0.50)):
+        ratios = [row["ogc_bytes"] / MIB / row["published"]["theirs"] for row in found.values()]
+        assert geometric_mean(ratios) <= most
+
+
+@pytest.mark.parametrize("kind", ["overhead", "flops"])
+def test_committed_overheads_at_the_published_memory_are_a_seventh_of_the_published(kind):
+    ratios = [max(0.01, row[f"{kind}_at_theirs"]) / row["published"]["overhead"] for row in rows()]
+    assert max(ratios) <= 0.60
+    assert geometric_mean(ratios) <= 0.15
 
 
 def peak_and_flops(step):

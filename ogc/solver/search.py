@@ -47,6 +47,11 @@ REMAKING = 60_000
 """Over the square of the number of operations: how often the simulator is asked for values better made again than
 kept. The gain falls with the size of the graph, as the time for each answer grows."""
 
+KEEPING = 250
+"""Operations up to which segments that keep values are tried for the least peak too. Single operations bound that in
+small programs, so that there are bytes to spare elsewhere.
+"""
+
 STEP = 1.4
 """A table serves peaks down to this many times less than it was made for."""
 
@@ -94,7 +99,10 @@ class Search:
         level = OuterLevel(costs, self._table(rough))
         least = level.least_peak(above=bound, near=rough)
         # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
-        return self._finest(self._remaking(self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:]))))
+        best = self._finest(self._remaking(self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:]))))
+        if len(self.graph) > KEEPING:
+            return best
+        return min(best, self._at(best.peak_bytes) or best)
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
@@ -112,7 +120,14 @@ class Search:
             middle = int(np.sqrt(float(low) * high))
             here = self._at(middle, labels)
             low, high = (low, middle) if here is not None and here.seconds <= seconds else (middle, high)
-        return min((c for c in (self.least_peak, *self.seen.values()) if c.seconds <= seconds), default=None)
+
+        def best() -> Candidate | None:
+            return min((c for c in (self.least_peak, *self.seen.values()) if c.seconds <= seconds), default=None)
+
+        found = best()
+        if found is not None:
+            self._at(found.peak_bytes)  # there may be a faster one for the same bytes
+        return best()
 
     def curve(self, points: int) -> list[Candidate]:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""
