@@ -47,7 +47,7 @@ REMAKING = 60_000
 """Over the square of the number of operations: how often the simulator is asked for values better made again than
 kept. The gain falls with the size of the graph, as the time for each answer grows."""
 
-KEEPING = 250
+KEEPING = 600
 """Operations up to which segments that keep values are tried for the least peak too. Single operations bound that in
 small programs, so that there are bytes to spare elsewhere.
 """
