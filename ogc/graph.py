@@ -7,7 +7,7 @@ values, because they stay in memory whatever the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -191,6 +191,13 @@ class Graph:
         return tuple(
             op.internal_bytes > 0 and (not op.replayable or op.internal_bytes * SMALL_INTERNALS <= most)
             for op, most in zip(self.operations, largest, strict=True)
+        )
+
+    def keeps_internals_with(self, kept: Collection[int]) -> tuple[bool, ...]:
+        """The same where a segment of the forward keeps these values, and with all that an operation writes its own."""
+        return tuple(
+            always or (bool(op.writes) and all(v in kept for v in op.writes))
+            for op, always in zip(self.operations, self.keeps_internals, strict=True)
         )
 
     @cached_property

@@ -277,6 +277,13 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return None
 
 
+def call_beside(node: torch.fx.Node, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+    """A call put into the graph of ``node``, said to come from the same place in the user's code."""
+    call = node.graph.call_function(operator, args, kwargs)
+    call.meta.update({key: node.meta[key] for key in ("module", "source") if key in node.meta})
+    return call
+
+
 def operator_name(operator: Any) -> str:
     """``batch_norm`` for ``torch.ops.aten.batch_norm.default``."""
     packet = getattr(operator, "overloadpacket", operator)

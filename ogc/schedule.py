@@ -77,11 +77,7 @@ class Schedule:
         self.graph = graph
         self.remade = frozenset(remade)
         self.runs: list[Run] = [Run(0, len(graph))]
-        kept = {v for segment in segments for v in segment.kept}
-        self.keeps_internals = tuple(
-            small or (bool(op.writes) and kept.issuperset(op.writes))
-            for op, small in zip(graph.operations, graph.keeps_internals, strict=True)
-        )
+        self.keeps_internals = graph.keeps_internals_with({v for segment in segments for v in segment.kept})
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
         self._visit(FORWARD, segments)
         for run in reversed(self.runs[1:]):

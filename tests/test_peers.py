@@ -224,7 +224,7 @@ def test_a_comparison():
     model, tokens = gpt()
     found = compare(
         "gpt2_small", ARCHITECTURES["gpt2_small"], model, tokens,
-        iterations=1, compile_budgets=[0.5], compile_backend="no_such_backend",
+        iterations=1, profile="estimate", compile_budgets=[0.5], compile_backend="no_such_backend",
     )  # fmt: skip
     rows = {r.name: r for r in found.rows}
     assert list(rows)[:9] == [
@@ -239,7 +239,7 @@ def test_a_comparison():
     for peer in ("blocks", "sequential"):
         (at_its_memory,) = [r for r in ours if "memory of" in r.name and peer in r.name.split("memory of")[1]]
         assert at_its_memory.peak_bytes <= rows[peer].peak_bytes
-        assert any(r.peak_bytes <= rows[peer].peak_bytes and r.flops <= rows[peer].flops for r in ours)
+        assert at_its_memory.flops <= rows[peer].flops
     text = str(found)
     assert "gpt2_small, input 32×32" in text
     assert "did not run, see below" in text and "compile 0.5: " in text

@@ -39,7 +39,7 @@ from .rebased import run_out_of_place
 from .repeatable import why_not_again
 from .settled import copy_settled
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
-from .unfold import Attention, unfold, unfolds
+from .unfold import Unfolding
 from .versions import separate_versions
 from .weigh_leaf import weigh_leaf
 
@@ -115,20 +115,19 @@ def parse(
     if custom is not None:
         traced = _check_custom(model, custom, spec, tensors, traced, after_trace)
     profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
+    unfolding = Unfolding()
     while True:
         if stretches or has_decisions(checked):
             traced = replace(traced, graph=without_decisions(checked))
         slice_stretches(traced.graph, stretches, slices)
         weights: list[Weights] = []
         samplewise: list[bool] = []
-        unfolding: dict[str, Attention] = {}
         visit = partial(_weigh, model, profiler, leaves, weights, samplewise, unfolding)
         with untouched(model):
             observation = observe(model, traced, copies(tensors), visit)
             after_program = state_of(model)
         has_copies = copy_settled(checked, observation)
-        unfold(checked, unfolding)
-        if not has_copies and not unfolding:
+        if not unfolding.carry_out(checked) and not has_copies:
             break
     leaves.report()
     check_same(traced, observation, after_trace, after_program, close if stretches else same_bits)
@@ -145,7 +144,7 @@ def _weigh(
     leaves: Leaves,
     weights: list[Weights],
     samplewise: list[bool],
-    unfolding: dict[str, Attention],
+    unfolding: Unfolding,
     node: torch.fx.Node,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -158,8 +157,8 @@ def _weigh(
     else:
         weights.append(profiler.weigh(node, args, kwargs, record))
     samplewise.append(is_samplewise(node, args))
-    if profiler.device.type == "cpu" and (attention := unfolds(node.target, args, kwargs)):
-        unfolding[node.name] = attention
+    if profiler.device.type == "cpu":
+        unfolding.meet(node, args, kwargs)
 
 
 def _settle_repeats(

@@ -10,7 +10,7 @@ import operator
 
 import torch
 
-from ..program import TensorRef
+from ..program import TensorRef, call_beside
 from .observe import Observation
 
 FAR = 10
@@ -25,8 +25,7 @@ def copy_settled(graph: torch.fx.Graph, observation: Observation) -> bool:
     for writer, name in ((nodes[writer], nodes[name]) for writer, name in found):
         later = [user for user in name.users if places[user] > places[writer]]
         with graph.inserting_after(writer):
-            copy = graph.call_function(torch.ops.aten.clone.default, (name,))
-        copy.meta.update({key: writer.meta[key] for key in ("module", "source") if key in writer.meta})
+            copy = call_beside(writer, torch.ops.aten.clone.default, name)
         for user in later:
             user.replace_input_with(name, copy)
     return bool(found)

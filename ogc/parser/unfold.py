@@ -3,13 +3,13 @@
 As one operator it saves nine tensors of its own, which a plan could only keep or remake together, matrix products and
 all. Unfolded, the products may be kept and the rest made again. Source of the sequence:
 ``_scaled_dot_product_attention_math`` in aten/src/ATen/native/transformers/attention.cpp; the same operators in the
-same order make the same autograd graph. Every call is tried before it is believed.
+same order make the same autograd graph. Every kind of call is tried before it is believed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +18,9 @@ import torch
 from torch.fx.node import map_aggregate
 
 from ..compare import same_bits
-from ..program import tensor_leaves
+from ..program import call_beside, tensor_leaves
 from .calls import own_argument
+from .estimate import call_key
 
 aten = torch.ops.aten
 
@@ -105,16 +106,29 @@ def _tried(state: torch.Tensor, function: Callable[..., Any], args: Any, kwargs:
     return [result.detach(), *gradients, torch.get_rng_state()]
 
 
-def unfold(graph: torch.fx.Graph, calls: Mapping[str, Attention]) -> None:
-    """Put what they are made of in the place of calls of attention, by the names of their nodes."""
+class Unfolding:
+    """Calls of attention that were met in a program; of those that are alike, one is tried."""
 
-    def insert(like: torch.fx.Node, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        inserted = graph.call_function(operator, args, kwargs)
-        inserted.meta.update({key: like.meta[key] for key in ("module", "source") if key in like.meta})
-        return inserted
+    def __init__(self) -> None:
+        self.tried: dict[Any, Attention | None] = {}
+        self.found: dict[str, Attention] = {}  # by the name of the node
 
-    for node in [node for node in graph.nodes if node.name in calls]:
-        with graph.inserting_before(node):
-            result = calls[node.name].unfolded(partial(insert, node), *node.args, **node.kwargs)
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
+    def meet(self, node: torch.fx.Node, args: Any, kwargs: Any) -> None:
+        """Find out whether a call is to be unfolded."""
+        if node.target is not ATTENTION:
+            return
+        key = call_key(node.target, args, kwargs)
+        if key not in self.tried:
+            self.tried[key] = unfolds(node.target, args, kwargs)
+        if (attention := self.tried[key]) is not None:
+            self.found[node.name] = attention
+
+    def carry_out(self, graph: torch.fx.Graph) -> bool:
+        """Put what they are made of in the place of the calls that were found; whether there were any."""
+        calls = [node for node in graph.nodes if node.name in self.found]
+        for node in calls:
+            with graph.inserting_before(node):
+                result = self.found.pop(node.name).unfolded(partial(call_beside, node), *node.args, **node.kwargs)
+            node.replace_all_uses_with(result)
+            graph.erase_node(node)
+        return bool(calls)

@@ -8,7 +8,7 @@ steps at most.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -193,7 +193,7 @@ class SegmentCosts:
             again_seconds=again.seconds,
         )
 
-    def costs(self, *keeping: Iterable[int]) -> Costs:
+    def costs(self, *keeping: Collection[int]) -> Costs:
         """The weights for the outermost level, with a further mode for each set of values that may be kept.
 
         Each set has all values of the one before it.
@@ -233,12 +233,11 @@ class SegmentCosts:
         """Weights of segments that are run again at once."""
         return self._again(())
 
-    def _again(self, values: Iterable[int]) -> _Mode:
+    def _again(self, values: Collection[int]) -> _Mode:
         """Weights of segments that are run again at once, but for these values, which stay."""
         stay = np.zeros(len(self.size), bool)
         stay[list(values)] = True
-        stays = np.array([bool(op.writes) and all(stay[v] for v in op.writes) for op in self.graph.operations])
-        kept = self.small | stays
+        kept = np.array(self.graph.keeps_internals_with(values), bool)
         unkept = ~stay[:, None] & (np.arange(len(self.cuts)) >= self.last_used[:, None])  # [v, j]: no copy at cut j
         alive = self._alive(unkept, kept)
         internal = self.internal * kept

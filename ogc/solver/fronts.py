@@ -34,7 +34,7 @@ CLOSE = 3e-3
 SLACK = (0.004, 0.012, 0.04, 0.12, 0.4, np.inf)
 """By how much of itself, and of a hundredth of the time of the longest segment, a plan may exceed the bound."""
 
-ROUGH = 1.1
+NEAR_ENOUGH = 1.1
 """How many times as long as it might take a plan may take where fewer labels are asked for."""
 
 
@@ -99,7 +99,7 @@ class Ways:
             path, seconds = self._spread(guide, through, within, labels)
             if path:
                 break
-        if seconds <= within * (1.0 if labels >= LABELS else ROUGH):
+        if seconds <= within * (1.0 if labels >= LABELS else NEAR_ENOUGH):
             return path
         other, seconds_of_other = self._spread(guide, through, seconds, labels)
         return other if seconds_of_other < seconds else path

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...leaf import Leaf
-from ...program import TensorSpec, operator_name
+from ...program import TensorSpec, call_beside, operator_name
 from ...without_grad import WithoutGrad
 from .places import inputs_of, origin, outputs_of
 from .recording import Recording, arguments_of, overload_of
@@ -158,9 +158,7 @@ class Lowering:
             self.values[value.debugName()] = self._without_grad(item, packed, value, has)
 
     def _item(self, packed: torch.fx.Node, index: int) -> torch.fx.Node:
-        item = self.graph.call_function(operator.getitem, (packed, index))
-        item.meta.update({key: packed.meta[key] for key in ("module", "source")})
-        return item
+        return call_beside(packed, operator.getitem, packed, index)
 
     def _scalar_call(self, node: Any) -> None:
         function = _SCALAR_OPERATORS[node.kind().removesuffix("_")]
@@ -282,9 +280,7 @@ class Lowering:
         return result
 
     def _detached(self, tensor: torch.fx.Node, like: torch.fx.Node) -> torch.fx.Node:
-        detached = self.graph.call_function(torch.ops.aten.detach.default, (tensor,))
-        detached.meta.update({key: like.meta[key] for key in ("module", "source") if key in like.meta})
-        return detached
+        return call_beside(like, torch.ops.aten.detach.default, tensor)
 
     def _refuse(self, node: Any) -> None:
         what = {
