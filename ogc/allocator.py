@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _STEP = "ogc: step"
@@ -48,13 +49,26 @@ def allocated_bytes(
         prepare()
         with record_function(_STEP):
             step()
-    # The profiler offers these events, with their sizes and in order, only underneath its public face.
-    events = profiler.profiler.kineto_results.events()
-    allocations = [e for e in events if e.name() == "[memory]" and e.device_type() == torch._C._autograd.DeviceType.CPU]
-    start = next(e.start_ns() for e in events if e.name() == _STEP)
-    live = sum(e.nbytes() for e in allocations if e.start_ns() < start)
-    before = peak = live
-    for event in sorted((e for e in allocations if e.start_ns() >= start), key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
+    # The profiler offers these events, with their addresses, only underneath its public face.
+    events = sorted(_flat(profiler.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns)
+    held: dict[int, int] = {}  # bytes by address: what was there before the profiler has no size, or a stale one
+    live = before = peak = 0
+    for event in events:
+        of = event.extra_fields
+        if event.name == _STEP:
+            before = peak = live
+        elif isinstance(of, _ExtraFields_Allocation) and of.device.type == "cpu":
+            if of.alloc_size > 0:
+                held[of.ptr] = of.alloc_size
+            live += of.alloc_size if of.alloc_size > 0 else -held.pop(of.ptr, 0)
+            peak = max(peak, live)
     return peak - before, live - before
+
+
+def _flat(events: list[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+    """The events of a tree, in no order."""
+    left = list(events)
+    while left:
+        event = left.pop()
+        yield event
+        left += event.children

@@ -10,7 +10,7 @@ from torch import nn
 
 import ogc
 from networks import ARCHITECTURES
-from ogc.allocator import peak_bytes
+from ogc.allocator import allocated_bytes, peak_bytes
 from ogc.parser.gradients import InputGradient, OperationGradients, gradient_bytes
 from ogc.program import TensorRef
 
@@ -23,6 +23,17 @@ def test_the_peak_of_known_allocations():
         return torch.empty(700, dtype=torch.uint8), second
 
     assert peak_bytes(step, "cpu") == 1500
+
+
+def test_memory_from_before_a_measurement_is_not_taken_off_it():
+    older = []
+    peak_bytes(lambda: older.append(torch.empty(4096, dtype=torch.uint8)), "cpu")  # so the profiler knows its size
+
+    def step():
+        older.clear()
+        torch.empty(500, dtype=torch.uint8)
+
+    assert allocated_bytes(step, "cpu") == (500, 0)
 
 
 class Wide(nn.Module):
