@@ -27,11 +27,12 @@ class Value:
 
 
 @dataclass(frozen=True)
-class PlainBackward:
-    """What the backward of an operator takes as PyTorch runs it, where a leaner one stands for it."""
+class PlainOperator:
+    """What an operator takes as PyTorch runs it, where a leaner one stands for it."""
 
     saves: tuple[int, ...]
     internal_bytes: int
+    scratch_bytes: int
     backward_bytes: int
 
 
@@ -56,7 +57,7 @@ class Operation:
     gradient_bytes: int = 0  # gradients alive when its backward is about to start
     backward_bytes: int = 0  # most gradients and temporaries alive while its backward runs
     late_bytes: int = 0  # the same once it has let go of what it saved, if it does so before it is done
-    plain: PlainBackward | None = None  # what PyTorch's own backward takes instead; None: the same
+    plain: PlainOperator | None = None  # what PyTorch's own takes instead; None: the same
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     forward_flops: int = 0
@@ -142,8 +143,8 @@ class Graph:
         return len(self.operations)
 
     @cached_property
-    def with_plain_backwards(self) -> Graph:
-        """The same program with every backward PyTorch's own."""
+    def with_plain_operators(self) -> Graph:
+        """The same program with every operator PyTorch's own."""
         if all(op.plain is None for op in self.operations):
             return self
         operations = (

@@ -5,8 +5,8 @@ Forward kernels are PyTorch's own. The backwards differ in what is alive at once
 * elementwise operators write their input's gradient over their result's, where that gradient is whole and
   nobody else's;
 * batch norm does the same on a CPU, a few channels at a time (its kernel works channel by channel);
-* convolution on a CPU computes the weights' gradient first and lets go of its saved input before it
-  allocates the input's gradient;
+* convolution on a CPU takes a few images at a time, but for the weights' gradient, which it computes first, and lets
+  go of its saved input before it allocates the input's gradient;
 * max pooling on a CPU keeps a byte or two for each result, its place in its window, instead of PyTorch's eight, and
   not its input, of which its backward needs the shape alone.
 
@@ -17,7 +17,6 @@ With ``create_graph=True`` every backward is PyTorch's, so that it can be differ
 
 from __future__ import annotations
 
-import mmap
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ from math import prod
 from typing import Any
 
 import torch
+
+from .convolution import convolved, gradient_of_images, parts_of, untouched
 
 aten = torch.ops.aten
 
@@ -56,7 +57,8 @@ class Lean:
     def pays(self, *args: Any) -> bool:
         """Whether a call with these arguments runs the lean function, not the operator itself."""
         x = args[0]
-        if not torch.is_grad_enabled() or not x.requires_grad:
+        starts = args[:2] if self.kind == "convolution" else args[:1]
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in starts):
             return False
         if self.kind == "batch_norm":
             return bool(args[5]) and _by_channel(x) and channels_at_once(x) < x.shape[1]
@@ -261,22 +263,24 @@ class _Convolution(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.settings = (None if bias is None else list(bias.shape), *settings)
         ctx.save_for_backward(x, weight)
-        result: torch.Tensor = aten.convolution.default(x, weight, bias, *settings)
-        return result
+        return convolved(parts_of(x, weight, bias, *settings), x, weight, bias, *settings)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_input, *of_weights = ctx.needs_input_grad[:3]
         nothing = (None,) * (len(ctx.settings) - 1)
         x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled() or not any(of_weights) or not of_input:
+        if torch.is_grad_enabled():
             found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [of_input, *of_weights])
             return (*found, *nothing)
-        weights = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [False, *of_weights])[1:]
+        weights = (None, None)
+        if any(of_weights):
+            weights = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [False, *of_weights])[1:]
+        parts, like = parts_of(x, weight, *ctx.settings), (x.shape, x.dtype, x.device)
         ctx.maybe_clear_saved_tensors()  # not where the graph is retained
-        x = _untouched(x.shape, x.dtype, x.device)
-        found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [True, False, False])
-        return (found[0], *weights, *nothing)
+        del x
+        images = gradient_of_images(parts, gradient, like, weight, *ctx.settings) if of_input else None
+        return (images, *weights, *nothing)
 
 
 # -- max pooling ----------------------------------------------------------------------------------------
@@ -310,12 +314,12 @@ class _MaxPool2d(torch.autograd.Function):
         nothing = (None,) * ctx.given
         backward = aten.max_pool2d_with_indices_backward
         if torch.is_grad_enabled():
-            x = _untouched(shape, dtype, device)
+            x = untouched(shape, dtype, device)
             return (backward.default(gradient, x, *ctx.settings, places + starts), *nothing)
         gradient = gradient.contiguous()
         result = gradient.new_empty(shape)
         buffer = starts.new_empty((images_at_once(places.shape), *places.shape[1:]))
-        x = _untouched((len(buffer), *shape[1:]), dtype, device)
+        x = untouched((len(buffer), *shape[1:]), dtype, device)
         for part, indices in _parts(buffer, len(places)):
             indices.copy_(places[part]).add_(starts)
             given = gradient[part], x[: len(indices)], *ctx.settings, indices
@@ -351,17 +355,6 @@ def _parts(buffer: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tens
     for first in range(0, count, len(buffer)):
         last = min(count, first + len(buffer))
         yield slice(first, last), buffer[: last - first]
-
-
-def _untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor whose memory is promised but never used.
-
-    Some gradients depend on the shape of an operator's input alone, but their operators ask for a tensor.
-    """
-    if device.type == "meta":
-        return torch.empty(1, dtype=dtype, device=device).expand(shape)
-    pages = mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize))
-    return torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape)
 
 
 # -- whose gradient it is ---------------------------------------------------------------------------------

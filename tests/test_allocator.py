@@ -83,12 +83,16 @@ def test_gradients_that_share_storage_are_as_simulated():
     assert measured_peak(ogc.apply(model, ogc.parse(model, x), plan), (x,)) == pytest.approx(plan.peak_bytes, rel=0.005)
 
 
+def random_plan(graph, seed):
+    rng = random.Random(seed)
+    return ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_any_plan_peaks_as_simulated(seed):
     model, x = Wide(), wide_images()
     graph = ogc.parse(model, x, profile="measure")
-    rng = random.Random(seed)
-    plan = ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
+    plan = random_plan(graph, seed)
     assert measured_peak(ogc.apply(model, graph, plan), (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
 
 

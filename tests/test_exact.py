@@ -15,7 +15,7 @@ from torch import nn
 
 import ogc
 from ogc.errors import PlanError
-from ogc.graph import PlainBackward
+from ogc.graph import PlainOperator
 from ogc.solver.simulate import lower_bound, simulate
 
 
@@ -23,10 +23,10 @@ from ogc.solver.simulate import lower_bound, simulate
 def weighed_graph(seed):
     """A random graph whose plain operators need what ours do, so that the plain model is a plan like any other."""
     graph = random_graph(seed, most=12)
-    operations = (
-        replace(op, plain=PlainBackward(op.saves, op.internal_bytes, max(op.backward_bytes, op.late_bytes)))
-        for op in graph.operations
-    )
+    operations = []
+    for op in graph.operations:
+        backward = max(op.backward_bytes, op.late_bytes)
+        operations.append(replace(op, plain=PlainOperator(op.saves, op.internal_bytes, op.scratch_bytes, backward)))
     return replace(graph, operations=tuple(operations))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..allocator import allocated_bytes
+from ..convolution import is_product
 
 _WITHOUT_RULE_FLOPS = 2e7  # below this, a call is measured: in less time than matters, as few networks have many such
 _SUMS_FLOPS = 5e8  # per thread, of a call that is run for what threads sum in
@@ -42,11 +43,19 @@ class ConvolutionBytes:
         """For both gradients in one call, which finds that of the input first."""
         return max(self.input_phase, self.image + self.weights_phase) if self.input_phase else self.weights_phase
 
+    def in_parts(self, part: ConvolutionBytes, result: int) -> ConvolutionBytes:
+        """The same, with the forward and the gradient of the input part by part: of the largest one, and its result."""
+        return replace(
+            self,
+            scratch=result + part.scratch,
+            input_phase=self.image + part.input_phase if self.input_phase else 0,
+        )
+
 
 def estimated(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: Any) -> ConvolutionBytes:
     """By the rule, from operands, the bytes of the result and the operator's arguments from the stride on."""
     x, w = (t.numel() * t.element_size() for t in (image, kernel))
-    if _is_product(image, kernel, settings):
+    if is_product(image, kernel, settings):
         return ConvolutionBytes(x, 0, w, x)
     copies = 3 if any(step > 1 for step in settings[0]) else 2
     weights = w + result if kernel.shape[1] < 16 else max(x + result + w, 2 * w)
@@ -56,7 +65,7 @@ def estimated(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: 
 def has_rule(image: torch.Tensor, kernel: torch.Tensor, settings: Any, flops: int) -> bool:
     """Whether the estimate is right for a call with so many FLOPs."""
     stride, _, dilation, transposed, _, groups = settings
-    if _is_product(image, kernel, settings):
+    if is_product(image, kernel, settings):
         return True
     return (
         flops > _WITHOUT_RULE_FLOPS
@@ -118,13 +127,3 @@ def measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
     gradient = torch.ones_like(found[0])
     weights, inputs = bytes_of([False, *wanted[1:]]), bytes_of([wanted[0], False, False])
     return ConvolutionBytes(image.numel() * image.element_size(), peak - result, weights, inputs)
-
-
-def _is_product(image: torch.Tensor, kernel: torch.Tensor, settings: Any) -> bool:
-    """Whether it is computed as a product of matrices, without oneDNN and its copies.
-
-    Source: ``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp.
-    """
-    stride, padding, dilation, transposed, _, groups = settings
-    pointwise = image.dim() == 4 and all(size == 1 for size in (*kernel.shape[2:], *stride, *dilation, groups))
-    return pointwise and not transposed and not any(padding) and len(image) < 16 and torch.get_num_threads() == 1

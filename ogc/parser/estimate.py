@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..allocator import can_measure
+from ..convolution import parts_of
 from ..lean import INDEX_BYTES, Lean, channels_at_once, images_at_once, repeats_exactly
 from ..program import operator_name, storage_of, tensor_leaves
 from ..random_state import cuda_devices
@@ -102,7 +103,7 @@ class Estimator:
             if self.device.type == "cpu":
                 weights = _with_kernel_copies(operator_name(node.target), args, record, weights, sizes)
             if lean and lean.pays(*args):
-                found = _LEAN[lean.kind](args, record, weights, sizes)
+                found = _LEAN[lean.kind](args, record, weights, sizes and self._in_parts(args, record, weights, sizes))
                 weights = replace(found, plain=found.plain or weights)
             self.seen[key] = weights
         return _with_plain_copies(node, record, self.seen[key])
@@ -116,13 +117,26 @@ class Estimator:
         if operator is not torch.ops.aten.convolution.default or self.device.type != "cpu":
             return None
         wanted = [n in {gradient.argument for gradient in weights.gradients} for n in range(3)]
-        result, flops, can_run = record.output_bytes[0], weights.forward_flops, self._can_measure()
+        return self._bytes_of_convolution(args, record.output_bytes[0], weights.forward_flops, wanted)
+
+    def _bytes_of_convolution(self, args: Any, result: int, flops: int, wanted: Sequence[bool]) -> ConvolutionBytes:
+        can_run = self._can_measure()
         if can_run and not has_rule(args[0], args[1], args[3:9], flops):
             return measured(args, wanted)
         sizes = estimated(args[0], args[1], result, args[3:9])
         if can_run and wanted[1]:
             sizes = with_partial_sums(sizes, args, result, flops)
         return sizes if wanted[0] else replace(sizes, input_phase=0)
+
+    def _in_parts(self, args: Any, record: Record, weights: Weights, whole: ConvolutionBytes) -> ConvolutionBytes:
+        """The same for a lean convolution."""
+        parts = parts_of(*args[:9])
+        if len(parts) == 1:
+            return whole
+        samples = max(part.stop - part.start for part in parts)
+        result, flops = (n * samples // len(args[0]) for n in (record.output_bytes[0], weights.forward_flops))
+        part = (args[0][:samples], *args[1:])
+        return whole.in_parts(self._bytes_of_convolution(part, result, flops, (True, False, False)), result)
 
     def _sliced(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
         assert isinstance(node.target, Sliced)
@@ -270,8 +284,14 @@ def _with_plain_copies(node: torch.fx.Node, record: Record, weights: Weights) ->
 
 
 def _lean_convolution(args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None) -> Weights:
-    if sizes is None or not {0, 1} <= {gradient.argument for gradient in weights.gradients}:
+    if sizes is None:
         return weights
+    weights = replace(weights, scratch_bytes=sizes.scratch)
+    wanted = {gradient.argument for gradient in weights.gradients}
+    if 0 not in wanted:
+        return weights
+    if 1 not in wanted:
+        return replace(weights, working_bytes=sizes.input_phase)
     kernel = _bytes_of([args[1]])
     return replace(weights, working_bytes=sizes.weights_phase, late_bytes=kernel + sizes.input_phase)
 
@@ -279,12 +299,24 @@ def _lean_convolution(args: Any, record: Record, weights: Weights, sizes: Convol
 def _copied_bytes(function: Any, args: Any, outputs: list[torch.Tensor]) -> int:
     """Bytes that a lean convolution or its backward on a CPU allocates at once, beyond its results."""
     if function is torch.ops.aten.convolution.default:
-        return estimated(args[0], args[1], _bytes_of(outputs), args[3:9]).scratch
+        return _estimated_in_parts(_bytes_of(outputs), *args[:9]).scratch
     if function is torch.ops.aten.convolution_backward.default:
-        sizes = estimated(args[1], args[2], _bytes_of(args[:1]), args[4:10])
+        sizes = _estimated_in_parts(_bytes_of(args[:1]), *args[1:10])
         late = _bytes_of([args[2]]) + (sizes.input_phase if args[-1][0] else 0)
         return max(sizes.weights_phase, late) - _bytes_of(outputs)
     return 0
+
+
+def _estimated_in_parts(
+    result: int, images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings: Any
+) -> ConvolutionBytes:
+    whole = estimated(images, kernel, result, settings)
+    parts = parts_of(images, kernel, bias, *settings)
+    if len(parts) == 1:
+        return whole
+    samples = max(part.stop - part.start for part in parts)
+    result = result * samples // len(images)
+    return whole.in_parts(estimated(images[:samples], kernel, result, settings), result)
 
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from ..compare import difference, same_bits
 from ..errors import InputError, OgcError, ParseError
-from ..graph import Graph, Operation, PlainBackward, Value
+from ..graph import Graph, Operation, PlainOperator, Value
 from ..leaf import Leaf, runs_once
 from ..lean import lean_operator
 from ..program import Call, InputSpec, Program, TensorRef
@@ -529,23 +529,24 @@ def _operation(
     storages: Mapping[TensorRef, int],
 ) -> Operation:
     node = record.node
-    backward = PlainBackward(seen["saves"], _internal_bytes(record, weights), lean.during)
+    ours = PlainOperator(seen["saves"], _internal_bytes(record, weights), weights.scratch_bytes, lean.during)
     theirs = weights.plain or weights
     given = (record.arguments[n] for n in theirs.saved_arguments)
-    saves = {storages[ref] for ref in given if ref is not None and ref in storages}.difference(backward.saves)
-    internal_bytes = _internal_bytes(record, theirs)
-    plain = PlainBackward((*backward.saves, *sorted(saves)), internal_bytes, plain_gradients.during)
+    saves = {storages[ref] for ref in given if ref is not None and ref in storages}.difference(ours.saves)
+    plain = PlainOperator(
+        (*ours.saves, *sorted(saves)), _internal_bytes(record, theirs), theirs.scratch_bytes, plain_gradients.during
+    )
     return Operation(
         name=node.name,
         target=str(node.meta.get("operator", node.target)),
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),
-        internal_bytes=backward.internal_bytes,
+        internal_bytes=ours.internal_bytes,
         scratch_bytes=weights.scratch_bytes,
         gradient_bytes=lean.before,
         backward_bytes=lean.during,
         late_bytes=lean.late,
-        plain=None if plain == backward and not lean.late else plain,
+        plain=None if plain == ours and not lean.late else plain,
         forward_seconds=weights.forward_seconds,
         backward_seconds=weights.backward_seconds,
         forward_flops=weights.forward_flops,

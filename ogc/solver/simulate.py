@@ -86,7 +86,7 @@ def plain_timeline(graph: Graph) -> tuple[Event, ...] | None:
 
 
 def _plain(graph: Graph) -> _Memory:
-    return _replay(_Memory(Schedule(graph.with_plain_backwards, (Segment(0, len(graph)),))))
+    return _replay(_Memory(Schedule(graph.with_plain_operators, (Segment(0, len(graph)),))))
 
 
 def lower_bound(graph: Graph) -> int:
@@ -141,7 +141,7 @@ def trace(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int] 
     is_plain = isinstance(plan, Plan) and plan.is_plain
     if is_plain and graph.plain_peak_bytes is not None:
         raise PlanError("this graph runs slice by slice, so it has no timeline of the plain model")
-    return tuple(_replay(_Trace(_schedule(graph.with_plain_backwards if is_plain else graph, plan, remade))).moments)
+    return tuple(_replay(_Trace(_schedule(graph.with_plain_operators if is_plain else graph, plan, remade))).moments)
 
 
 def _schedule(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int]) -> Schedule:
