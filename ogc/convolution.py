@@ -1,9 +1,10 @@
 """Convolutions on a CPU, a few images at a time: the bits of PyTorch's kernels, a part of their temporaries.
 
 oneDNN copies the images to a layout of its own, and what it makes of them back. Of the whole batch at once
-these copies are as large as the operands; of a few images they are small, and quicker, as they stay in the
-caches. Images do not depend on each other, but which kernel is taken, and in which order it adds up, may
-depend on how many there are. So each kind of call is tried once, whole and in parts, before it is believed.
+these copies are as large as the operands; of a few images they are small, and stay in the caches, which makes
+up for the kernel's, made anew for each part. Images do not depend on each other, but which kernel is taken, and
+in which order it adds up, may depend on how many there are. So each kind of call is tried once, whole and in
+parts, before it is believed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch.backends import mkldnn
 
 aten = torch.ops.aten
 
-PART_BYTES = 4 << 20
-"""Images, and what is made of them, that each thread is to be given at a time."""
+PART_BYTES = 2 << 20
+"""Images, and what is made of them, that each thread is to be given at a time; no less than of the kernel."""
 
 _LEAST_FOR_ONEDNN = 16
 """Images from which on one thread leaves a pointwise convolution to it. Source: as for :func:`is_product`."""
@@ -151,8 +152,8 @@ def _parts(kind: _Kind, part_bytes: int) -> tuple[slice, ...]:
         for shape, stride, dtype in zip(kind.shapes, kind.strides, kind.dtypes, strict=True)
     )
     result = aten.convolution.default(images, kernel, None, *kind.settings)
-    each = sum(t.numel() * t.element_size() for t in (images, result)) // max(1, samples)
-    least = -(-part_bytes * kind.threads // max(1, each))
+    each = (images.nbytes + result.nbytes) // max(1, samples)
+    least = -(-max(part_bytes * kind.threads, kernel.nbytes) // max(1, each))
     if kind.threads == 1 and _is_pointwise(kind.shapes[0], kind.shapes[1], kind.settings):
         least = max(least, _LEAST_FOR_ONEDNN)
     count = samples // least
