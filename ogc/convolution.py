@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.backends import mkldnn
 
+from .program import without_autocast
+
 aten = torch.ops.aten
 
 PART_BYTES = 2 << 20
@@ -173,7 +175,7 @@ def _give_the_same_bits(kind: _Kind, parts: Sequence[slice]) -> bool:
         scales = torch.linspace(1, 2, shape[0], device="cpu").view(-1, *(1 for _ in shape[1:]))
         return torch.empty_strided(shape, stride, dtype=dtype, device="cpu").copy_(one).mul_(scales)
 
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast():
         images, kernel = map(numbers, kind.shapes, kind.strides, kind.dtypes)
         channels = kernel.shape[1] * kind.settings[-1] if kind.settings[3] else kernel.shape[0]
         bias = numbers((channels,), (1,), kind.dtypes[1]) if kind.biased else None

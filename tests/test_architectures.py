@@ -58,7 +58,7 @@ def test_three_sgd_steps_are_bitwise_the_plain_models(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_planning_is_quick(name, request):
     if name in NETWORKS:
-        reason = "1100 cuts take the solver, quadratic in them, 1.5 to 2 s; 1400 operators take the parser 3 to 4 s"
+        reason = "1100 cuts take the solver, quadratic in them, 0.7 to 1.0 s, and longer on a slower machine"
         request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError))
     model, x = PUBLISHED[name].build(), images(name, 4)
 
@@ -148,8 +148,9 @@ def test_committed_peaks_are_three_fifths_of_the_published_and_half_of_it_in_sli
     whole = {row["arch"]: row for row in rows()}
     sliced = {row["arch"]: row for file in files("cpu_sliced.json") for row in file["rows"]}
     for found, most in ((whole, 0.60), (whole | sliced, 0.50)):
-        ratios = [row["ogc_bytes"] / MIB / row["published"]["theirs"] for row in found.values()]
-        assert geometric_mean(ratios) <= most
+        ratios = {name: row["ogc_bytes"] / MIB / row["published"]["theirs"] for name, row in found.items()}
+        assert geometric_mean(ratios.values()) <= most
+        assert geometric_mean(ratio for name, ratio in ratios.items() if name not in NETWORKS) <= most
 
 
 @pytest.mark.parametrize("kind", ["overhead", "flops"])

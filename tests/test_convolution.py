@@ -114,6 +114,15 @@ def test_a_kind_is_tried_once_and_leaves_the_random_stream_alone(monkeypatch):
     assert convolution._parts.cache_info().misses == misses + 1
 
 
+def test_autocast_does_not_change_what_is_tried(monkeypatch):
+    convolved, seen = convolution.convolved, []
+    monkeypatch.setattr(convolution, "convolved", lambda *given: seen.append(convolved(*given)) or seen[-1])
+    images, kernel = torch.randn(9, 32, 32, 31), torch.randn(32, 32, 3, 3)
+    with torch.autocast("cpu"):
+        assert len(parts_of(images, kernel, None, *SETTINGS)) > 1
+    assert {result.dtype for result in seen} == {torch.float32}
+
+
 def test_what_is_not_an_ordinary_tensor_on_a_cpu_is_left_whole():
     with FakeTensorMode():
         images, kernel = torch.randn(9, 32, 32, 32), torch.randn(32, 32, 3, 3)
