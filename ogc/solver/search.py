@@ -91,6 +91,7 @@ class Search:
     @cached_property
     def least_peak(self) -> Candidate:
         """The plan with the least peak, and the fastest of those."""
+        self.tables.clear()  # or what was asked before would decide how it is rounded
         bound = lower_bound(self.graph) - 1
         costs = self.weights.costs()
         few = costs.between(self.scales[:2][-1].chosen)
