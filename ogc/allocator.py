@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
+from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler._utils import traverse_dfs
 
 _STEP = "ogc: step"
 
@@ -50,25 +51,16 @@ def allocated_bytes(
         with record_function(_STEP):
             step()
     # The profiler offers these events, with their addresses, only underneath its public face.
-    events = sorted(_flat(profiler.profiler.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns)
+    tree = profiler.profiler.kineto_results.experimental_event_tree()
     held: dict[int, int] = {}  # bytes by address: what was there before the profiler has no size, or a stale one
     live = before = peak = 0
-    for event in events:
-        of = event.extra_fields
+    for event in sorted(traverse_dfs(tree), key=lambda event: event.start_time_ns):
+        block = event.extra_fields
         if event.name == _STEP:
             before = peak = live
-        elif isinstance(of, _ExtraFields_Allocation) and of.device.type == "cpu":
-            if of.alloc_size > 0:
-                held[of.ptr] = of.alloc_size
-            live += of.alloc_size if of.alloc_size > 0 else -held.pop(of.ptr, 0)
+        elif isinstance(block, _ExtraFields_Allocation) and block.device.type == "cpu":
+            if block.alloc_size > 0:
+                held[block.ptr] = block.alloc_size
+            live += block.alloc_size if block.alloc_size > 0 else -held.pop(block.ptr, 0)
             peak = max(peak, live)
     return peak - before, live - before
-
-
-def _flat(events: list[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
-    """The events of a tree, in no order."""
-    left = list(events)
-    while left:
-        event = left.pop()
-        yield event
-        left += event.children

@@ -13,13 +13,13 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from math import prod
 from typing import Any
 
 import torch
 from torch.backends import mkldnn
 
+from .parts import even_parts, part_by_part
 from .program import without_autocast
 
 aten = torch.ops.aten
@@ -75,18 +75,7 @@ def parts_of(images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings
 
 def convolved(parts: Sequence[slice], images: torch.Tensor, *rest: Any) -> torch.Tensor:
     """``aten.convolution`` with these arguments, part by part."""
-    if len(parts) == 1:
-        whole: torch.Tensor = aten.convolution.default(images, *rest)
-        return whole
-    result: torch.Tensor | None = None
-    for part in parts:
-        found = aten.convolution.default(images[part], *rest)
-        if result is None:
-            result = found.new_empty((len(images), *found.shape[1:]))
-        result[part] = found
-        del found
-    assert result is not None
-    return result
+    return part_by_part(parts, lambda part: aten.convolution.default(images[part], *rest))
 
 
 def gradient_of_images(
@@ -111,12 +100,7 @@ def gradient_of_images(
         of_part: torch.Tensor = aten.convolution_backward.default(gradient[part], images, kernel, *settings, wanted)[0]
         return of_part
 
-    if len(parts) == 1:
-        return found(parts[0])
-    result = gradient.new_empty(shape, dtype=dtype)
-    for part in parts:
-        result[part] = found(part)
-    return result
+    return part_by_part(parts, found)
 
 
 def is_product(images: torch.Tensor, kernel: torch.Tensor, settings: Sequence[Any]) -> bool:
@@ -161,7 +145,7 @@ def _parts(kind: _Kind, part_bytes: int) -> tuple[slice, ...]:
     count = samples // least
     if count < 2:
         return whole
-    parts = tuple(slice(a, b) for a, b in pairwise(samples * k // count for k in range(count + 1)))
+    parts = even_parts(samples, count)
     return parts if _give_the_same_bits(kind, parts) else whole
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from .lean import Lean
+from .parts import even_parts, part_by_part
 from .program import without_autocast
 
 aten = torch.ops.aten
@@ -50,11 +50,9 @@ class Sliced:
         result: torch.Tensor = torch.fx.Interpreter(torch.nn.Module(), graph=self.graph).run(*tensors)
         return result
 
-    def parts(self, samples: int) -> list[slice]:
+    def parts(self, samples: int) -> tuple[slice, ...]:
         """The slices of a batch."""
-        count = min(self.slices, samples)
-        edges = [samples * k // count for k in range(count + 1)]
-        return [slice(a, b) for a, b in pairwise(edges)]
+        return even_parts(samples, min(self.slices, samples))
 
     def with_plain_operators(self) -> Sliced:
         """The same stretch of PyTorch's own operators, but for those that save less."""
@@ -72,16 +70,8 @@ class _Slices(torch.autograd.Function):
     def forward(ctx: Any, stretch: Sliced, *tensors: torch.Tensor | None) -> torch.Tensor:
         ctx.stretch = stretch
         ctx.save_for_backward(*tensors)
-        result: torch.Tensor | None = None
-        samples = tensors[0].shape[0]  # type: ignore[union-attr]
-        for part in stretch.parts(samples):
-            found = stretch.run(_cut(tensors, part, stretch.cut))
-            if result is None:
-                result = found.new_empty((samples, *found.shape[1:]))
-            result[part] = found
-            del found
-        assert result is not None
-        return result
+        parts = stretch.parts(tensors[0].shape[0])  # type: ignore[union-attr]
+        return part_by_part(parts, lambda part: stretch.run(_cut(tensors, part, stretch.cut)))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -59,17 +59,12 @@ def test_all_kinds_give_the_same_bits(name, dtype, frozen):
         assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(plain, ours, strict=True))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("samples", [1, 7, 19, 50])
 def test_parts_are_even_and_cover_the_batch(samples, threads, monkeypatch):
     monkeypatch.setattr(convolution, "PART_BYTES", 1 << 18)  # an image and its result
     images, kernel = torch.randn(samples, 32, 32, 32), torch.randn(32, 32, 3, 3)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        parts = parts_of(images, kernel, None, *SETTINGS)
-    finally:
-        torch.set_num_threads(before)
+    parts = parts_of(images, kernel, None, *SETTINGS)
     sizes = [part.stop - part.start for part in parts]
     assert [part.start for part in parts] == [sum(sizes[:n]) for n in range(len(parts))]
     assert sum(sizes) == samples
@@ -77,16 +72,12 @@ def test_parts_are_even_and_cover_the_batch(samples, threads, monkeypatch):
     assert len(parts) == samples // threads or 1
 
 
-def test_one_thread_leaves_no_fewer_images_to_another_kernel_than_it_does_of_the_whole():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        images, kernel = torch.randn(40, 16, 32, 32), torch.randn(16, 16, 1, 1)
-        settings = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-        assert [p.stop - p.start for p in parts_of(images, kernel, None, *settings)] == [20, 20]
-        assert len(parts_of(images[:15], kernel, None, *settings)) == 1
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_one_thread_leaves_no_fewer_images_to_another_kernel_than_it_does_of_the_whole(threads):
+    images, kernel = torch.randn(40, 16, 32, 32), torch.randn(16, 16, 1, 1)
+    settings = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    assert [p.stop - p.start for p in parts_of(images, kernel, None, *settings)] == [20, 20]
+    assert len(parts_of(images[:15], kernel, None, *settings)) == 1
 
 
 @pytest.mark.parametrize("wrong", ["convolved", "gradient_of_images"])
@@ -156,13 +147,10 @@ def test_any_plan_peaks_as_simulated_and_trains_as_the_plain_model(profile, seed
     assert_same_training(model, ogc.apply(model, graph, plan), (x,))
 
 
-def test_another_number_of_threads_gives_what_it_gives_the_plain_model():
+@pytest.mark.parametrize("threads", [2], indirect=True)
+def test_another_number_of_threads_gives_what_it_gives_the_plain_model(threads):
     model, x = Wide(), wide_images()
     optimised = ogc.optimize(model, x)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert_same_training(model, optimised, (x,))
-    finally:
-        torch.set_num_threads(before)
+    for other in (1, threads, 3):
+        torch.set_num_threads(other)
+        assert_same_training(model, optimised, (x,))

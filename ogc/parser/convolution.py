@@ -8,14 +8,14 @@ dilation, groups, few channels) have no rule: they are run, each by itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..allocator import allocated_bytes
-from ..convolution import is_product
+from ..convolution import is_product, parts_of
 
 _WITHOUT_RULE_FLOPS = 2e7  # below this, a call is measured: in less time than matters, as few networks have many such
 _SUMS_FLOPS = 5e8  # per thread, of a call that is run for what threads sum in
@@ -43,14 +43,6 @@ class ConvolutionBytes:
         """For both gradients in one call, which finds that of the input first."""
         return max(self.input_phase, self.image + self.weights_phase) if self.input_phase else self.weights_phase
 
-    def in_parts(self, part: ConvolutionBytes, result: int) -> ConvolutionBytes:
-        """The same, with the forward and the gradient of the input part by part: of the largest one, and its result."""
-        return replace(
-            self,
-            scratch=result + part.scratch,
-            input_phase=self.image + part.input_phase if self.input_phase else 0,
-        )
-
 
 def estimated(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: Any) -> ConvolutionBytes:
     """By the rule, from operands, the bytes of the result and the operator's arguments from the stride on."""
@@ -60,6 +52,28 @@ def estimated(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: 
     copies = 3 if any(step > 1 for step in settings[0]) else 2
     weights = w + result if kernel.shape[1] < 16 else max(x + result + w, 2 * w)
     return ConvolutionBytes(x, max(x + w, result), weights, max(x + result + w, copies * x))
+
+
+def in_parts(
+    whole: ConvolutionBytes, args: Sequence[Any], result: int, weigh: Callable[[Sequence[Any], int], ConvolutionBytes]
+) -> ConvolutionBytes:
+    """The same for a lean convolution, which runs forward and makes the gradient of its input part by part.
+
+    Args:
+        whole: of the whole batch at once.
+        args: those of ``aten.convolution``; the sizes of a bias will do.
+        result: bytes of its result.
+        weigh: gives those of a part, from the same for that.
+    """
+    parts = parts_of(*args)
+    if len(parts) == 1:
+        return whole
+    samples = max(part.stop - part.start for part in parts)
+    result = result * samples // len(args[0])
+    part = weigh((args[0][:samples], *args[1:]), result)
+    return replace(
+        whole, scratch=result + part.scratch, input_phase=whole.image + part.input_phase if whole.input_phase else 0
+    )
 
 
 def has_rule(image: torch.Tensor, kernel: torch.Tensor, settings: Any, flops: int) -> bool:

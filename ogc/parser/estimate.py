@@ -25,14 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..allocator import can_measure
-from ..convolution import parts_of
 from ..lean import INDEX_BYTES, Lean, channels_at_once, images_at_once, repeats_exactly
 from ..program import operator_name, storage_of, tensor_leaves
 from ..random_state import cuda_devices
 from ..sliced import Sliced
 from ..without_grad import WithoutGrad
 from .calls import Call, measured_bytes, own_argument
-from .convolution import ConvolutionBytes, estimated, has_rule, measured, with_partial_sums
+from .convolution import ConvolutionBytes, estimated, has_rule, in_parts, measured, with_partial_sums
 from .gradients import InputGradient
 from .observe import Record, is_dense
 from .rebased import COPIES, REBASED
@@ -130,13 +129,13 @@ class Estimator:
 
     def _in_parts(self, args: Any, record: Record, weights: Weights, whole: ConvolutionBytes) -> ConvolutionBytes:
         """The same for a lean convolution."""
-        parts = parts_of(*args[:9])
-        if len(parts) == 1:
-            return whole
-        samples = max(part.stop - part.start for part in parts)
-        result, flops = (n * samples // len(args[0]) for n in (record.output_bytes[0], weights.forward_flops))
-        part = (args[0][:samples], *args[1:])
-        return whole.in_parts(self._bytes_of_convolution(part, result, flops, (True, False, False)), result)
+        result = record.output_bytes[0]
+
+        def weigh(part: Sequence[Any], result_of_part: int) -> ConvolutionBytes:
+            flops = weights.forward_flops * result_of_part // result
+            return self._bytes_of_convolution(part, result_of_part, flops, (True, False, False))
+
+        return in_parts(whole, args[:9], result, weigh)
 
     def _sliced(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
         assert isinstance(node.target, Sliced)
@@ -299,24 +298,21 @@ def _lean_convolution(args: Any, record: Record, weights: Weights, sizes: Convol
 def _copied_bytes(function: Any, args: Any, outputs: list[torch.Tensor]) -> int:
     """Bytes that a lean convolution or its backward on a CPU allocates at once, beyond its results."""
     if function is torch.ops.aten.convolution.default:
-        return _estimated_in_parts(_bytes_of(outputs), *args[:9]).scratch
+        return _estimated_in_parts(args[:9], _bytes_of(outputs)).scratch
     if function is torch.ops.aten.convolution_backward.default:
-        sizes = _estimated_in_parts(_bytes_of(args[:1]), *args[1:10])
+        sizes = _estimated_in_parts(args[1:10], _bytes_of(args[:1]))
         late = _bytes_of([args[2]]) + (sizes.input_phase if args[-1][0] else 0)
         return max(sizes.weights_phase, late) - _bytes_of(outputs)
     return 0
 
 
-def _estimated_in_parts(
-    result: int, images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings: Any
-) -> ConvolutionBytes:
-    whole = estimated(images, kernel, result, settings)
-    parts = parts_of(images, kernel, bias, *settings)
-    if len(parts) == 1:
-        return whole
-    samples = max(part.stop - part.start for part in parts)
-    result = result * samples // len(images)
-    return whole.in_parts(estimated(images[:samples], kernel, result, settings), result)
+def _estimated_in_parts(args: Sequence[Any], result: int) -> ConvolutionBytes:
+    """Those of a lean convolution with these arguments by the rule."""
+
+    def by_rule(given: Sequence[Any], result_of_given: int) -> ConvolutionBytes:
+        return estimated(given[0], given[1], result_of_given, given[3:])
+
+    return in_parts(by_rule(args, result), args, result, by_rule)
 
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
