@@ -21,7 +21,7 @@ def random_graph(seed: int, most: int = 8) -> Graph:
     operations: list[Operation] = []
     saved: set[int] = set()
     gone: set[int] = set()  # taken over by another value
-    gradients = rng.randrange(20)
+    least_gradients, range_of_gradients = rng.randrange(20), rng.choice([1, 1, 30])
     for t in range(rng.randrange(2, most + 1)):
         reads: list[int] = []
         if values:
@@ -55,7 +55,7 @@ def random_graph(seed: int, most: int = 8) -> Graph:
                 saves=tuple(saves),
                 internal_bytes=rng.choice([0, 0, 0, 0, 1, 4]),
                 scratch_bytes=rng.choice([0, 0, 3]),
-                gradient_bytes=gradients,
+                gradient_bytes=least_gradients + rng.randrange(range_of_gradients),
                 backward_bytes=rng.randrange(60),
                 late_bytes=rng.choice([0, 0, 0, rng.randrange(60)]),
                 forward_seconds=rng.choice([1, 2, 5, 0.5]),

@@ -145,19 +145,45 @@ class Memory:
     def recompute(self, number: int) -> None:
         graph, segment = self.graph, self.segments[number]
         self._release(segment.stop, -1)
-        gradients = graph.operations[segment.stop - 1].gradient_bytes
+        asking = self._first_to_ask(segment)
+        over = 0  # internal tensors that are gone, as the backward of these operations is over
+        for t in range(segment.stop - 1, asking, -1):
+            if segment.program:
+                self._record(max(graph.operations[t].backward_bytes, graph.operations[t].late_bytes) - over)
+            over += self.internals.get(t, 0)
+        read = {v for t in segment.program for v in graph.operations[t].reads}
+        for v in segment.kept - read:  # only saved, by those operations
+            outlives = graph.values[v].is_output or graph.last_uses[v] >= segment.stop
+            if not outlives and graph.producers[v] >= asking and graph.first_savers[v] > asking:
+                over += graph.values[v].bytes
+        extra = graph.operations[asking].gradient_bytes - over
         last_needed = self._last_needed(segment)
         for t in segment.program:
             op = graph.operations[t]
             self.remade.update(op.writes)
             if op.takes_over is not None:
                 self.remade.discard(op.takes_over)
-            self._record(gradients + op.internal_bytes + op.scratch_bytes)
+            self._record(extra + op.internal_bytes + op.scratch_bytes)
             if not keeps_internals(graph, t, segment.kept):
                 self.internals[t] = op.internal_bytes
             self.remade = {v for v in self.remade if last_needed.get(v, -1) > t}
         self.live |= self.remade
         self.remade = set()
+
+    def _first_to_ask(self, segment: Flat) -> int:
+        """The operation with the first backward that needs something that the segment makes again."""
+        graph = self.graph
+        return max(
+            (
+                t
+                for t in range(segment.start, segment.stop)
+                if (graph.operations[t].internal_bytes and not keeps_internals(graph, t, segment.kept))
+                or any(
+                    graph.producers[v] >= segment.start and v not in segment.retained for v in graph.operations[t].saves
+                )
+            ),
+            default=segment.start,
+        )
 
     def backward(self, number: int) -> None:
         graph, segment = self.graph, self.segments[number]

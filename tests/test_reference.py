@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import assert_same_training, chain, random_graph
 from models import CASES, Residual, images
+from torch import nn
 
 import ogc
 from ogc.errors import InputError
@@ -99,6 +100,26 @@ def test_on_chains_none_needs_less_than_ours(seed):
     graph = chain([rng.randrange(1, 9) for _ in range(40)], backward_bytes=seed)
     peaks = {solver: ogc.solve(graph, solver=solver).peak_bytes for solver in SOLVERS}
     assert min(peaks, key=peaks.__getitem__) == "optimal"
+
+
+@pytest.mark.parametrize("length", [50, 100, 200, 300, 600, 1000, 1400])
+def test_on_long_chains_the_binomial_schedule_is_neither_smaller_nor_faster(length):
+    graph = chain([1] * length)
+    least, binomial = ogc.solve(graph), ogc.solve(graph, solver="binomial")
+    assert least.peak_bytes <= binomial.peak_bytes
+    same = ogc.solve(graph, memory_budget=binomial.peak_bytes)
+    assert same.recomputed_seconds < binomial.recomputed_seconds
+
+
+def test_a_plan_nested_as_deep_as_plans_are_trains_the_same():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(50) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    model, x = nn.Sequential(*layers), torch.randn(512, 64)
+    graph = ogc.parse(model, x)
+    plan = ogc.solve(graph)
+    assert plan.peak_bytes <= ogc.solve(graph, solver="binomial").peak_bytes
+    assert max(segment.depth for segment in plan.segments) >= 8
+    assert_same_training(model, ogc.apply(model, graph, plan), (x,), steps=1)
 
 
 @pytest.mark.parametrize("solver", REFERENCES)

@@ -17,8 +17,8 @@ from ogc.schedule import Schedule
 from ogc.solver.costs import SegmentCosts
 from ogc.solver.interval import OuterLevel
 from ogc.solver.nested import NestedTable
-from ogc.solver.scales import Scale
-from ogc.solver.simulate import lower_bound, simulate
+from ogc.solver.scales import Scale, choose_scales
+from ogc.solver.simulate import lower_bound, plain_peak, simulate
 
 SEEDS = range(500)
 
@@ -164,6 +164,31 @@ def nested_level(graph, top=None, levels=None):
     top = top or OuterLevel(costs).least_peak()
     count = len(costs.cuts)
     return OuterLevel(costs, NestedTable(weights.nested, [Scale(np.arange(count), count - 1)], top, levels or top + 1))
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_nested_plans_fit_wherever_they_are_planned_to(seed):
+    """The tables count no less than the simulator, also where gradients grow before something is run again."""
+    graph = random_graph(9000 + seed, most=20)
+    level, top = nested_level(graph), plain_peak(graph)
+    least = level.least_peak()
+    for peak in {least, (least + top) // 2, (3 * least + top) // 4}:
+        found = level.find(peak)
+        assert found is not None
+        assert simulate(graph, found).peak_bytes <= peak
+
+
+def test_the_unit_of_a_table_divides_what_is_kept():
+    graph = chain([1000] * 60, scratch_bytes=1)
+    assert nested_level(graph, top=20_000, levels=100).table.unit == 250  # and not 203
+
+
+@pytest.mark.parametrize("length", [300, 1000, 5000])
+def test_a_coarser_scale_has_no_stretch_beyond_the_reach_of_the_finer_one(length):
+    scales = choose_scales(chain([1] * length), np.arange(length + 1))
+    for finer, coarser in pairwise(scales):
+        assert set(coarser.chosen) < set(finer.chosen)
+        assert np.diff(np.searchsorted(finer.chosen, coarser.chosen)).max() <= finer.reach
 
 
 def all_trees(cuts):

@@ -2,7 +2,8 @@
 
 The rule that makes them depend on the two ends alone: every cut keeps its whole boundary, and a kept value is
 released by position: after the segment with its first use has run again, or after the backward of its
-first saver. Complexity for N operations, V values and C cuts: O(C (N + V)) memory, O(C² N) simple array
+first saver. A segment is run again as it is by the runtime: once the backward of one of its operations asks for
+something that it makes, with the gradients that are alive then. Complexity for N operations, V values and C cuts: O(C (N + V)) memory, O(C² N) simple array
 steps at most.
 """
 
@@ -68,8 +69,9 @@ class NestedCosts:
         forward: most bytes alive while it runs.
         backward: most bytes alive in its backward, given what it saved.
         again: most bytes alive while it is run again at once and in its backward.
-        running: bytes alive besides, while something in it is run again: gradients at its end, outputs,
-            and values that are used beyond its end.
+        running: bytes alive besides, while something in it is run again: gradients, outputs, and values that
+            are used beyond its end.
+        waiting: most bytes alive in its backward before something in it is run again.
         seconds: time of running it.
         again_seconds: time of running it again at once.
     """
@@ -81,6 +83,7 @@ class NestedCosts:
     backward: Ints
     again: Ints
     running: Ints
+    waiting: Ints
     seconds: tuple[NDArray[np.float64], NDArray[np.float64]]
     again_seconds: NDArray[np.float64]
 
@@ -172,7 +175,8 @@ class SegmentCosts:
         retained = self._sum_ij(
             (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(self.output, 0, self.size))
         )
-        gradients = self.gradient[np.maximum(self.cuts - 1, 0)]
+        retained += self._internals(self.internal * self.small) + self._later_outputs()[:, None]
+        once, before, sooner = self._asked
         # A stretch with an operation that must not run twice takes forever to run again.
         per_operation = np.where(self.replayable, self.seconds, np.inf)[:, None]
         saved_seconds, crossing_seconds = (
@@ -184,11 +188,9 @@ class SegmentCosts:
             kept=(self._whole.kept, again.kept),
             forward=(self._whole.forward, again.forward),
             backward=self._backward,
-            again=again.local,
-            running=retained
-            + self._internals(self.internal * self.small)
-            + self._later_outputs()[:, None]
-            + gradients[None, :],
+            again=again.local + sooner,
+            running=retained + once + sooner,
+            waiting=retained + before,
             seconds=(saved_seconds, crossing_seconds),
             again_seconds=again.seconds,
         )
@@ -292,10 +294,55 @@ class SegmentCosts:
             (self.made, self.first_used, 0, self.first_used, np.where(self.passes, -self.size, 0)),
         )
         base += self._internals(self.internal * kept) + self._later_outputs()[:, None]
-        base += self.gradient[np.maximum(self.cuts - 1, 0)][None, :]
-        base += self._running(alive, unkept, kept)
+        asked = self._asked_for(unkept, kept, self._only_saved(alive, stay)) if stay.any() else self._asked
+        once, before, _ = asked
+        most = base + np.maximum(once + self._running(alive, unkept, kept), before)
         banned = self._from_cut(alive & ~self.replayable[:, None]) > 0
-        return np.where(banned, NEVER, base)
+        return np.where(banned, NEVER, most)
+
+    def _only_saved(self, alive: Bools, stay: Bools) -> Bools:
+        """[v, j]: whether a value that stays is needed by no operation that is run again, and not beyond cut j."""
+        found = (stay & ~self.output)[:, None] & (np.arange(len(self.cuts)) >= self.last_used[:, None])
+        for t, op in enumerate(self.graph.operations):
+            found[list(op.reads)] &= ~alive[t]
+        return found
+
+    @cached_property
+    def _asked(self) -> tuple[Ints, Ints, Ints]:
+        """The same if nothing stays but what is used beyond the end."""
+        unkept = np.arange(len(self.cuts)) >= self.last_used[:, None]
+        return self._asked_for(unkept, self.small, np.zeros_like(unkept))
+
+    def _asked_for(self, unkept: Bools, kept: Bools, only_saved: Bools) -> tuple[Ints, Ints, Ints]:
+        """What a segment (i, j) adds to what it keeps until it is run again: gradients, less what is gone by then.
+
+        It is run again once the backward of one of its operations asks for something that it makes: the bytes
+        that are added then, and the most in the backward of the operations behind, which ask for nothing.
+        Internal tensors of those are gone then, and values made there that only they save. Last, how many bytes
+        more are added if it is the last part of what is run again, and is so before the backward of some of those.
+        """
+        asked = np.full((self.n, len(self.cuts)), -1, np.int32)  # [t, j]: who made what t asks for, the last of them
+        for t, op in enumerate(self.graph.operations):
+            for v in op.saves:
+                np.maximum(asked[t], self.producer[v], out=asked[t], where=unkept[v])
+        remade = np.flatnonzero((self.internal > 0) & ~kept)
+        asked[remade] = remade[:, None]
+        asked[~self._within()] = -1
+        latest = -np.maximum.accumulate(asked[::-1])[::-1]
+        internals = _prefix(self.internal * kept)
+        gone = np.zeros((self.n + 1, len(self.cuts)), np.int64)  # [t, j]: bytes, if t is the first to ask
+        np.add.at(gone, np.minimum(self.producer, self.saver - 1), only_saved * self.size[:, None])
+        gone = np.cumsum(gone[::-1], 0)[::-1]
+        peaks = np.maximum(self.backward_peak, self.late_peak) + internals[1:]
+        gradients = self.gradient + internals[1:]
+        once, before, more = np.zeros((3, *self.later.shape), np.int64)
+        for j, stop in enumerate(self.cuts):
+            when = np.searchsorted(latest[:, j], -self.cuts, side="right") - 1
+            asks = when >= 0
+            once[:, j] = gradients[when] - gone[when, j]
+            before[:, j] = np.where(asks, _most_from(peaks[:stop])[when + 1], -NEVER)
+            more[:, j] = np.where(asks, _most_from(gradients[:stop])[when] - gradients[when], 0)
+        return once - internals[self.cuts], before - internals[self.cuts], more
 
     def _running(self, alive: Bools, unkept: Bools, kept: Bools) -> Ints:
         """Most bytes that the program itself has made and still needs, for every (i, j)."""
@@ -397,6 +444,11 @@ def _transposed(matrices: Sequence[NDArray]) -> NDArray:
 def _prefix(weights: Ints) -> Ints:
     """Sums of the weights before each position, length + 1 of them."""
     return np.concatenate([[0], np.cumsum(weights)])
+
+
+def _most_from(weights: Ints) -> Ints:
+    """The largest weight from each position on, length + 1 of them."""
+    return np.maximum.accumulate(np.append(-NEVER, weights[::-1]))[::-1]
 
 
 def _cover(shape: tuple[int, int], rectangles: Iterable[Rectangles]) -> Ints:

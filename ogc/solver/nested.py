@@ -38,8 +38,17 @@ Floats = NDArray[np.float32]
 WHOLE = 8
 """Cuts over which a part may reach that is kept whole while it is run again, unless it is the last."""
 
-MOST_TIMES = 8
-"""Times that a stretch may be run again, on average over its operations. Only long chains come near that."""
+MOST_TIMES = 32
+"""Times that a stretch may be run again, on average over its operations. Only long chains come near that.
+
+As many as :mod:`ogc.solver.reference` allows.
+"""
+
+FREQUENT = 32
+"""Sizes of what is kept that a unit is chosen for, the most frequent ones."""
+
+KEPT = 8
+"""Values that are kept at once, about: what is rounded adds up over them."""
 
 PORTION = 2**18
 """Numbers that are worked on at once, to stay within the processor's cache."""
@@ -58,7 +67,7 @@ class NestedTable:
     def __init__(self, costs: NestedCosts, scales: Sequence[Scale], most_bytes: int, levels: int) -> None:
         self.costs = costs
         self.levels = levels
-        self.unit = costs.grain * max(1, -(-most_bytes // (costs.grain * (levels - 1))))
+        self.unit = _best_unit(costs, max(1, -(-most_bytes // (levels - 1))))
         sizes = [len(scale.chosen) * (scale.reach + 1) for scale in scales]
         self.firsts = np.cumsum([1, *sizes])
         # A row per pair of cuts of each scale. What is looked up with fewer bytes than there are is a window
@@ -116,8 +125,9 @@ class _ScaleTable:
         self.kept, self.forward = (
             [table.in_units(weights[starts, stops]) for weights in modes] for modes in (costs.kept, costs.forward)
         )
-        self.backward, self.again, self.running = (
-            table.in_units(weights[starts, stops]) for weights in (costs.backward, costs.again, costs.running)
+        self.backward, self.again, self.running, self.waiting = (
+            table.in_units(weights[starts, stops])
+            for weights in (costs.backward, costs.again, costs.running, costs.waiting)
         )
         self.seconds = [seconds[starts, stops].astype(np.float32) for seconds in costs.seconds]
         self.again_seconds = costs.again_seconds[starts, stops].astype(np.float32)
@@ -166,6 +176,7 @@ class _ScaleTable:
             need = self.forward[mode][before] + self.running[i, length, None]
             np.maximum(need, self.least[before] if mode else self.backward[before], out=need)
             np.maximum(need, kept + self.least[after], out=need)
+            np.maximum(need, self.waiting[i, length, None], out=need)
             m = slice(min(stop - 1, int(need.min())), stop)
             found: Floats = self.table.windows[:, m][self._row(*after) * levels - np.minimum(kept, levels)]
             found += self.table.barriers[:, m][levels - np.clip(need, 0, levels)]
@@ -199,6 +210,18 @@ class _ScaleTable:
 
     def _span(self, i: int, length: int) -> tuple[int, int]:
         return int(self.cuts[i]), int(self.cuts[i + length])
+
+
+def _best_unit(costs: NestedCosts, least: int) -> int:
+    """A unit of at least so many bytes, up to about twice as many, in which most of what is kept is a whole number."""
+    kept = np.concatenate([np.diagonal(costs.kept[1], length) for length in (1, 2, 4)])
+    sizes, counts = np.unique(kept[kept > 0], return_counts=True)
+    frequent = np.argsort(-counts, kind="stable")[:FREQUENT]
+    sizes, counts = sizes[frequent], counts[frequent]
+    parts = [size // number for size in sizes for number in range(size // (2 * least) + 1, size // least + 1)]
+    units = costs.grain * -(-np.array([least, *parts], np.int64) // costs.grain)
+    rounded = (-sizes[:, None] % units).T @ counts / max(1, counts.sum())
+    return int(units[np.argmin(units + KEPT * rounded)])
 
 
 def _windows(numbers: Floats, width: int) -> Floats:

@@ -9,7 +9,7 @@ import numpy as np
 from ..graph import Graph
 from .costs import Ints, boundary_bytes
 
-NEAR = 8
+NEAR = 16
 """Cuts over which a stretch may reach between any two cuts."""
 
 FAR = 24
@@ -18,8 +18,14 @@ FAR = 24
 COARSER = 4
 """How many times fewer cuts a scale has than the one before."""
 
+ALL = 210
+"""Cuts up to which one scale is enough, in which a stretch may reach as far as it likes."""
+
 MOST = 80
-"""Cuts of the coarsest scale, in which a stretch may reach as far as it likes."""
+"""Cuts of the coarsest scale otherwise, in which it may do so too."""
+
+GOLDEN = (np.sqrt(5) - 1) / 2
+"""The fractions of its multiples are spread evenly, however many there are."""
 
 
 @dataclass(frozen=True)
@@ -31,35 +37,41 @@ class Scale:
 
 
 def choose_scales(graph: Graph, cuts: Ints) -> list[Scale]:
-    """Scales from all ``cuts`` to at most ``MOST`` of them.
+    """Scales from all ``cuts`` to at most ``MOST`` of them, or one scale if they are few.
 
     A third of a coarser scale's cuts lies around the operations that need the most bytes by themselves.
     The others are what is left when those are dropped, one by one, that save little time for their width.
     """
     chosen = np.arange(len(cuts))
     scales: list[Scale] = []
-    while len(chosen) > MOST:
+    while len(chosen) > (MOST if scales else ALL):
         scales.append(Scale(chosen, FAR if scales else NEAR))
-        chosen = _thin(graph, cuts, chosen, max(MOST, len(chosen) // COARSER))
+        chosen = _thin(graph, cuts, scales[-1])
     return [*scales, Scale(chosen, len(chosen) - 1)]
 
 
-def _thin(graph: Graph, cuts: Ints, chosen: Ints, count: int) -> Ints:
-    seconds = np.cumsum([0.0, *(op.forward_seconds for op in graph.operations)])[cuts]
-    widths = np.sqrt(1.0 + boundary_bytes(graph)[cuts])
-    stays = np.zeros(len(cuts), bool)
-    stays[_around_the_largest(graph, cuts, count // 3)] = True
+def _thin(graph: Graph, cuts: Ints, finer: Scale) -> Ints:
+    """Fewer cuts than the finer scale has, none further from the next than that scale reaches."""
+    count = max(MOST, len(finer.chosen) // COARSER)
+    seconds = np.cumsum([0.0, *(op.forward_seconds for op in graph.operations)])[cuts[finer.chosen]]
+    widths = np.sqrt(1.0 + boundary_bytes(graph)[cuts[finer.chosen]])
+    stays = np.isin(finer.chosen, _around_the_largest(graph, cuts, count // 3))
+    chosen = np.arange(len(finer.chosen))
     while len(chosen) > count:
         before, here, after = chosen[:-2], chosen[1:-1], chosen[2:]
-        worth = np.where(stays[here], np.inf, (seconds[after] - seconds[before]) / widths[here])
+        worth = (seconds[after] - seconds[before]) / widths[here]
+        worth[stays[here] | (after - before > finer.reach)] = np.inf
         chosen = np.delete(chosen, 1 + int(np.argmin(worth)))
-    return chosen
+    thinned: Ints = finer.chosen[chosen]
+    return thinned
 
 
 def _around_the_largest(graph: Graph, cuts: Ints, count: int) -> list[int]:
-    """About ``count`` cuts around the operations that need the most bytes by themselves."""
+    """About ``count`` cuts around the operations that need the most bytes by themselves, evenly spread among equals."""
     found: set[int] = set()
-    for t in np.argsort(-np.array(graph.operation_bounds), kind="stable"):
+    bounds = np.array(graph.operation_bounds)
+    spread = np.arange(len(bounds)) * GOLDEN % 1
+    for t in np.lexsort((spread, -bounds)):
         place = int(np.searchsorted(cuts, t, side="right"))
         found.update(range(max(0, place - 2), min(len(cuts), place + 2)))
         if len(found) >= count:

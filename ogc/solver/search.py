@@ -33,8 +33,11 @@ With one cut per stretch of s operations, the peak of a plan exceeds that with a
 stretch holds when it is run again.
 """
 
-LEVELS = 160
+LEVELS = 240
 """Units into which the bytes at hand are divided in a nested table."""
+
+FINE_LEVELS = 480
+"""The same for the least peak, which is the larger by what is rounded."""
 
 ROUGH_LEVELS = 48
 ROUGH_LABELS = 20_000
@@ -97,7 +100,7 @@ class Search:
         few = costs.between(self.scales[:2][-1].chosen)
         flat = OuterLevel(few).least_peak(above=bound, tolerance=ROUGH)
         rough = OuterLevel(costs, self._table(flat, ROUGH_LEVELS)).least_peak(above=bound, near=flat, tolerance=ROUGH)
-        level = OuterLevel(costs, self._table(rough))
+        level = OuterLevel(costs, self._table(rough, FINE_LEVELS))
         least = level.least_peak(above=bound, near=rough)
         # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
         best = self._finest(self._remaking(self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:]))))
