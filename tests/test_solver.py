@@ -178,6 +178,13 @@ def test_nested_plans_fit_wherever_they_are_planned_to(seed):
         assert simulate(graph, found).peak_bytes <= peak
 
 
+def test_a_writer_behind_a_reader_is_among_what_runs_again():
+    """An operation that must not run twice writes in place what one before it, which would run again, has read."""
+    graph = random_graph(708, most=12)
+    assert [op.replayable for op in graph.operations[:5]] == [True, True, False, True, True]
+    assert simulate(graph, ogc.solve(graph)).peak_bytes <= plain_peak(graph)
+
+
 def test_the_unit_of_a_table_divides_what_is_kept():
     graph = chain([1000] * 60, scratch_bytes=1)
     assert nested_level(graph, top=20_000, levels=100).table.unit == 250  # and not 203

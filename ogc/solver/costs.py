@@ -3,8 +3,8 @@
 The rule that makes them depend on the two ends alone: every cut keeps its whole boundary, and a kept value is
 released by position: after the segment with its first use has run again, or after the backward of its
 first saver. A segment is run again as it is by the runtime: once the backward of one of its operations asks for
-something that it makes, with the gradients that are alive then. Complexity for N operations, V values and C cuts: O(C (N + V)) memory, O(C² N) simple array
-steps at most.
+something that it makes, with the gradients that are alive then. Complexity for N operations, V values and C
+cuts: O(C (N + V)) memory, O(C² N) simple array steps at most.
 """
 
 from __future__ import annotations
@@ -157,15 +157,18 @@ class SegmentCosts:
         wanted = (self.made[:, None] <= c) & (c < self.last_used[:, None])
         alive = np.zeros((self.n, len(c)), bool)
         within = self._within()
-        for t in range(self.n - 1, -1, -1):
-            op = self.graph.operations[t]
-            runs = np.zeros(len(c), bool)
-            for v in op.writes:
-                runs |= wanted[v]
-            alive[t] = runs & within[t]
-            for v in op.reads:
-                wanted[v] |= alive[t]
-        return alive
+        while True:
+            before = int(alive.sum())
+            for t in range(self.n - 1, -1, -1):
+                op = self.graph.operations[t]
+                runs = np.zeros(len(c), bool)
+                for v in op.writes:
+                    runs |= wanted[v]
+                alive[t] = runs & within[t]
+                for v in op.reads:
+                    wanted[v] |= alive[t]
+            if int(alive.sum()) == before:  # in-place operations may have asked for writers behind them
+                return alive
 
     @cached_property
     def nested(self) -> NestedCosts:
@@ -176,7 +179,8 @@ class SegmentCosts:
             (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(self.output, 0, self.size))
         )
         retained += self._internals(self.internal * self.small) + self._later_outputs()[:, None]
-        once, before, sooner = self._asked
+        once, before = self._asked_for(self._first_to_ask, self.small)
+        sooner = self._sooner()
         # A stretch with an operation that must not run twice takes forever to run again.
         per_operation = np.where(self.replayable, self.seconds, np.inf)[:, None]
         saved_seconds, crossing_seconds = (
@@ -294,8 +298,10 @@ class SegmentCosts:
             (self.made, self.first_used, 0, self.first_used, np.where(self.passes, -self.size, 0)),
         )
         base += self._internals(self.internal * kept) + self._later_outputs()[:, None]
-        asked = self._asked_for(unkept, kept, self._only_saved(alive, stay)) if stay.any() else self._asked
-        once, before, _ = asked
+        asking = self._first_asking(unkept, kept) if stay.any() else self._first_to_ask
+        once, before = self._asked_for(asking, kept)
+        if stay.any():
+            once -= self._gone(self._only_saved(alive, stay))[asking, np.arange(len(self.cuts))]
         most = base + np.maximum(once + self._running(alive, unkept, kept), before)
         banned = self._from_cut(alive & ~self.replayable[:, None]) > 0
         return np.where(banned, NEVER, most)
@@ -308,19 +314,12 @@ class SegmentCosts:
         return found
 
     @cached_property
-    def _asked(self) -> tuple[Ints, Ints, Ints]:
-        """The same if nothing stays but what is used beyond the end."""
-        unkept = np.arange(len(self.cuts)) >= self.last_used[:, None]
-        return self._asked_for(unkept, self.small, np.zeros_like(unkept))
+    def _first_to_ask(self) -> Ints:
+        """:meth:`_first_asking`, if nothing stays but what is used beyond the end."""
+        return self._first_asking(np.arange(len(self.cuts)) >= self.last_used[:, None], self.small)
 
-    def _asked_for(self, unkept: Bools, kept: Bools, only_saved: Bools) -> tuple[Ints, Ints, Ints]:
-        """What a segment (i, j) adds to what it keeps until it is run again: gradients, less what is gone by then.
-
-        It is run again once the backward of one of its operations asks for something that it makes: the bytes
-        that are added then, and the most in the backward of the operations behind, which ask for nothing.
-        Internal tensors of those are gone then, and values made there that only they save. Last, how many bytes
-        more are added if it is the last part of what is run again, and is so before the backward of some of those.
-        """
+    def _first_asking(self, unkept: Bools, kept: Bools) -> Ints:
+        """[i, j]: the operation with the first backward that asks for something that (i, j) makes again, or -1."""
         asked = np.full((self.n, len(self.cuts)), -1, np.int32)  # [t, j]: who made what t asks for, the last of them
         for t, op in enumerate(self.graph.operations):
             for v in op.saves:
@@ -328,21 +327,32 @@ class SegmentCosts:
         remade = np.flatnonzero((self.internal > 0) & ~kept)
         asked[remade] = remade[:, None]
         asked[~self._within()] = -1
-        latest = -np.maximum.accumulate(asked[::-1])[::-1]
+        latest = np.asfortranarray(-np.maximum.accumulate(asked[::-1])[::-1])
+        return np.stack([np.searchsorted(each, -self.cuts, side="right") - 1 for each in latest.T]).T
+
+    def _asked_for(self, asking: Ints, kept: Bools) -> tuple[Ints, Ints]:
+        """What a segment adds to what it keeps until it is run again: gradients, less internal tensors gone by then.
+
+        At the operation that asks for it, and the most in the backward of those behind, which ask for nothing.
+        """
         internals = _prefix(self.internal * kept)
-        gone = np.zeros((self.n + 1, len(self.cuts)), np.int64)  # [t, j]: bytes, if t is the first to ask
-        np.add.at(gone, np.minimum(self.producer, self.saver - 1), only_saved * self.size[:, None])
-        gone = np.cumsum(gone[::-1], 0)[::-1]
         peaks = np.maximum(self.backward_peak, self.late_peak) + internals[1:]
-        gradients = self.gradient + internals[1:]
-        once, before, more = np.zeros((3, *self.later.shape), np.int64)
-        for j, stop in enumerate(self.cuts):
-            when = np.searchsorted(latest[:, j], -self.cuts, side="right") - 1
-            asks = when >= 0
-            once[:, j] = gradients[when] - gone[when, j]
-            before[:, j] = np.where(asks, _most_from(peaks[:stop])[when + 1], -NEVER)
-            more[:, j] = np.where(asks, _most_from(gradients[:stop])[when] - gradients[when], 0)
-        return once - internals[self.cuts], before - internals[self.cuts], more
+        behind = np.stack([_most_from(peaks, stop)[rows + 1] for stop, rows in zip(self.cuts, asking.T, strict=True)])
+        before = np.where(asking < 0, -NEVER, behind.T - internals[self.cuts])
+        return (self.gradient + internals[1:])[asking] - internals[self.cuts], before
+
+    def _sooner(self) -> Ints:
+        """Bytes that gradients may be more, if (i, j) is the last part of what is run again for an operation behind."""
+        gradients = self.gradient + _prefix(self.internal * self.small)[1:]
+        asking = self._first_to_ask
+        most = np.stack([_most_from(gradients, stop)[rows] for stop, rows in zip(self.cuts, asking.T, strict=True)]).T
+        return np.where(asking < 0, 0, most - gradients[asking])
+
+    def _gone(self, only_saved: Bools) -> Ints:
+        """[t, j]: bytes of the values that are made at or behind t, and only saved, by operations behind it."""
+        gone = np.zeros((self.n, len(self.cuts)), np.int64)
+        np.add.at(gone, np.minimum(self.producer, self.saver - 1), only_saved * self.size[:, None])
+        return np.cumsum(gone[::-1], 0)[::-1]
 
     def _running(self, alive: Bools, unkept: Bools, kept: Bools) -> Ints:
         """Most bytes that the program itself has made and still needs, for every (i, j)."""
@@ -446,9 +456,9 @@ def _prefix(weights: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(weights)])
 
 
-def _most_from(weights: Ints) -> Ints:
-    """The largest weight from each position on, length + 1 of them."""
-    return np.maximum.accumulate(np.append(-NEVER, weights[::-1]))[::-1]
+def _most_from(weights: Ints, stop: int) -> Ints:
+    """The largest weight from each position up to ``stop``, which is the last of them."""
+    return np.maximum.accumulate(np.append(-NEVER, weights[:stop][::-1]))[::-1]
 
 
 def _cover(shape: tuple[int, int], rectangles: Iterable[Rectangles]) -> Ints:

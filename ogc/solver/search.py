@@ -33,10 +33,10 @@ With one cut per stretch of s operations, the peak of a plan exceeds that with a
 stretch holds when it is run again.
 """
 
-LEVELS = 240
+LEVELS = 160
 """Units into which the bytes at hand are divided in a nested table."""
 
-FINE_LEVELS = 480
+FINE_LEVELS = 320
 """The same for the least peak, which is the larger by what is rounded."""
 
 ROUGH_LEVELS = 48
