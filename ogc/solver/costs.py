@@ -179,7 +179,7 @@ class SegmentCosts:
             (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(self.output, 0, self.size))
         )
         retained += self._internals(self.internal * self.small) + self._later_outputs()[:, None]
-        once, before = self._asked_for(self._first_to_ask, self.small)
+        once, before = self._asked
         sooner = self._sooner()
         # A stretch with an operation that must not run twice takes forever to run again.
         per_operation = np.where(self.replayable, self.seconds, np.inf)[:, None]
@@ -298,9 +298,10 @@ class SegmentCosts:
             (self.made, self.first_used, 0, self.first_used, np.where(self.passes, -self.size, 0)),
         )
         base += self._internals(self.internal * kept) + self._later_outputs()[:, None]
-        asking = self._first_asking(unkept, kept) if stay.any() else self._first_to_ask
-        once, before = self._asked_for(asking, kept)
+        once, before = self._asked
         if stay.any():
+            asking = self._first_asking(unkept, kept)
+            once, before = self._asked_for(asking, kept)
             once -= self._gone(self._only_saved(alive, stay))[asking, np.arange(len(self.cuts))]
         most = base + np.maximum(once + self._running(alive, unkept, kept), before)
         banned = self._from_cut(alive & ~self.replayable[:, None]) > 0
@@ -317,6 +318,11 @@ class SegmentCosts:
     def _first_to_ask(self) -> Ints:
         """:meth:`_first_asking`, if nothing stays but what is used beyond the end."""
         return self._first_asking(np.arange(len(self.cuts)) >= self.last_used[:, None], self.small)
+
+    @cached_property
+    def _asked(self) -> tuple[Ints, Ints]:
+        """:meth:`_asked_for`, in the same case."""
+        return self._asked_for(self._first_to_ask, self.small)
 
     def _first_asking(self, unkept: Bools, kept: Bools) -> Ints:
         """[i, j]: the operation with the first backward that asks for something that (i, j) makes again, or -1."""
@@ -337,16 +343,19 @@ class SegmentCosts:
         """
         internals = _prefix(self.internal * kept)
         peaks = np.maximum(self.backward_peak, self.late_peak) + internals[1:]
-        behind = np.stack([_most_from(peaks, stop)[rows + 1] for stop, rows in zip(self.cuts, asking.T, strict=True)])
-        before = np.where(asking < 0, -NEVER, behind.T - internals[self.cuts])
+        before = np.where(asking < 0, -NEVER, self._most_from(asking + 1, peaks) - internals[self.cuts])
         return (self.gradient + internals[1:])[asking] - internals[self.cuts], before
 
     def _sooner(self) -> Ints:
         """Bytes that gradients may be more, if (i, j) is the last part of what is run again for an operation behind."""
         gradients = self.gradient + _prefix(self.internal * self.small)[1:]
         asking = self._first_to_ask
-        most = np.stack([_most_from(gradients, stop)[rows] for stop, rows in zip(self.cuts, asking.T, strict=True)]).T
-        return np.where(asking < 0, 0, most - gradients[asking])
+        return np.where(asking < 0, 0, self._most_from(asking, gradients) - gradients[asking])
+
+    def _most_from(self, positions: Ints, weights: Ints) -> Ints:
+        """[i, j]: the largest weight of the operations from a position on and before cut j; -NEVER if there is none."""
+        most = (np.maximum.accumulate(np.append(-NEVER, weights[:stop][::-1]))[::-1] for stop in self.cuts)
+        return np.stack([here[rows] for here, rows in zip(most, positions.T, strict=True)], 1)
 
     def _gone(self, only_saved: Bools) -> Ints:
         """[t, j]: bytes of the values that are made at or behind t, and only saved, by operations behind it."""
@@ -454,11 +463,6 @@ def _transposed(matrices: Sequence[NDArray]) -> NDArray:
 def _prefix(weights: Ints) -> Ints:
     """Sums of the weights before each position, length + 1 of them."""
     return np.concatenate([[0], np.cumsum(weights)])
-
-
-def _most_from(weights: Ints, stop: int) -> Ints:
-    """The largest weight from each position up to ``stop``, which is the last of them."""
-    return np.maximum.accumulate(np.append(-NEVER, weights[:stop][::-1]))[::-1]
 
 
 def _cover(shape: tuple[int, int], rectangles: Iterable[Rectangles]) -> Ints:

@@ -39,10 +39,7 @@ WHOLE = 8
 """Cuts over which a part may reach that is kept whole while it is run again, unless it is the last."""
 
 MOST_TIMES = 32
-"""Times that a stretch may be run again, on average over its operations. Only long chains come near that.
-
-As many as :mod:`ogc.solver.reference` allows.
-"""
+"""Times that a stretch may be run again, on average over its operations. Only long chains come near that."""
 
 FREQUENT = 32
 """Sizes of what is kept that a unit is chosen for, the most frequent ones."""

@@ -17,13 +17,11 @@ from ..graph import Graph
 from ..plan import Segment, cut_into_segments, recomputed, saved
 from ..schedule import Schedule
 from .division import checkpoint_places
+from .nested import MOST_TIMES
 from .simulate import simulate
 
 MAX_TRIES = 64
 """Plans that a solver chooses from at most."""
-
-MAX_REPETITIONS = 32
-"""Times that ``binomial`` runs an operation again at most."""
 
 
 def chen(graph: Graph) -> tuple[Segment, ...]:
@@ -53,10 +51,11 @@ def binomial(graph: Graph) -> tuple[Segment, ...]:
 
     Source: Griewank & Walther, "Algorithm 799: revolve", 2000. With s snapshots, l <= C(s + r, s) steps are
     each run again r times at most, and as rarely as possible in all. Here s is chosen by the simulated peak,
-    then the recomputed time, up to where r = 2. O(l r) for a plan, and its simulation.
+    then the recomputed time, from where r is ``MOST_TIMES``, as for our own plans, to where it is 2. O(l r)
+    for a plan, and its simulation.
     """
     steps = len(graph.cuts) - 1
-    counts = [s for s in _counts(isqrt(2 * steps) + 1) if _repetitions(steps, s) <= MAX_REPETITIONS]
+    counts = [s for s in _counts(isqrt(2 * steps) + 1) if _repetitions(steps, s) <= MOST_TIMES]
     return _best(graph, (_revolve(graph.cuts, s) for s in counts))
 
 
