@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -205,15 +206,11 @@ class SegmentCosts:
         Each set has all values of the one before it.
         """
         places = [tuple((v, int(self.producer[v])) for v in sorted(values)) for values in keeping]
-        modes = [self._whole, self._at_once, *map(self._again, keeping)]
-        kept, local, seconds = (
-            _transposed(each)
-            for each in (
-                [mode.kept for mode in modes],
-                [np.maximum(mode.forward, mode.local) for mode in modes],
-                [mode.seconds for mode in modes],
-            )
-        )
+        shape = (2 + len(keeping), *self.later.shape)
+        kept, local, seconds = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape)
+        # One after the other: each takes memory.
+        for n, mode in enumerate(chain((self._whole, self._at_once), map(self._again, keeping))):
+            kept[n], local[n], seconds[n] = mode.kept.T, np.maximum(mode.forward, mode.local).T, mode.seconds.T
         gains_nothing = seconds[2:] >= seconds[1:-1]
         local[2:][gains_nothing] = NEVER
         return Costs(self.cuts, self.grain, kept, local, seconds, ((), (), *places))
@@ -231,7 +228,7 @@ class SegmentCosts:
             kept=self._kept(self.saved, self.internal),
             forward=self._forward(self.saved, self.internal),
             local=self._backward,
-            seconds=np.zeros(self.later.shape),
+            seconds=np.broadcast_to(0.0, self.later.shape),
         )
 
     @cached_property
@@ -433,12 +430,13 @@ class SegmentCosts:
     def _from_cut(self, per_operation: NDArray) -> NDArray:
         """[i, j]: sums of [t, j] over the operations at or after cut i."""
         total = np.zeros((self.n + 1, per_operation.shape[1]), np.float64)
-        total[:-1] = np.cumsum(per_operation[::-1], 0)[::-1]
+        np.cumsum(per_operation[::-1], 0, out=total[-2::-1])
         return total[self.cuts]
 
     def _peak_until(self, live: Ints) -> Ints:
         """[i, j]: the largest of [i, t] over the operations t between the cuts i and j."""
-        peaks = np.maximum.accumulate(np.where(self.inside, live, -NEVER), 1)
+        peaks = np.where(self.inside, live, -NEVER)
+        np.maximum.accumulate(peaks, 1, out=peaks)
         return np.where(self.later, peaks[:, np.maximum(self.cuts - 1, 0)], -NEVER)
 
     def _sum_ij(self, *rectangles: Rectangles) -> Ints:
@@ -449,15 +447,6 @@ class SegmentCosts:
 
     def _after(self, positions: Ints) -> Ints:
         return np.searchsorted(self.cuts, positions, side="right")
-
-
-def _transposed(matrices: Sequence[NDArray]) -> NDArray:
-    """[n, j, i]: the transposes of square matrices, each side by side in memory."""
-    side = len(matrices[0])
-    found = np.empty((len(matrices), side, side), matrices[0].dtype)
-    for place, matrix in zip(found, matrices, strict=True):
-        place[:] = matrix.T
-    return found
 
 
 def _prefix(weights: Ints) -> Ints:

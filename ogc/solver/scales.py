@@ -37,22 +37,21 @@ class Scale:
 
 
 def choose_scales(graph: Graph, cuts: Ints) -> list[Scale]:
-    """Scales from all ``cuts`` to at most ``MOST`` of them, or one scale if they are few.
-
-    A third of a coarser scale's cuts lies around the operations that need the most bytes by themselves.
-    The others are what is left when those are dropped, one by one, that save little time for their width.
-    """
+    """Scales from all ``cuts`` to at most ``MOST`` of them, or one scale if they are few."""
     chosen = np.arange(len(cuts))
     scales: list[Scale] = []
     while len(chosen) > (MOST if scales else ALL):
         scales.append(Scale(chosen, FAR if scales else NEAR))
-        chosen = _thin(graph, cuts, scales[-1])
+        chosen = thinned(graph, cuts, scales[-1], max(MOST, len(chosen) // COARSER))
     return [*scales, Scale(chosen, len(chosen) - 1)]
 
 
-def _thin(graph: Graph, cuts: Ints, finer: Scale) -> Ints:
-    """Fewer cuts than the finer scale has, none further from the next than that scale reaches."""
-    count = max(MOST, len(finer.chosen) // COARSER)
+def thinned(graph: Graph, cuts: Ints, finer: Scale, count: int) -> Ints:
+    """So many of the cuts that the finer scale has, none further from the next than that scale reaches.
+
+    A third of them lies around the operations that need the most bytes by themselves. The others are what is
+    left when those are dropped, one by one, that save little time for their width.
+    """
     seconds = np.cumsum([0.0, *(op.forward_seconds for op in graph.operations)])[cuts[finer.chosen]]
     widths = np.sqrt(1.0 + boundary_bytes(graph)[cuts[finer.chosen]])
     stays = np.isin(finer.chosen, _around_the_largest(graph, cuts, count // 3))
@@ -62,8 +61,8 @@ def _thin(graph: Graph, cuts: Ints, finer: Scale) -> Ints:
         worth = (seconds[after] - seconds[before]) / widths[here]
         worth[stays[here] | (after - before > finer.reach)] = np.inf
         chosen = np.delete(chosen, 1 + int(np.argmin(worth)))
-    thinned: Ints = finer.chosen[chosen]
-    return thinned
+    found: Ints = finer.chosen[chosen]
+    return found
 
 
 def _around_the_largest(graph: Graph, cuts: Ints, count: int) -> list[int]:

@@ -21,7 +21,7 @@ from .fronts import LABELS, SLACK
 from .interval import OuterLevel
 from .keeping import worth_keeping
 from .nested import NestedTable
-from .scales import choose_scales
+from .scales import NEAR, Scale, choose_scales, thinned
 from .simulate import lower_bound, simulate
 
 MAX_CELLS = 3_000_000
@@ -32,6 +32,9 @@ only at their narrowest places.
 With one cut per stretch of s operations, the peak of a plan exceeds that with all cuts by at most what one
 stretch holds when it is run again.
 """
+
+CURVE_CELLS = 800_000
+"""The same for the outermost level where many plans are asked for: the time for each is quadratic in its cuts."""
 
 LEVELS = 160
 """Units into which the bytes at hand are divided in a nested table."""
@@ -81,10 +84,16 @@ def weigh(graph: Graph, segments: tuple[Segment, ...], remade: tuple[int, ...] =
 
 
 class Search:
-    """Interval and nested plans over one graph."""
+    """Interval and nested plans over one graph.
 
-    def __init__(self, graph: Graph) -> None:
+    Args:
+        graph: the weighted graph.
+        most_cells: cuts times operations of the outermost level, for all questions but that for the least peak.
+    """
+
+    def __init__(self, graph: Graph, most_cells: int = MAX_CELLS) -> None:
         self.graph = graph
+        self.most_cells = most_cells
         self.weights = SegmentCosts(graph, _narrow_cuts(graph))
         self.scales = choose_scales(graph, self.weights.cuts)
         self.tables: dict[tuple[int, int], NestedTable] = {}  # by the peak and the units they were made for
@@ -232,13 +241,23 @@ class Search:
 
     @cached_property
     def _costs(self) -> Costs:
-        return self.weights.costs(*worth_keeping(self.graph))
+        """The weights of the outermost level with segments that keep values."""
+        weights, cuts = self.weights, self.weights.cuts
+        most = _most_cuts(self.graph, self.most_cells)
+        if len(cuts) > most:
+            every = Scale(np.arange(len(cuts)), NEAR)
+            weights = SegmentCosts(self.graph, cuts[thinned(self.graph, cuts, every, most)].tolist())
+        return weights.costs(*worth_keeping(self.graph))
+
+
+def _most_cuts(graph: Graph, cells: int) -> int:
+    return max(MIN_CUTS, cells // max(1, len(graph)))
 
 
 def _narrow_cuts(graph: Graph) -> list[int]:
     """The cuts that plans may use: all, or in a long program the narrowest of each stretch."""
     cuts = np.array(graph.cuts)
-    most = max(MIN_CUTS, MAX_CELLS // max(1, len(graph)))
+    most = _most_cuts(graph, MAX_CELLS)
     if len(cuts) <= most:
         return list(graph.cuts)
     widths = boundary_bytes(graph)[cuts]
