@@ -147,11 +147,11 @@ class Schedule:
 
     @cached_property
     def keepers(self) -> tuple[int, ...]:
-        """For each operation, the run whose internal tensors its backward uses."""
+        """For each operation, the run whose internal tensors its backward uses; those without bytes stay anyway."""
         programs = [frozenset(run.program) for run in self.runs]
         return tuple(
-            FORWARD if self.keeps_internals[t] or t not in programs[supplier] else supplier
-            for t, supplier in enumerate(self.suppliers)
+            supplier if t in programs[supplier] and op.internal_bytes and not self.keeps_internals[t] else FORWARD
+            for t, (op, supplier) in enumerate(zip(self.graph.operations, self.suppliers, strict=True))
         )
 
     def steps(self) -> Iterator[Step]:

@@ -187,7 +187,10 @@ class Memory:
 
     def backward(self, number: int) -> None:
         graph, segment = self.graph, self.segments[number]
-        for t in range(segment.stop - 1, segment.start - 1, -1):
+        first = self._first_to_ask(segment) if segment.program else segment.stop - 1  # what is behind it is over
+        for t in range(first + 1, segment.stop):
+            self.internals.pop(t, None)
+        for t in range(first, segment.start - 1, -1):
             self._release(segment.start, t)
             self._record(graph.operations[t].backward_bytes)
             if graph.operations[t].late_bytes:

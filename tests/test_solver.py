@@ -101,6 +101,40 @@ def test_an_in_place_write_that_must_run_again_gets_its_old_input():
     assert program(graph, 0, 2) == (0, 1)
 
 
+def test_an_operation_without_internal_tensors_asks_for_none():
+    graph = Graph(
+        (
+            Operation("make", writes=(0,)),
+            Operation("drop", reads=(0,), writes=(1,), internal_bytes=4),
+            Operation("add_", reads=(0, 1), writes=(0,), saves=(1,)),  # runs again, as an in-place writer
+            Operation("use", reads=(1,), writes=(2,)),
+        ),
+        (Value("x", 8), Value("y", 8), Value("z", 8)),
+    )
+    steps = Schedule(graph, [recomputed(0, 3), saved(3, 4)]).steps()
+    assert [(step.operation, step.during) for step in steps if step.during is not None] == [(0, 1), (1, 1), (2, 1)]
+
+
+def test_what_is_run_again_is_not_there_before_somebody_asks_for_it():
+    """The stem of a residual network: while the pooling goes back, the activation before it is not there."""
+    graph = Graph(
+        (
+            Operation("convolution", writes=(0,), forward_seconds=9),
+            Operation("norm", reads=(0,), writes=(1,), saves=(0,), gradient_bytes=8, forward_seconds=2),
+            Operation(
+                "relu_", reads=(1,), writes=(1,), saves=(1,), gradient_bytes=8, backward_bytes=8, forward_seconds=1
+            ),
+            Operation("pool", reads=(1,), writes=(2,), internal_bytes=4, backward_bytes=10, forward_seconds=5),
+            Operation("head", reads=(2,), writes=(3,), saves=(2,), backward_bytes=3, forward_seconds=1),
+        ),
+        (Value("a", 8), Value("b", 8), Value("c", 2), Value("d", 2, is_output=True)),
+    )
+    segments = OuterLevel(SegmentCosts(graph).costs({2})).fastest(26)
+    found = simulate(graph, segments)
+    assert (found.peak_bytes, found.recomputed_seconds) == (26, 2 + 1)
+    assert next(event.bytes for event in found.timeline if (event.phase, event.operation) == ("backward", 3)) == 24
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_flat_plans_are_brute_force(seed):
     """The least peak of one level and the least recomputation at it, by the rule that cuts keep their boundary."""

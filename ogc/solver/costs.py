@@ -193,7 +193,7 @@ class SegmentCosts:
             kept=(self._whole.kept, again.kept),
             forward=(self._whole.forward, again.forward),
             backward=self._backward,
-            again=again.local + sooner,
+            again=np.maximum(again.local, self._backward) + sooner,
             running=retained + once + sooner,
             waiting=retained + before,
             seconds=(saved_seconds, crossing_seconds),
@@ -244,11 +244,12 @@ class SegmentCosts:
         unkept = ~stay[:, None] & (np.arange(len(self.cuts)) >= self.last_used[:, None])  # [v, j]: no copy at cut j
         alive = self._alive(unkept, kept)
         internal = self.internal * kept
-        recompute = np.where(self.later, self._recompute(alive, unkept, stay, kept), NEVER)
+        asking = self._first_asking(unkept, kept) if values else self._first_to_ask
+        recompute = np.where(self.later, self._recompute(alive, unkept, stay, kept, asking), NEVER)
         return _Mode(
             kept=self._kept(stay, internal),
             forward=self._forward(stay, internal),
-            local=np.maximum(self._backward, recompute),
+            local=np.maximum(self._backward_from(asking), recompute),
             seconds=self._from_cut(alive * self.seconds[:, None]),
         )
 
@@ -264,30 +265,39 @@ class SegmentCosts:
         live = self._sum_it((0, self.made, self.producer, until, self.size))
         earlier = _prefix(internal)
         live += (earlier[:-1] + self.internal + self.scratch)[None, :] - earlier[self.cuts][:, None]
-        return np.where(self.later, self._peak_until(live), NEVER)
+        return np.where(self.later, self._most_until(live)[:, np.maximum(self.cuts - 1, 0)], NEVER)
 
     @cached_property
     def _backward(self) -> Ints:
         """Most bytes alive in the backward of a segment, above K(i)."""
+        return np.where(self.later, self._backward_peaks[:, np.maximum(self.cuts - 1, 0)], NEVER)
+
+    def _backward_from(self, asking: Ints) -> Ints:
+        """The same from the operation on that asks for what is run again: what comes before it is in its costs."""
+        most = np.take_along_axis(self._backward_peaks, np.maximum(asking, 0), 1)
+        return np.where(self.later & (asking >= 0), most, self._backward)
+
+    @cached_property
+    def _backward_peaks(self) -> Ints:
+        """[i, t]: most bytes alive above K(i) in the backward from operation t to cut i, with all that is saved."""
         done = _prefix(self.internal)
         internals = done[1:][None, :] - done[self.cuts][:, None] + self._later_outputs()[:, None]
 
-        def peak(released: Ints, gradients: Ints) -> Ints:
-            live = self._sum_it(
+        def live(released: Ints, gradients: Ints) -> Ints:
+            values = self._sum_it(
                 (0, self.made, released, self.n, np.where(~self.output & self.saved, self.size, 0)),
                 (self.made, self.first_used, 0, released, np.where(self.passes, -self.size, 0)),
             )
-            return self._peak_until(live + internals + gradients[None, :])
+            return values + internals + gradients[None, :]
 
         # Once an operation has let go of what it saved, values that it alone saved are gone.
         late = np.where(self.late_peak > 0, self.late_peak, -NEVER)
-        most = np.maximum(peak(self.saver, self.backward_peak), peak(self.saver + 1, late))
-        return np.where(self.later, most, NEVER)
+        return self._most_until(np.maximum(live(self.saver, self.backward_peak), live(self.saver + 1, late)))
 
-    def _recompute(self, alive: Bools, unkept: Bools, stay: Bools, kept: Bools) -> Ints:
-        """Most bytes alive while a segment runs again, above K(i); NEVER if it must not.
+    def _recompute(self, alive: Bools, unkept: Bools, stay: Bools, kept: Bools, asking: Ints) -> Ints:
+        """Most bytes alive while a segment runs again and before, above K(i); NEVER if it must not.
 
-        By the values that stay, and the operations of which the internal tensors do.
+        By the values that stay, the operations of which the internal tensors do, and those that ask for the rest.
         """
         until = np.where(stay, len(self.cuts), self.last_used)
         base = self._sum_ij(
@@ -297,7 +307,6 @@ class SegmentCosts:
         base += self._internals(self.internal * kept) + self._later_outputs()[:, None]
         once, before = self._asked
         if stay.any():
-            asking = self._first_asking(unkept, kept)
             once, before = self._asked_for(asking, kept)
             once -= self._gone(self._only_saved(alive, stay))[asking, np.arange(len(self.cuts))]
         most = base + np.maximum(once + self._running(alive, unkept, kept), before)
@@ -433,11 +442,11 @@ class SegmentCosts:
         np.cumsum(per_operation[::-1], 0, out=total[-2::-1])
         return total[self.cuts]
 
-    def _peak_until(self, live: Ints) -> Ints:
-        """[i, j]: the largest of [i, t] over the operations t between the cuts i and j."""
+    def _most_until(self, live: Ints) -> Ints:
+        """[i, t]: the largest of [i, s] over the operations s from cut i to t."""
         peaks = np.where(self.inside, live, -NEVER)
         np.maximum.accumulate(peaks, 1, out=peaks)
-        return np.where(self.later, peaks[:, np.maximum(self.cuts - 1, 0)], -NEVER)
+        return peaks
 
     def _sum_ij(self, *rectangles: Rectangles) -> Ints:
         return _cover((len(self.cuts), len(self.cuts)), rectangles)
