@@ -32,7 +32,17 @@ import torch
 from tqdm import tqdm
 
 import ogc
-from measuring import MIB, CheckFailed, allocate_gradients, device_name, environment, keep_freed_memory, measure, timed
+from measuring import (
+    MIB,
+    CheckFailed,
+    allocate_gradients,
+    device_name,
+    environment,
+    give_back_freed_memory,
+    keep_freed_memory,
+    measure,
+    timed,
+)
 from networks import ARCHITECTURES, PUBLISHED
 from ogc.graph import table
 from ogc.solver import SOLVERS
@@ -118,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[Row] = []
     comparisons: list[Comparison] = []
     for name in tqdm(options.arch, desc="architectures", disable=len(options.arch) == 1):
+        give_back_freed_memory()
         try:
             if options.compare:
                 comparisons.append(_compare(name, device, options))

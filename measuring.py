@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,12 @@ def keep_freed_memory() -> bool:
         return False
     trim_threshold, mmap_max = -1, -4  # of <malloc.h>
     return bool(set_option(trim_threshold, -1) and set_option(mmap_max, 0))
+
+
+def give_back_freed_memory() -> None:
+    """Return what is free to the system, or the gaps that one network's tensors leave would add to the next one's."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def environment(command: str, device: torch.device, seed: int, keeps_freed_memory: bool) -> dict[str, Any]:

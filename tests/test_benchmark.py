@@ -63,7 +63,7 @@ def test_the_default_batch_on_cpu_is_small_and_the_output_says_so(capsys):
 
 FRESH_PAGES = """
 import resource, torch
-from measuring import keep_freed_memory
+from measuring import give_back_freed_memory, keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -73,6 +73,8 @@ def faults():
 given_back = min(faults() for _ in range(5))
 assert keep_freed_memory()
 print(given_back, min(faults() for _ in range(5)))
+give_back_freed_memory()
+print(faults())
 """
 
 
@@ -80,8 +82,8 @@ print(given_back, min(faults() for _ in range(5)))
 def test_freed_memory_can_be_kept():
     script = [sys.executable, "-c", FRESH_PAGES]
     done = subprocess.run(script, capture_output=True, text=True, check=True, cwd=Path(measuring.__file__).parent)
-    given_back, kept = map(int, done.stdout.split())
-    assert given_back > 10 * kept
+    given_back, kept, given_back_later = map(int, done.stdout.split())
+    assert min(given_back, given_back_later) > 10 * kept
 
 
 def test_all_are_the_eighteen_published():
