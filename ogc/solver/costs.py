@@ -288,7 +288,9 @@ class SegmentCosts:
                 (0, self.made, released, self.n, np.where(~self.output & self.saved, self.size, 0)),
                 (self.made, self.first_used, 0, released, np.where(self.passes, -self.size, 0)),
             )
-            return values + internals + gradients[None, :]
+            values += internals
+            values += gradients
+            return values
 
         # Once an operation has let go of what it saved, values that it alone saved are gone.
         late = np.where(self.late_peak > 0, self.late_peak, -NEVER)
@@ -377,9 +379,10 @@ class SegmentCosts:
         grown = np.zeros((self.n + 1, c), np.int64)  # [t, j]: bytes that stay, made before t
         np.add.at(grown, self.producer + 1, stays * self.size[:, None])
         grown[1:] += alive * np.where(kept, 0, self.internal)[:, None]
-        grown = np.cumsum(grown, 0)
+        np.cumsum(grown, 0, out=grown)
         live = grown[1:] + (self.scratch + np.where(kept, self.internal, 0))[:, None]
-        live = np.where(alive, live, -NEVER).T.copy()  # [j, t]
+        np.copyto(live, -NEVER, where=~alive)
+        live = live.T.copy()  # [j, t]
         ends = self._needed_until(alive, unkept)
         passing = remade & ~stays
         most = np.full((c, c), -NEVER)
@@ -443,10 +446,9 @@ class SegmentCosts:
         return total[self.cuts]
 
     def _most_until(self, live: Ints) -> Ints:
-        """[i, t]: the largest of [i, s] over the operations s from cut i to t."""
-        peaks = np.where(self.inside, live, -NEVER)
-        np.maximum.accumulate(peaks, 1, out=peaks)
-        return peaks
+        """[i, t]: the largest of [i, s] over the operations s from cut i to t, in the place of what is given."""
+        np.copyto(live, -NEVER, where=~self.inside)
+        return np.maximum.accumulate(live, 1, out=live)
 
     def _sum_ij(self, *rectangles: Rectangles) -> Ints:
         return _cover((len(self.cuts), len(self.cuts)), rectangles)

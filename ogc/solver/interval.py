@@ -41,10 +41,12 @@ class OuterLevel:
         self.at_once = costs.local[AGAIN]
         if table is not None:
             self.places = np.searchsorted(table.costs.cuts, self.cuts)  # of the cuts in the table, which may have more
-            pairs = np.ix_(self.places, self.places)
-            nested = np.maximum(table.costs.forward[1][pairs], table.least_bytes()[pairs]).T
+            nested = table.least_bytes()
+            np.maximum(nested, table.costs.forward[1], out=nested)
+            if len(self.places) < len(nested):
+                nested = nested[np.ix_(self.places, self.places)]
             self.local = costs.local.copy()
-            np.minimum(self.at_once, nested, out=self.local[AGAIN])
+            np.minimum(self.at_once, nested.T, out=self.local[AGAIN])
         self.least_local = self.local.min(0)
 
     def least_peak(self, *, above: int = -1, near: int | None = None, tolerance: float = 0.0) -> int:
