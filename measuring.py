@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,18 +132,24 @@ def keep_freed_memory() -> bool:
     By default glibc gives every block of 32 MiB and more back to the system. The next tensor then lies on fresh pages,
     and touching them first takes longer than an elementwise operation: times would be the system's, not the kernels'.
     """
-    try:
-        set_option = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):  # another C library
-        return False
+    set_option = _glibc("mallopt")
     trim_threshold, mmap_max = -1, -4  # of <malloc.h>
-    return bool(set_option(trim_threshold, -1) and set_option(mmap_max, 0))
+    return bool(set_option and set_option(trim_threshold, -1) and set_option(mmap_max, 0))
 
 
 def give_back_freed_memory() -> None:
     """Return what is free to the system, or the gaps that one network's tensors leave would add to the next one's."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    if trim := _glibc("malloc_trim"):
+        trim(0)
+
+
+def _glibc(name: str) -> Callable[..., int] | None:
+    """A function of the C library, or None where that is another one."""
+    try:
+        function: Callable[..., int] = getattr(ctypes.CDLL("libc.so.6"), name)
+    except (OSError, AttributeError):
+        return None
+    return function
 
 
 def environment(command: str, device: torch.device, seed: int, keeps_freed_memory: bool) -> dict[str, Any]:

@@ -265,12 +265,12 @@ class SegmentCosts:
         live = self._sum_it((0, self.made, self.producer, until, self.size))
         earlier = _prefix(internal)
         live += (earlier[:-1] + self.internal + self.scratch)[None, :] - earlier[self.cuts][:, None]
-        return np.where(self.later, self._most_until(live)[:, np.maximum(self.cuts - 1, 0)], NEVER)
+        return self._at_ends(self._most_until(live))
 
     @cached_property
     def _backward(self) -> Ints:
         """Most bytes alive in the backward of a segment, above K(i)."""
-        return np.where(self.later, self._backward_peaks[:, np.maximum(self.cuts - 1, 0)], NEVER)
+        return self._at_ends(self._backward_peaks)
 
     def _backward_from(self, asking: Ints) -> Ints:
         """The same from the operation on that asks for what is run again: what comes before it is in its costs."""
@@ -449,6 +449,10 @@ class SegmentCosts:
         """[i, t]: the largest of [i, s] over the operations s from cut i to t, in the place of what is given."""
         np.copyto(live, -NEVER, where=~self.inside)
         return np.maximum.accumulate(live, 1, out=live)
+
+    def _at_ends(self, peaks: Ints) -> Ints:
+        """[i, j]: of [i, t], what it is for the last operation before cut j."""
+        return np.where(self.later, peaks[:, np.maximum(self.cuts - 1, 0)], NEVER)
 
     def _sum_ij(self, *rectangles: Rectangles) -> Ints:
         return _cover((len(self.cuts), len(self.cuts)), rectangles)
