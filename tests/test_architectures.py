@@ -57,10 +57,7 @@ def test_three_sgd_steps_are_bitwise_the_plain_models(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_planning_is_quick(name, request):
-    if name in NETWORKS:
-        reason = "1100 cuts take the solver, quadratic in them, 0.7 to 1.4 s, and longer on a slower machine"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError))
+def test_planning_is_quick(name):
     model, x = PUBLISHED[name].build(), images(name, 4)
 
     def forward():

@@ -40,11 +40,8 @@ class OuterLevel:
         self.kept, self.local, self.seconds, self.keeping = costs.kept, costs.local, costs.seconds, costs.keeping
         self.at_once = costs.local[AGAIN]
         if table is not None:
-            self.places = np.searchsorted(table.costs.cuts, self.cuts)  # of the cuts in the table, which may have more
             nested = table.least_bytes()
             np.maximum(nested, table.costs.forward[1], out=nested)
-            if len(self.places) < len(nested):
-                nested = nested[np.ix_(self.places, self.places)]
             self.local = costs.local.copy()
             np.minimum(self.at_once, nested.T, out=self.local[AGAIN])
         self.least_local = self.local.min(0)
@@ -131,8 +128,7 @@ class OuterLevel:
             taken = again[way]
             if self.table is not None:
                 parts = np.flatnonzero(at_once[way] > peak - before)
-                start, stop = self.places[i[way[parts]]], self.places[j[way[parts]]]
-                taken[parts] = self.table.time(start, stop, peak - before[parts])
+                taken[parts] = self.table.time(i[way[parts]], j[way[parts]], peak - before[parts])
             return taken
 
         ways = Ways(
@@ -161,6 +157,6 @@ class OuterLevel:
         if mode == SAVED:
             return saved(start, stop)
         if mode == AGAIN and self.table is not None and room < self.at_once[j, i]:
-            return self.table.segment(int(self.places[i]), int(self.places[j]), room)
+            return self.table.segment(i, j, room)
         kept = (v for v, producer in self.keeping[mode] if start <= producer < stop)
         return recomputed(start, stop, kept=kept)

@@ -1,8 +1,10 @@
-"""Which cuts a nested plan may use, near and far: all of them for short stretches, fewer and fewer for longer ones."""
+"""Which cuts a plan may use, and which of them a nested one, near and far: all for short stretches, fewer and fewer for
+longer ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -62,6 +64,17 @@ def thinned(graph: Graph, cuts: Ints, finer: Scale, count: int) -> Ints:
         worth[stays[here] | (after - before > finer.reach)] = np.inf
         chosen = np.delete(chosen, 1 + int(np.argmin(worth)))
     found: Ints = finer.chosen[chosen]
+    return found
+
+
+def narrowest(graph: Graph, cuts: Ints, count: int) -> Ints:
+    """So many of the cuts: a tenth lies around the operations that need the most bytes by themselves, the others are
+    the narrowest of each of as many stretches."""
+    stays = np.isin(np.arange(len(cuts)), [0, len(cuts) - 1, *_around_the_largest(graph, cuts, count // 10)])
+    others, widths = np.flatnonzero(~stays), boundary_bytes(graph)[cuts]
+    edges = np.linspace(0, len(others), count - int(stays.sum()) + 1).astype(int)
+    stays[[others[a + np.argmin(widths[others[a:b]])] for a, b in pairwise(edges)]] = True
+    found: Ints = cuts[stays]
     return found
 
 

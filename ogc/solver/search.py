@@ -16,25 +16,23 @@ from tqdm import tqdm
 from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Segment, recomputed, saved
-from .costs import Costs, SegmentCosts, boundary_bytes
+from .costs import Costs, SegmentCosts
 from .fronts import LABELS, SLACK
 from .interval import OuterLevel
 from .keeping import worth_keeping
 from .nested import NestedTable
-from .scales import NEAR, Scale, choose_scales, thinned
+from .scales import choose_scales, narrowest
 from .simulate import lower_bound, simulate
 
+MAX_CUTS = 800
 MAX_CELLS = 3_000_000
 MIN_CUTS = 250
-"""Cuts times operations that are weighed, if there are more cuts than the least number; longer programs are cut
-only at their narrowest places.
+"""Cuts that are weighed, cuts times operations, and cuts that are weighed however many operations there are: the time
+for a plan is quadratic in the cuts, the memory linear in both. Longer programs are cut at their narrowest places.
 
 With one cut per stretch of s operations, the peak of a plan exceeds that with all cuts by at most what one
 stretch holds when it is run again.
 """
-
-CURVE_CELLS = 800_000
-"""The same for the outermost level where many plans are asked for: the time for each is quadratic in its cuts."""
 
 LEVELS = 160
 """Units into which the bytes at hand are divided in a nested table."""
@@ -88,13 +86,11 @@ class Search:
 
     Args:
         graph: the weighted graph.
-        most_cells: cuts times operations of the outermost level, for all questions but that for the least peak.
     """
 
-    def __init__(self, graph: Graph, most_cells: int = MAX_CELLS) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.most_cells = most_cells
-        self.weights = SegmentCosts(graph, _narrow_cuts(graph))
+        self.weights = SegmentCosts(graph, _cuts(graph))
         self.scales = choose_scales(graph, self.weights.cuts)
         self.tables: dict[tuple[int, int], NestedTable] = {}  # by the peak and the units they were made for
         self.level: OuterLevel | None = None  # the last one that was asked for: each takes memory
@@ -242,25 +238,13 @@ class Search:
     @cached_property
     def _costs(self) -> Costs:
         """The weights of the outermost level with segments that keep values."""
-        weights, cuts = self.weights, self.weights.cuts
-        most = _most_cuts(self.graph, self.most_cells)
-        if len(cuts) > most:
-            every = Scale(np.arange(len(cuts)), NEAR)
-            weights = SegmentCosts(self.graph, cuts[thinned(self.graph, cuts, every, most)].tolist())
-        return weights.costs(*worth_keeping(self.graph))
+        return self.weights.costs(*worth_keeping(self.graph))
 
 
-def _most_cuts(graph: Graph, cells: int) -> int:
-    return max(MIN_CUTS, cells // max(1, len(graph)))
-
-
-def _narrow_cuts(graph: Graph) -> list[int]:
-    """The cuts that plans may use: all, or in a long program the narrowest of each stretch."""
-    cuts = np.array(graph.cuts)
-    most = _most_cuts(graph, MAX_CELLS)
-    if len(cuts) <= most:
+def _cuts(graph: Graph) -> list[int]:
+    """The cuts that plans may use: all, or in a long program the narrow ones."""
+    most = min(MAX_CUTS, max(MIN_CUTS, MAX_CELLS // max(1, len(graph))))
+    if len(graph.cuts) <= most:
         return list(graph.cuts)
-    widths = boundary_bytes(graph)[cuts]
-    edges = np.linspace(1, len(cuts) - 1, most).astype(int)
-    inner = [int(cuts[a + np.argmin(widths[a:b])]) for a, b in pairwise(edges)]
-    return [0, *inner, len(graph)]
+    found: list[int] = narrowest(graph, np.array(graph.cuts), most).tolist()
+    return found

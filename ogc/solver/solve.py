@@ -12,7 +12,7 @@ from ..graph import Graph, table
 from ..plan import Plan, Segment
 from ..schedule import FORWARD, Schedule
 from .reference import REFERENCES
-from .search import CURVE_CELLS, Candidate, Search, weigh
+from .search import Candidate, Search, weigh
 from .simulate import lower_bound, plain_peak, simulate
 
 if TYPE_CHECKING:
@@ -141,9 +141,8 @@ class Frontier:
 def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) -> Frontier:
     """Plans from the least peak to the plain model.
 
-    So that many plans take little longer than one, the outermost level of a program of some 900 operations or more
-    is cut at fewer places here, chosen as :mod:`ogc.solver.scales` does: a point may recompute a few percent more
-    than what :func:`solve` finds for the same budget. The least peak and nested plans use all cuts.
+    Each peak is looked at once, so that many plans take little longer than one: a point may recompute a few percent
+    more than what :func:`solve` finds for the same budget.
 
     Args:
         graph: the weighted graph.
@@ -158,7 +157,7 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
     plain = plain_plan(graph)
     if not len(graph):
         return Frontier((plain,))
-    search = Search(graph, CURVE_CELLS)
+    search = Search(graph)
     peaks = (bytes_of(budget, plain.peak_bytes) for budget in budgets)
     for peak in sorted((p for p in peaks if p < plain.peak_bytes), reverse=True):  # a table serves those below
         search.fastest(peak)
