@@ -14,10 +14,10 @@ from ogc.errors import InputError, PlanError, SolveError
 from ogc.graph import Graph, Operation, Value
 from ogc.plan import Segment, cut_into_segments, recomputed, saved
 from ogc.schedule import Schedule
-from ogc.solver.costs import SegmentCosts
+from ogc.solver.costs import SegmentCosts, boundary_bytes
 from ogc.solver.interval import OuterLevel
 from ogc.solver.nested import NestedTable
-from ogc.solver.scales import Scale, choose_scales
+from ogc.solver.scales import Scale, choose_scales, narrowest
 from ogc.solver.simulate import lower_bound, plain_peak, simulate
 
 SEEDS = range(500)
@@ -222,6 +222,22 @@ def test_a_writer_behind_a_reader_is_among_what_runs_again():
 def test_the_unit_of_a_table_divides_what_is_kept():
     graph = chain([1000] * 60, scratch_bytes=1)
     assert nested_level(graph, top=20_000, levels=100).table.unit == 250  # and not 203
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("count", [30, 50, 99])
+def test_a_long_program_is_cut_at_narrow_places_and_around_its_largest_operation(seed, count):
+    rng = random.Random(seed)
+    sizes = [rng.randrange(1, 9) for _ in range(100)]
+    largest = rng.randrange(10, 90)
+    graph = chain([*sizes[:largest], 1000, *sizes[largest + 1 :]])
+    every = np.arange(101)
+    cuts = narrowest(graph, every, count)
+    assert len(cuts) == count and cuts[0] == 0 and cuts[-1] == 100
+    assert {largest, largest + 1} <= set(cuts)
+    assert max(np.diff(cuts)) <= 2 * (-(-100 // (count - count // 10 - 6)))
+    widths = boundary_bytes(graph)
+    assert np.median(widths[cuts]) <= np.median(widths)
 
 
 @pytest.mark.parametrize("length", [300, 1000, 5000])
