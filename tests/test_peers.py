@@ -318,4 +318,11 @@ def test_checkpointed_blocks_and_sequences_are_dominated_by_ours(path):
     for name in ("blocks", "sequential"):
         peer = rows[name]
         ours = [r for r in rows.values() if r.is_ours]
-        assert any(r.peak_bytes <= peer.peak_bytes and r.flops <= peer.flops for r in ours)
+        dominated = any(r.peak_bytes <= peer.peak_bytes and r.flops <= peer.flops for r in ours)
+        assert dominated if peer.peak_bytes else peer.reason
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_no_peer_dominates_ours(path):
+    rows = {r.name: r for r in rows_of(path)}
+    assert all(rows[r.dominated_by].is_ours for r in rows.values() if r.is_ours and r.dominated_by)
