@@ -6,7 +6,7 @@ from helpers import assert_same_training
 from torch import nn
 
 import ogc
-from networks import ARCHITECTURES, PUBLISHED, Tokens, Vectors
+from networks import ARCHITECTURES, PUBLISHED, Tokens
 from networks.densenet_cifar import densenet_cifar
 from networks.stacks import Additions, linear_relu
 from networks.transformers import Bert, Gpt2
@@ -126,10 +126,10 @@ def _assert_sequence(name, model, x):
 @pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "additions_100000"])
 def test_whole_ones_train_bitwise(name):
     architecture = ARCHITECTURES[name]
-    size = 32 if isinstance(architecture.input, Tokens) else None
+    size = 256 if isinstance(architecture.input, Tokens) else None  # of fewer, the embedding's gradient is the peak
     if name in ("unet", "googlenet", "mobilenet_v3_large", "convnext_tiny", "swin_t"):
         size = 64
     model, x = architecture.build(), architecture.input.sample(2, size)
     optimised = ogc.optimize(model, x, profile="estimate")
-    assert optimised.plan.is_plain is isinstance(architecture.input, Vectors)
+    assert not optimised.plan.is_plain
     assert_same_training(model, optimised, (x,), steps=2)
