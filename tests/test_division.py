@@ -160,9 +160,9 @@ def test_a_concatenation_may_be_made_again():
     ("arch", "megabytes"), [("resnet18", 57), ("resnet50", 123), ("resnet101", 140), ("densenet121", 113)]
 )
 def test_it_comes_near_what_the_published_solver_needs(arch, megabytes):
-    """Their runtime lets go of less at once: DenseNet-121 needs 72 MB in ours, by the allocator too, 113 in theirs."""
+    """Their runtime lets go of less at once, and weighs some operations otherwise."""
     import torch
     import torchvision
 
     graph = ogc.parse(torchvision.models.get_model(arch), torch.randn(4, 3, 224, 224), profile="estimate")
-    assert 0.6 * megabytes < ogc.solve(graph, solver="feng-huang").peak_bytes / 1e6 < 1.02 * megabytes
+    assert 0.7 * megabytes < ogc.solve(graph, solver="feng-huang").peak_bytes / 1e6 < 1.02 * megabytes
