@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 
 import networkx as nx
 import pytest
+import torch
 from helpers import chain, random_graph
 
 import ogc
@@ -155,14 +157,32 @@ def test_a_concatenation_may_be_made_again():
     assert (choice.kept, choice.largest) == (60, 60), "the first five features, and in the last list the sixth"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "megabytes"), [("resnet18", 57), ("resnet50", 123), ("resnet101", 140), ("densenet121", 113)]
-)
-def test_it_comes_near_what_the_published_solver_needs(arch, megabytes):
-    """Their runtime lets go of less at once, and weighs some operations otherwise."""
-    import torch
+def published(arch):
+    """The network as in the published code, where a dense layer concatenates its own input and output.
+
+    torchvision's dense layers concatenate all features of the block before them: another graph, on which the
+    algorithm finds smaller plans.
+    """
     import torchvision
 
-    graph = ogc.parse(torchvision.models.get_model(arch), torch.randn(4, 3, 224, 224), profile="estimate")
-    assert 0.7 * megabytes < ogc.solve(graph, solver="feng-huang").peak_bytes / 1e6 < 1.02 * megabytes
+    model = torchvision.models.get_model(arch)
+    for block in model.modules():
+        if isinstance(block, torchvision.models.densenet._DenseBlock):
+            block.forward = partial(_with_the_input, list(block.values()))
+    return model
+
+
+def _with_the_input(layers, x):
+    for layer in layers:
+        x = torch.cat([x, layer(x)], 1)
+    return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "mebibytes"), [("resnet18", 57), ("resnet50", 123), ("resnet101", 140), ("densenet121", 113)]
+)
+def test_it_comes_near_what_the_published_solver_needs(arch, mebibytes):
+    """Their runtime lets go of less at once, and weighs some operations otherwise."""
+    graph = ogc.parse(published(arch), torch.randn(4, 3, 224, 224), profile="estimate")
+    assert 0.7 * mebibytes < ogc.solve(graph, solver="feng-huang").peak_bytes / 2**20 < 0.97 * mebibytes
