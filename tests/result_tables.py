@@ -217,6 +217,28 @@ def _compared(runs: Sequence[Data]) -> str:
     return "\n".join(parts)
 
 
+def _ablation(runs: Sequence[Data]) -> str:
+    """A row for each network and wish; a column for each part that is left out."""
+    found = [row for run in runs for row in run["rows"]]
+    by_question: dict[tuple[Data, ...], dict[str, Data]] = {}
+    for row in found:
+        shape = "×".join(map(str, row["input_shape"]))
+        by_question.setdefault((row["arch"], shape, row["wish"], row["plain_bytes"]), {})[row["without"]] = row
+    parts = list(dict.fromkeys(row["without"] for row in found))
+
+    def cell(of: dict[str, Data], part: str) -> str:
+        return f"{of[part]['peak_bytes'] / MIB:.1f} at {of[part]['overhead']:.1%}" if part in of else "–"
+
+    cells = [
+        [name, shape, wish, _mib(plain), *(cell(of, part) for part in parts)]
+        for (name, shape, wish, plain), of in by_question.items()
+    ]
+    header = " | ".join(["model", "input", "wish", "plain", *(f"without {part}" for part in parts)]).replace(
+        "without nothing", "ogc"
+    )
+    return _table(header, cells)
+
+
 def _zoo(runs: Sequence[Data]) -> str:
     """How many models of each family come out bitwise, and what becomes of the others."""
     header = (
@@ -295,6 +317,16 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         _compared,
     ),
     ("At batch 4", "cpu_batch_4.json", "The same as the published table, where activations are small.", _small),
+    (
+        "What each part of the search gains",
+        "ablation.json",
+        "The allocator's peak, and the recomputed share of a step, of the plan for a wish where the search lacks one "
+        "part: plans within plans; values that a recomputed segment keeps; values that are made again from a cheaper "
+        "one although a cut would keep them, tried for the least peak of small programs. The last column is the best "
+        "of six other orders of the operations, which ogc leaves as they are: gradients would be added up in another "
+        "order, and not be the plain model's bit by bit.",
+        _ablation,
+    ),
     (
         "Other people's models",
         "zoo_*.json",

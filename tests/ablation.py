@@ -1,0 +1,175 @@
+"""What each part of the search gains: the same questions with one part left out, by simulator and allocator.
+
+    OMP_NUM_THREADS=1 python tests/ablation.py
+
+Each plan is run once, on the CPU, for its peak. Another order of the program is tried by writing the model's
+operations down in it, as a module of its own: parsed, planned and run like any other. It needs torchvision.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import networkx as nx
+import torch
+from torch import fx, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import ogc
+from measuring import allocate_gradients, step
+from networks import ARCHITECTURES
+from ogc.allocator import peak_bytes
+from ogc.lean import Lean, plain_operator
+from ogc.solver import search
+
+NETWORKS = {
+    "resnet18": (4, None), "resnet50": (8, None), "densenet121": (4, None), "inception_v3": (4, None),
+    "amoebanet_cifar10": (4, None), "mobilenet_v3_large": (8, None), "unet": (1, None), "vit_b_16": (4, None),
+    "gpt2_small": (4, 128),
+}  # fmt: skip
+"""Batch sizes, and sizes of the input where not the usual."""
+
+WISHES: dict[str, dict[str, float]] = {
+    "least peak": {},
+    "20% more time": {"max_overhead": 0.2},
+    "5% more time": {"max_overhead": 0.05},
+}
+
+ORDERS = 6
+"""Other orders of a program that are tried; the best one counts."""
+
+
+def without() -> Iterator[tuple[str, AbstractContextManager[Any]]]:
+    """Names of the parts and what leaves them out."""
+    yield "nothing", nullcontext()
+    yield "nested plans", patch.object(search.Search, "_table", lambda *_: None)
+    yield "kept values", patch.object(search, "worth_keeping", lambda graph: [])
+    yield "remade values", patch.object(search, "REMAKING", 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(NETWORKS)}")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "ablation.json")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    rows = [row for name in options.names or NETWORKS for row in rows_of(name, *NETWORKS[name])]
+    environment = {
+        "command": f"python tests/ablation.py{''.join(f' {name}' for name in options.names)}",
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+    options.json.write_text(json.dumps({**environment, "rows": rows}, indent=1) + "\n")
+
+
+def rows_of(name: str, batch_size: int, size: int | None) -> Iterator[dict[str, Any]]:
+    """A row for each wish, each part left out, and the best of some other orders."""
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name].build().train()
+    allocate_gradients(model)
+    inputs = ARCHITECTURES[name].input.sample(batch_size, size)
+    graph = ogc.parse(model, inputs, profile="estimate")
+    plain = peak_bytes(lambda: step(model, inputs), "cpu")
+    others = [other for seed in range(ORDERS) if (other := in_another_order(model, graph, seed)) is not None]
+    parsed = [(other, ogc.parse(other, inputs, profile="estimate")) for other in others]
+    for wish, asked in WISHES.items():
+        about = {"arch": name, "input_shape": list(inputs.shape), "wish": wish, "plain_bytes": plain}
+        for left_out, context in without():
+            with context:
+                plan = ogc.solve(graph, **asked)
+            yield {**about, "without": left_out, **_figures(model, graph, plan, inputs)}
+        if parsed:
+            plans = [(ogc.solve(g, **asked), number) for number, (_, g) in enumerate(parsed)]
+            plan, number = min(plans, key=lambda pair: (pair[0].peak_bytes, pair[0].overhead))
+            yield {**about, "without": "program order", **_figures(*parsed[number], plan, inputs)}
+        print(name, wish, flush=True)
+
+
+def _figures(model: nn.Module, graph: ogc.Graph, plan: ogc.Plan, inputs: torch.Tensor) -> dict[str, Any]:
+    run = ogc.apply(model, graph, plan)
+    step(run, inputs)
+    measured = peak_bytes(lambda: step(run, inputs), "cpu")
+    return {"predicted_bytes": plan.peak_bytes, "peak_bytes": measured, "overhead": plan.overhead}
+
+
+def in_another_order(model: nn.Module, graph: ogc.Graph, seed: int) -> nn.Module | None:
+    """The model with its operations in another order, branch after branch; None if there is no other.
+
+    What writes a value stays behind all that touched it before, and random draws stay in order.
+    """
+    program = graph.program
+    depends = nx.DiGraph()
+    depends.add_nodes_from(range(len(graph)))
+    touched: dict[int, list[int]] = {}
+    written: dict[int, int] = {}
+    drawn: list[int] = []
+    for t, op in enumerate(graph.operations):
+        taken = () if op.takes_over is None else (op.takes_over,)
+        depends.add_edges_from((written[v], t) for v in op.reads)
+        for v in (*op.writes, *taken):
+            depends.add_edges_from((s, t) for s in touched.get(v, []))
+            written[v] = t
+        for v in {*op.reads, *op.writes, *taken}:
+            touched.setdefault(v, []).append(t)
+        if t in program.random:
+            depends.add_edges_from((s, t) for s in drawn[-1:])
+            drawn.append(t)
+    place = {node: t for t, node in enumerate(program.operations)}
+    depends.add_edges_from(
+        (place[source], t) for node, t in place.items() for source in node.all_input_nodes if source in place
+    )
+    order = _branch_after_branch(depends, random.Random(seed))
+    if order == sorted(order):
+        return None
+    return _written_down(model, program.graph, [program.operations[t] for t in order])
+
+
+def _branch_after_branch(depends: nx.DiGraph, rng: random.Random) -> list[int]:
+    """A topological order that goes on with what has just become possible, any one of it."""
+    waits = dict(depends.in_degree())
+    ready = [t for t, count in waits.items() if not count]
+    order = []
+    while ready:
+        order.append(ready.pop())
+        freed = []
+        for t in depends.successors(order[-1]):
+            waits[t] -= 1
+            if not waits[t]:
+                freed.append(t)
+        rng.shuffle(freed)
+        ready += freed
+    return order
+
+
+def _written_down(model: nn.Module, graph: fx.Graph, operations: list[fx.Node]) -> nn.Module:
+    """A module that runs these nodes in their order."""
+    written = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    fixed = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    end = [node for node in graph.nodes if node.op == "output"]
+    for node in (*fixed, *operations, *end):
+        copy = copies[node] = written.node_copy(node, copies.__getitem__)
+        if isinstance(copy.target, Lean):  # it is put in again when this is parsed
+            copy.target = plain_operator(copy.target)
+            copy.args = copy.args[: len(copy.target._schema.arguments)]
+    return fx.GraphModule(model, written).train()
+
+
+if __name__ == "__main__":
+    main()
