@@ -93,3 +93,61 @@ def test_activations_in_place_after_instance_norm_peak_as_simulated(profile, act
     plan = optimised.plan
     assert measured_peak(model, (x,)) == pytest.approx(plan.plain_peak_bytes, rel=0.01)
     assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
+def write_through(x):
+    part = x[:, 1:, 1:]
+    part.mul_(part.detach().cos())
+    return x, part
+
+
+def write_twice(x):
+    part = x[:, 1:, 1:].add_(1)
+    part.mul_(2)
+    return x, part
+
+
+def add_to(x, weight):
+    x[:, 1:, 1:] += weight
+    return x
+
+
+def put_into(x, weight):
+    x[:, :, :8] = x[:, :, 8:16] + weight
+    return x
+
+
+WRITES = {
+    "a sum": add_to,
+    "a part of its own": put_into,
+    "another's gradient": lambda x, weight: add_to(x, x.mean(2, keepdim=True)[:, 1:] * weight),
+    "written twice": lambda x, weight: write_twice(x)[0] * weight,
+    "the view read": lambda x, weight: write_twice(x)[1] * weight,
+    "both read": lambda x, weight: (lambda whole, part: whole[:, 1:, 1:] + part * weight)(*write_through(x)),
+    "shaped otherwise": lambda x, weight: x.view(8, -1).mul_(weight).view_as(x),
+}
+
+
+class Written(nn.Module):
+    """Writes to a view of what a product makes: autograd copies the whole gradient, and the view's part of it."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.scale, self.weight = nn.Parameter(torch.ones(8)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        for _ in range(2):
+            x = (x * self.scale).tanh()
+            x = self.write(x @ x.transpose(1, 2), self.weight).softmax(-1)[:, :, :8]
+        return x.mean()
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_to_views_peak_as_simulated(name, profile):
+    model, x = Written(WRITES[name]), torch.randn(8, 128, 8)
+    optimised = ogc.optimize(model, x, profile=profile)
+    assert measured_peak(model, (x,)) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.01)
+    assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.01)
+    assert_same_training(model, optimised, (x,))

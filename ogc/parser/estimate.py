@@ -275,11 +275,10 @@ def _with_kernel_copies(
 
 
 def _with_plain_copies(node: torch.fx.Node, record: Record, weights: Weights) -> Weights:
-    """What an operator that is run in place on a view takes, here or in the plain model alone."""
-    if REBASED not in node.meta or not weights.gradients:
+    """What an operator that the plain model runs in place on a view takes there."""
+    if REBASED not in node.meta or record.in_place or not weights.gradients:
         return weights
-    plain = replace(weights.plain or weights, working_bytes=COPIES * record.output_bytes[0])
-    return replace(plain if record.in_place else weights, plain=plain)
+    return replace(weights, plain=replace(weights.plain or weights, working_bytes=COPIES * record.output_bytes[0]))
 
 
 def _lean_convolution(args: Any, record: Record, weights: Weights, sizes: ConvolutionBytes | None) -> Weights:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..program import TensorRef
 
@@ -39,6 +39,19 @@ class InputGradient:
 
 
 @dataclass(frozen=True)
+class Rebase:
+    """A write in place to a view, which autograd differentiates as one to the whole tensor that it is a view of.
+
+    ``before`` and ``after`` stand for that tensor, ``argument`` is the number of the view.
+    """
+
+    argument: int
+    before: TensorRef
+    after: TensorRef
+    bytes: int
+
+
+@dataclass(frozen=True)
 class OperationGradients:
     """The backward of one operation: its tensors and its profile."""
 
@@ -51,10 +64,42 @@ class OperationGradients:
     late_bytes: int = 0  # the same once it has let go of what it saved, if it does so before it is done
     copies_strided: bool = False  # its backward first copies a gradient that is not dense
     sources: tuple[TensorRef, ...] = ()  # what each argument is, be it made by the program or not
+    base: int | None = None  # the output that stands for the whole tensor that the first output is a view of
 
     def parameter(self, argument: int) -> TensorRef | None:
         """What an argument is that the program did not make."""
         return self.sources[argument] if self.sources and self.arguments[argument] is None else None
+
+    def through_base(self, rebase: Rebase) -> OperationGradients:
+        """The backward of the same operation where it writes a view.
+
+        The gradient of the whole is copied, the view's part of it copied once more and given to the operator's
+        own backward; what that returns for the view is written into the first copy, which is then handed on.
+        Source: ``CopySlices`` in torch/csrc/autograd/functions/tensor.cpp.
+        """
+        part = self.output_bytes[0]
+        groups = 1 + max((gradient.group for gradient in self.gradients), default=0)
+
+        def changed(gradient: InputGradient) -> InputGradient:
+            if gradient.argument == rebase.argument:
+                return InputGradient(gradient.argument, rebase.bytes, None, groups)
+            if gradient.shares is not None:
+                return replace(gradient, bytes=part, shares=None, group=groups + 1)
+            return replace(gradient, reuses=None)
+
+        copied = rebase.bytes + part
+        return replace(
+            self,
+            outputs=(*self.outputs, rebase.after),
+            output_bytes=(*self.output_bytes, rebase.bytes),
+            differentiable=(*self.differentiable, True),
+            arguments=tuple(rebase.before if n == rebase.argument else a for n, a in enumerate(self.arguments)),
+            gradients=tuple(map(changed, self.gradients)),
+            working_bytes=self.working_bytes + copied,
+            late_bytes=self.late_bytes and self.late_bytes + copied,
+            copies_strided=False,
+            base=len(self.outputs),
+        )
 
 
 @dataclass(frozen=True)
@@ -141,6 +186,8 @@ class _Engine:
     def run(self, op: OperationGradients, sizes: dict[TensorRef, int]) -> LiveGradients:
         """One operation's backward."""
         self.most = before = self.live
+        if op.base is not None:
+            self._to_the_whole(op.outputs[: op.base], op.outputs[op.base], op.output_bytes[op.base])
         incoming = {n: self.waiting.pop(ref) for n, ref in enumerate(op.outputs) if ref in self.waiting}
         if not incoming:
             return LiveGradients(before, before, 0)
@@ -149,8 +196,8 @@ class _Engine:
             g.argument: incoming[g.reuses] for g in op.gradients if g.reuses is not None and self._ours(incoming, g)
         }
         saved = sum(self.bytes[g.storage] for g in reused.values())
-        self.most = max(self.most, before + op.working_bytes - saved + strided)
-        late = before + op.late_bytes + strided if op.late_bytes else 0
+        self.most = max(self.most, self.live + op.working_bytes - saved + strided)
+        late = self.live + op.late_bytes + strided if op.late_bytes else 0
         handed = self._hand_out(op, incoming, reused)
         for gradient in incoming.values():
             self.release(gradient.storage)
@@ -160,6 +207,12 @@ class _Engine:
                 self.receive(tensor, gradient, sizes[tensor])
         self._hand_to_parameters(op, handed)
         return LiveGradients(before, self.most, late)
+
+    def _to_the_whole(self, views: Sequence[TensorRef], whole: TensorRef, size: int) -> None:
+        """A gradient of a view becomes one of the whole, and is added to what is there of it."""
+        for gradient in [self.waiting.pop(view) for view in views if view in self.waiting]:
+            self.receive(whole, _Gradient(self.allocate(size), True, True), size)
+            self.release(gradient.storage)
 
     def _hand_to_parameters(self, op: OperationGradients, handed: list[tuple[int, _Gradient]]) -> None:
         """Parameter gradients are added to .grad once the operation has handed all its results on."""

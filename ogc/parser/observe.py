@@ -34,6 +34,7 @@ from ..program import (
 )
 from ..random_state import State, cuda_devices, random_states, same_states, set_random_states
 from .attributes import TABLES, attributes, containers
+from .gradients import Rebase
 from .jit import Traced
 from .reached import reached
 
@@ -57,6 +58,8 @@ class Record:
     reads_external: list[int] = field(default_factory=list)
     writes_external: list[int] = field(default_factory=list)
     differentiable: list[bool] = field(default_factory=list)  # per output
+    receivers: list[TensorRef | None] = field(default_factory=list)  # per tensor argument; whose gradient its is
+    rebase: Rebase | None = None
     layouts: list[tuple[Any, ...]] = field(default_factory=list)  # per tensor argument: type, shape, strides, dense
     random: bool = False
 
@@ -102,6 +105,7 @@ class _Observer:
         self.given = iter(inputs)
         self.found: dict[str, Any] = {}
         self.storages = _Storages()
+        self.rebased: dict[TensorRef, TensorRef] = {}  # what stands for a tensor since a view of it was written
         self.devices: set[torch.device] | None = None  # of the last operation, after which the states were these
         self.random: tuple[State, ...] = ()
         self.graph: list[Any] = []  # nodes for a backward, held until the outputs are gone
@@ -164,6 +168,7 @@ class _Observer:
         self._record_reads(record, refs, tensors)
         self._record_outputs(record, result)
         self._record_writes(record, written, args)
+        self._record_rebase(record, written, tensors)
         self._record_saves(record, packed, list(zip(tensors, refs, strict=True)), result)
         if is_leaf:
             # One slot for each argument that it saves in whatever way; the rest stays with it.
@@ -201,6 +206,7 @@ class _Observer:
         for ref, tensor in zip(refs, tensors, strict=True):
             value = self.storages.value(tensor)
             record.arguments.append(ref if value is not None else None)
+            record.receivers.append(self.rebased.get(ref, ref) if value is not None else None)
             record.sources.append(ref)
             record.layouts.append((tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)))
             if value is not None:
@@ -239,6 +245,21 @@ class _Observer:
             number = self.storages.number(key)
             if number in record.reads_external:
                 record.reads_external.remove(number)
+
+    def _record_rebase(self, record: Record, written: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        """What was read before the write to a view stands for the tensor as it is after it from here on."""
+        views = [t for t in written if t._is_view() and t.requires_grad and self.storages.value(t) is not None]
+        if not views:
+            return
+        view, base = views[0], views[0]._base
+        assert base is not None
+        value = self.storages.value(view)
+        known = [ref for ref, number in self.result.storages.items() if number == value and ref not in record.outputs]
+        argument = next(n for n, tensor in enumerate(tensors) if tensor is view)
+        after = TensorRef(record.node.name, len(record.outputs))
+        before = self.rebased.get(known[0], known[0])
+        record.rebase = Rebase(argument, before, after, base.numel() * base.element_size())
+        self.rebased.update(dict.fromkeys(known, after))
 
     def _record_saves(
         self, record: Record, packed: list[torch.Tensor], known: list[tuple[torch.Tensor, TensorRef]], result: Any

@@ -563,14 +563,15 @@ def _internal_bytes(record: Record, weights: Weights) -> int:
 
 
 def _gradients(record: Record, weights: Weights) -> OperationGradients:
-    return OperationGradients(
+    found = OperationGradients(
         outputs=tuple(record.outputs),
         output_bytes=tuple(record.output_bytes),
         differentiable=tuple(record.differentiable),
-        arguments=tuple(record.arguments),
+        arguments=tuple(record.receivers),
         gradients=weights.gradients,
         working_bytes=weights.working_bytes,
         late_bytes=weights.late_bytes,
         copies_strided=copies_strided_gradients(record.node),
         sources=tuple(record.sources),
     )
+    return found if record.rebase is None else found.through_base(record.rebase)
