@@ -46,6 +46,32 @@ def test_instance_norm_is_weighed_as_batch_norm_is():
     assert measured_peak(model, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+CONVERSIONS = {
+    "a mask": lambda x: x * (x > 0),
+    "halves": lambda x: x + x.bfloat16(),
+    "integers": lambda x: x / torch.ones_like(x, dtype=torch.int64),
+    "the largest of some": lambda x: x.unflatten(1, (4, -1)).amax(1),
+    "none for a mask": lambda x: x.masked_fill(x > 0, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_operands_are_converted_where_an_operator_mixes_types(name):
+    model, x = nn.Sequential(Around(Function(CONVERSIONS[name]), 0.5)), torch.randn(4, 16, 64, 64)
+    optimised = ogc.optimize(model, x, profile="estimate")
+    assert measured_peak(model, (x,)) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.01)
+    assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.01)
+
+
 def test_attention_is_weighed_for_the_kernel_of_the_device():
     attention = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
     x = torch.randn(2, 256, 32)

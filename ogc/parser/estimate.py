@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -169,13 +169,15 @@ class Estimator:
         return sum(size for key, size in internal.items() if key not in known)
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
+        on_cpu = self.device.type == "cpu"
         # With a mask, shapes depend on data, which meta tensors do not have.
         if target not in _INDEXING or not any(t.dtype in _MASKS for t in tensor_leaves(args, kwargs)):
             try:
-                return self._run_on(_pretended, target, args, kwargs, in_place, _Meter(self.rates, kernel_copies))
+                meter = _Meter(self.rates, kernel_copies, on_cpu)
+                return self._run_on(_pretended, target, args, kwargs, in_place, meter)
             except (NotImplementedError, RuntimeError):
                 pass  # some operators have no kernel for meta tensors, or want certain operands on a CPU
-        meter = _Meter(self.rates, kernel_copies, on_meta=False)
+        meter = _Meter(self.rates, kernel_copies, on_cpu, on_meta=False)
         with torch.random.fork_rng(cuda_devices()):
             return self._run_on(own_argument, target, args, kwargs, in_place, meter)
 
@@ -401,14 +403,16 @@ class Reading:
 class _Meter(TorchDispatchMode):
     """Adds up the cost of every operator that runs inside, and the fresh bytes alive at once.
 
-    With ``kernel_copies``, also what a lean convolution on a CPU allocates underneath the dispatcher.
+    With ``kernel_copies``, also what a lean convolution on a CPU allocates underneath the dispatcher; ``on_cpu``, what
+    elementwise operators do.
     """
 
-    def __init__(self, rates: Rates, kernel_copies: bool = False, on_meta: bool = True) -> None:
+    def __init__(self, rates: Rates, kernel_copies: bool = False, on_cpu: bool = False, on_meta: bool = True) -> None:
         super().__init__()
         self.rates = rates
         self.quick = QUICK if on_meta else {}
         self.kernel_copies = kernel_copies
+        self.on_cpu = on_cpu
         self._reset()
 
     def take(self) -> Reading:
@@ -448,8 +452,26 @@ class _Meter(TorchDispatchMode):
             self.fresh[storage._cdata] = (storage.nbytes(), StorageWeakRef(storage))
         self.fresh = {key: entry for key, entry in self.fresh.items() if not entry[1].expired()}
         copies = _copied_bytes(function, args, outputs) if self.kernel_copies else 0
+        copies += _converted_bytes(function, inputs) if self.on_cpu else 0
         self.peak = max(self.peak, sum(size for size, _ in self.fresh.values()) + copies)
         return result
+
+
+def _converted_bytes(function: Any, operands: Sequence[torch.Tensor]) -> int:
+    """Bytes of operands that an elementwise operator on a CPU first converts to the type that it computes in.
+
+    Source: aten/src/ATen/TensorIterator.cpp. What chooses by a mask does not convert the mask.
+    """
+    if torch.Tag.pointwise not in getattr(function, "tags", ()) or function.overloadpacket in _CHOOSE_BY_MASK:
+        return 0
+    types = {tensor.dtype for tensor in operands if tensor.dim()}
+    if len(types) < 2:
+        return 0
+    common = reduce(torch.promote_types, types)
+    return sum(t.numel() * common.itemsize for t in operands if t.dim() and t.dtype != common)
+
+
+_CHOOSE_BY_MASK = {torch.ops.aten.where, torch.ops.aten.masked_fill, torch.ops.aten.masked_fill_}
 
 
 def _like(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
