@@ -79,6 +79,7 @@ class Observation:
     storages: dict[TensorRef, int]
     outputs: list[torch.Tensor]
     output_values: set[int]
+    rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
     reached: frozenset[Any] = frozenset()
 
 
@@ -105,7 +106,6 @@ class _Observer:
         self.given = iter(inputs)
         self.found: dict[str, Any] = {}
         self.storages = _Storages()
-        self.rebased: dict[TensorRef, TensorRef] = {}  # what stands for a tensor since a view of it was written
         self.devices: set[torch.device] | None = None  # of the last operation, after which the states were these
         self.random: tuple[State, ...] = ()
         self.graph: list[Any] = []  # nodes for a backward, held until the outputs are gone
@@ -148,6 +148,7 @@ class _Observer:
         is_leaf = isinstance(node.target, Leaf)
         refs, tensors = self._tensor_arguments(node)
         versions = [tensor._version for tensor in tensors]
+        histories = [None if tensor._base is None else tensor._base.grad_fn for tensor in tensors]
         packed: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> int:
@@ -168,7 +169,7 @@ class _Observer:
         self._record_reads(record, refs, tensors)
         self._record_outputs(record, result)
         self._record_writes(record, written, args)
-        self._record_rebase(record, written, tensors)
+        self._record_rebase(record, tensors, histories)
         self._record_saves(record, packed, list(zip(tensors, refs, strict=True)), result)
         if is_leaf:
             # One slot for each argument that it saves in whatever way; the rest stays with it.
@@ -206,7 +207,7 @@ class _Observer:
         for ref, tensor in zip(refs, tensors, strict=True):
             value = self.storages.value(tensor)
             record.arguments.append(ref if value is not None else None)
-            record.receivers.append(self.rebased.get(ref, ref) if value is not None else None)
+            record.receivers.append(self.result.rebased.get(ref, ref) if value is not None else None)
             record.sources.append(ref)
             record.layouts.append((tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)))
             if value is not None:
@@ -246,20 +247,19 @@ class _Observer:
             if number in record.reads_external:
                 record.reads_external.remove(number)
 
-    def _record_rebase(self, record: Record, written: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        """What was read before the write to a view stands for the tensor as it is after it from here on."""
-        views = [t for t in written if t._is_view() and t.requires_grad and self.storages.value(t) is not None]
-        if not views:
+    def _record_rebase(self, record: Record, tensors: list[torch.Tensor], histories: list[Any]) -> None:
+        """What was read before the write to a view stands for the whole tensor as it is after it from here on."""
+        for argument, (tensor, history) in enumerate(zip(tensors, histories, strict=True)):
+            base, value = tensor._base, self.storages.value(tensor)
+            if base is None or value is None or type(base.grad_fn).__name__ != "CopySlices" or base.grad_fn is history:
+                continue
+            refs = [ref for ref, number in self.result.storages.items() if number == value]
+            known = [ref for ref in refs if ref not in record.outputs]
+            before, after = known[0], TensorRef(record.node.name, len(record.outputs))
+            size = base.numel() * base.element_size()
+            record.rebase = Rebase(argument, self.result.rebased.get(before, before), after, size)
+            self.result.rebased.update(dict.fromkeys(known, after))
             return
-        view, base = views[0], views[0]._base
-        assert base is not None
-        value = self.storages.value(view)
-        known = [ref for ref, number in self.result.storages.items() if number == value and ref not in record.outputs]
-        argument = next(n for n, tensor in enumerate(tensors) if tensor is view)
-        after = TensorRef(record.node.name, len(record.outputs))
-        before = self.rebased.get(known[0], known[0])
-        record.rebase = Rebase(argument, before, after, base.numel() * base.element_size())
-        self.rebased.update(dict.fromkeys(known, after))
 
     def _record_saves(
         self, record: Record, packed: list[torch.Tensor], known: list[tuple[torch.Tensor, TensorRef]], result: Any

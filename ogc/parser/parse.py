@@ -455,7 +455,8 @@ def _graph(
 ) -> Graph:
     records = observation.records
     taken = versions_of(traced.graph, observation)
-    returned = [TensorRef(node.name, 0) for node in _returned(traced.graph)]
+    ends = [TensorRef(node.name, 0) for node in _returned(traced.graph)]
+    returned = [observation.rebased.get(ref, ref) for ref in ends]
     lean = gradient_bytes([_gradients(r, w) for r, w in zip(records, weights, strict=True)], returned)
     plain = gradient_bytes([_gradients(r, w.plain or w) for r, w in zip(records, weights, strict=True)], returned)
     seen = memory_of(records, taken)
