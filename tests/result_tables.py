@@ -213,8 +213,16 @@ def _compared(runs: Sequence[Data]) -> str:
                 *("–" if share is None else f"{share:.1%}", row["dominated_by"] or "–"),
             ])  # fmt: skip
         shape = "×".join(map(str, comparison["input_shape"]))
-        parts.append(f"### {comparison['arch']}, input {shape}\n\n{_table(header, cells)}")
+        better = ", ".join(sorted(beating(comparison["rows"])))
+        note = f"\n**Plans of ours are beaten here by a peer**: {better}.\n" if better else ""
+        parts.append(f"### {comparison['arch']}, input {shape}\n\n{_table(header, cells)}{note}")
     return "\n".join(parts)
+
+
+def beating(found: Sequence[Data]) -> set[str]:
+    """Peers that dominate a plan of ours, by their names in a comparison."""
+    theirs = {row["name"] for row in found if not row["is_ours"]}
+    return {row["dominated_by"] for row in found if row["is_ours"]} & theirs
 
 
 def _ablation(runs: Sequence[Data]) -> str:
@@ -313,7 +321,9 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Other tools side by side",
         "cpu_compare_*.json",
-        "Rows of `python benchmark.py --compare`: what people use to save activation memory, beside ours (bold).",
+        "Rows of `python benchmark.py --compare`: what people use to save activation memory, beside ours (bold). "
+        "`torch.compile` may beat plans of ours that recompute next to no FLOPs where many branches cross each cut, as "
+        "in DARTS: it also drops what crosses a cut, where nothing but additions and norms make it again.",
         _compared,
     ),
     ("At batch 4", "cpu_batch_4.json", "The same as the published table, where activations are small.", _small),

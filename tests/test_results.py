@@ -60,6 +60,17 @@ def test_other_tools_have_their_place(tmp_path):
     assert "| torch.compile | not run: no compiler / here |" in found
 
 
+def test_each_part_of_the_search_gains_somewhere_and_peaks_are_as_predicted():
+    (run,) = files("ablation.json")
+    by_part = {}
+    for row in run["rows"]:
+        assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03)
+        by_part.setdefault(row["without"], {})[row["arch"], row["wish"]] = row["peak_bytes"]
+    whole = by_part.pop("nothing")
+    gains = {part: max(1 - whole[key] / peak for key, peak in found.items()) for part, found in by_part.items()}
+    assert gains["nested plans"] > 0.4 and gains["kept values"] > 0.15 and gains["remade values"] > 0.02
+
+
 @pytest.mark.parametrize("said", ["no: output 0 of step 0 differs by 1", "within the plain model's own spread"])
 def test_a_model_that_is_not_equal_is_not_passed_over(said):
     (run,) = files("zoo_timm.json")
