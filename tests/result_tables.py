@@ -241,9 +241,9 @@ def _ablation(runs: Sequence[Data]) -> str:
         [name, shape, wish, _mib(plain), *(cell(of, part) for part in parts)]
         for (name, shape, wish, plain), of in by_question.items()
     ]
-    header = " | ".join(["model", "input", "wish", "plain", *(f"without {part}" for part in parts)]).replace(
-        "without nothing", "ogc"
-    )
+    names = {"nothing": "ogc", "program order": "in other orders"}
+    heads = [names.get(part, f"without {part}") for part in parts]
+    header = " | ".join(["model", "input", "wish", "plain", *heads])
     return _table(header, cells)
 
 
