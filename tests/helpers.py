@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -84,6 +85,17 @@ def chain(sizes: list[int], **weights: int) -> Graph:
     )
     values = tuple(Value(f"v{t}", size, is_output=t == len(sizes) - 1) for t, size in enumerate(sizes))
     return Graph(operations, values)
+
+
+class Function(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: object) -> object:
+        return self.function(*args)
 
 
 def forced(model: torch.nn.Module, sample: object, pieces: int = 3, **options: str) -> torch.nn.Module:

@@ -4,22 +4,13 @@ import random
 
 import pytest
 import torch
-from helpers import assert_same_training, measured_peak, random_tree, random_values
+from helpers import Function, assert_same_training, measured_peak, random_tree, random_values
 from torch import nn
 
 import ogc
 from ogc.allocator import peak_bytes
 
 X = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(2))
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 ACTIVATIONS = {

@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from helpers import assert_same_training, measured_peak
+from helpers import Function, assert_same_training, measured_peak
 from torch import nn
 
 import ogc
@@ -44,15 +44,6 @@ def test_instance_norm_is_weighed_as_batch_norm_is():
     model, x = Around(nn.InstanceNorm2d(16), 0.5), torch.randn(4, 16, 32, 32)
     plan = ogc.solve(ogc.parse(model, x), solver="none")
     assert measured_peak(model, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 CONVERSIONS = {

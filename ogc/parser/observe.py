@@ -106,6 +106,7 @@ class _Observer:
         self.given = iter(inputs)
         self.found: dict[str, Any] = {}
         self.storages = _Storages()
+        self.views: dict[int, list[TensorRef]] = {}  # program tensors, by their values
         self.devices: set[torch.device] | None = None  # of the last operation, after which the states were these
         self.random: tuple[State, ...] = ()
         self.graph: list[Any] = []  # nodes for a backward, held until the outputs are gone
@@ -226,6 +227,7 @@ class _Observer:
             known = self.storages.value(tensor)
             if known is not None:
                 self.result.storages[ref] = known
+                self.views.setdefault(known, []).append(ref)
             record.outputs.append(ref)
             record.output_bytes.append(tensor.numel() * tensor.element_size())
             record.differentiable.append(tensor.requires_grad)
@@ -253,8 +255,7 @@ class _Observer:
             base, value = tensor._base, self.storages.value(tensor)
             if base is None or value is None or type(base.grad_fn).__name__ != "CopySlices" or base.grad_fn is history:
                 continue
-            refs = [ref for ref, number in self.result.storages.items() if number == value]
-            known = [ref for ref in refs if ref not in record.outputs]
+            known = [ref for ref in self.views[value] if ref not in record.outputs]
             before, after = known[0], TensorRef(record.node.name, len(record.outputs))
             size = base.numel() * base.element_size()
             record.rebase = Rebase(argument, self.result.rebased.get(before, before), after, size)
