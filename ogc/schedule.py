@@ -115,11 +115,15 @@ class Schedule:
         found = -1
         while len(alive) != found:  # in-place operations may ask for writers behind them
             found = len(alive)
-            for t in range(run.stop - 1, -1 if self.remade else run.start - 1, -1):
+            t, first = run.stop, run.start
+            while t > first:
+                t -= 1
                 op = ops[t]
                 if t in alive or not wanted.isdisjoint(op.writes):
                     alive.add(t)
                     wanted.update(v for v in op.reads if is_remade(v) or t <= last_writes[v])
+                if t == first and self.remade:
+                    first = min((producers[v] for v in wanted), default=first)
         for t in alive:
             if not ops[t].replayable:
                 raise PlanError(f"operation {ops[t].name} must not run twice")

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +19,7 @@ from ogc.solver.costs import SegmentCosts, boundary_bytes
 from ogc.solver.interval import OuterLevel
 from ogc.solver.nested import NestedTable
 from ogc.solver.scales import Scale, choose_scales, narrowest
+from ogc.solver.search import Search
 from ogc.solver.simulate import lower_bound, plain_peak, simulate
 
 SEEDS = range(500)
@@ -500,6 +502,41 @@ def test_the_frontier_is_monotone_and_its_plans_are_as_simulated():
     for plan in found.plans[:-1]:
         assert simulate(graph, plan).peak_bytes == plan.peak_bytes >= lower_bound(graph)
     assert str(found).splitlines()[0].split() == ["peak", "MB", "of", "plain", "overhead", "levels"]
+
+
+def dense_in_flops(blocks):
+    """Convolutions and norms, each convolution of all norms before it: only the convolutions have FLOPs."""
+    operations: list[Operation] = []
+    for n in range(blocks):
+        conv, norm = 2 * n, 2 * n + 1
+        before = tuple(range(1, conv, 2))
+        operations += [
+            Operation(f"conv{n}", reads=before, writes=(conv,), saves=before, forward_seconds=1, forward_flops=1),
+            Operation(f"norm{n}", reads=(conv,), writes=(norm,), saves=(conv,), forward_seconds=1e-6),
+        ]
+    return Graph(tuple(operations), tuple(Value(f"v{v}", 1000) for v in range(2 * blocks)))
+
+
+def test_the_frontier_knows_what_costs_next_to_nothing_though_it_crosses_every_cut(monkeypatch):
+    graph = dense_in_flops(12)
+    norms = [2 * n + 1 for n in range(12)]
+    by_hand = ogc.make_plan(graph, [recomputed(*cuts) for cuts in pairwise(graph.cuts)], remade=norms)
+    assert by_hand.recomputed_flops == 0
+
+    def is_found():
+        plans = ogc.frontier(graph).plans
+        return any(p.peak_bytes <= by_hand.peak_bytes and p.recomputed_flops == 0 for p in plans)
+
+    assert is_found()
+    monkeypatch.setattr(Search, "_selective", lambda self: iter(()))
+    assert not is_found()
+
+
+def test_selective_plans_leave_out_what_must_not_run_twice():
+    graph = random_graph(5, most=60)
+    operations = tuple(replace(op, replayable=False) for op in graph.operations)
+    (plain,) = ogc.frontier(replace(graph, operations=operations)).plans
+    assert plain.is_plain
 
 
 def test_the_frontier_has_plans_for_the_budgets_asked_for():

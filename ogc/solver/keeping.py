@@ -9,6 +9,8 @@ between the products and everything else, if that is how they differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..graph import Graph
@@ -17,7 +19,7 @@ SHARES = (0.3, 0.5, 0.7, 0.85, 0.95)
 """How much of the program's time the values make up that may be kept, at each of the other thresholds."""
 
 
-def worth_keeping(graph: Graph) -> list[frozenset[int]]:
+def worth_keeping(graph: Graph, shares: Sequence[float] = SHARES) -> list[frozenset[int]]:
     """A set of values for each threshold, from the highest to the lowest, without those that are the same."""
     seconds = np.zeros(len(graph.values))
     size = np.array([0 if v.is_output else v.bytes for v in graph.values], np.int64)
@@ -31,7 +33,7 @@ def worth_keeping(graph: Graph) -> list[frozenset[int]]:
     order = np.argsort(-worth, kind="stable")
     candidates, worth = candidates[order], worth[order]
     share = np.cumsum(seconds[candidates]) / sum(graph.repeat_seconds)
-    counts = {int(np.searchsorted(share, s)) for s in SHARES}
+    counts = {int(np.searchsorted(share, s)) for s in shares}
     half = 1 + int(np.searchsorted(share, 0.5))
     falls = worth[half - 1 : -1] / worth[half:]
     if len(falls):

@@ -6,6 +6,8 @@ or count for a boundary that nobody needs, is not lost.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -55,6 +57,15 @@ KEEPING = 600
 """Operations up to which segments that keep values are tried for the least peak too. Single operations bound that in
 small programs, so that there are bytes to spare elsewhere.
 """
+
+SELECTIVE_SHARES = tuple(1 - np.geomspace(0.7, 0.005, 12))
+"""How much of the program's time the values make up that selective plans keep: closer where little is made again."""
+
+PARTS = 200
+"""Segments of a selective plan at most: each looks at what comes before it."""
+
+SELECTING = 10_000
+"""Operations up to which selective plans are tried."""
 
 STEP = 1.4
 """A table serves peaks down to this many times less than it was made for."""
@@ -144,7 +155,7 @@ class Search:
         for peak in tqdm(peaks, "frontier", delay=1, leave=False):  # descending: a table serves those below
             self._at(int(peak), ROUGH_LABELS)
         front: list[Candidate] = []
-        for candidate in sorted([self.least_peak, *self.seen.values()]):
+        for candidate in sorted([self.least_peak, *self.seen.values(), *self._selective()]):
             if not front or candidate.seconds < front[-1].seconds:
                 front.append(candidate)
         return front
@@ -201,6 +212,25 @@ class Search:
                 found, weigh(self.graph, (*others[0], saved(segment.start, segment.stop), *others[1]), found.remade)
             )
         return found
+
+    def _selective(self) -> Iterator[Candidate]:
+        """Plans that keep what is worth it by one threshold and make everything else again wherever it is used.
+
+        The tables only let go of what does not cross a cut. Where much costs next to nothing to make, as when time is
+        counted in FLOPs, that holds more than these plans do.
+        """
+        graph = self.graph
+        if len(graph) > SELECTING:
+            return
+        cuts = graph.cuts[: -1 : -(-len(graph.cuts) // PARTS)] + graph.cuts[-1:]
+        for kept in worth_keeping(graph, SELECTIVE_SHARES):
+            segments = tuple(
+                recomputed(start, stop, kept=(v for v in kept if start <= graph.producers[v] < stop))
+                for start, stop in pairwise(cuts)
+            )
+            remade = tuple(v for v, value in enumerate(graph.values) if not value.is_output and v not in kept)
+            with suppress(PlanError):  # an operation would run twice that must not
+                yield weigh(graph, segments, remade)
 
     def _without(self, plan: Candidate, lost: tuple[int, ...]) -> Candidate:
         """The plan with these values remade too, or the plan itself if they cannot be."""

@@ -142,7 +142,8 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
     """Plans from the least peak to the plain model.
 
     Each peak is looked at once, so that many plans take little longer than one: a point may recompute a few percent
-    more than what :func:`solve` finds for the same budget.
+    more than what :func:`solve` finds for the same budget. Plans that make whatever costs little again wherever it is
+    used are tried too, as in selective checkpointing; they are the best where time is counted in FLOPs.
 
     Args:
         graph: the weighted graph.
