@@ -177,3 +177,4 @@ def _everything(model: torch.nn.Module, outputs: list[torch.Tensor]) -> Iterator
     yield from ((f"gradient of {name}", p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None)
     yield from ((f"buffer {name}", buffer.clone()) for name, buffer in model.named_buffers())
     yield "random state", torch.get_rng_state()
+    yield from ((f"random state of cuda:{n}", state) for n, state in enumerate(torch.cuda.get_rng_state_all()))

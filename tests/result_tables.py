@@ -191,6 +191,31 @@ def _small(runs: Sequence[Data]) -> str:
     return _table(header, cells)
 
 
+def _on_cuda(runs: Sequence[Data]) -> str:
+    header = (
+        "model | batch | device | plain | ogc | cut | more FLOPs | predicted peak, off by | more time | predicted "
+        "| solve s | published | ours / published | published overhead"
+    )
+    found = _sorted(runs)
+    cells = [
+        [
+            *(row["arch"], row["batch_size"], row["device"], _mib(row["plain_bytes"]), _mib(row["ogc_bytes"])),
+            *(_cut(row), _flops(row), _error(row), f"{more_time(row):.1%}", f"{row['predicted_overhead']:.1%}"),
+            *(f"{row['solve_seconds']:.1f}", row["published"]["theirs"]),
+            f"{row['ogc_bytes'] / MIB / row['published']['theirs']:.2f}",
+            f"{row['published']['overhead']:.0%}",
+        ]
+        for row in found
+    ]
+    mean = f"\nGeometric mean of ours over published: {_ratio(found):.2f}.\n" if found else ""
+    return _table(header, cells) + mean
+
+
+def more_time(row: Data) -> float:
+    """Measured overhead, as a share of the plain step."""
+    return float(row["ogc_seconds"] / row["plain_seconds"] - 1)
+
+
 def _compared(runs: Sequence[Data]) -> str:
     """A table per architecture of ``benchmark.py --compare``, the plain model first."""
     parts = []
@@ -321,9 +346,22 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Other tools side by side",
         "cpu_compare_*.json",
-        "Rows of `python benchmark.py --compare`: what people use to save activation memory, beside ours (bold). "
-        "`torch.compile` may beat plans of ours that recompute next to no FLOPs where many branches cross each cut, as "
-        "in DARTS: it also drops what crosses a cut, where nothing but additions and norms make it again.",
+        "Rows of `python benchmark.py --compare`: what people use to save activation memory, beside ours (bold).",
+        _compared,
+    ),
+    (
+        "On CUDA",
+        "cuda_published*.json",
+        "The published table where it was measured, by `python benchmark.py --arch all --device cuda:0 --batch-size "
+        "published --json tests/results/cuda_published.json`: what the simulator and the profiler predict, and what "
+        "the allocator and the clock say.",
+        _on_cuda,
+    ),
+    (
+        "Other tools on CUDA",
+        "cuda_compare*.json",
+        "By `python benchmark.py --arch resnet50 densenet121 gpt2_small unet --device cuda:0 --compare --json "
+        "tests/results/cuda_compare.json`.",
         _compared,
     ),
     ("At batch 4", "cpu_batch_4.json", "The same as the published table, where activations are small.", _small),

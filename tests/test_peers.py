@@ -289,33 +289,38 @@ def test_options_that_do_not_go_with_it(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
-RESULTS = sorted((Path(__file__).parent / "results").glob("cpu_compare_*.json"))
+COMPARISONS = [
+    pytest.param(comparison["rows"], id=f"{path.stem}-{comparison['arch']}")
+    for path in sorted((Path(__file__).parent / "results").glob("*_compare*.json"))
+    for comparison in json.loads(path.read_text())["rows"]
+]
+
+committed = pytest.mark.parametrize("data", COMPARISONS)
 
 
-def rows_of(path):
-    (comparison,) = json.loads(path.read_text())["rows"]
-    return [PeerRow(**r | {"differs": tuple(r["differs"])}) for r in comparison["rows"]]
+def rows_of(data):
+    return [PeerRow(**r | {"differs": tuple(r["differs"])}) for r in data]
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_committed_comparisons_are_consistent(path):
+@committed
+def test_committed_comparisons_are_consistent(data):
     """No method is missing, our rows are bitwise, and the verdicts are those of the figures."""
-    rows = rows_of(path)
+    rows = rows_of(data)
     assert {"plain", "blocks", "sequential", "selective", "chen", "uniform", "binomial"} <= {r.name for r in rows}
     assert list(with_verdicts(rows)) == rows
     assert all((r.deviation, r.differs) == (0.0, ()) for r in rows if r.is_ours)
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_committed_peaks_are_as_predicted(path):
-    for r in rows_of(path):
+@committed
+def test_committed_peaks_are_as_predicted(data):
+    for r in rows_of(data):
         if r.predicted_bytes is not None:
             assert r.predicted_bytes == pytest.approx(r.peak_bytes, rel=0.03)
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_checkpointed_blocks_and_sequences_are_dominated_by_ours(path):
-    rows = {r.name: r for r in rows_of(path)}
+@committed
+def test_checkpointed_blocks_and_sequences_are_dominated_by_ours(data):
+    rows = {r.name: r for r in rows_of(data)}
     for name in ("blocks", "sequential"):
         peer = rows[name]
         ours = [r for r in rows.values() if r.is_ours]
@@ -323,11 +328,6 @@ def test_checkpointed_blocks_and_sequences_are_dominated_by_ours(path):
         assert dominated if peer.peak_bytes else peer.reason
 
 
-BEATING = {"cpu_compare_darts_cifar10": {"compile 0.7"}}
-"""Peers that dominate a plan of ours. Each is named in RESULTS.md, and stands here until ours are better."""
-
-
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_no_peer_dominates_ours(path):
-    (comparison,) = json.loads(path.read_text())["rows"]
-    assert beating(comparison["rows"]) == BEATING.get(path.stem, set())
+@committed
+def test_no_peer_dominates_ours(data):
+    assert not beating(data)

@@ -36,7 +36,25 @@ def test_it_says_where_it_was_measured(tmp_path):
     (tmp_path / "cpu_sliced.json").write_text(json.dumps(data))
     text = document(tmp_path)
     assert "Measured on CPU, NVIDIA H200." in text
-    assert "CUDA" not in text
+    assert "not measured on CUDA yet" not in text
+
+
+def test_cuda_has_its_place(tmp_path):
+    assert TEXT.split("## On CUDA")[1].split("\n## ")[0].rstrip().endswith("Not measured yet.")
+    (run,) = files("cpu_published_1.json")
+    found = run["rows"][0] | {"device": "NVIDIA H200", "plain_seconds": 1.0, "ogc_seconds": 1.2}
+    (tmp_path / "cuda_published.json").write_text(json.dumps(run | {"rows": [found]}))
+    assert "| resnet18 | 256 | NVIDIA H200 | 5351 | 1816 | 66% | 11.1% | 0 | 20.0% | " in document(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "row",
+    rows("cuda_published*.json") or [pytest.param({}, marks=pytest.mark.skip("not measured on CUDA yet"))],
+    ids=lambda row: row.get("arch", "none"),
+)
+def test_predictions_hold_on_cuda(row):
+    assert row["predicted_bytes"] == pytest.approx(row["ogc_bytes"], rel=0.05)
+    assert row["predicted_overhead"] == pytest.approx(result_tables.more_time(row), abs=0.05)
 
 
 def test_other_tools_have_their_place(tmp_path):

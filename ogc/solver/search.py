@@ -154,8 +154,10 @@ class Search:
         peaks = np.geomspace(self._saved.peak_bytes, self.least_peak.peak_bytes, points)[1:-1]
         for peak in tqdm(peaks, "frontier", delay=1, leave=False):  # descending: a table serves those below
             self._at(int(peak), ROUGH_LABELS)
+        # What is a hair below the least peak recomputes the step many times over.
+        selective = (c for c in self._selective() if c.peak_bytes > self.least_peak.peak_bytes)
         front: list[Candidate] = []
-        for candidate in sorted([self.least_peak, *self.seen.values(), *self._selective()]):
+        for candidate in sorted([self.least_peak, *self.seen.values(), *selective]):
             if not front or candidate.seconds < front[-1].seconds:
                 front.append(candidate)
         return front
