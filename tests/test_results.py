@@ -41,6 +41,8 @@ def test_it_says_where_it_was_measured(tmp_path):
 
 def test_cuda_has_its_place(tmp_path):
     assert TEXT.split("## On CUDA")[1].split("\n## ")[0].rstrip().endswith("Not measured yet.")
+    for path in result_tables.RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_text(path.read_text())
     (run,) = files("cpu_published_1.json")
     found = run["rows"][0] | {"device": "NVIDIA H200", "plain_seconds": 1.0, "ogc_seconds": 1.2}
     (tmp_path / "cuda_published.json").write_text(json.dumps(run | {"rows": [found]}))
