@@ -346,7 +346,8 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Other tools side by side",
         "cpu_compare_*.json",
-        "Rows of `python benchmark.py --compare`: what people use to save activation memory, beside ours (bold).",
+        "Rows of `python benchmark.py --compare`: what people use to save activation memory, beside ours (bold). "
+        "*Beaten by* counts bytes and FLOPs; in step time a compiled model may be ahead, for it fuses operations.",
         _compared,
     ),
     (

@@ -27,26 +27,31 @@ def test_every_table_is_rectangular():
         assert len({line.count("|") for line in block.splitlines()}) == 1, block
 
 
-def test_it_says_where_it_was_measured(tmp_path):
-    assert "not measured on CUDA yet" in TEXT
+@pytest.fixture
+def on_cpus(tmp_path):
+    """The folder of the results that were measured on CPUs."""
     for path in result_tables.RESULTS.glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
-    data = json.loads((tmp_path / "cpu_sliced.json").read_text())
+        if not path.name.startswith("cuda"):
+            (tmp_path / path.name).write_text(path.read_text())
+    return tmp_path
+
+
+def test_it_says_where_it_was_measured(on_cpus):
+    assert "not measured on CUDA yet" in document(on_cpus)
+    data = json.loads((on_cpus / "cpu_sliced.json").read_text())
     data["rows"][0]["device"] = "NVIDIA H200"
-    (tmp_path / "cpu_sliced.json").write_text(json.dumps(data))
-    text = document(tmp_path)
+    (on_cpus / "cpu_sliced.json").write_text(json.dumps(data))
+    text = document(on_cpus)
     assert "Measured on CPU, NVIDIA H200." in text
     assert "not measured on CUDA yet" not in text
 
 
-def test_cuda_has_its_place(tmp_path):
-    assert TEXT.split("## On CUDA")[1].split("\n## ")[0].rstrip().endswith("Not measured yet.")
-    for path in result_tables.RESULTS.glob("*.json"):
-        (tmp_path / path.name).write_text(path.read_text())
+def test_cuda_has_its_place(on_cpus):
+    assert document(on_cpus).split("## On CUDA")[1].split("\n## ")[0].rstrip().endswith("Not measured yet.")
     (run,) = files("cpu_published_1.json")
     found = run["rows"][0] | {"device": "NVIDIA H200", "plain_seconds": 1.0, "ogc_seconds": 1.2}
-    (tmp_path / "cuda_published.json").write_text(json.dumps(run | {"rows": [found]}))
-    assert "| resnet18 | 256 | NVIDIA H200 | 5351 | 1816 | 66% | 11.1% | 0 | 20.0% | " in document(tmp_path)
+    (on_cpus / "cuda_published.json").write_text(json.dumps(run | {"rows": [found]}))
+    assert "| resnet18 | 256 | NVIDIA H200 | 5351 | 1816 | 66% | 11.1% | 0 | 20.0% | " in document(on_cpus)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +64,11 @@ def test_predictions_hold_on_cuda(row):
     assert row["predicted_overhead"] == pytest.approx(result_tables.more_time(row), abs=0.05)
 
 
-def test_other_tools_have_their_place(tmp_path):
-    for path in result_tables.RESULTS.glob("*.json"):
-        if "compare" not in path.name:
-            (tmp_path / path.name).write_text(path.read_text())
+def test_other_tools_have_their_place(on_cpus):
+    for path in on_cpus.glob("*compare*.json"):
+        path.unlink()
     place = "## Other tools side by side"
-    assert document(tmp_path).split(place)[1].split("\n## ")[0].rstrip().endswith("Not measured yet.")
+    assert document(on_cpus).split(place)[1].split("\n## ")[0].rstrip().endswith("Not measured yet.")
     row = {
         "name": "plain", "detail": "", "is_ours": False, "reason": "", "peak_bytes": 8 << 20, "flops": 100,
         "seconds": 1.0, "plain_seconds": 1.0, "deviation": 0.0, "recomputed_share": None, "dominated_by": "",
@@ -73,8 +77,8 @@ def test_other_tools_have_their_place(tmp_path):
     failed = row | {"name": "torch.compile", "reason": "no compiler | here"}
     (file,) = files("cpu_sliced.json")
     comparison = {"arch": "tiny", "input_shape": [2, 3], "rows": [row, ours, failed]}
-    (tmp_path / "cpu_compare_tiny.json").write_text(json.dumps(file | {"rows": [comparison]}))
-    found = document(tmp_path).split(place)[1].split("\n## ")[0]
+    (on_cpus / "cpu_compare_tiny.json").write_text(json.dumps(file | {"rows": [comparison]}))
+    found = document(on_cpus).split(place)[1].split("\n## ")[0]
     assert "### tiny, input 2×3" in found
     assert "| **ogc**, least | 4 | 50% | 0.0% | 1.00× | 0 | 50.0% | – |" in found
     assert "| torch.compile | not run: no compiler / here |" in found
