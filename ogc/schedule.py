@@ -12,9 +12,10 @@ the bytes of exactly this, the runtime executes exactly this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from .errors import PlanError
 from .graph import Graph
@@ -49,8 +50,7 @@ class Run:
     needs: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One operation run forward (in ``run``) or backward (supplied by ``run``).
 
     ``during`` is the operation whose backward waits for it, in a run again.
@@ -113,17 +113,19 @@ class Schedule:
         wanted = {v for v in needed if is_remade(v)}
         alive = {t for t in in_leaves if ops[t].internal_bytes and not self.keeps_internals[t]}
         found = -1
+        first = min([run.start, *(producers[v] for v in wanted)]) if self.remade else run.start
         while len(alive) != found:  # in-place operations may ask for writers behind them
             found = len(alive)
-            t, first = run.stop, run.start
+            t = run.stop
             while t > first:
                 t -= 1
                 op = ops[t]
                 if t in alive or not wanted.isdisjoint(op.writes):
                     alive.add(t)
-                    wanted.update(v for v in op.reads if is_remade(v) or t <= last_writes[v])
-                if t == first and self.remade:
-                    first = min((producers[v] for v in wanted), default=first)
+                    more = [v for v in op.reads if is_remade(v) or t <= last_writes[v]]
+                    wanted.update(more)
+                    if self.remade:
+                        first = min([first, *(producers[v] for v in more)])
         for t in alive:
             if not ops[t].replayable:
                 raise PlanError(f"operation {ops[t].name} must not run twice")
@@ -158,22 +160,22 @@ class Schedule:
             for t, (op, supplier) in enumerate(zip(self.graph.operations, self.suppliers, strict=True))
         )
 
-    def steps(self) -> Iterator[Step]:
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
         """Every operation run, forward and backward, in order.
 
         A run is carried out when the first of its saved tensors is asked for, those around it before it.
         """
-        for t in range(len(self.graph)):
-            yield Step(FORWARD, t)
+        steps = [Step(FORWARD, t) for t in range(len(self.graph))]
         done = {FORWARD}
         for number, start, stop in self._backwards:
             for t in range(stop - 1, start - 1, -1):
                 if number not in done and self._asks_for(number, t):
                     for waiting in self._around(number, done):
                         done.add(waiting)
-                        for again in self.runs[waiting].program:
-                            yield Step(waiting, again, during=t)
-                yield Step(number, t, is_backward=True)
+                        steps += [Step(waiting, again, during=t) for again in self.runs[waiting].program]
+                steps.append(Step(number, t, is_backward=True))
+        return tuple(steps)
 
     def _asks_for(self, number: int, t: int) -> bool:
         saves = self.graph.operations[t].saves
@@ -189,25 +191,30 @@ class Schedule:
             number = parent
         return found
 
-    def reads(self, step: Step) -> Iterator[tuple[int, int]]:
+    def reads(self, step: Step) -> list[tuple[int, int]]:
         """The copies (run, value) that a step needs to be there."""
-        op, run = self.graph.operations[step.operation], self.runs[step.run]
+        number, t = step.run, step.operation
+        op, last_writes = self.graph.operations[t], self.graph.last_writes
         if step.is_backward:
-            for v in op.saves:
-                yield self.source(step.run, v), v
-        else:
-            for v in op.reads:
-                partial = step.operation <= self.graph.last_writes[v]
-                yield (step.run if partial or v in run.made else self.source(step.run, v)), v
+            return [(self.source(number, v), v) for v in op.saves]
+        return [(number if t <= last_writes[v] else self.source(number, v), v) for v in op.reads]
 
     @cached_property
     def last_needs(self) -> dict[tuple[int, int], int]:
         """For each copy (run, value), the number of the last step that makes or needs it."""
         last: dict[tuple[int, int], int] = {}
-        for number, step in enumerate(self.steps()):
+        for number, step in enumerate(self.steps):
             if not step.is_backward:
                 for v in self.graph.operations[step.operation].writes:
                     last[step.run, v] = number
             for copy in self.reads(step):
                 last[copy] = number
         return last
+
+    @cached_property
+    def done(self) -> tuple[list[tuple[int, int]], ...]:
+        """For each step, the copies (run, value) that none behind it makes or needs."""
+        found: tuple[list[tuple[int, int]], ...] = tuple([] for _ in self.steps)
+        for copy, number in self.last_needs.items():
+            found[number].append(copy)
+        return found

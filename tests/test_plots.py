@@ -71,7 +71,7 @@ def test_the_timeline_peaks_where_the_plan_does():
 
 
 def steps(plan):
-    return Schedule(plan.graph, plan.segments).steps()
+    return Schedule(plan.graph, plan.segments).steps
 
 
 def test_the_kinds_on_a_chain():

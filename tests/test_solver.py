@@ -1,5 +1,6 @@
 """The simulator by hand and by closed form; the solver against brute force."""
 
+import gc
 import itertools
 import random
 from dataclasses import replace
@@ -15,7 +16,7 @@ from ogc.errors import InputError, PlanError, SolveError
 from ogc.graph import Graph, Operation, Value
 from ogc.plan import Segment, cut_into_segments, recomputed, saved
 from ogc.schedule import Schedule
-from ogc.solver.costs import SegmentCosts, boundary_bytes
+from ogc.solver.costs import NEVER, SegmentCosts, boundary_bytes
 from ogc.solver.interval import OuterLevel
 from ogc.solver.nested import NestedTable
 from ogc.solver.scales import Scale, choose_scales, narrowest
@@ -113,7 +114,7 @@ def test_an_operation_without_internal_tensors_asks_for_none():
         ),
         (Value("x", 8), Value("y", 8), Value("z", 8)),
     )
-    steps = Schedule(graph, [recomputed(0, 3), saved(3, 4)]).steps()
+    steps = Schedule(graph, [recomputed(0, 3), saved(3, 4)]).steps
     assert [(step.operation, step.during) for step in steps if step.during is not None] == [(0, 1), (1, 1), (2, 1)]
 
 
@@ -162,12 +163,27 @@ def random_keeping(graph, rng):
 def test_plans_that_keep_values_are_brute_force(seed):
     graph = random_graph(5000 + seed, most=5)
     keeping = random_keeping(graph, random.Random(seed))
+    costs = SegmentCosts(graph).costs(*keeping)
     for peak in {peak for peak, _ in all_flat_plans(graph)}:
         best = min(seconds for bytes_, seconds in all_flat_plans(graph, keeping) if bytes_ <= peak)
-        segments = OuterLevel(SegmentCosts(graph).costs(*keeping)).fastest(peak)
-        found = simulate(graph, segments)
-        assert found.recomputed_seconds <= best * (1 + 1e-12)
-        assert found.peak_bytes <= peak
+        for weights in (costs, costs.undominated()):
+            found = simulate(graph, OuterLevel(weights).fastest(peak))
+            assert found.recomputed_seconds <= best * (1 + 1e-12)
+            assert found.peak_bytes <= peak
+
+
+def test_segments_that_keep_values_to_no_avail_are_left_out():
+    graph = chain([4, 3, 2, 4])
+    everything = range(len(graph.values) - 1)
+    costs = SegmentCosts(graph).costs({1}, everything)
+    found = costs.undominated()
+    assert len(found.local) == len(found.keeping) == 3, "to keep everything is to save the segment"
+    whole = -1, 0
+    assert (found.local[:2] == costs.local[:2]).all()
+    assert found.local[2][whole] == costs.local[2][whole] < NEVER
+    short = 3, 1
+    assert costs.local[2][short] < NEVER
+    assert found.local[2][short] == NEVER, "without value 1 there is nothing to make again"
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -461,6 +477,21 @@ def test_a_budget_that_nothing_meets_is_refused_with_what_would():
     least = ogc.solve(GIB)
     for part in ("1073.7 MB", f"{least.peak_bytes} bytes", f"{least.overhead:.1%} overhead", "operation op", "alive"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled):
+    graph = chain([8, 3, 2, 4])
+    if not enabled:
+        gc.disable()
+    try:
+        ogc.frontier(graph)
+        assert gc.isenabled() == enabled
+        with pytest.raises(SolveError):
+            ogc.solve(graph, memory_budget=1)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.3, 0.6])

@@ -73,7 +73,7 @@ class _Layout:
         self.position = {node: t for t, node in enumerate(self.operations)}
         self.by_name = {node.name: node for node in self.operations}
         self.step_numbers = {
-            (step.run, step.operation): n for n, step in enumerate(schedule.steps()) if not step.is_backward
+            (step.run, step.operation): n for n, step in enumerate(schedule.steps) if not step.is_backward
         }
         runs = schedule.runs
         self.slots: list[dict[tuple[int, int], int]] = [self._assign_slots(n) for n in range(len(runs))]

@@ -25,6 +25,9 @@ Bools = NDArray[np.bool_]
 Rectangles = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, Ints]
 """Rows from and to, columns from and to, and a weight, for every value."""
 
+SAVED, AGAIN = range(2)
+"""The modes that keep no values of their own."""
+
 Keeping = tuple[tuple[int, int], ...]
 """Values that a mode keeps, each with the position of what makes it."""
 
@@ -36,7 +39,7 @@ NEVER = np.iinfo(np.int64).max // 4
 class Costs:
     """Weights of all segments (i, j) between cuts, by [mode, j, i]: all that end at one cut lie side by side.
 
-    Mode 0 is saved, mode 1 recomputed at once, further modes recomputed at once but for the values that
+    Mode ``SAVED`` is saved, ``AGAIN`` recomputed at once, further modes recomputed at once but for the values that
     ``keeping`` has for them. ``kept`` is what a segment adds to the bytes that outlive the forward, ``local``
     the most bytes alive in its forward, its recomputation and its backward, above what was kept before it.
     ``seconds`` is the time of running it again at once. All bytes are multiples of ``grain``.
@@ -55,6 +58,18 @@ class Costs:
         kept, local = (weights[:, pairs[0], pairs[1]] for weights in (self.kept, self.local))
         seconds = self.seconds[:, pairs[0], pairs[1]]
         return replace(self, cuts=self.cuts[chosen], kept=kept, local=local, seconds=seconds)
+
+    def undominated(self) -> Costs:
+        """The weights without segments that keep values to no avail: some mode is faster with no more bytes, or one
+        before theirs is as fast."""
+        kept, local, seconds = self.kept, self.local.copy(), self.seconds
+        for n in range(AGAIN + 1, len(local)):
+            for m in range(len(local)):
+                if m != n:
+                    faster = seconds[m] <= seconds[n] if m < n else seconds[m] < seconds[n]
+                    local[n][faster & (kept[m] <= kept[n]) & (local[m] <= local[n])] = NEVER
+        used = 1 + max(n for n in range(len(local)) if n <= AGAIN or local[n].min() < NEVER)
+        return replace(self, kept=kept[:used], local=local[:used], seconds=seconds[:used], keeping=self.keeping[:used])
 
 
 @dataclass(frozen=True)
@@ -368,8 +383,10 @@ class SegmentCosts:
     def _gone(self, only_saved: Bools) -> Ints:
         """[t, j]: bytes of the values that are made at or behind t, and only saved, by operations behind it."""
         gone = np.zeros((self.n, len(self.cuts)), np.int64)
-        np.add.at(gone, np.minimum(self.producer, self.saver - 1), only_saved * self.size[:, None])
-        return np.cumsum(gone[::-1], 0)[::-1]
+        for v in np.flatnonzero(only_saved.any(1)):  # several times faster than numpy.add.at
+            gone[min(self.producer[v], self.saver[v] - 1)] += only_saved[v] * self.size[v]
+        np.cumsum(gone[::-1], 0, out=gone[::-1])
+        return gone
 
     def _running(self, alive: Bools, unkept: Bools, kept: Bools) -> Ints:
         """Most bytes that the program itself has made and still needs, for every (i, j)."""
@@ -377,7 +394,8 @@ class SegmentCosts:
         remade = alive[self.producer]  # [v, j]
         stays = remade & self.saved[:, None] & unkept
         grown = np.zeros((self.n + 1, c), np.int64)  # [t, j]: bytes that stay, made before t
-        np.add.at(grown, self.producer + 1, stays * self.size[:, None])
+        for stayed in np.flatnonzero(stays.any(1)):
+            grown[self.producer[stayed] + 1] += stays[stayed] * self.size[stayed]
         grown[1:] += alive * np.where(kept, 0, self.internal)[:, None]
         np.cumsum(grown, 0, out=grown)
         live = grown[1:] + (self.scratch + np.where(kept, self.internal, 0))[:, None]
@@ -400,7 +418,7 @@ class SegmentCosts:
                 live[i + 1 :, first : last + 1] += needed * self.size[v]
             np.maximum(peaks[i + 1 :], live[i + 1 :, start:stop].max(1), out=peaks[i + 1 :])
             most[i, i + 1 :] = peaks[i + 1 :] - grown[start, i + 1 :]
-        return np.maximum(most, -NEVER)
+        return np.maximum(most, -NEVER, out=most)
 
     def _needed_until(self, alive: Bools, unkept: Bools) -> Ints:
         """[v, j]: the last operation of the program that needs the remade copy of a passing value."""

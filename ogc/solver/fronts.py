@@ -169,22 +169,31 @@ class Ways:
         parents = np.zeros((*kept.shape, 2), np.int64)  # a segment, and the label that it starts from
         costs = np.full(kept.shape, np.inf)  # seconds and the price of the bytes
         kept[0, 0], seconds[0, 0], costs[0, 0] = 0, 0.0, 0.0
+        least_kept, least_costs = kept[:, 0].copy(), costs[:, 0].copy()  # of the labels at each cut
         # What is left for what comes before each segment, if the segment takes as little time as it may.
         left = within + guide.price * self.peak - guide.rest[self.j] - guide.price * self.kept - self.seconds
         for j, here in self._ends(np.flatnonzero(through <= within)):
             i = self.i[here]
-            way, label = np.nonzero((kept[i] <= self.limit[here, None]) & (costs[i] <= left[here, None]))
-            way = here[way]
-            before = kept[self.i[way], label]
+            some = (least_kept[i] <= self.limit[here]) & (least_costs[i] <= left[here])
+            here, i = here[some], i[some]
+            fits = kept[i] <= self.limit[here, None]
+            fits &= costs[i] <= left[here, None]
+            row, label = np.nonzero(fits)
+            if not len(row):
+                continue
+            way, start = here[row], i[row] * count + label
+            before = kept.reshape(-1)[start]
             after = before + self.kept[way]
-            taken = seconds[self.i[way], label] + self.time(way, before)
+            taken = seconds.reshape(-1)[start] + self.time(way, before)
             estimates = taken + guide.price * (after - self.peak) + guide.rest[j]
             promising = np.flatnonzero(estimates <= within)
             front = promising[_front(after[promising], taken[promising])]
             best = front[_thinned(estimates[front], count)]
-            kept[j, : len(best)], seconds[j, : len(best)] = after[best], taken[best]
-            costs[j, : len(best)] = taken[best] + guide.price * after[best]
+            after, taken = after[best], taken[best]
+            kept[j, : len(best)], seconds[j, : len(best)] = after, taken
+            costs[j, : len(best)] = taken + guide.price * after
             parents[j, : len(best)] = np.column_stack([way[best], label[best]])
+            least_kept[j], least_costs[j] = kept[j].min(), costs[j].min()
         path: list[tuple[int, int]] = []
         cut, place = self.last, int(seconds[-1].argmin())
         while cut > 0 and seconds[cut, place] < np.inf:

@@ -23,11 +23,9 @@ from numpy.typing import NDArray
 
 from ..errors import SolveError
 from ..plan import Segment, recomputed, saved
-from .costs import NEVER, Costs, Ints
+from .costs import AGAIN, NEVER, SAVED, Costs, Ints
 from .fronts import LABELS, SLACK, Ways
 from .nested import NestedTable
-
-SAVED, AGAIN = range(2)
 
 
 class OuterLevel:

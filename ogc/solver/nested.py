@@ -141,13 +141,14 @@ class _ScaleTable:
         return self.first + (i + length) * self.width + length
 
     def _fill(self, i: Ints, length: int) -> None:
+        """Find T for the pairs (i, i + length), of which the starts follow one another."""
         rows = self._row(i, length)
         times = np.minimum(self._at_once(i, length), self.table.rows[self.table.finer[rows]])
         # With bytes enough to run the longest again at once, nothing is faster.
         stop = min(self.table.levels, int(self.again[i, length].max()))
         for choices in self._divided(i, length, stop):
             here = times[:, stop - choices.shape[2] : stop]
-            np.minimum(here, choices.min(1), out=here)
+            np.minimum(here, choices.min(0), out=here)
         times[times > MOST_TIMES * self.seconds[0][i, length, None]] = np.inf
         self.table.rows[rows] = times
         self.least[i, length] = np.isinf(times).sum(1)
@@ -158,29 +159,35 @@ class _ScaleTable:
         return np.where(fits, self.again_seconds[i, length, None], np.float32(np.inf))
 
     def _divided(self, i: Ints, length: int, stop: int) -> Iterator[Floats]:
-        """[pair, choice, m]: the same if it is divided at k = i + 1, i + 2 ....
+        """[choice, pair, m]: the same if it is divided at k = i + 1, i + 2 ....
 
         First for all k with (i, k) forgotten, then for k near i with (i, k) kept whole. Of the units m below
         ``stop``, those from which some choice is possible, and at least the last one.
         """
         if length == 1:
             return
-        levels = self.table.levels
+        levels, pairs = self.table.levels, slice(int(i[0]), int(i[-1]) + 1)
         for mode, most in ((1, length - 1), (0, min(WHOLE, length - 1))):
-            lengths = np.arange(1, most + 1)
-            before, after = (i[:, None], lengths), (i[:, None] + lengths, length - lengths)
-            kept = self.kept[mode][before]
-            need = self.forward[mode][before] + self.running[i, length, None]
-            np.maximum(need, self.least[before] if mode else self.backward[before], out=need)
+            lengths = np.arange(1, most + 1)[:, None]
+            before, after = (pairs, slice(1, most + 1)), (i + lengths, length - lengths)
+            kept = self.kept[mode][before].T
+            need = self.forward[mode][before].T + self.running[i, length]
+            np.maximum(need, (self.least if mode else self.backward)[before].T, out=need)
             np.maximum(need, kept + self.least[after], out=need)
-            np.maximum(need, self.waiting[i, length, None], out=need)
+            np.maximum(need, self.waiting[i, length], out=need)
             m = slice(min(stop - 1, int(need.min())), stop)
             found: Floats = self.table.windows[:, m][self._row(*after) * levels - np.minimum(kept, levels)]
             found += self.table.barriers[:, m][levels - np.clip(need, 0, levels)]
             if mode:
-                found += self.table.rows[:, m][self._row(*before)]
-            found += self.seconds[mode][before][..., None]
+                found += self._before(pairs.start, found.shape, m.start)
+            found += self.seconds[mode][before].T[..., None]
             yield found
+
+    def _before(self, i: int, shape: tuple[int, ...], m: int) -> Floats:
+        """[choice, pair, m]: T(i, k) from ``m`` on, for pairs from ``i`` on and k = i + 1, i + 2 ...."""
+        rows = self.table.rows[self.first + (i + 1) * self.width + 1 :, m:]
+        size = rows.strides[0]
+        return as_strided(rows, shape, (size * (self.width + 1), size * self.width, rows.itemsize))
 
     def parts(self, row: int, m: int) -> list[Segment]:
         """The parts in which the pair of a row is run again with m units at hand."""
@@ -189,7 +196,7 @@ class _ScaleTable:
         parts: list[Segment] = []
         while True:
             pair = np.array([i])
-            divided = (found[0, :, -1] for found in self._divided(pair, length, m + 1))
+            divided = (found[:, 0, -1] for found in self._divided(pair, length, m + 1))
             choices = np.concatenate([self._at_once(pair, length)[:, m], *divided])
             choice = int(np.argmin(choices))
             finer = int(self.table.finer[self._row(pair, length)[0]])

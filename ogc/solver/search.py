@@ -226,9 +226,11 @@ class Search:
             return
         cuts = graph.cuts[: -1 : -(-len(graph.cuts) // PARTS)] + graph.cuts[-1:]
         for kept in worth_keeping(graph, SELECTIVE_SHARES):
+            by_place = sorted(kept, key=graph.producers.__getitem__)
+            edges = np.searchsorted([graph.producers[v] for v in by_place], cuts)
             segments = tuple(
-                recomputed(start, stop, kept=(v for v in kept if start <= graph.producers[v] < stop))
-                for start, stop in pairwise(cuts)
+                recomputed(start, stop, kept=by_place[first:last])
+                for (start, stop), (first, last) in zip(pairwise(cuts), pairwise(edges), strict=True)
             )
             remade = tuple(v for v, value in enumerate(graph.values) if not value.is_output and v not in kept)
             with suppress(PlanError):  # an operation would run twice that must not
@@ -270,7 +272,7 @@ class Search:
     @cached_property
     def _costs(self) -> Costs:
         """The weights of the outermost level with segments that keep values."""
-        return self.weights.costs(*worth_keeping(self.graph))
+        return self.weights.costs(*worth_keeping(self.graph)).undominated()
 
 
 def _cuts(graph: Graph) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..errors import PlanError
 from ..graph import Graph
@@ -20,8 +20,7 @@ from ..schedule import FORWARD, Run, Schedule, Step
 AnyMemory = TypeVar("AnyMemory", bound="_Memory")
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One operation run in one phase, and the bytes alive while it ran."""
 
     phase: str  # "forward", "recompute" or "backward"
@@ -152,7 +151,7 @@ def _schedule(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[i
 
 def _replay(memory: AnyMemory) -> AnyMemory:
     """Carry out all steps."""
-    for number, step in enumerate(memory.schedule.steps()):
+    for number, step in enumerate(memory.schedule.steps):
         memory.take(number, step)
     return memory
 
@@ -183,7 +182,8 @@ class _Memory:
         op, t = self.graph.operations[step.operation], step.operation
         for v in op.writes:
             self._add((step.run, v))
-        if op.takes_over is not None and self.schedule.last_needs.get((step.run, op.takes_over)) == number:
+        done = self.schedule.done[number]
+        if op.takes_over is not None and (step.run, op.takes_over) in done:
             self._drop((step.run, op.takes_over))
         gradients = self.graph.operations[step.during].gradient_bytes if step.during is not None else 0
         phase = "recompute" if step.run else "forward"
@@ -191,14 +191,12 @@ class _Memory:
         if step.run == self.schedule.keepers[t]:
             self.internals[t] = op.internal_bytes
             self.internal_bytes += op.internal_bytes
-        for copy in (*self.schedule.reads(step), *((step.run, v) for v in op.writes)):
-            self._drop_if_done(number, copy)
+        self._drop_all(done)
 
     def _backward(self, number: int, step: Step) -> None:
         op = self.graph.operations[step.operation]
         self._record("backward", step, op.backward_bytes)
-        for copy in self.schedule.reads(step):
-            self._drop_if_done(number, copy)
+        self._drop_all(self.schedule.done[number])
         if op.late_bytes:
             self._record("backward", step, op.late_bytes)
         self.internal_bytes -= self.internals.pop(step.operation, 0)
@@ -213,10 +211,11 @@ class _Memory:
             self.gone.append((copy[1], self.live.pop(copy), len(self.timeline)))
             self.live_bytes -= self.graph.values[copy[1]].bytes
 
-    def _drop_if_done(self, number: int, copy: tuple[int, int]) -> None:
-        is_output = copy[0] == FORWARD and self.graph.values[copy[1]].is_output
-        if self.schedule.last_needs[copy] == number and not is_output:
-            self._drop(copy)
+    def _drop_all(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Drop these copies, but outputs of the model stay."""
+        for run, value in copies:
+            if run != FORWARD or not self.graph.values[value].is_output:
+                self._drop((run, value))
 
     def _record(self, phase: str, step: Step, extra: int) -> None:
         total = self.live_bytes + self.internal_bytes + extra

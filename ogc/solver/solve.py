@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,19 @@ SOLVERS = ("optimal", "none", *REFERENCES)
 Budget = int | float | str
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """The garbage collector rests: what is made here has no cycles, and going through torch's objects takes as long."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def solve(
     graph: Graph,
     *,
@@ -138,6 +153,7 @@ class Frontier:
         return table(["peak MB", "of plain", "overhead", "levels"], rows)
 
 
+@_uncollected()
 def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) -> Frontier:
     """Plans from the least peak to the plain model.
 
