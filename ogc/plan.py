@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from .schedule import Schedule
 
 
 @dataclass(frozen=True, order=True)
@@ -77,10 +80,18 @@ class Plan:
     recomputed_flops: int
     solver: str = ""
     is_plain: bool = False
-    rows: tuple[tuple[str, ...], ...] = ()
     remade: tuple[int, ...] = ()
     budget_bytes: int | None = None
     graph: Graph | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """The segments as they are printed, those of a sub-plan below it; none without a graph."""
+        from .schedule import Schedule
+
+        if self.graph is None:
+            return ()
+        return tuple(_rows(self.graph, Schedule(self.graph, self.segments, self.remade), self.segments))
 
     @property
     def overhead(self) -> float:
@@ -140,6 +151,30 @@ class Plan:
         )
         header = ["segment", "operations", "modules", "mode", "kept MB", "recomputed"]
         return f"{table(header, self.rows)}\n{summary}"
+
+
+def _rows(
+    graph: Graph, schedule: Schedule, segments: Sequence[Segment], number: int = 0, prefix: str = ""
+) -> Iterator[tuple[str, ...]]:
+    """A row per segment, those of a sub-plan indented below it."""
+    children = iter(schedule.runs[number].children)
+    for place, segment in enumerate(segments):
+        inside = graph.operations[segment.start : segment.stop]
+        modules = list(dict.fromkeys(op.module for op in inside if op.module))
+        span = modules[0] if len(modules) == 1 else f"{modules[0]} … {modules[-1]}" if modules else ""
+        name, mode, share = f"{prefix}{place}", "saved", "-"
+        kept = {v for op in inside for v in op.saves}
+        if segment.parts:
+            child = next(children)
+            run = schedule.runs[child]
+            seconds = sum(op.forward_seconds for op in inside)
+            again = sum(graph.repeat_seconds[t] for t in run.program)
+            mode, share = "recomputed", f"{again / seconds:.0%}" if seconds else "-"
+            kept = set(run.needs)
+        size = sum(graph.values[v].bytes for v in kept)
+        yield (name, f"{segment.start}-{segment.stop - 1}", span, mode, f"{size / 1e6:.2f}", share)
+        if len(segment.parts) > 1:
+            yield from _rows(graph, schedule, segment.parts, child, f"{name}.")
 
 
 def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[Segment, ...]:

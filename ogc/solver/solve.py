@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InputError, SolveError
 from ..graph import Graph, table
 from ..plan import Plan, Segment
-from ..schedule import FORWARD, Schedule
 from .reference import REFERENCES
 from .search import Candidate, Search, weigh
 from .simulate import lower_bound, plain_peak, simulate
@@ -246,7 +245,6 @@ def plain_plan(graph: Graph) -> Plan:
         solver="none",
         is_plain=True,
         graph=graph,
-        rows=tuple(_rows(graph, Schedule(graph, segments), segments)),
     )
 
 
@@ -277,30 +275,5 @@ def _plan_of(graph: Graph, found: Candidate, solver: str, plain: Plan) -> Plan:
         recomputed_flops=found.flops,
         solver=solver,
         is_plain=False,
-        rows=tuple(_rows(graph, Schedule(graph, found.segments, found.remade), found.segments)),
         remade=found.remade,
     )
-
-
-def _rows(
-    graph: Graph, schedule: Schedule, segments: Sequence[Segment], number: int = FORWARD, prefix: str = ""
-) -> Iterator[tuple[str, ...]]:
-    """A row per segment, those of a sub-plan indented below it."""
-    children = iter(schedule.runs[number].children)
-    for place, segment in enumerate(segments):
-        inside = graph.operations[segment.start : segment.stop]
-        modules = list(dict.fromkeys(op.module for op in inside if op.module))
-        span = modules[0] if len(modules) == 1 else f"{modules[0]} … {modules[-1]}" if modules else ""
-        name, mode, share = f"{prefix}{place}", "saved", "-"
-        kept = {v for op in inside for v in op.saves}
-        if segment.parts:
-            child = next(children)
-            run = schedule.runs[child]
-            seconds = sum(op.forward_seconds for op in inside)
-            again = sum(graph.repeat_seconds[t] for t in run.program)
-            mode, share = "recomputed", f"{again / seconds:.0%}" if seconds else "-"
-            kept = set(run.needs)
-        size = sum(graph.values[v].bytes for v in kept)
-        yield (name, f"{segment.start}-{segment.stop - 1}", span, mode, f"{size / 1e6:.2f}", share)
-        if len(segment.parts) > 1:
-            yield from _rows(graph, schedule, segment.parts, child, f"{name}.")
