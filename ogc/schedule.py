@@ -112,20 +112,21 @@ class Schedule:
         needed = saved.union(*(self.runs[child].needs for child in run.children))
         wanted = {v for v in needed if is_remade(v)}
         alive = {t for t in in_leaves if ops[t].internal_bytes and not self.keeps_internals[t]}
-        found = -1
         first = min([run.start, *(producers[v] for v in wanted)]) if self.remade else run.start
-        while len(alive) != found:  # in-place operations may ask for writers behind them
-            found = len(alive)
-            t = run.stop
+        complete = False
+        while not complete:
+            complete, t = True, run.stop
             while t > first:
                 t -= 1
                 op = ops[t]
                 if t in alive or not wanted.isdisjoint(op.writes):
                     alive.add(t)
-                    more = [v for v in op.reads if is_remade(v) or t <= last_writes[v]]
-                    wanted.update(more)
-                    if self.remade:
-                        first = min([first, *(producers[v] for v in more)])
+                    more = {v for v in op.reads if is_remade(v) or t <= last_writes[v]} - wanted
+                    wanted |= more
+                    for v in more:
+                        complete &= last_writes[v] <= t  # in-place operations may ask for writers behind them
+                        if self.remade:
+                            first = min(first, producers[v])
         for t in alive:
             if not ops[t].replayable:
                 raise PlanError(f"operation {ops[t].name} must not run twice")
