@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,8 @@ class Ways:
         self.last = int(j[-1])
         by_i = np.argsort(i.astype(np.uint16), kind="stable")  # a radix sort, for there are few cuts
         self.from_i = self.j[by_i], self.kept[by_i], self.seconds[by_i]
-        self.first_from = np.searchsorted(i[by_i], np.arange(self.last + 1)).tolist()
+        self.first_from = np.cumsum([0, *np.bincount(i, minlength=self.last)]).tolist()
+        self.first_to = np.searchsorted(j, np.arange(self.last + 2)).tolist()
 
     def fastest(self, labels: int, slack: Sequence[float] = SLACK) -> list[tuple[int, int]]:
         """The fastest plan, with so many labels in all: the number of each segment and the bytes kept before it."""
@@ -148,16 +150,16 @@ class Ways:
         costs = guide.price * self.kept + self.seconds
         before = np.full(self.last + 1, np.inf)
         before[0] = 0.0
-        for j, here in self._ends(np.arange(len(self.j))):
-            before[j] = (before[self.i[here]] + costs[here]).min()
+        for j, (first, stop) in enumerate(pairwise(self.first_to)):
+            if first < stop:
+                before[j] = (before[self.i[first:stop]] + costs[first:stop]).min()
         return before[self.i] + costs + guide.rest[self.j] - guide.price * self.peak
 
     def _ends(self, ways: Ints) -> Iterator[tuple[int, Ints]]:
         """Those of the segments that end at each cut, cut by cut."""
-        edges = np.searchsorted(self.j[ways], np.arange(1, self.last + 2))
-        for j in range(1, self.last + 1):
-            if edges[j - 1] < edges[j]:
-                yield j, ways[edges[j - 1] : edges[j]]
+        for j, (first, stop) in enumerate(pairwise(np.searchsorted(ways, self.first_to).tolist())):
+            if first < stop:
+                yield j, ways[first:stop]
 
     def _spread(
         self, guide: _Priced, through: Seconds, within: float, labels: int
@@ -192,7 +194,7 @@ class Ways:
             after, taken = after[best], taken[best]
             kept[j, : len(best)], seconds[j, : len(best)] = after, taken
             costs[j, : len(best)] = taken + guide.price * after
-            parents[j, : len(best)] = np.column_stack([way[best], label[best]])
+            parents[j, : len(best), 0], parents[j, : len(best), 1] = way[best], label[best]
             least_kept[j], least_costs[j] = kept[j].min(), costs[j].min()
         path: list[tuple[int, int]] = []
         cut, place = self.last, int(seconds[-1].argmin())

@@ -113,14 +113,18 @@ class OuterLevel:
         pairs = np.flatnonzero(least + self.least_local <= peak)  # j and i in one number, several times faster
         j = pairs // count
         i = pairs - j * count  # numpy divides by a number many times faster than it finds remainders
-        kept, local = (weights.reshape(-1, count * count)[:, pairs] for weights in (self.kept, self.local))
-        limit = np.minimum(peak - local, room[j] - kept)
-        pair, mode = np.nonzero((least[i] <= limit).T)
-        i, j = i[pair], j[pair]
-        again = self.seconds.reshape(-1)[mode * count * count + pairs[pair]]
-        at_once = np.where(mode == AGAIN, self.at_once.reshape(-1)[pairs[pair]], 0)
-        added, end = kept[mode, pair], int(np.searchsorted(j, count - 1))
-        added[end:] = local[mode[end:], pair[end:]]
+        left, left_behind = peak - least[i], room[j] - least[i]
+        fits = np.empty((len(pairs), len(self.local)), bool)
+        for mode, (kept, local) in enumerate(zip(self.kept, self.local, strict=True)):
+            fits[:, mode] = (local.reshape(-1)[pairs] <= left) & (kept.reshape(-1)[pairs] <= left_behind)
+        pair, modes = np.nonzero(fits)
+        i, j, pairs = i[pair], j[pair], pairs[pair]
+        kept, local, again = (
+            weights.reshape(-1)[modes * count**2 + pairs] for weights in (self.kept, self.local, self.seconds)
+        )
+        at_once = np.where(modes == AGAIN, self.at_once.reshape(-1)[pairs], 0)
+        limit, end = np.minimum(peak - local, room[j] - kept), int(np.searchsorted(j, count - 1))
+        kept[end:] = local[end:]
 
         def time(way: Ints, before: Ints) -> NDArray[np.float64]:
             taken = again[way]
@@ -129,17 +133,9 @@ class OuterLevel:
                 taken[parts] = self.table.time(i[way[parts]], j[way[parts]], peak - before[parts])
             return taken
 
-        ways = Ways(
-            peak,
-            i,
-            j,
-            limit[mode, pair],
-            added,
-            time(np.arange(len(i)), least[i]),
-            time,
-        )
+        ways = Ways(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time)
         path = ways.fastest(labels, slack)
-        return tuple(self._segment(mode[way], i[way], j[way], peak - before) for way, before in path)
+        return tuple(self._segment(modes[way], i[way], j[way], peak - before) for way, before in path)
 
     def _room(self, peak: int) -> Ints:
         """For each cut, the most kept bytes from which the rest of the program still fits; negative: none."""
