@@ -138,7 +138,7 @@ class _ScaleTable:
                 self._fill(portion, length)
 
     def _row(self, i: Ints, length: Ints | int) -> Ints:
-        return self.first + (i + length) * self.width + length
+        return self.first + length * self.count + i
 
     def _fill(self, i: Ints, length: int) -> None:
         """Find T for the pairs (i, i + length), of which the starts follow one another."""
@@ -185,14 +185,13 @@ class _ScaleTable:
 
     def _before(self, i: int, shape: tuple[int, ...], m: int) -> Floats:
         """[choice, pair, m]: T(i, k) from ``m`` on, for pairs from ``i`` on and k = i + 1, i + 2 ...."""
-        rows = self.table.rows[self.first + (i + 1) * self.width + 1 :, m:]
+        rows = self.table.rows[self.first + self.count + i :, m:]
         size = rows.strides[0]
-        return as_strided(rows, shape, (size * (self.width + 1), size * self.width, rows.itemsize))
+        return as_strided(rows, shape, (size * self.count, size, rows.itemsize))
 
     def parts(self, row: int, m: int) -> list[Segment]:
         """The parts in which the pair of a row is run again with m units at hand."""
-        stop, length = divmod(row - self.first, self.width)
-        i = stop - length
+        length, i = divmod(row - self.first, self.count)
         parts: list[Segment] = []
         while True:
             pair = np.array([i])

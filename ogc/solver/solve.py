@@ -32,7 +32,8 @@ Budget = int | float | str
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """The garbage collector rests: what is made here has no cycles, and going through torch's objects takes as long."""
+    """Without the garbage collector: a search makes many objects and no cycles, and each pass goes through all of
+    torch's objects too, a quarter of a second."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
