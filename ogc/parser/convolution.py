@@ -110,8 +110,9 @@ def with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], result: int,
     if threads == 1 or threads * kernel.numel() * kernel.element_size() < _NEGLIGIBLE * sizes.weights_phase:
         return sizes
     few = image[: max(1, int(len(image) * threads * _SUMS_FLOPS / flops))]
-    run = measured((few, *args[1:]), (False, True, bias is not None))
-    sums = run.weights_phase - estimated(few, kernel, result // len(image) * len(few), args[3:9]).weights_phase
+    shape = torch.ops.aten.convolution.default(few.to("meta"), kernel.to("meta"), None, *args[3:]).shape
+    run = _backward_bytes((few, *args[1:]), torch.ones(shape, dtype=few.dtype), [False, True, bias is not None])
+    sums = run - estimated(few, kernel, result // len(image) * len(few), args[3:9]).weights_phase
     return replace(sizes, weights_phase=sizes.weights_phase + max(0, sums))
 
 
@@ -122,22 +123,26 @@ def measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
         args: those of ``aten.convolution``.
         wanted: whether the input, the weight and the bias get gradients.
     """
-    aten = torch.ops.aten
-    image, kernel = args[0].detach(), args[1].detach()
-    bias = None if args[2] is None else args[2].detach()
-    settings = (None if bias is None else list(bias.shape), *args[3:])
-    found: list[Any] = []
+    image, kernel, bias = (None if t is None else t.detach() for t in args[:3])
+    found: list[torch.Tensor] = []
 
     def forward() -> None:
-        found.append(aten.convolution.default(image, kernel, bias, *args[3:]))
-
-    def bytes_of(mask: list[bool]) -> int:
-        def backward() -> None:
-            found[:] = aten.convolution_backward.default(gradient, image, kernel, *settings, mask)
-
-        return allocated_bytes(backward, "cpu", found.clear)[0] if any(mask) else 0
+        found.append(torch.ops.aten.convolution.default(image, kernel, bias, *args[3:]))
 
     peak, result = allocated_bytes(forward, "cpu")
-    gradient = torch.ones_like(found[0])
-    weights, inputs = bytes_of([False, *wanted[1:]]), bytes_of([wanted[0], False, False])
-    return ConvolutionBytes(image.numel() * image.element_size(), peak - result, weights, inputs)
+    gradient = torch.ones_like(found.pop())
+    weights = _backward_bytes(args, gradient, [False, *wanted[1:]])
+    inputs = _backward_bytes(args, gradient, [wanted[0], False, False])
+    return ConvolutionBytes(args[0].numel() * args[0].element_size(), peak - result, weights, inputs)
+
+
+def _backward_bytes(args: Sequence[Any], gradient: torch.Tensor, wanted: list[bool]) -> int:
+    """Most bytes allocated while the gradients of the input, the weight and the bias are made, as far as wanted."""
+    image, kernel, bias = (None if t is None else t.detach() for t in args[:3])
+    sizes = None if bias is None else list(bias.shape)
+    found: list[Any] = []
+
+    def backward() -> None:
+        found[:] = torch.ops.aten.convolution_backward.default(gradient, image, kernel, sizes, *args[3:], wanted)
+
+    return allocated_bytes(backward, "cpu", found.clear)[0] if any(wanted) else 0

@@ -150,6 +150,9 @@ class SegmentCosts:
         self.saver = np.array(graph.first_savers, np.int64)
         # The first cut after a position: "before cut j" is j >= after, "at or after cut i" is i < after.
         self.made = self._after(self.producer)
+        self.behind = self._after(np.arange(self.n))
+        # Whether an operation reads what is written again behind it, so that it may ask for a writer behind.
+        self.rewrites = any(graph.last_writes[v] > t for t, op in enumerate(ops) for v in op.reads)
         self.first_used = self._after(np.array(graph.first_uses, np.int64))
         self.passes = ~self.output & (np.array(graph.first_uses) < self.n)  # used, and not for good
         self.last_used = self._after(self.last_use)
@@ -183,7 +186,7 @@ class SegmentCosts:
                 alive[t] = runs & within[t]
                 for v in op.reads:
                     wanted[v] |= alive[t]
-            if int(alive.sum()) == before:  # in-place operations may have asked for writers behind them
+            if not self.rewrites or int(alive.sum()) == before:
                 return alive
 
     @cached_property
@@ -327,14 +330,17 @@ class SegmentCosts:
             once, before = self._asked_for(asking, kept)
             once -= self._gone(self._only_saved(alive, stay))[asking, np.arange(len(self.cuts))]
         most = base + np.maximum(once + self._running(alive, unkept, kept), before)
+        if self.replayable.all():
+            return most
         banned = self._from_cut(alive & ~self.replayable[:, None]) > 0
         return np.where(banned, NEVER, most)
 
     def _only_saved(self, alive: Bools, stay: Bools) -> Bools:
         """[v, j]: whether a value that stays is needed by no operation that is run again, and not beyond cut j."""
         found = (stay & ~self.output)[:, None] & (np.arange(len(self.cuts)) >= self.last_used[:, None])
-        for t, op in enumerate(self.graph.operations):
-            found[list(op.reads)] &= ~alive[t]
+        for op, idle in zip(self.graph.operations, ~alive, strict=True):
+            for v in op.reads:
+                found[v] &= idle
         return found
 
     @cached_property
@@ -349,15 +355,14 @@ class SegmentCosts:
 
     def _first_asking(self, unkept: Bools, kept: Bools) -> Ints:
         """[i, j]: the operation with the first backward that asks for something that (i, j) makes again, or -1."""
-        asked = np.full((self.n, len(self.cuts)), -1, np.int32)  # [t, j]: who made what t asks for, the last of them
-        for t, op in enumerate(self.graph.operations):
+        asking = np.full((len(self.cuts),) * 2, -1)
+        for t, op in enumerate(self.graph.operations):  # ascending: the last that asks is the one that stays
+            later = slice(self.behind[t], None)
             for v in op.saves:
-                np.maximum(asked[t], self.producer[v], out=asked[t], where=unkept[v])
-        remade = np.flatnonzero((self.internal > 0) & ~kept)
-        asked[remade] = remade[:, None]
-        asked[~self._within()] = -1
-        latest = np.asfortranarray(-np.maximum.accumulate(asked[::-1])[::-1])
-        return np.stack([np.searchsorted(each, -self.cuts, side="right") - 1 for each in latest.T]).T
+                np.copyto(asking[self.made[v] - 1, later], t, where=unkept[v, later])
+            if self.internal[t] and not kept[t]:
+                asking[self.behind[t] - 1, later] = t
+        return np.maximum.accumulate(asking[::-1])[::-1]  # what is made behind a cut is made behind those before it
 
     def _asked_for(self, asking: Ints, kept: Bools) -> tuple[Ints, Ints]:
         """What a segment adds to what it keeps until it is run again: gradients, less internal tensors gone by then.
@@ -396,27 +401,32 @@ class SegmentCosts:
         grown = np.zeros((self.n + 1, c), np.int64)  # [t, j]: bytes that stay, made before t
         for stayed in np.flatnonzero(stays.any(1)):
             grown[self.producer[stayed] + 1] += stays[stayed] * self.size[stayed]
-        grown[1:] += alive * np.where(kept, 0, self.internal)[:, None]
+        for t in np.flatnonzero(np.where(kept, 0, self.internal)):
+            grown[t + 1] += alive[t] * self.internal[t]
         np.cumsum(grown, 0, out=grown)
-        live = grown[1:] + (self.scratch + np.where(kept, self.internal, 0))[:, None]
+        live = grown[1:] + (self.scratch + np.where(kept, self.internal, 0))[:, None]  # [t, j]
         np.copyto(live, -NEVER, where=~alive)
-        live = live.T.copy()  # [j, t]
         ends = self._needed_until(alive, unkept)
         passing = remade & ~stays
         most = np.full((c, c), -NEVER)
-        peaks = np.full(c, -NEVER)  # [j]: the largest of live[j]; what an earlier start adds only raises it
+        peaks = np.full(c, -NEVER)  # [j]: the largest of live; what an earlier start adds only raises it
+        # By value, the first cut from which on it is needed as it is at the last.
+        same = (ends == ends[:, -1:]) & (passing == passing[:, -1:])
+        settled = c - np.logical_and.accumulate(same[:, ::-1], 1).sum(1)
         by_group: list[list[int]] = [[] for _ in range(c)]
-        for v, group in enumerate(self.made):
-            by_group[group - 1].append(v)
+        for v in np.flatnonzero(passing.any(1)):
+            by_group[self.made[v] - 1].append(v)
         for i in range(c - 2, -1, -1):
             start, stop = int(self.cuts[i]), int(self.cuts[i + 1])
             for v in by_group[i]:
-                first, last = int(self.producer[v]), int(ends[v].max())
+                first, last, far = int(self.producer[v]), int(ends[v].max()), max(i + 1, int(settled[v]))
                 stop = max(stop, last + 1)
-                span = np.arange(first, last + 1)
-                needed = passing[v, i + 1 :, None] & (span <= ends[v, i + 1 :, None])
-                live[i + 1 :, first : last + 1] += needed * self.size[v]
-            np.maximum(peaks[i + 1 :], live[i + 1 :, start:stop].max(1), out=peaks[i + 1 :])
+                near = slice(i + 1, far)
+                needed = passing[v, near] & (np.arange(first, last + 1)[:, None] <= ends[v, near])
+                live[first : last + 1, near] += needed * self.size[v]
+                if passing[v, -1]:
+                    live[first : ends[v, -1] + 1, far:] += self.size[v]
+            np.maximum(peaks[i + 1 :], live[start:stop, i + 1 :].max(0), out=peaks[i + 1 :])
             most[i, i + 1 :] = peaks[i + 1 :] - grown[start, i + 1 :]
         return np.maximum(most, -NEVER, out=most)
 
@@ -445,7 +455,7 @@ class SegmentCosts:
                 alive[t] = runs
                 for v in op.reads:
                     remade[v] |= runs if t <= self.graph.last_writes[v] else runs & unkept[v]
-            if int(alive.sum()) == before:
+            if not self.rewrites or int(alive.sum()) == before:
                 return alive
 
     def _later_outputs(self) -> Ints:

@@ -41,14 +41,17 @@ WHOLE = 8
 MOST_TIMES = 32
 """Times that a stretch may be run again, on average over its operations. Only long chains come near that."""
 
+LONGEST = np.finfo(np.float32).max
+"""Seconds that are still possible."""
+
 FREQUENT = 32
 """Sizes of what is kept that a unit is chosen for, the most frequent ones."""
 
 KEPT = 8
 """Values that are kept at once, about: what is rounded adds up over them."""
 
-PORTION = 2**18
-"""Numbers that are worked on at once, to stay within the processor's cache."""
+PORTION = 2**19
+"""Numbers that are worked on at once: few enough for the processor's cache, enough for calls to cost little."""
 
 
 class NestedTable:
@@ -68,8 +71,10 @@ class NestedTable:
         sizes = [len(scale.chosen) * (scale.reach + 1) for scale in scales]
         self.firsts = np.cumsum([1, *sizes])
         # A row per pair of cuts of each scale. What is looked up with fewer bytes than there are is a window
-        # further to the left. Row 0 is impossible altogether.
-        self.rows: Floats = np.full((self.firsts[-1], levels), np.inf, np.float32)
+        # further to the left. Row 0 is impossible altogether; rows of no pair are not looked up.
+        self.rows: Floats = np.zeros((self.firsts[-1], levels), np.float32)
+        self.rows[0] = np.inf
+        self.least = np.full(len(self.rows), levels)  # units with which the pair of a row is possible
         self.windows = _windows(self.rows, levels)
         barriers = np.repeat(np.array([np.inf, 0], np.float32), levels)
         self.barriers = _windows(barriers, levels)  # row n is infinite below levels - n units
@@ -79,13 +84,12 @@ class NestedTable:
 
     def least_bytes(self) -> Ints:
         """[i, j]: the fewest bytes with which the backward of (i, j) can be carried out."""
-        impossible = np.isinf(self.rows).sum(1)
-        least: Ints = np.where(impossible < self.levels, impossible * self.unit, NEVER)[self.row_of]
+        least: Ints = np.where(self.least < self.levels, self.least * self.unit, NEVER)[self.row_of]
         return least
 
     def time(self, i: Ints, j: Ints, room: Ints) -> Floats:
         """T(i, j, room) for arrays of cuts and bytes."""
-        return self.rows[self.row_of[i, j], np.clip(room // self.unit, 0, self.levels - 1)]
+        return self.rows[self.row_of[i, j], np.minimum(room // self.unit, self.levels - 1)]
 
     def segment(self, i: int, j: int, room: int) -> Segment:
         """The recomputed segment (i, j) that takes T(i, j, room)."""
@@ -115,7 +119,8 @@ class _ScaleTable:
         self.count = len(scale.chosen)
         self.cuts = table.costs.cuts[scale.chosen]
         self.shifts = np.arange(table.levels)
-        self.least = np.full((self.count, self.width), table.levels)  # units with which a pair is possible
+        here = slice(first, first + self.width * self.count)
+        self.least = table.least[here].reshape(self.width, self.count).T  # [i, length]
         costs = table.costs
         ends = np.minimum(np.arange(self.count)[:, None] + np.arange(self.width), self.count - 1)
         starts, stops = scale.chosen[:, None], scale.chosen[ends]
@@ -143,26 +148,29 @@ class _ScaleTable:
     def _fill(self, i: Ints, length: int) -> None:
         """Find T for the pairs (i, i + length), of which the starts follow one another."""
         rows = self._row(i, length)
-        times = np.minimum(self._at_once(i, length), self.table.rows[self.table.finer[rows]])
+        times, finer = self._at_once(i, length), self.table.finer[rows]
+        if finer.any():
+            np.minimum(times, self.table.rows[finer], out=times)
         # With bytes enough to run the longest again at once, nothing is faster.
         stop = min(self.table.levels, int(self.again[i, length].max()))
         for choices in self._divided(i, length, stop):
             here = times[:, stop - choices.shape[2] : stop]
             np.minimum(here, choices.min(0), out=here)
-        times[times > MOST_TIMES * self.seconds[0][i, length, None]] = np.inf
+        impossible = times > np.minimum(MOST_TIMES * self.seconds[0][i, length, None], LONGEST)
+        np.copyto(times, np.inf, where=impossible)
         self.table.rows[rows] = times
-        self.least[i, length] = np.isinf(times).sum(1)
+        self.least[i, length] = impossible.sum(1)
 
     def _at_once(self, i: Ints, length: int) -> Floats:
         """[pair, m]: time of the backward of each pair (i, i + length) if it is run again at once."""
         fits = self.shifts >= self.again[i, length, None]
         return np.where(fits, self.again_seconds[i, length, None], np.float32(np.inf))
 
-    def _divided(self, i: Ints, length: int, stop: int) -> Iterator[Floats]:
+    def _divided(self, i: Ints, length: int, stop: int, start: int = 0) -> Iterator[Floats]:
         """[choice, pair, m]: the same if it is divided at k = i + 1, i + 2 ....
 
-        First for all k with (i, k) forgotten, then for k near i with (i, k) kept whole. Of the units m below
-        ``stop``, those from which some choice is possible, and at least the last one.
+        First for all k with (i, k) forgotten, then for k near i with (i, k) kept whole. Of the units m from
+        ``start`` to before ``stop``, those from which some choice is possible, and at least the last one.
         """
         if length == 1:
             return
@@ -175,9 +183,9 @@ class _ScaleTable:
             np.maximum(need, (self.least if mode else self.backward)[before].T, out=need)
             np.maximum(need, kept + self.least[after], out=need)
             np.maximum(need, self.waiting[i, length], out=need)
-            m = slice(min(stop - 1, int(need.min())), stop)
+            m = slice(max(start, min(stop - 1, int(need.min()))), stop)
             found: Floats = self.table.windows[:, m][self._row(*after) * levels - np.minimum(kept, levels)]
-            found += self.table.barriers[:, m][levels - np.clip(need, 0, levels)]
+            found += self.table.barriers[:, m][levels - np.minimum(need, levels)]
             if mode:
                 found += self._before(pairs.start, found.shape, m.start)
             found += self.seconds[mode][before].T[..., None]
@@ -195,7 +203,7 @@ class _ScaleTable:
         parts: list[Segment] = []
         while True:
             pair = np.array([i])
-            divided = (found[:, 0, -1] for found in self._divided(pair, length, m + 1))
+            divided = (found[:, 0, 0] for found in self._divided(pair, length, m + 1, m))
             choices = np.concatenate([self._at_once(pair, length)[:, m], *divided])
             choice = int(np.argmin(choices))
             finer = int(self.table.finer[self._row(pair, length)[0]])
