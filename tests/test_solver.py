@@ -1,6 +1,5 @@
 """The simulator by hand and by closed form; the solver against brute force."""
 
-import gc
 import itertools
 import random
 from dataclasses import replace
@@ -477,21 +476,6 @@ def test_a_budget_that_nothing_meets_is_refused_with_what_would():
     least = ogc.solve(GIB)
     for part in ("1073.7 MB", f"{least.peak_bytes} bytes", f"{least.overhead:.1%} overhead", "operation op", "alive"):
         assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_is_left_as_it_was(enabled):
-    graph = chain([8, 3, 2, 4])
-    if not enabled:
-        gc.disable()
-    try:
-        ogc.frontier(graph)
-        assert gc.isenabled() == enabled
-        with pytest.raises(SolveError):
-            ogc.solve(graph, memory_budget=1)
-        assert gc.isenabled() == enabled
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.3, 0.6])

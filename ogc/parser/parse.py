@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..collecting import collecting_new_only
 from ..compare import difference, same_bits
 from ..errors import InputError, OgcError, ParseError
 from ..graph import Graph, Operation, PlainOperator, Value
@@ -46,6 +47,7 @@ from .weigh_leaf import weigh_leaf
 log = logging.getLogger(__name__)
 
 
+@collecting_new_only()
 def parse(
     model: torch.nn.Module,
     sample_input: Any,

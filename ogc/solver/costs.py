@@ -401,8 +401,8 @@ class SegmentCosts:
         grown = np.zeros((self.n + 1, c), np.int64)  # [t, j]: bytes that stay, made before t
         for stayed in np.flatnonzero(stays.any(1)):
             grown[self.producer[stayed] + 1] += stays[stayed] * self.size[stayed]
-        for t in np.flatnonzero(np.where(kept, 0, self.internal)):
-            grown[t + 1] += alive[t] * self.internal[t]
+        for made in np.flatnonzero(np.where(kept, 0, self.internal)):
+            grown[made + 1] += alive[made] * self.internal[made]
         np.cumsum(grown, 0, out=grown)
         live = grown[1:] + (self.scratch + np.where(kept, self.internal, 0))[:, None]  # [t, j]
         np.copyto(live, -NEVER, where=~alive)
@@ -410,22 +410,16 @@ class SegmentCosts:
         passing = remade & ~stays
         most = np.full((c, c), -NEVER)
         peaks = np.full(c, -NEVER)  # [j]: the largest of live; what an earlier start adds only raises it
-        # By value, the first cut from which on it is needed as it is at the last.
-        same = (ends == ends[:, -1:]) & (passing == passing[:, -1:])
-        settled = c - np.logical_and.accumulate(same[:, ::-1], 1).sum(1)
         by_group: list[list[int]] = [[] for _ in range(c)]
-        for v in np.flatnonzero(passing.any(1)):
+        for v in np.flatnonzero(passing.any(1)).tolist():
             by_group[self.made[v] - 1].append(v)
         for i in range(c - 2, -1, -1):
             start, stop = int(self.cuts[i]), int(self.cuts[i + 1])
             for v in by_group[i]:
-                first, last, far = int(self.producer[v]), int(ends[v].max()), max(i + 1, int(settled[v]))
+                first, last = int(self.producer[v]), int(ends[v].max())
                 stop = max(stop, last + 1)
-                near = slice(i + 1, far)
-                needed = passing[v, near] & (np.arange(first, last + 1)[:, None] <= ends[v, near])
-                live[first : last + 1, near] += needed * self.size[v]
-                if passing[v, -1]:
-                    live[first : ends[v, -1] + 1, far:] += self.size[v]
+                needed = passing[v, i + 1 :] & (np.arange(first, last + 1)[:, None] <= ends[v, i + 1 :])
+                live[first : last + 1, i + 1 :] += needed * self.size[v]
             np.maximum(peaks[i + 1 :], live[start:stop, i + 1 :].max(0), out=peaks[i + 1 :])
             most[i, i + 1 :] = peaks[i + 1 :] - grown[start, i + 1 :]
         return np.maximum(most, -NEVER, out=most)

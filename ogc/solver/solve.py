@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
 from ..graph import Graph, table
 from ..plan import Plan, Segment
@@ -30,20 +29,7 @@ SOLVERS = ("optimal", "none", *REFERENCES)
 Budget = int | float | str
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector: a search makes many objects and no cycles, and each pass goes through all of
-    torch's objects too, a quarter of a second."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_uncollected()
+@collecting_new_only()
 def solve(
     graph: Graph,
     *,
@@ -153,7 +139,7 @@ class Frontier:
         return table(["peak MB", "of plain", "overhead", "levels"], rows)
 
 
-@_uncollected()
+@collecting_new_only()
 def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) -> Frontier:
     """Plans from the least peak to the plain model.
 
