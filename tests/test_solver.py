@@ -229,6 +229,22 @@ def test_nested_plans_fit_wherever_they_are_planned_to(seed):
         assert simulate(graph, found).peak_bytes <= peak
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_can_be_run_again_at_once_is_not_divided(seed):
+    """Of ways that take as long, the one with the fewest segments; what is rounded in a sum does not decide."""
+    rng = random.Random(seed)
+    graph = chain([rng.randrange(1, 9) for _ in range(40)])
+    operations = (replace(op, forward_seconds=rng.random()) for op in graph.operations)
+    table = nested_level(replace(graph, operations=tuple(operations))).table
+    again = table.scales[0].again
+    pairs = itertools.combinations(range(len(again)), 2)
+    possible = [(i, j, int(again[i, j - i])) for i, j in pairs if again[i, j - i] < table.levels]
+    assert possible
+    for i, j, least in possible:
+        for units in range(least, table.levels):
+            assert table.segment(i, j, units * table.unit) == recomputed(i, j)
+
+
 def test_a_writer_behind_a_reader_is_among_what_runs_again():
     """An operation that must not run twice writes in place what one before it, which would run again, has read."""
     graph = random_graph(708, most=12)

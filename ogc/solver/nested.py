@@ -23,6 +23,7 @@ exact; on other graphs every cut pays for its whole boundary, which the simulato
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 from weakref import proxy
 
 import numpy as np
@@ -142,7 +143,7 @@ class _ScaleTable:
             for portion in np.array_split(i, 1 + length * len(i) * table.levels // PORTION):
                 self._fill(portion, length)
 
-    def _row(self, i: Ints, length: Ints | int) -> Ints:
+    def _row(self, i: Any, length: Any) -> Any:
         return self.first + length * self.count + i
 
     def _fill(self, i: Ints, length: int) -> None:
@@ -199,25 +200,23 @@ class _ScaleTable:
 
     def parts(self, row: int, m: int) -> list[Segment]:
         """The parts in which the pair of a row is run again with m units at hand."""
-        length, i = divmod(row - self.first, self.count)
         parts: list[Segment] = []
         while True:
-            pair = np.array([i])
-            divided = (found[:, 0, 0] for found in self._divided(pair, length, m + 1, m))
-            choices = np.concatenate([self._at_once(pair, length)[:, m], *divided])
-            choice = int(np.argmin(choices))
-            finer = int(self.table.finer[self._row(pair, length)[0]])
-            if self.table.rows[finer, m] <= choices[choice]:
-                return [*parts, *self.table.parts(finer, m)]
-            if choice == 0:
+            length, i = divmod(row - self.first, self.count)
+            if m >= self.again[i, length]:  # nothing is faster, but for what is rounded
                 return [*parts, saved(*self._span(i, length))]
-            mode, first = (1, choice) if choice < length else (0, choice - length + 1)
+            finer = int(self.table.finer[row])
+            if self.table.rows[finer, m] <= self.table.rows[row, m]:
+                return [*parts, *self.table.parts(finer, m)]
+            choices = [found[:, 0, 0] for found in self._divided(np.array([i]), length, m + 1, m)]
+            choice = int(np.argmin(np.concatenate(choices)))
+            mode, first = (1, choice + 1) if choice < length - 1 else (0, choice - length + 2)
             if mode:
-                parts.append(recomputed(*self._span(i, first), *self.parts(int(self._row(pair, first)[0]), m)))
+                parts.append(recomputed(*self._span(i, first), *self.parts(self._row(i, first), m)))
             else:
                 parts.append(saved(*self._span(i, first)))
             m = min(self.table.levels - 1, m - int(self.kept[mode][i, first]))
-            i, length = i + first, length - first
+            row = self._row(i + first, length - first)
 
     def _span(self, i: int, length: int) -> tuple[int, int]:
         return int(self.cuts[i]), int(self.cuts[i + length])
