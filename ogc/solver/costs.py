@@ -330,10 +330,9 @@ class SegmentCosts:
             once, before = self._asked_for(asking, kept)
             once -= self._gone(self._only_saved(alive, stay))[asking, np.arange(len(self.cuts))]
         most = base + np.maximum(once + self._running(alive, unkept, kept), before)
-        if self.replayable.all():
-            return most
-        banned = self._from_cut(alive & ~self.replayable[:, None]) > 0
-        return np.where(banned, NEVER, most)
+        unique = np.flatnonzero(~self.replayable)
+        banned = np.where(alive[unique], unique[:, None], -1).max(0, initial=-1)  # by j, the last that would run twice
+        return np.where(banned >= self.cuts[:, None], NEVER, most)
 
     def _only_saved(self, alive: Bools, stay: Bools) -> Bools:
         """[v, j]: whether a value that stays is needed by no operation that is run again, and not beyond cut j."""
