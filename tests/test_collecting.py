@@ -1,6 +1,7 @@
 """Planning leaves the garbage collector as it was."""
 
 import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -43,13 +44,18 @@ def test_the_garbage_collector_is_left_as_it_was(ask, is_frozen):
 
 
 def test_what_is_made_meanwhile_is_collected_and_what_was_there_is_not_gone_through():
-    old = [[]]
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    old = Cycle()
     with collecting_new_only():
-        new = [[]]
-        new.append(new)
+        new = Cycle()
         seen = {id(found) for found in gc.get_objects()}
         assert id(new) in seen
         assert id(old) not in seen
+        gone = weakref.ref(new)
         del new
         assert gc.collect() > 0
+        assert gone() is None
     assert any(found is old for found in gc.get_objects())

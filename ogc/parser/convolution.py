@@ -116,6 +116,7 @@ def with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], result: int,
     return replace(sizes, weights_phase=sizes.weights_phase + max(0, sums))
 
 
+@torch.no_grad()
 def measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
     """By running the call, forward and backward.
 
@@ -123,7 +124,7 @@ def measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
         args: those of ``aten.convolution``.
         wanted: whether the input, the weight and the bias get gradients.
     """
-    image, kernel, bias = (None if t is None else t.detach() for t in args[:3])
+    image, kernel, bias = args[:3]
     found: list[torch.Tensor] = []
 
     def forward() -> None:
@@ -133,12 +134,13 @@ def measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
     gradient = torch.ones_like(found.pop())
     weights = _backward_bytes(args, gradient, [False, *wanted[1:]])
     inputs = _backward_bytes(args, gradient, [wanted[0], False, False])
-    return ConvolutionBytes(args[0].numel() * args[0].element_size(), peak - result, weights, inputs)
+    return ConvolutionBytes(image.numel() * image.element_size(), peak - result, weights, inputs)
 
 
+@torch.no_grad()
 def _backward_bytes(args: Sequence[Any], gradient: torch.Tensor, wanted: list[bool]) -> int:
     """Most bytes allocated while the gradients of the input, the weight and the bias are made, as far as wanted."""
-    image, kernel, bias = (None if t is None else t.detach() for t in args[:3])
+    image, kernel, bias = args[:3]
     sizes = None if bias is None else list(bias.shape)
     found: list[Any] = []
 

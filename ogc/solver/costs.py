@@ -151,11 +151,11 @@ class SegmentCosts:
         # The first cut after a position: "before cut j" is j >= after, "at or after cut i" is i < after.
         self.made = self._after(self.producer)
         self.behind = self._after(np.arange(self.n))
-        # Whether an operation reads what is written again behind it, so that it may ask for a writer behind.
-        self.rewrites = any(graph.last_writes[v] > t for t, op in enumerate(ops) for v in op.reads)
         self.first_used = self._after(np.array(graph.first_uses, np.int64))
         self.passes = ~self.output & (np.array(graph.first_uses) < self.n)  # used, and not for good
         self.last_used = self._after(self.last_use)
+        # Whether an operation reads what is written again behind it, so that it may ask for a writer behind.
+        self.rewrites = any(graph.last_writes[v] > t for t, op in enumerate(ops) for v in op.reads)
 
         self.internal = np.array([op.internal_bytes for op in ops], np.int64)
         self.small = np.array(graph.keeps_internals, bool)
@@ -330,9 +330,9 @@ class SegmentCosts:
             once, before = self._asked_for(asking, kept)
             once -= self._gone(self._only_saved(alive, stay))[asking, np.arange(len(self.cuts))]
         most = base + np.maximum(once + self._running(alive, unkept, kept), before)
-        unique = np.flatnonzero(~self.replayable)
-        banned = np.where(alive[unique], unique[:, None], -1).max(0, initial=-1)  # by j, the last that would run twice
-        return np.where(banned >= self.cuts[:, None], NEVER, most)
+        barred = np.flatnonzero(~self.replayable)
+        last = np.where(alive[barred], barred[:, None], -1).max(0, initial=-1)  # [j]: of those that must not run twice
+        return np.where(last >= self.cuts[:, None], NEVER, most)
 
     def _only_saved(self, alive: Bools, stay: Bools) -> Bools:
         """[v, j]: whether a value that stays is needed by no operation that is run again, and not beyond cut j."""
@@ -437,7 +437,7 @@ class SegmentCosts:
         """[t, j]: whether a recomputation up to cut j runs operation t, as in :class:`ogc.schedule.Schedule`."""
         remade = unkept & self.saved[:, None]
         alive = np.zeros((self.n, len(self.cuts)), bool)
-        within = np.arange(self.n)[:, None] < self.cuts
+        within = self._within()
         while True:
             before = int(alive.sum())
             for t in range(self.n - 1, -1, -1):

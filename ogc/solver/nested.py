@@ -43,7 +43,7 @@ MOST_TIMES = 32
 """Times that a stretch may be run again, on average over its operations. Only long chains come near that."""
 
 LONGEST = np.finfo(np.float32).max
-"""Seconds that are still possible."""
+"""The most seconds that are still possible."""
 
 FREQUENT = 32
 """Sizes of what is kept that a unit is chosen for, the most frequent ones."""
@@ -90,7 +90,7 @@ class NestedTable:
 
     def time(self, i: Ints, j: Ints, room: Ints) -> Floats:
         """T(i, j, room) for arrays of cuts and bytes."""
-        return self.rows[self.row_of[i, j], np.minimum(room // self.unit, self.levels - 1)]
+        return self.rows[self.row_of[i, j], np.minimum(np.maximum(room, 0) // self.unit, self.levels - 1)]
 
     def segment(self, i: int, j: int, room: int) -> Segment:
         """The recomputed segment (i, j) that takes T(i, j, room)."""
