@@ -159,6 +159,7 @@ def environment(command: str, device: torch.device, seed: int, keeps_freed_memor
         "versions": {"ogc": ogc.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "machine": {
             "device": device_name(device),
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # decides which kernels run there
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "system": platform.system(),

@@ -57,7 +57,7 @@ def without() -> Iterator[tuple[str, AbstractContextManager[Any]]]:
     yield "nothing", nullcontext()
     yield "nested plans", patch.object(search.Search, "_table", lambda *_: None)
     yield "kept values", patch.object(search, "worth_keeping", lambda graph: [])
-    yield "remade values", patch.object(search, "REMAKING", 0)
+    yield "remade values", patch.object(search, "POLISHING", 0)
 
 
 def main() -> None:

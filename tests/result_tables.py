@@ -97,7 +97,8 @@ def _made_by(run: Data) -> str:
     machine = run["machine"]
     if isinstance(machine, dict):
         kept = ", freed memory kept" if machine.get("keeps_freed_memory") else ""
-        machine = f"{machine['device']}, {_cores(machine)}, {machine['system']}{kept}"
+        kernels = f" ({machine['cpu_capability']})" if "cpu_capability" in machine else ""
+        machine = f"{machine['device']}, {_cores(machine)}{kernels}, {machine['system']}{kept}"
     else:  # the zoo's form
         machine = f"cpu ({machine}), {_cores(run)}"
     seed = f"; seed {run['seed']}" if "seed" in run else ""

@@ -1,6 +1,8 @@
 """The published architectures. Small ones always; all of them, and their figures, with ``-m slow``."""
 
+import random
 import time
+from dataclasses import replace
 from statistics import geometric_mean
 
 import pytest
@@ -14,6 +16,7 @@ import ogc
 from measuring import step
 from networks import NETWORKS, PUBLISHED
 from ogc.allocator import peak_bytes
+from ogc.solver import search
 
 MIB = 2**20
 
@@ -46,6 +49,18 @@ def test_the_least_peak_is_reached_in_as_little_time_as_within_a_budget(wish, th
     within = ogc.solve(graph, memory_budget=plan.peak_bytes)
     assert within.peak_bytes == plan.peak_bytes
     assert plan.recomputed_seconds <= within.recomputed_seconds
+
+
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_what_is_better_lost_goes_whatever_the_times(monkeypatch, threads):
+    graph, noise = ogc.parse(PUBLISHED["resnet18"].build(), images("resnet18", 8)), random.Random(0)
+    peaks = []
+    for _ in range(6):
+        slower = [replace(op, forward_seconds=op.forward_seconds * noise.uniform(0.8, 1.2)) for op in graph.operations]
+        peaks.append(ogc.solve(replace(graph, operations=tuple(slower))).peak_bytes)
+    assert max(peaks) <= 1.01 * min(peaks)
+    monkeypatch.setattr(search, "POLISHING", 0)
+    assert max(peaks) <= 0.92 * ogc.solve(graph).peak_bytes
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import numpy as np
 from tqdm import tqdm
@@ -49,9 +49,16 @@ ROUGH_LABELS = 20_000
 ROUGH = 0.02
 """By how much of itself a first idea of the least peak may be too large."""
 
-REMAKING = 60_000
-"""Over the square of the number of operations: how often the simulator is asked for values better made again than
-kept. The gain falls with the size of the graph, as the time for each answer grows."""
+POLISHING = 2_000_000
+"""Over the square of the number of operations: how often the simulator is asked for values and cuts better lost than
+kept. The gain falls with the size of the graph, as the time for each answer grows. With much less of it, the least
+peak of a network of a hundred operations varies by some percent with the measured times.
+"""
+
+FINEST = 60_000
+"""The same for the plan that remakes every value, and what of it is kept after all. In a larger graph it would take
+many steps' time for little less memory.
+"""
 
 KEEPING = 600
 """Operations up to which segments that keep values are tried for the least peak too. Single operations bound that in
@@ -119,7 +126,7 @@ class Search:
         level = OuterLevel(costs, self._table(rough, FINE_LEVELS))
         least = level.least_peak(above=bound, near=rough)
         # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
-        best = self._finest(self._remaking(self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:]))))
+        best = self._finest(self._polished(self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:]))))
         if len(self.graph) > KEEPING:
             return best
         return min(best, self._at(best.peak_bytes) or best)
@@ -167,24 +174,30 @@ class Search:
         """The plan that recomputes nothing."""
         return self._weigh((Segment(0, len(self.graph)),))
 
-    def _remaking(self, best: Candidate) -> Candidate:
-        """The plan without values that are better made again than kept, as far as the simulator may be asked.
+    def _polished(self, best: Candidate) -> Candidate:
+        """The plan without values and cuts that are better made again than kept, as far as the simulator may be asked.
 
-        Of the values alive at the peak, the one or else the two whose loss helps most go, again and again.
+        Of the values alive at its peak and the cuts of its outermost level, the one or else the two whose loss helps
+        most go, again and again.
         """
-        graph, asked = self.graph, REMAKING // max(1, len(self.graph)) ** 2
+        asked = POLISHING // max(1, len(self.graph)) ** 2
         while asked > 0:
             before = best
-            alive = simulate(graph, before.segments, before.remade).peak_values
-            kept = [v for v in alive if not graph.values[v].is_output and v not in before.remade]
-            kept.sort(key=lambda v: -graph.values[v].bytes)
-            for several in (1, 2):
-                for lost in combinations(kept, several):
-                    if asked <= 0:
-                        return best
-                    asked -= 1
-                    best = min(best, self._without(before, lost), key=lambda c: (c.peak_bytes, c.seconds))
-                if best != before:
+            segments = before.segments
+            alive = simulate(self.graph, segments, before.remade).peak_values
+            kept = [v for v in alive if not self.graph.values[v].is_output and v not in before.remade]
+            kept.sort(key=lambda v: -self.graph.values[v].bytes)
+            joined = [
+                (*segments[:number], recomputed(first.start, second.stop), *segments[number + 2 :])
+                for number, (first, second) in enumerate(pairwise(segments))
+            ]
+            singles = [*((segments, (v,)) for v in kept), *((others, ()) for others in joined)]
+            pairs = [*((segments, two) for two in combinations(kept, 2)), *product(joined, ((v,) for v in kept))]
+            for losses in (singles, pairs):
+                found = (self._remaking(*loss, before) for loss in losses[:asked])
+                best = min((best, *found), key=lambda c: (c.peak_bytes, c.seconds))
+                asked -= len(losses)
+                if best != before or asked <= 0:
                     break
             if best == before:
                 break
@@ -197,7 +210,7 @@ class Search:
         """
         segments = tuple(recomputed(start, stop) for start, stop in pairwise(self.graph.cuts))
         values = [v for v, value in enumerate(self.graph.values) if not value.is_output]
-        if len(segments) + len(values) > REMAKING // max(1, len(self.graph)) ** 2:
+        if len(segments) + len(values) > FINEST // max(1, len(self.graph)) ** 2:
             return best
         try:
             found = weigh(self.graph, segments, tuple(values))
@@ -236,11 +249,10 @@ class Search:
             with suppress(PlanError):  # an operation would run twice that must not
                 yield weigh(graph, segments, remade)
 
-    def _without(self, plan: Candidate, lost: tuple[int, ...]) -> Candidate:
-        """The plan with these values remade too, or the plan itself if they cannot be."""
-        remade = tuple(sorted({*plan.remade, *lost}))
+    def _remaking(self, segments: tuple[Segment, ...], lost: tuple[int, ...], plan: Candidate) -> Candidate:
+        """The plan with these segments instead and these values remade too, or the plan itself if that cannot be."""
         try:
-            return weigh(self.graph, plan.segments, remade)
+            return weigh(self.graph, segments, tuple(sorted({*plan.remade, *lost})))
         except PlanError:  # an operation would run twice that must not
             return plan
 

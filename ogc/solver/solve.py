@@ -210,9 +210,9 @@ def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
     largest = sorted(((graph.values[v].bytes, graph.values[v].name) for v in cost.peak_values), reverse=True)[:5]
     tensors = ", ".join(f"{name} {size / 1e6:.1f} MB" for size, name in largest)
     return (
-        f"no plan found peaks at or below {budget / 1e6:.1f} MB; the smallest peak is {least.peak_bytes / 1e6:.1f} MB "
-        f"({least.peak_bytes} bytes) at {least.overhead:.1%} overhead. It is reached in the {cost.peak_event.phase} of "
-        f"operation {op.name}, {op.target} {where}, with these alive: {tensors}"
+        f"no plan found peaks at or below {budget / 1e6:.1f} MB ({budget} bytes); the smallest peak is "
+        f"{least.peak_bytes / 1e6:.1f} MB ({least.peak_bytes} bytes) at {least.overhead:.1%} overhead. It is reached "
+        f"in the {cost.peak_event.phase} of operation {op.name}, {op.target} {where}, with these alive: {tensors}"
     )
 
 
