@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -282,7 +282,8 @@ class SegmentCosts:
         until = np.where(stay, self.n, np.minimum(self.last_use + 1 - self.taken_over, self.n))
         live = self._sum_it((0, self.made, self.producer, until, self.size))
         earlier = _prefix(internal)
-        live += (earlier[:-1] + self.internal + self.scratch)[None, :] - earlier[self.cuts][:, None]
+        live += earlier[:-1] + self.internal + self.scratch
+        live -= earlier[self.cuts][:, None]
         return self._at_ends(self._most_until(live))
 
     @cached_property
@@ -389,7 +390,7 @@ class SegmentCosts:
         gone = np.zeros((self.n, len(self.cuts)), np.int64)
         for v in np.flatnonzero(only_saved.any(1)):  # several times faster than numpy.add.at
             gone[min(self.producer[v], self.saver[v] - 1)] += only_saved[v] * self.size[v]
-        np.cumsum(gone[::-1], 0, out=gone[::-1])
+        _cumsum_rows(gone[::-1])
         return gone
 
     def _running(self, alive: Bools, unkept: Bools, kept: Bools) -> Ints:
@@ -402,7 +403,7 @@ class SegmentCosts:
             grown[self.producer[stayed] + 1] += stays[stayed] * self.size[stayed]
         for made in np.flatnonzero(np.where(kept, 0, self.internal)):
             grown[made + 1] += alive[made] * self.internal[made]
-        np.cumsum(grown, 0, out=grown)
+        _cumsum_rows(grown)
         live = grown[1:] + (self.scratch + np.where(kept, self.internal, 0))[:, None]  # [t, j]
         np.copyto(live, -NEVER, where=~alive)
         ends = self._needed_until(alive, unkept)
@@ -463,7 +464,8 @@ class SegmentCosts:
     def _from_cut(self, per_operation: NDArray) -> NDArray:
         """[i, j]: sums of [t, j] over the operations at or after cut i."""
         total = np.zeros((self.n + 1, per_operation.shape[1]), np.float64)
-        np.cumsum(per_operation[::-1], 0, out=total[-2::-1])
+        total[:-1] = per_operation
+        _cumsum_rows(total[::-1])
         return total[self.cuts]
 
     def _most_until(self, live: Ints) -> Ints:
@@ -490,6 +492,12 @@ def _prefix(weights: Ints) -> Ints:
     return np.concatenate([[0], np.cumsum(weights)])
 
 
+def _cumsum_rows(numbers: NDArray) -> None:
+    """``numpy.cumsum`` over the first axis in place, several times faster."""
+    for before, row in pairwise(numbers):
+        row += before
+
+
 def _cover(shape: tuple[int, int], rectangles: Iterable[Rectangles]) -> Ints:
     """Sum of the weights whose half-open rectangle of rows and columns covers each cell."""
     corners = np.zeros((shape[0] + 1, shape[1] + 1), np.int64)
@@ -499,7 +507,8 @@ def _cover(shape: tuple[int, int], rectangles: Iterable[Rectangles]) -> Ints:
         inside = np.where((rows[0] < rows[1]) & (columns[0] < columns[1]), weights, 0)
         for sign_r, row in zip((1, -1), rows, strict=True):
             for sign_c, column in zip((1, -1), columns, strict=True):
-                np.add.at(corners, (row, column), sign_r * sign_c * inside)
-    np.cumsum(corners, 0, out=corners)
+                cells = row * corners.shape[1] + column  # numpy adds by one index many times faster than by two
+                np.add.at(corners.reshape(-1), cells, sign_r * sign_c * inside)
+    _cumsum_rows(corners)
     np.cumsum(corners, 1, out=corners)
     return corners[: shape[0], : shape[1]]

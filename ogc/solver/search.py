@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations, pairwise, product
 
@@ -80,13 +80,14 @@ STEP = 1.4
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A plan with its simulated peak, and the time and FLOPs that it recomputes."""
+    """A plan with its simulated peak, the time and FLOPs that it recomputes, and the values alive at the peak."""
 
     peak_bytes: int
     seconds: float
     segments: tuple[Segment, ...]
     remade: tuple[int, ...] = ()
     flops: int = 0
+    peak_values: tuple[int, ...] = field(default=(), compare=False)
 
 
 def weigh(graph: Graph, segments: tuple[Segment, ...], remade: tuple[int, ...] = ()) -> Candidate:
@@ -96,7 +97,9 @@ def weigh(graph: Graph, segments: tuple[Segment, ...], remade: tuple[int, ...] =
         PlanError: as :func:`ogc.simulate` does.
     """
     cost = simulate(graph, segments, remade)
-    return Candidate(cost.peak_bytes, cost.recomputed_seconds, segments, remade, cost.recomputed_flops)
+    return Candidate(
+        cost.peak_bytes, cost.recomputed_seconds, segments, remade, cost.recomputed_flops, cost.peak_values
+    )
 
 
 class Search:
@@ -184,8 +187,7 @@ class Search:
         while asked > 0:
             before = best
             segments = before.segments
-            alive = simulate(self.graph, segments, before.remade).peak_values
-            kept = [v for v in alive if not self.graph.values[v].is_output and v not in before.remade]
+            kept = [v for v in before.peak_values if not self.graph.values[v].is_output and v not in before.remade]
             kept.sort(key=lambda v: -self.graph.values[v].bytes)
             joined = [
                 (*segments[:number], recomputed(first.start, second.stop), *segments[number + 2 :])
