@@ -88,6 +88,7 @@ class Leaf:
         grad: whether gradients were on.
         autocast: device types for which autocast was on, and their dtypes.
         repeatable: whether it may be called again for its backward.
+        function: the custom ``autograd.Function`` that it is, if it is no submodule.
     """
 
     name: str
@@ -98,12 +99,13 @@ class Leaf:
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     repeatable: bool = False
+    function: type[torch.autograd.Function] | None = None
 
     @property
     def __name__(self) -> str:
         return "leaf"
 
-    def __call__(self, module: torch.nn.Module, given: list[torch.Tensor], state: Sequence[object] = ()) -> Any:
+    def __call__(self, module: torch.nn.Module | None, given: list[torch.Tensor], state: Sequence[object] = ()) -> Any:
         """Call the module; ``state`` is what it holds, named for those who ask what the call depends on.
 
         Returns:
@@ -115,7 +117,7 @@ class Leaf:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
-            result = module(*args, **kwargs)
+            result = self.function.apply(*args, **kwargs) if module is None else module(*args, **kwargs)
         returned, tensors = Returned.of(result, given, versions)
         if not self.returned.holds_for(returned):
             raise ReplayError(

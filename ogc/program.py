@@ -22,6 +22,12 @@ Running such an operator again on copies of these arguments gives the same resul
 """
 
 
+CONSTANT = "_ogc_constant_"
+"""How the names begin of tensors that are no attribute of the model."""
+
+OWN = "own"
+"""In a node's ``meta``: the forward makes a constant anew each time, of which the program has a copy made."""
+
 TENSOR = object()
 """Stands for a tensor among the leaves of a result."""
 
@@ -63,8 +69,8 @@ class Program:
         storages: the value number of each program tensor that is a value.
         random: operations that draw random numbers.
         out_of_place: for operations that may take over a value's storage, the operator that does not.
-        checked: ``graph`` with a comparison for each size that the traced forward made a Python number of; None
-            if these are not all known. Where the comparisons hold, the program is that of other sizes too.
+        guards: what Python read out of tensors; the program holds where it is the same. None if nothing was read.
+        parse_graph: the function that made the graph by hand, if one did.
     """
 
     graph: torch.fx.Graph
@@ -76,12 +82,66 @@ class Program:
     differentiable: frozenset[TensorRef]
     random: frozenset[int]
     out_of_place: dict[int, Any] = field(default_factory=dict)
-    checked: torch.fx.Graph | None = None
+    guards: Guards | None = None
+    parse_graph: Any = None
 
     @property
     def operations(self) -> list[torch.fx.Node]:
         """The fx node of each operation."""
         return [node for node in self.graph.nodes if node.op == "call_function"]
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What Python read out of tensors in a recorded forward, and the program that reads it again.
+
+    Attributes:
+        graph: its placeholders are the flattened tensor inputs; it returns numbers, tensors and lists of shapes.
+        constants: tensors that are no attribute of the model, by the name of their ``get_attr`` node.
+        expected: what it returned for the sample.
+        what: each of these in words.
+    """
+
+    graph: torch.fx.Graph
+    constants: dict[str, torch.Tensor]
+    expected: tuple[Any, ...]
+    what: tuple[str, ...]
+
+    def read(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+        """What the guards return for these inputs."""
+        found: dict[torch.fx.Node, Any] = {}
+        given = iter(inputs)
+        with torch.no_grad(), without_autocast():
+            for node in self.graph.nodes:
+                if node.op == "placeholder":
+                    found[node] = next(given)
+                elif node.op == "get_attr":
+                    name = str(node.target)
+                    found[node] = self.constants[name] if name in self.constants else attribute(model, name)
+                elif node.op == "call_function":
+                    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+                    found[node] = node.target(*args, **kwargs)
+        (output,) = self.graph.find_nodes(op="output")
+        return tuple(found[node] for node in output.args[0])
+
+    def difference(self, values: tuple[Any, ...]) -> str:
+        """The first value that is not as expected, in words; "" if there is none."""
+        for now, then, what in zip(values, self.expected, self.what, strict=True):
+            if not _same_value(now, then):
+                numbers = "" if isinstance(then, torch.Tensor) and then.dim() else f" gives {now} where it gave {then}"
+                return f"{what}{numbers or ' gives something else'}"
+        return ""
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))
+
+
+def shapes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
+    """In a program: the shapes of an operator's results."""
+    return [tuple(tensor.shape) for tensor in tensor_leaves(operator(*args, **kwargs))]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParseError
-from .jit import OpaqueError, only_records
+from .recorder import only_records
+from .traced import OpaqueError
 
 log = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from ..program import (
 from ..random_state import State, cuda_devices, random_states, same_states, set_random_states
 from .attributes import TABLES, attributes, containers
 from .gradients import Rebase
-from .jit import Traced
 from .reached import reached
+from .traced import Traced
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
 
@@ -368,6 +368,11 @@ def _is_seeded(node: torch.fx.Node) -> bool:
 def _add(numbers: list[int], number: int) -> None:
     if number not in numbers:
         numbers.append(number)
+
+
+def state_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """What a forward may change: buffers and the random state."""
+    return [*(b.clone() for b in model.buffers()), torch.get_rng_state()]
 
 
 @contextmanager

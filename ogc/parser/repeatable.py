@@ -13,7 +13,7 @@ from ..leaf import Leaf
 from ..program import storage_of, tensor_leaves
 from ..random_state import cuda_devices, random_states, set_random_states
 from .attributes import attributes_of, changes
-from .jit import python_random_state, saved_until_done
+from .recorder import python_random_state, saved_until_done
 from .leaves import hooked_modules
 from .observe import Record, untouched
 
@@ -34,6 +34,8 @@ def why_not_again(model: torch.nn.Module, node: torch.fx.Node, args: Any, record
     """
     assert isinstance(node.target, Leaf)
     module, given, _ = args
+    if module is None:
+        return "is a custom function"
     if hooked_modules(dict(module.named_modules())):
         return "has hooks, which would be called again"
     if record.in_place:

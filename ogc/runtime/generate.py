@@ -21,7 +21,7 @@ from ..graph import Graph
 from ..leaf import Leaf, runs_once
 from ..lean import OPERATORS, Lean
 from ..plan import Plan
-from ..program import LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
+from ..program import CONSTANT, LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
 from ..schedule import FORWARD, Run, Schedule
 from ..sliced import Sliced
 from ..without_grad import WithoutGrad
@@ -431,7 +431,7 @@ def _argument(value: Any) -> str:
         if value.op != "get_attr":
             return value.name
         target = str(value.target)
-        return target if target.startswith("_ogc_constant_") else _attribute(target)
+        return target if target.startswith(CONSTANT) else _attribute(target)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_argument(item) for item in value)}]"
     if isinstance(value, torch.device):

@@ -55,6 +55,15 @@ class Variant:
         """Whether a call is of this kind; without ``size``, up to shapes and strides."""
         return (self.state is state or self.state == state) and self.inputs.fits(inputs, size)
 
+    def holds(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> bool:
+        """Whether Python would read the same out of these inputs."""
+        return not self.what_differs(model, tensors)
+
+    def what_differs(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> str:
+        """What Python would read otherwise out of these inputs, in words; "" if nothing."""
+        guards = None if self.graph is None else self.graph.program.guards
+        return "" if guards is None else guards.difference(guards.read(model, tensors))
+
 
 class Runner:
     """The plans of one optimised module and its deep copies."""
@@ -87,9 +96,9 @@ class Runner:
         if self.is_planning:
             return None
         state = (self.watched.get(model) or self.watch(model)).state(model)
-        inputs, _ = InputSpec.of(args, kwargs)
+        inputs, tensors = InputSpec.of(args, kwargs)
         for variant in self.variants:
-            if variant.fits(state, inputs):
+            if variant.fits(state, inputs) and variant.holds(model, tensors):
                 break
         else:
             if self.evictions > EVICTIONS:
@@ -139,8 +148,7 @@ class Runner:
                 assert self.planner is not None
                 graph = self.planner.carry_over(model, call, origin.graph, origin.plan)
                 if graph is not None:
-                    same_code = graph.program.saves == origin.graph.program.saves
-                    code = origin.code if same_code else None
+                    code = origin.code if _runs_the_same(graph, origin.graph) else None
                     return self._variant(state, inputs, graph, origin.plan, code, is_carried=True)
         return None
 
@@ -202,6 +210,12 @@ class Runner:
         if what not in self.told:
             self.told.add(what)
             log.warning(what)
+
+
+def _runs_the_same(a: Graph, b: Graph) -> bool:
+    """Whether the code that runs one program runs the other."""
+    alike = not a.program.constants and not b.program.constants and a.program.saves == b.program.saves
+    return alike and str(a.program.graph) == str(b.program.graph)
 
 
 def _shapes(inputs: InputSpec) -> str:
