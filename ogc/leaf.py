@@ -102,6 +102,11 @@ class Leaf:
     function: type[torch.autograd.Function] | None = None
 
     @property
+    def submodule(self) -> str | None:
+        """The name of the submodule that is called, if it is one."""
+        return self.module if self.function is None else None
+
+    @property
     def __name__(self) -> str:
         return "leaf"
 

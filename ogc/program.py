@@ -301,6 +301,17 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+def has_history(tensor: torch.Tensor) -> bool:
+    """Whether a backward through the tensor reaches anything.
+
+    A view made under ``no_grad`` of what requires grad says that it requires it too, and is where its gradient ends.
+    """
+    try:
+        return tensor.requires_grad and not (tensor.is_leaf and tensor._is_view())
+    except RuntimeError:  # PyTorch will not tell the history of such a view once it is written
+        return False
+
+
 def attribute(root: Any, name: str) -> Any:
     """What a dotted name such as ``layer1.0.weight`` stands for, looked up from ``root``."""
     for part in name.split("."):

@@ -73,11 +73,11 @@ def test_a_plan_with_a_leaf_is_not_carried_over(name, make, caplog):
     kwargs = {"leaf_modules": ["body.0.1"]} if make is ogc.optimize and name == "by size" else {}
     optimised = make(model, X, **kwargs)
     if name != "by size" or kwargs:
-        assert optimised.graph.program.checked is None
+        assert optimised.graph.program.guards is None
     with caplog.at_level(logging.INFO, logger="ogc.runtime.runner"):
         for size in (3, 8, 5, 3):
             assert_same_training(model, optimised, (batch(size),), steps=1)
-    if optimised.graph.program.checked is None:
+    if optimised.graph.program.guards is None:
         assert "carried over to" not in caplog.text
 
 

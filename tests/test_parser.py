@@ -14,7 +14,7 @@ import ogc
 from ogc.allocator import peak_bytes
 from ogc.errors import InputError, ParseError
 from ogc.parser.estimate import QUICK
-from ogc.parser.jit.recording import SAME_OPERATOR
+from ogc.parser.recorder.operators import SAME_OPERATOR
 
 
 def operation(graph, part):

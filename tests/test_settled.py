@@ -82,7 +82,7 @@ def test_the_program_can_be_cut_between_the_last_write_and_a_use_far_away(prepar
 def test_a_plan_with_a_copy_is_carried_over():
     model = Pair(shifted)
     optimised = forced(model, TOKENS)
-    assert optimised.graph.program.checked is not None
+    assert optimised.graph.program.guards is not None
     for size in (2, 5):
         assert_same_training(model, optimised, (TOKENS[:size],), steps=1)
         assert_same_training(model, optimised, (TOKENS[:, :size],), steps=1)

@@ -21,6 +21,7 @@ from .assemble import memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
 from .observe import Record
 from .parse import record_program, settle
+from .traced import called_leaves
 
 
 def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any) -> Graph:
@@ -32,13 +33,12 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any) -> Graph
         ParseError: it is another program.
     """
     program: Program = graph.program
-    leaves = {node.target for node in program.operations if isinstance(node.target, Leaf)}
     if any(isinstance(node.target, Sliced) for node in program.operations):
         raise ParseError("a plan in slices is not carried over")
     refuse_root_hooks(model)
     spec, tensors = InputSpec.of(*call_arguments(sample_input))
     home = check_devices(model, tensors)
-    modules = sorted({leaf.module for leaf in leaves if leaf.function is None})
+    modules = sorted(called_leaves(program.graph))
     recorded = record_program(model, spec, tensors, program.parse_graph, Leaves(model, modules))
     traced, observation = settle(model, recorded, tensors, home, _Repeating(program))
     _check_same_program(program.graph, traced.graph)

@@ -9,7 +9,6 @@ import torch
 
 from ..compare import same_bits
 from ..errors import ParseError
-from ..leaf import Leaf
 from ..program import InputSpec
 from .arguments import copies
 from .attributes import attributes_of, changes
@@ -18,7 +17,7 @@ from .judge import judge
 from .leaves import Leaves
 from .observe import repeatable, state_of, untouched
 from .recorder import RecordAgain, forward_alone, record
-from .traced import OpaqueError, Traced
+from .traced import OpaqueError, Traced, called_leaves
 
 
 def faithful_program(
@@ -38,7 +37,7 @@ def faithful_program(
                 before = attributes_of(model)
                 traced = record(model, spec, copies(tensors), forward, leaves.names)
                 after = state_of(model)
-                called = {node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf)}
+                called = called_leaves(traced.graph)
                 changed = dict(changes(before, attributes_of(model), called))
             if forward is not None:
                 leaves.check_hooks(called)

@@ -21,7 +21,7 @@ from .arguments import copies
 from .observe import state_of, untouched
 from .reached import reached
 from .recorder import FlatForward, leaves_keep_what_they_save, nothing_saved, saved_until_done
-from .traced import OpaqueError, Traced
+from .traced import OpaqueError, Traced, called_leaves
 
 Forward = Callable[..., Any]
 
@@ -47,11 +47,13 @@ def judge(
     Raises:
         OpaqueError: it names the module, the file and the line where the two part.
     """
-    leaves = {node.target.module for node in traced.graph.nodes if isinstance(node.target, Leaf)}
+    leaves = called_leaves(traced.graph)
     with untouched(model):
         eager = _Run(model, copies(tensors))
         with leaves_keep_what_they_save(model, leaves, eager.log.saved):
             eager.run_forward(model.forward if forward is None else forward, spec)
+    _compare_outputs(traced, traced.outputs, eager.outputs)
+    eager.outputs = []
     with untouched(model):
         replay = _Run(model, copies(tensors))
         replay.run_program(traced)
@@ -161,16 +163,17 @@ class _Run:
         _, self._nodes = reached(outputs, self.inputs)
         self.autograd = self._described(outputs)
         self.state = state_of(self.model)
+        self.inputs = []
 
     def _described(self, outputs: list[torch.Tensor]) -> list[Any]:
         """The autograd graph behind the outputs, in an order that depends on it alone."""
         numbers = {node: number for number, node in enumerate(self._nodes)}
-        inputs = {id(tensor): number for number, tensor in enumerate(self.inputs)}
+        known = {id(tensor): number for number, tensor in enumerate([*self.inputs, *self.model.parameters()])}
         found: list[Any] = [None if t.grad_fn is None else (numbers[t.grad_fn], t.output_nr) for t in outputs]
         for node in self._nodes:
             edges = [None if after is None else (numbers[after], place) for after, place in node.next_functions]
             variable = getattr(node, "variable", None)
-            found.append((node.name(), edges, None if variable is None else inputs.get(id(variable), id(variable))))
+            found.append((node.name(), edges, None if variable is None else known.get(id(variable))))
         return found
 
     def _interpret(self, traced: Traced) -> list[torch.Tensor]:
@@ -197,7 +200,7 @@ class _Run:
     def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         target: Any = node.target
-        if isinstance(target, Leaf) and target.function is None:
+        if isinstance(target, Leaf) and target.submodule is not None:
             with saved_until_done(self.log.saved):
                 return target(*args, **kwargs)
         self.log.is_paused = OWN in node.meta
@@ -219,22 +222,24 @@ def _compare_events(eager: _Log, replay: _Log) -> None:
 
 
 def _compare_results(model: torch.nn.Module, eager: _Run, replay: _Run, traced: Traced) -> None:
-    output = next(iter(reversed(traced.graph.nodes)))
-    if len(eager.outputs) != len(replay.outputs):
-        _refuse(None, f"{len(replay.outputs)} output tensors instead of {len(eager.outputs)}")
     if eager.output_spec != traced.output_spec:
         _refuse(None, f"a result of the structure {traced.output_spec} instead of {eager.output_spec}")
-    for number, theirs in enumerate(eager.outputs):
-        owner = output.all_input_nodes[0] if not output.args[0] else output.args[0][number]  # type: ignore[index]
-        for ours in (replay.outputs[number], traced.outputs[number]):
-            if not same_bits(ours, theirs):
-                _refuse(owner, f"another output {number}: {difference(ours, theirs)}")
+    _compare_outputs(traced, replay.outputs, traced.outputs)
     if replay.autograd != eager.autograd:
         _refuse(None, _first_difference(replay.autograd, eager.autograd))
     names = [*(f"buffer {name}" for name, _ in model.named_buffers()), "random state"]
     for name, ours, theirs in zip(names, replay.state, eager.state, strict=True):
         if not same_bits(ours, theirs):
             _refuse(None, f"another {name}: {difference(ours, theirs)}")
+
+
+def _compare_outputs(traced: Traced, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    (output,) = traced.graph.find_nodes(op="output")
+    if len(ours) != len(theirs):
+        _refuse(None, f"{len(ours)} output tensors instead of {len(theirs)}")
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if not same_bits(mine, other):
+            _refuse(output.args[0][number], f"another output {number}: {difference(mine, other)}")
 
 
 def _first_difference(ours: list[Any], theirs: list[Any]) -> str:

@@ -27,6 +27,7 @@ from ..program import (
     Saved,
     TensorRef,
     attribute,
+    has_history,
     operator_name,
     storage_of,
     tensor_leaves,
@@ -230,7 +231,7 @@ class _Observer:
                 self.views.setdefault(known, []).append(ref)
             record.outputs.append(ref)
             record.output_bytes.append(tensor.numel() * tensor.element_size())
-            record.differentiable.append(tensor.requires_grad)
+            record.differentiable.append(has_history(tensor))
 
     def _record_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
         harmless = {

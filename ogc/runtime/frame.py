@@ -293,7 +293,8 @@ class _Held:
 def _detached(value: Any) -> Any:
     """What to hold of a value: a leaf as it is, any other tensor without its history."""
     if isinstance(value, torch.Tensor):
-        return value if value.is_leaf else _Held(value.detach(), value.requires_grad)
+        is_own = value.is_leaf and not value._is_view()  # a view holds on to what it is a view of
+        return value if is_own else _Held(value.detach(), value.requires_grad)
     if isinstance(value, (list, tuple)):
         return type(value)(_detached(item) for item in value)
     return value

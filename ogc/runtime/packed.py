@@ -27,7 +27,7 @@ class Slots(Protocol):
 def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What to hold for a tensor that stays in memory."""
     # A tensor with a grad_fn would make a cycle: graph -> saved tensor -> graph.
-    held = tensor if tensor.is_leaf else tensor.detach()
+    held = tensor if tensor.is_leaf and not tensor._is_view() else tensor.detach()
     return held, held._version
 
 

@@ -6,7 +6,9 @@ recorded program holds where they are the same.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -142,7 +144,7 @@ _LIKE_FIRST_INPUT = {
 
 def _spread(recorder: Recorder, source: torch.fx.Node, outputs: Sequence[torch.fx.Node]) -> list[str]:
     """The modules that use tensors whose shape depends on that of one call's result."""
-    shapes = {source, *source.users}
+    shapes = {source, *(user for user in source.users if user.target is operator.getitem)}
     modules = [str(source.meta["module"])]
     after = False
     for node in recorder.graph.nodes:
@@ -154,7 +156,8 @@ def _spread(recorder: Recorder, source: torch.fx.Node, outputs: Sequence[torch.f
         like_first = name.endswith("_") or name in _LIKE_FIRST_INPUT
         if node.meta.get("dims", 1) and (node.all_input_nodes[0] in shapes or not like_first):
             shapes.add(node)
-    return [*modules, *("" for node in outputs if node in shapes)]
+    sizes = chain.from_iterable(recorder.sizes_read.get(node, ()) for node in shapes)
+    return [*modules, *sizes, *("" for node in outputs if node in shapes)]
 
 
 def _around(modules: Sequence[str]) -> str:

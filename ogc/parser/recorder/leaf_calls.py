@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -59,7 +58,7 @@ class LeafCalls:
         def write(leaf: Leaf, given: list[torch.fx.Node]) -> torch.fx.Node:
             return self.recorder.graph.call_function(replace(leaf, function=kind), (None, given, []))
 
-        return self._call(name, f"custom function {kind.__name__}", call, args, kwargs, write)
+        return self._call(name, f"leaf {kind.__name__}", call, args, kwargs, write)
 
     def _call(
         self,
@@ -76,7 +75,7 @@ class LeafCalls:
             recorder.check_known(given)
             nodes = [recorder.node(tensor) for tensor in given]
             versions = [version_of(tensor) for tensor in given]
-        source = os.path.basename(user_line())
+        source = user_line()
         with recorder.inside(name, given), saved_until_done():
             result = call(*args, **kwargs)
         with unseen():

@@ -36,7 +36,7 @@ def user_line() -> str:
     while frame is not None and frame.f_code not in _entries:
         owner = _owner(frame.f_code.co_filename)
         if owner == "user" or (owner == "torch" and not found):
-            found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            found = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             if owner == "user":
                 break
         frame = frame.f_back  # type: ignore[assignment]
@@ -95,4 +95,4 @@ class Scopes:
 
     def here(self) -> dict[str, str]:
         """Module path and source line of what is running, for the ``meta`` of a node."""
-        return {"module": self.current, "source": os.path.basename(user_line())}
+        return {"module": self.current, "source": user_line()}

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy
 import torch
-from torch.autograd.function import _SingleLevelFunction
 
 from .capturing import recorders_watched
 from .dispatch import unseen
@@ -22,6 +21,7 @@ from .places import user_line
 from .recorder import Recorder
 
 _CONTENT = ("tolist", "numpy", "__array__", "__dlpack__")
+_SIZES = ("size", "numel", "nelement", "__len__")
 _TEXT = ("__repr__", "__format__")  # messages name tensors; nothing comes of it
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
@@ -60,9 +60,12 @@ class Watch:
     def install(self, stack: ExitStack) -> None:
         """Take these places until ``stack`` is closed."""
         replace(stack, torch.nn.Module, "__call__", self._module)
-        replace(stack, _SingleLevelFunction, "apply", self._function)
+        replace(stack, torch.autograd.Function, "apply", self._function)
         for name in _CONTENT:
             replace(stack, torch.Tensor, name, self._content)
+        for name in _SIZES:
+            replace(stack, torch.Tensor, name, self._size)
+        replace(stack, torch.Tensor, "shape", lambda shape: property(self._size(shape.__get__)))
         for name in _TEXT:
             replace(stack, torch.Tensor, name, self._text)
         for name in _HOOKS:
@@ -112,6 +115,14 @@ class Watch:
                 return method(tensor, *args, **kwargs)
 
         return content
+
+    def _size(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def size(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.is_on:
+                self.recorder.read_size(tensor)
+            return method(tensor, *args, **kwargs)
+
+        return size
 
     def _text(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def text(*args: Any, **kwargs: Any) -> Any:

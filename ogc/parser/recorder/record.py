@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import OgcError, ParseError
+from ...leaf import Leaf
 from ...program import OWN, InputSpec, call_beside
 from ..traced import OpaqueError, Traced
 from .dispatch import dispatched_to
@@ -69,6 +70,7 @@ def record(
     recorder.raise_if_leaky()
     guards = guards_of(recorder, nodes)
     recorder.raise_if_opaque()
+    _refuse_shared_casts(recorder.graph)
     _refuse_new_parameters(model, parameters)
     _refuse_new_buffers(model, buffers, leaves)
     _give_each_call_its_own(recorder)
@@ -84,6 +86,15 @@ def record(
         flat.reached,
         guards,
     )
+
+
+def _refuse_shared_casts(graph: torch.fx.Graph) -> None:
+    """Autocast may cast a parameter once for several uses; a leaf would do it for itself."""
+    for node in graph.nodes:
+        leaf = node.target
+        if isinstance(leaf, Leaf) and leaf.autocast and any(len(held.users) > 1 for held in node.args[2]):
+            why = "shares a parameter with other calls under autocast"
+            raise OpaqueError(f"the leaf module {leaf.module} {why}; cast it outside the leaf", {leaf.module: why})
 
 
 def _give_each_call_its_own(recorder: Recorder) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_aggregate
 
-from ...program import autocast_kinds, call_beside, operator_name, tensor_leaves
+from ...program import autocast_kinds, call_beside, has_history, operator_name, tensor_leaves
 from ...without_grad import WithoutGrad
 from ..traced import OpaqueError
 from .dispatch import Call, dispatched_to, unseen
@@ -52,6 +52,15 @@ class Touched(NamedTuple):
     written: set[int]
 
 
+class Before(NamedTuple):
+    """A tensor as it was before a call."""
+
+    tensor: torch.Tensor
+    version: int
+    requires_grad: bool
+    has_history: bool
+
+
 class Recorder:
     """Is handed the operators of one forward.
 
@@ -80,6 +89,7 @@ class Recorder:
         self.leaky: dict[str, str] = {}
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
         self.is_settled = True
+        self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
         self.follows = bool(leaves)
         self.leaf = ""  # that we are inside of
         self._given: set[int] = set()  # numbers of the storages that it was given
@@ -122,9 +132,10 @@ class Recorder:
             args, kwargs = complete(operator, call.args, call.kwargs)
             call = call._replace(args=args, kwargs=kwargs)
             tensors = tensor_leaves(args, kwargs)
+            self.check_known(tensors)
             self._note_constant(operator, tensors)
             given = self._nodes(args), self._nodes(kwargs)
-            states = [(tensor, version_of(tensor), tensor.requires_grad) for tensor in tensors]
+            states = [Before(t, version_of(t), t.requires_grad, has_history(t)) for t in tensors]
             if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
                 self.refuse(f"draws from a torch.Generator of its own at {user_line()}")
         result = self._run(call)
@@ -158,7 +169,7 @@ class Recorder:
         """Arguments with the nodes of tensors in the places of these."""
         return map_aggregate(given, lambda x: self.node(x) if isinstance(x, torch.Tensor) else x)
 
-    def _write_down(self, call: Call, given: tuple[Any, Any], states: list[tuple[torch.Tensor, int, bool]], result: Any) -> None:
+    def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Before], result: Any) -> None:
         operator, results = call.operator, tensor_leaves(result)
         if operator in _ON_CONSTANTS and given[0][0] in self.tensors.fresh:
             self.tensors.bind(result, given[0][0])
@@ -168,17 +179,18 @@ class Recorder:
             return
         node = self.graph.call_function(operator, *given)
         node.meta.update(self.scopes.here(), dims=max((t.dim() for t in results), default=0))
-        written = [tensor for tensor, version, _ in states if version_of(tensor) != version]
-        self._note_writes(operator, written, states)
-        has_grad = any(requires_grad for _, _, requires_grad in states)
+        written = [before for before in states if version_of(before.tensor) != before.version]
+        self._note_writes(operator, written)
+        has_grad = any(before.requires_grad for before in states)
         if has_grad and not torch.is_grad_enabled() and (operator._schema.is_mutable or any(map(_is_floating, results))):
             node.target = WithoutGrad(operator)
         self._note_result(node, result)
-        self._note_touched(node, [tensor for tensor, _, _ in states], written)
+        self._note_touched(node, [before.tensor for before in states], [before.tensor for before in written])
         if is_number:
-            self._note_read(node, (), f"{operator_name(operator)} of a tensor", is_number=True)
+            name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(operator_name(operator), operator_name(operator))
+            self._note_read(node, (), f"{name}() of a tensor", is_number=True)
         elif (decisive := deciding(operator, call.args, call.kwargs)) is not None:
-            what = f"the operator {operator.name()}, whose result has a shape that depends on the data,"
+            what = f"the operator aten::{operator_name(operator)}, whose result has a shape that depends on the data,"
             nodes = tuple(map(self.node, decisive))
             self._note_read(node, nodes, what)
 
@@ -196,14 +208,17 @@ class Recorder:
             else:
                 self._note_read(self.node(tensor), (), what)
 
-    def _note_writes(
-        self, operator: torch._ops.OpOverload, written: list[torch.Tensor], states: list[tuple[torch.Tensor, int, bool]]
-    ) -> None:
-        required_grad = {id(tensor) for tensor, _, requires_grad in states if requires_grad}
-        for tensor in written:
-            self.tensors.write(tensor)
-            if id(tensor) in required_grad and not torch.is_grad_enabled():
-                self.refuse(f"{operator_name(operator)} in place at {user_line()} under no_grad")
+    def read_size(self, tensor: torch.Tensor) -> None:
+        """Note that Python asks for the shape of a tensor, which matters if the shape depends on data."""
+        if self.reads and not self.leaf and (node := self.tensors.known(tensor)) is not None:
+            self.sizes_read.setdefault(node, set()).add(self.scopes.current)
+
+    def _note_writes(self, operator: torch._ops.OpOverload, written: list[Before]) -> None:
+        for before in written:
+            self.tensors.write(before.tensor)
+            if before.has_history and not torch.is_grad_enabled():
+                what = "in-place operation under no_grad on a tensor that requires grad"
+                self.refuse(f"{what}: {operator_name(operator)} at {user_line()}; make it out of place")
         while self.tensors.problems:
             self.refuse(self.tensors.problems.pop())
 

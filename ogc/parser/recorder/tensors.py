@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -80,13 +81,17 @@ class Tensors:
             self.bind(tensor, found)
         elif self.requires_grad[found] != tensor.requires_grad:
             storage = self.storage(tensor)
-            if storage is None or not storage.is_written:  # else a write has made it so
+            if isinstance(tensor.grad_fn, BackwardCFunction):  # called by a name that it got before
+                self.problems.append(f"a custom torch.autograd.Function, {tensor.grad_fn.name()}, used at {user_line()}")
+            elif storage is None or not storage.is_written:  # else a write has made it so
                 self.problems.append(f"changes what requires grad past autograd, seen at {user_line()}")
             self.requires_grad[found] = tensor.requires_grad
         return found
 
-    def is_known(self, tensor: torch.Tensor) -> bool:
-        return tensor in self._nodes or id(tensor) in self._names
+    def known(self, tensor: torch.Tensor) -> torch.fx.Node | None:
+        """What stands for ``tensor``, if anything does yet."""
+        node: torch.fx.Node | None = self._nodes.get(tensor)
+        return node
 
     def storage(self, tensor: torch.Tensor, leaf: str = "") -> Storage | None:
         """What is known of the tensor's storage, noted now if it was not; ``leaf`` made it in that case."""
