@@ -33,7 +33,7 @@ def optimize(
     profile: str = "auto",
     batch_slices: int = 1,
     leaf_modules: LeafModules = (),
-    repeatable_leaves: LeafModules | bool = (),
+    repeatable_leaves: LeafModules | bool | None = None,
     verify: bool = False,
 ) -> torch.nn.Module:
     """The same model with less activation memory: the least there is, or as much less as is asked for.
@@ -55,7 +55,7 @@ def optimize(
             the plain model's by rounding: sums over the batch are added up in another order.
         leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
         repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
-            backward; True for all. See :func:`ogc.parse`.
+            backward even if they draw random numbers; True for all, False for none. See :func:`ogc.parse`.
         verify: run the result beside the plain model on the sample input (see :func:`ogc.check`). That takes
             the time and the memory of a plain step.
 

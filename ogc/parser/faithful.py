@@ -31,11 +31,12 @@ def faithful_program(
 
     It has been held against a forward that nobody records; see :mod:`ogc.parser.judge`.
     """
+    is_careful = False
     while True:
         try:
             with untouched(model):
                 before = attributes_of(model)
-                traced = record(model, spec, copies(tensors), forward, leaves.names)
+                traced = record(model, spec, copies(tensors), forward, leaves.names, is_careful)
                 after = state_of(model)
                 called = called_leaves(traced.graph)
                 changed = dict(changes(before, attributes_of(model), called))
@@ -50,8 +51,8 @@ def faithful_program(
                 _refuse_dependence(model, spec, tensors, traced, changed, leaves.names)
             judge(model, spec, tensors, traced, forward)
             return _with_expected(model, tensors, traced), after
-        except RecordAgain:
-            continue
+        except RecordAgain as again:
+            is_careful = again.is_careful
         except OpaqueError as problem:
             if isinstance(problem.__cause__, Exception) and not _runs(model, spec, tensors):
                 raise problem.__cause__ from None

@@ -48,7 +48,7 @@ def parse(
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
     leaf_modules: LeafModules = (),
-    repeatable_leaves: LeafModules | bool = (),
+    repeatable_leaves: LeafModules | bool | None = None,
 ) -> Graph:
     """Turn ``model`` into a weighted graph over an executable program.
 
@@ -75,11 +75,12 @@ def parse(
             operation, which runs once per step and keeps what it saves. What cannot be replayed operator by
             operator (control flow on data, custom autograd functions, hooks, scripted code) is made part of the
             smallest such module by itself, with a warning in the log.
-        repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
-            backward, as with ``torch.utils.checkpoint``; True for all. They must depend on nothing but their
-            arguments, their parameters and torch's random state. Those that are seen not to (hooks, buffers or
-            attributes that they change, random numbers of Python) are called once all the same, with a warning;
-            a call that saves or returns other bits than the first one raises ReplayError in the backward.
+        repeatable_leaves: leaves may be called again for their backward, as with ``torch.utils.checkpoint``, where they
+            are seen to depend on nothing but their arguments and parameters: they have no hooks, change no buffers or
+            attributes, draw no random numbers and give the same bits twice. Names and types of submodules here, or
+            True for all, let leaves in them draw torch's random numbers too; those in whose way something else
+            stands are called once all the same, with a warning. With False none is called again. A call that saves
+            or returns other bits than the first one raises ReplayError in the backward.
 
     Returns:
         The graph; ``print(graph)`` shows it as a table.
@@ -124,6 +125,7 @@ def record_program(
             custom = custom_forward(model, make, *spec.rebuild(copies(tensors)))
     traced, state = faithful_program(model, spec, tensors, custom, leaves)
     if custom is not None:
+        _refuse_foreign_parameters(traced)
         traced = _check_custom(model, custom, spec, tensors, traced, state)
     return Recorded(traced, state)
 
@@ -192,7 +194,7 @@ class _Weighing:
 
     def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
         if isinstance(node.target, Leaf):
-            if self.leaves.may_repeat(node.target.module):
+            if self.leaves.tries:
                 self._settle_repeats(node, args, record)
             self.weights.append(weigh_leaf(self.model, self.profiler, node, args, record))
         else:
@@ -202,12 +204,27 @@ class _Weighing:
     def _settle_repeats(self, node: torch.fx.Node, args: tuple[Any, ...], record: Record) -> None:
         """Make a leaf repeatable unless something stands in the way."""
         assert isinstance(node.target, Leaf)
+        name, is_named = node.target.module, self.leaves.is_repeatable(node.target.module)
         obstacle = why_not_again(self.model, node, args, record)
+        if record.random and not is_named:
+            obstacle = "draws random numbers"
         node.target = replace(node.target, repeatable=obstacle is None)
         if obstacle is None:
+            self.leaves.repeated.add(name)
             record.random = True  # it may draw numbers as the data will have it
-        else:
-            self.leaves.obstacles[node.target.module] = obstacle
+        elif is_named:
+            self.leaves.obstacles[name] = obstacle
+
+
+def _refuse_foreign_parameters(traced: Traced) -> None:
+    for node in traced.graph.find_nodes(op="get_attr"):
+        constant = traced.constants.get(str(node.target))
+        if constant is not None and constant.requires_grad:
+            where = next(iter(node.users)).meta.get("module", "")
+            raise ParseError(
+                f"{where or 'the graph'} uses a tensor of shape {tuple(constant.shape)} that requires grad, which is not "
+                "the model's; the optimized model trains and saves its own parameters only, so make it part of the model"
+            )
 
 
 def _check_custom(

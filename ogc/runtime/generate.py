@@ -349,12 +349,8 @@ class _RunWriter:
         ]
         operations = [layout.position[node] for node in self.nodes if not isinstance(node.target, Leaf)]
         again = [(t, k) for t in operations for k in range(len(saves[t]))]
-        externals = {
-            str(n.target): None
-            for node in self.nodes
-            for n in self._reads(node)
-            if n.op == "get_attr" and n.target not in layout.program.constants
-        }
+        read = [str(n.target) for node in self.nodes for n in self._reads(node) if n.op == "get_attr"]
+        constants = layout.program.constants
         notes = {
             place: t
             for place, (t, k) in enumerate(flat)
@@ -366,7 +362,8 @@ class _RunWriter:
             notes=notes,
             targets=tuple(slots.get(key, KEEP) for key in again),
             program=program,
-            externals=tuple(externals),
+            externals=tuple(dict.fromkeys(name for name in read if name not in constants)),
+            constants=tuple(constants[name] for name in dict.fromkeys(read) if name in constants),
         )
 
     def _reads(self, node: torch.fx.Node) -> list[torch.fx.Node]:

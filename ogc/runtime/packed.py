@@ -96,7 +96,7 @@ class RepeatedCall:
         self.dropped: list[tuple[int, weakref.ref[_Packed]]] = []  # its number, and what autograd holds for it
         self.marks: list[Hashable] = []  # of what was dropped, and of the results
 
-    def run(self, module: torch.nn.Module, given: list[torch.Tensor]) -> Any:
+    def run(self, module: torch.nn.Module | None, given: list[torch.Tensor]) -> Any:
         """The results of the call."""
 
         def pack(tensor: torch.Tensor) -> _Packed:

@@ -37,7 +37,7 @@ def python_watched(model: torch.nn.Module, recorder: Recorder, leaves: Collectio
 
 
 def _told_of_hooks(recorder: Recorder) -> Callable[[str, str], object]:
-    return lambda module, why: None if recorder.leaf else recorder.opaque.setdefault(module, why)
+    return lambda module, why: None if recorder.leaf is not None else recorder.opaque.setdefault(module, why)
 
 
 class Watch:
@@ -50,12 +50,13 @@ class Watch:
         self.calls = LeafCalls(recorder, model)
         self.thread = threading.get_ident()
         self.draws = python_random_state()
+        self.has_draws = False
         self.is_writing_text = False
 
     @property
     def is_on(self) -> bool:
         """Whether what this thread does is to be written down."""
-        return not self.recorder.leaf and threading.get_ident() == self.thread
+        return self.recorder.leaf is None and threading.get_ident() == self.thread
 
     def install(self, stack: ExitStack) -> None:
         """Take these places until ``stack`` is closed."""
@@ -97,8 +98,12 @@ class Watch:
         """Note whether the running module has drawn random numbers past torch."""
         state = python_random_state()
         if state != self.draws:
-            self.draws = state
-            self.recorder.refuse(f"draws random numbers of Python or numpy before {user_line()}")
+            self.draws, self.has_draws = state, True
+            where = f"before {user_line()}" if self.recorder.before_call is not None else "in it"
+            self.recorder.refuse(
+                f"draws random numbers of Python or numpy {where}: those of the sample input would be repeated in every "
+                "step. Draw them with torch"
+            )
 
     def _function(self, call: Any) -> Any:
         def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,11 @@ from .recorder import Recorder
 
 
 class RecordAgain(Exception):
-    """It has turned out while recording how a call is to be written down."""
+    """It has turned out how the forward is to be recorded; ``is_careful`` if slowly, to see where something happens."""
+
+    def __init__(self, is_careful: bool) -> None:
+        super().__init__()
+        self.is_careful = is_careful
 
 
 def record(
@@ -29,6 +33,7 @@ def record(
     tensors: list[torch.Tensor],
     forward: Callable[..., Any] | None = None,
     leaves: Collection[str] = (),
+    is_careful: bool = False,
 ) -> Traced:
     """Run ``model``, or ``forward`` in its place, once on ``tensors`` and return what it computed.
 
@@ -39,6 +44,7 @@ def record(
         spec: how the arguments are rebuilt from ``tensors``.
         tensors: the tensors among the arguments of the call.
         leaves: names of submodules to call as they are.
+        is_careful: look at the random states of Python and numpy before each call, which takes time.
 
     Raises:
         OpaqueError: the forward does what no program can hold; modules named by the error would have to be leaves.
@@ -55,6 +61,7 @@ def record(
         scopes_in_use(recorder.scopes),
         dispatched_to(recorder),
     ):
+        recorder.before_call = watch.look_for_draws if is_careful else None
         try:
             outputs = flat(*tensors)
         except Exception as error:
@@ -64,15 +71,15 @@ def record(
             what = f"fails while it is recorded: {str(error).partition(chr(10))[0]}"
             raise OpaqueError(f"the forward {what}", {recorder.scopes.failed: what}) from error
         watch.look_for_draws()
-    if not recorder.is_settled:
-        raise RecordAgain
+    if not recorder.is_settled or (watch.has_draws and not is_careful):
+        raise RecordAgain(is_careful or watch.has_draws)
     nodes = [recorder.node(tensor) for tensor in outputs]
     recorder.raise_if_leaky()
+    _refuse_new_parameters(model, parameters)
+    _refuse_new_buffers(model, buffers, leaves)
     guards = guards_of(recorder, nodes)
     recorder.raise_if_opaque()
     _refuse_shared_casts(recorder.graph)
-    _refuse_new_parameters(model, parameters)
-    _refuse_new_buffers(model, buffers, leaves)
     _give_each_call_its_own(recorder)
     recorder.graph.output(tuple(nodes))
     recorder.graph.lint()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -89,9 +89,10 @@ class Recorder:
         self.leaky: dict[str, str] = {}
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
         self.is_settled = True
+        self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
         self.follows = bool(leaves)
-        self.leaf = ""  # that we are inside of
+        self.leaf: str | None = None  # that we are inside of
         self._given: set[int] = set()  # numbers of the storages that it was given
 
     def refuse(self, why: str) -> None:
@@ -122,12 +123,14 @@ class Recorder:
 
     def __call__(self, call: Call) -> Any:
         """Stands in the place of each call of an operator."""
-        if self.leaf:
+        if self.leaf is not None:
             return self._call_in_leaf(call)
         if call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and autocast_kinds()):
             return call.open()
         operator = usual_name(call.operator)
         call = call._replace(operator=operator)
+        if self.before_call is not None:
+            self.before_call()
         with unseen():
             args, kwargs = complete(operator, call.args, call.kwargs)
             call = call._replace(args=args, kwargs=kwargs)
@@ -203,21 +206,21 @@ class Recorder:
     def read_content(self, tensor: torch.Tensor, what: str) -> None:
         """Note that Python has got all that a tensor holds."""
         with unseen():
-            if self.leaf:
-                self.counting.add(self.leaf)
+            if self.leaf is not None:
+                self.counting.add(str(self.leaf))
             else:
                 self._note_read(self.node(tensor), (), what)
 
     def read_size(self, tensor: torch.Tensor) -> None:
         """Note that Python asks for the shape of a tensor, which matters if the shape depends on data."""
-        if self.reads and not self.leaf and (node := self.tensors.known(tensor)) is not None:
+        if self.reads and self.leaf is None and (node := self.tensors.known(tensor)) is not None:
             self.sizes_read.setdefault(node, set()).add(self.scopes.current)
 
     def _note_writes(self, operator: torch._ops.OpOverload, written: list[Before]) -> None:
         for before in written:
             self.tensors.write(before.tensor)
             if before.has_history and not torch.is_grad_enabled():
-                what = "in-place operation under no_grad on a tensor that requires grad"
+                what = "writes in place, under no_grad, a tensor that requires grad"
                 self.refuse(f"{what}: {operator_name(operator)} at {user_line()}; make it out of place")
         while self.tensors.problems:
             self.refuse(self.tensors.problems.pop())
@@ -245,13 +248,13 @@ class Recorder:
         try:
             yield
         finally:
-            self.leaf, self._given = "", set()
+            self.leaf, self._given = None, set()
 
     def note_leaf(self, node: torch.fx.Node, new: list[torch.Tensor], given: list[torch.Tensor]) -> None:
         """Note what a leaf has returned, and was given."""
         for tensor in new:
             if (storage := self.tensors.storage(tensor)) is not None:
-                storage.leaf = ""  # from here on it is the program's
+                storage.leaf = None  # from here on it is the program's
         self._note_result(node, new[0] if len(new) == 1 else new)
         self._note_touched(node, given, [])
 
@@ -264,7 +267,7 @@ class Recorder:
             for tensor in results:
                 self.tensors.storage(tensor, self.leaf)
             if result is not None and not results and tells_content(call.operator):
-                self.counting.add(self.leaf)
+                self.counting.add(str(self.leaf))
         return result
 
     def check_known(self, used: list[torch.Tensor]) -> None:
@@ -274,7 +277,7 @@ class Recorder:
             if storage is None or storage.leaf == self.leaf or storage.number in self._given:
                 continue
             if not storage.is_state:
-                for leaf in filter(None, (storage.leaf, self.leaf)):
+                for leaf in {storage.leaf, self.leaf} - {None}:
                     self.leaky.setdefault(leaf, "shares tensors with other modules by other ways than arguments")
 
 

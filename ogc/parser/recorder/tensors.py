@@ -25,7 +25,7 @@ class Storage:
 
     reference: StorageWeakRef
     number: int
-    leaf: str  # that made it, "" for none
+    leaf: str | None  # that made it, if one did
     is_state: bool = False  # whether it is that of a parameter or buffer
     node: torch.fx.Node | None = None
     layout: Layout | None = None
@@ -93,7 +93,7 @@ class Tensors:
         node: torch.fx.Node | None = self._nodes.get(tensor)
         return node
 
-    def storage(self, tensor: torch.Tensor, leaf: str = "") -> Storage | None:
+    def storage(self, tensor: torch.Tensor, leaf: str | None = None) -> Storage | None:
         """What is known of the tensor's storage, noted now if it was not; ``leaf`` made it in that case."""
         raw = storage_of(tensor)
         if raw is None:
