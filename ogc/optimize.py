@@ -55,7 +55,7 @@ def optimize(
             the plain model's by rounding: sums over the batch are added up in another order.
         leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
         repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
-            backward even if they draw random numbers; True for all, False for none. See :func:`ogc.parse`.
+            backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
         verify: run the result beside the plain model on the sample input (see :func:`ogc.check`). That takes
             the time and the memory of a plain step.
 

@@ -153,8 +153,11 @@ class _Run:
 
     def run_program(self, traced: Traced) -> None:
         """Run a program."""
-        with nothing_saved(self.log.saved), without_autocast(), self.log:
-            outputs = self._interpret(traced)
+        try:
+            with nothing_saved(self.log.saved), without_autocast(), self.log:
+                outputs = self._interpret(traced)
+        except Exception as error:
+            _refuse(self.log.owner, f"a call that fails ({type(error).__name__}: {error})")
         self._finish(outputs)
 
     def _finish(self, outputs: list[torch.Tensor]) -> None:

@@ -25,8 +25,8 @@ class Leaves:
     Args:
         model: the model.
         asked_for: names and types of leaves.
-        repeatable: names and types of modules such that leaves in them may be called again; True for all, False for none.
-            Without it, those that are seen to compute the same again, and to draw no random numbers, may be.
+        repeatable: names and types of modules such that leaves in them may be called again; True for all. With None
+            it is those that are seen to compute the same again, and to draw no random numbers.
     """
 
     def __init__(self, model: torch.nn.Module, asked_for: LeafModules, repeatable: LeafModules | bool | None = None) -> None:
@@ -37,7 +37,7 @@ class Leaves:
         self.names = set(_resolve(self.modules, asked_for, "leaf_modules"))
         chosen = self.modules if repeatable is True else _resolve(self.modules, repeatable or (), "repeatable_leaves")
         self.repeatable = set(chosen)
-        self.tries = repeatable is not False
+        self.finds_repeatable = repeatable is None
         self.repeated: set[str] = set()
         self._cover_at_sight()
 

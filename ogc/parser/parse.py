@@ -77,10 +77,10 @@ def parse(
             smallest such module by itself, with a warning in the log.
         repeatable_leaves: leaves may be called again for their backward, as with ``torch.utils.checkpoint``, where they
             are seen to depend on nothing but their arguments and parameters: they have no hooks, change no buffers or
-            attributes, draw no random numbers and give the same bits twice. Names and types of submodules here, or
-            True for all, let leaves in them draw torch's random numbers too; those in whose way something else
-            stands are called once all the same, with a warning. With False none is called again. A call that saves
-            or returns other bits than the first one raises ReplayError in the backward.
+            attributes, draw no random numbers and give the same bits twice. Names and types of submodules, or True
+            for all, say which instead; leaves in these may draw torch's random numbers too, and those in whose way
+            something else stands are called once all the same, with a warning. With False none is called again. A
+            call that saves or returns other bits than the first one raises ReplayError in the backward.
 
     Returns:
         The graph; ``print(graph)`` shows it as a table.
@@ -194,8 +194,7 @@ class _Weighing:
 
     def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
         if isinstance(node.target, Leaf):
-            if self.leaves.tries:
-                self._settle_repeats(node, args, record)
+            self._settle_repeats(node, args, record)
             self.weights.append(weigh_leaf(self.model, self.profiler, node, args, record))
         else:
             self.weights.append(self.profiler.weigh(node, args, kwargs, record))
@@ -205,9 +204,9 @@ class _Weighing:
         """Make a leaf repeatable unless something stands in the way."""
         assert isinstance(node.target, Leaf)
         name, is_named = node.target.module, self.leaves.is_repeatable(node.target.module)
+        if not is_named and (record.random or not self.leaves.finds_repeatable):
+            return
         obstacle = why_not_again(self.model, node, args, record)
-        if record.random and not is_named:
-            obstacle = "draws random numbers"
         node.target = replace(node.target, repeatable=obstacle is None)
         if obstacle is None:
             self.leaves.repeated.add(name)
