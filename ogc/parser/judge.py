@@ -7,7 +7,8 @@ backward in between, build the same autograd graph, and leave the same outputs, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -15,12 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compare import difference, fingerprint, same_bits
-from ..leaf import Leaf
 from ..program import OWN, InputSpec, OutputSpec, attribute, storage_of, without_autocast
 from .arguments import copies
 from .observe import state_of, untouched
 from .reached import reached
-from .recorder import FlatForward, leaves_keep_what_they_save, nothing_saved, saved_until_done
+from .recorder import FlatForward, nothing_saved, seen_as_recorded
 from .traced import OpaqueError, Traced, called_leaves
 
 Forward = Callable[..., Any]
@@ -50,13 +50,14 @@ def judge(
     leaves = called_leaves(traced.graph)
     with untouched(model):
         eager = _Run(model, copies(tensors))
-        with leaves_keep_what_they_save(model, leaves, eager.log.saved):
+        with eager.seen(leaves):
             eager.run_forward(model.forward if forward is None else forward, spec)
     _compare_outputs(traced, traced.outputs, eager.outputs)
     eager.outputs = []
     with untouched(model):
         replay = _Run(model, copies(tensors))
-        replay.run_program(traced)
+        with replay.seen(leaves):
+            replay.run_program(traced)
     _compare_events(eager.log, replay.log)
     _compare_results(model, eager, replay, traced)
 
@@ -91,7 +92,18 @@ class _Log(TorchDispatchMode):
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Note that autograd saves a tensor."""
+        if self.is_paused:
+            return
         self._add(("saved", self._tensor(tensor, is_known=True)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing that runs inside is written down."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def _add(self, event: tuple[Any, ...]) -> None:
         self.events.append(event)
@@ -142,6 +154,10 @@ class _Run:
         self.state: list[torch.Tensor] = []
         self._nodes: list[Any] = []  # held until the outputs are gone
         self._flat: FlatForward | None = None
+
+    def seen(self, leaves: Collection[str]) -> AbstractContextManager[None]:
+        """What runs inside is seen as a recorder sees it."""
+        return seen_as_recorded(self.model, leaves, self.log.saved, self.log.paused)
 
     def run_forward(self, forward: Forward, spec: InputSpec) -> None:
         """Run what eager runs."""
@@ -203,14 +219,8 @@ class _Run:
     def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         target: Any = node.target
-        if isinstance(target, Leaf) and target.submodule is not None:
-            with saved_until_done(self.log.saved):
-                return target(*args, **kwargs)
-        self.log.is_paused = OWN in node.meta
-        try:
+        with self.log.paused() if OWN in node.meta else nullcontext():
             return target(*args, **kwargs)
-        finally:
-            self.log.is_paused = False
 
 
 def _compare_events(eager: _Log, replay: _Log) -> None:

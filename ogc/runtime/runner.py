@@ -98,8 +98,9 @@ class Runner:
             return None
         state = (self.watched.get(model) or self.watch(model)).state(model)
         inputs, tensors = InputSpec.of(args, kwargs)
-        for variant in self.variants:
-            if variant.fits(state, inputs) and variant.holds(model, tensors):
+        alike = [variant for variant in self.variants if variant.fits(state, inputs)]
+        for variant in sorted(alike, key=lambda variant: variant.graph is None):  # of those without one nothing is known
+            if variant.holds(model, tensors):
                 break
         else:
             if self.evictions > EVICTIONS:
@@ -120,7 +121,7 @@ class Runner:
 
     def _make(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant:
         """What runs a kind of calls that was not seen before."""
-        why, start = self._difference(state, inputs), time.perf_counter()
+        why, start = self._difference(model, call, state, inputs), time.perf_counter()
         self.is_planning = True  # calls of the model from here on are the planner's
         try:
             with attributes_restored(model):
@@ -196,8 +197,11 @@ class Runner:
                 "calls unlike those of the last plans run the plain model"
             )
 
-    def _difference(self, state: State, inputs: InputSpec) -> str:
+    def _difference(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> str:
         """In what a call differs from the sample, in words."""
+        known = next((variant for variant in self.variants if variant.fits(state, inputs)), None)
+        if known is not None:
+            return known.what_differs(model, tensor_leaves(call.args, call.kwargs))
         found = []
         if state != self.sample.state:
             found.append("training flags, parameters, hooks or submodules differ from when it was optimized")

@@ -9,18 +9,18 @@ hold is refused, unless it happens inside a *leaf*: a submodule whose call is on
 from .capturing import only_records
 from .forward import FlatForward, forward_alone, nothing_saved, saved_until_done
 from .places import scope
-from .python import leaves_keep_what_they_save, python_random_state
+from .python import python_random_state, seen_as_recorded
 from .record import RecordAgain, record
 
 __all__ = [
     "FlatForward",
     "RecordAgain",
     "forward_alone",
-    "leaves_keep_what_they_save",
     "nothing_saved",
     "only_records",
     "python_random_state",
     "record",
     "saved_until_done",
+    "seen_as_recorded",
     "scope",
 ]

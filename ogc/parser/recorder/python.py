@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -189,17 +189,20 @@ def replace(stack: ExitStack, owner: type, name: str, make: Callable[[Any], Any]
 
 
 @contextmanager
-def leaves_keep_what_they_save(model: torch.nn.Module, leaves: Collection[str], told: Pack) -> Iterator[None]:
-    """Whatever is saved of a model's forward, its leaves have what they save as long as they run.
+def seen_as_recorded(
+    model: torch.nn.Module, leaves: Collection[str], told: Pack, paused: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """A forward that nobody records is seen as a recorder would see it.
 
     Args:
         model: the model.
-        leaves: names of submodules.
-        told: called with each tensor that they save.
+        leaves: names of submodules, which have what they save as long as they run, whatever else is saved.
+        told: called with each tensor that leaves save.
+        paused: entered while tensors become text, or Python gets hold of their content.
     """
     modules = {model.get_submodule(name) for name in leaves}
 
-    def make(call: Callable[..., Any]) -> Callable[..., Any]:
+    def in_leaves(call: Callable[..., Any]) -> Callable[..., Any]:
         def module_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in modules:
                 return call(module, *args, **kwargs)
@@ -208,9 +211,18 @@ def leaves_keep_what_they_save(model: torch.nn.Module, leaves: Collection[str], 
 
         return module_call
 
+    def aside(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with paused():
+                return method(*args, **kwargs)
+
+        return call
+
     with ExitStack() as stack:
         if modules:
-            replace(stack, torch.nn.Module, "__call__", make)
+            replace(stack, torch.nn.Module, "__call__", in_leaves)
+        for name in (*_CONTENT, *_TEXT):
+            replace(stack, torch.Tensor, name, aside)
         yield
 
 
