@@ -29,14 +29,13 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.zoo_models import FAMILIES, Build, family
 from tests.zoo_table import brief, summary, table
 from tests.zoo_training import row_of
 
-PACKAGES = ("torch", "torchvision", "timm", "transformers", "diffusers", "peft")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ def _figures(row: Row) -> str:
         return f", {row['plain_bytes'] / 1e6:.2f} MB" if "plain_bytes" in row else ""
     leaves = f", {row['leaves']} leaves, the largest with {row['leaf_share']:.0%}" if row["leaves"] else ""
     return (
-        f", {row['plain_bytes'] / 1e6:.2f} -> {row['ogc_bytes'] / 1e6:.2f} MB ({row['predicted_plain_bytes'] / 1e6:.2f} "
-        f"-> {row['predicted_bytes'] / 1e6:.2f}), {row['operations']} operations{leaves}, "
+        f", {row['plain_bytes'] / 1e6:.2f} -> {row['ogc_bytes'] / 1e6:.2f} MB (predicted "
+        f"{row['predicted_bytes'] / 1e6:.2f}), {row['operations']} operations{leaves}, "
         f"planned in {row['plan_seconds']:.1f} s"
     )
 

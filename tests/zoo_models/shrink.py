@@ -5,10 +5,11 @@ The names that configurations give to their sizes are few; what they do not cove
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
-WIDTH, LAYERS, HEADS, INNER, VOCABULARY = 32, 2, 4, 64, 100
+WIDTH, LAYERS, HEADS, INNER, VOCABULARY = 64, 2, 4, 128, 100
 FIRST_SPECIAL = VOCABULARY - 1
 """Token ids outside of the small vocabulary become this one, and those below it."""
 
@@ -31,6 +32,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(?:\w+_)?patch_size", 8),
     (r"num_queries|num_query_tokens|n_queries", 8),
     (r"num_mel_bins|num_mel_channels", 16),
+    (r"rotary_dim", 8),
 )
 _AT_MOST: dict[str, int] = {
     "max_position_embeddings": 512,
@@ -41,8 +43,10 @@ _AT_MOST: dict[str, int] = {
 }
 _LISTS: dict[str, list[int]] = {
     "depths": [1] * 8,
-    "hidden_sizes": [16, 32, 48, 64, 64, 64, 64, 64],
-    "embed_dims": [16, 32, 48, 64, 64, 64, 64],
+    "hidden_sizes": [16, 32, 64, 64, 64, 64, 64, 64],
+    "embed_dims": [16, 32, 64, 64, 64, 64, 64],
+    "num_heads": [1, 2, 4, 4, 4, 4, 4],
+    "num_attention_heads": [1, 2, 4, 4, 4, 4, 4],
     "conv_dim": [32] * 8,
 }
 
@@ -64,8 +68,14 @@ def _tiny(default: Any, changes: dict[str, Any], ids: dict[int, int]) -> Any:
             settings[name] = small
     settings |= _grouped(default, settings)
     settings |= _kinds_of_layers(default, settings)
+    settings |= _stages(default)
+    if getattr(default, "is_encoder_decoder", False) and getattr(default, "decoder_start_token_id", None) is None:
+        settings["decoder_start_token_id"] = 0
+    settings |= _rotations(default, settings)
     settings |= changes
-    return type(default)(**{name: value for name, value in settings.items() if value is not ...})
+    kind = type(default)
+    known = {n: v for n, v in settings.items() if not isinstance(getattr(kind, n, None), property)}
+    return kind(**known)
 
 
 def _small(name: str, value: Any, ids: dict[int, int]) -> Any:
@@ -109,12 +119,33 @@ def _grouped(default: Any, settings: dict[str, Any]) -> dict[str, int]:
     return found
 
 
+def _stages(default: Any) -> dict[str, Any]:
+    """The width of the first of several stages, where each is twice as wide as the one before."""
+    if isinstance(getattr(default, "depths", None), (list, tuple)) and isinstance(
+        getattr(default, "embed_dim", 0), int
+    ):
+        return {"embed_dim": 16, "hidden_size": ...} if hasattr(default, "embed_dim") else {}
+    return {}
+
+
+def _rotations(default: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Sections of rotary embeddings (of time, height and width) that fit into the small heads."""
+    rope = getattr(default, "rope_parameters", None)
+    if not isinstance(rope, dict) or not isinstance(rope.get("mrope_section"), (list, tuple)):
+        return {}
+    share = rope.get("partial_rotary_factor", getattr(default, "partial_rotary_factor", None)) or 1.0
+    half = int(settings.get("head_dim", WIDTH // HEADS) * share) // 2
+    part = half * 3 // 8 or 1
+    return {"rope_parameters": {**rope, "mrope_section": [half - 2 * part, part, part]}}
+
+
 def _kinds_of_layers(default: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """One layer of each kind that there is, and two at least."""
     found: dict[str, Any] = {}
     layers = settings.get("num_hidden_layers", getattr(default, "num_hidden_layers", None))
     kinds = getattr(default, "layer_types", None)
-    if isinstance(kinds, (list, tuple)) and kinds and isinstance(layers, int):
+    is_told = "layer_types" in {field.name for field in dataclasses.fields(default)}
+    if is_told and isinstance(kinds, (list, tuple)) and kinds and isinstance(layers, int):
         different = list(dict.fromkeys(kinds))
         found["num_hidden_layers"] = max(layers, len(different))
         found["layer_types"] = (different * layers)[: found["num_hidden_layers"]]

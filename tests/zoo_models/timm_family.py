@@ -1,4 +1,7 @@
-"""One model of each module of timm, the smallest or one made smaller, with images as small as it takes. It needs timm."""
+"""One model of each module of timm, the smallest or one made smaller, with images as small as it takes.
+
+It needs timm.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _FIXED = (224, 240)
 _MODELS: dict[str, dict[str, Any]] = {
     "beit_base_patch16_224": {"img_size": 112},
     "cait_xxs24_224": {"img_size": 112},
-    "coat_tiny": {"img_size": 112},
+    "coat_tiny": {"img_size": 224},
     "coatnet_0_rw_224": {"img_size": 224},
     "convit_tiny": {"img_size": 112},
     "convmixer_768_32": {},
@@ -58,7 +61,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     },
     "ghostnet_100": {},
     "gmlp_ti16_224": {"img_size": 112},
-    "halonet_h1": {"img_size": 128},
+    "halonet_h1": {"size": 256},
     "hardcorenas_a": {},
     "hgnetv2_b0": {},
     "hiera_tiny_224": {"img_size": 224},
@@ -68,7 +71,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "inception_resnet_v2": {"size": 128},
     "inception_v3": {"size": 128},
     "inception_v4": {},
-    "jx_nest_tiny": {"img_size": 224},
+    "nest_tiny_jx": {"img_size": 224},
     "lambda_resnet26t": {"img_size": 128},
     "lcnetv2_small": {},
     "legacy_seresnet18": {},
@@ -119,6 +122,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "swinv2_cr_tiny_224": {"img_size": 224},
     "swinv2_tiny_window8_256": {"img_size": 128},
     "test_nfnet": {},
+    "test_resnet": {},
     "test_vit_relpos": {"img_size": 96},
     "tf_mixnet_s": {},
     "tiny_vit_5m_224": {"img_size": 224},
@@ -128,7 +132,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "vgg11": {"mlp_ratio": 0.1},
     "visformer_tiny": {"img_size": 224},
     "vit_tiny_patch16_224": {"img_size": 112},
-    "vit_tiny_r_s16_p8_224": {"img_size": 112},
+    "vit_tiny_r_s16_p8_224": {"img_size": 224},
     "vitamin_small_224": {"img_size": 224},
     "volo_d1_224": {"img_size": 224},
     "vovnet39a": {},
