@@ -15,6 +15,7 @@ from tests.zoo_models.diffusers_inputs import (
     LATENT,
     PICTURE,
     SIZE,
+    UP_AND_DOWN,
     VIDEO,
     WIDTHS,
     WORDS,
@@ -33,7 +34,7 @@ CODERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"sample": PICTURE, "timestep": times},
     ),
-    "UNet2DConditionModel": ({**CROSS, **_UP_AND_DOWN}, {"sample": LATENT, **CONDITIONED}),
+    "UNet2DConditionModel": ({**CROSS, **UP_AND_DOWN}, {"sample": LATENT, **CONDITIONED}),
     "UNet1DModel": (
         {
             "block_out_channels": (16, 16, 32),

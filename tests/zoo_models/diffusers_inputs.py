@@ -45,7 +45,7 @@ WORDS = (BATCH, TEXT, 32)
 CONDITIONED: dict[str, Any] = {"timestep": times, "encoder_hidden_states": WORDS}
 WIDTHS = {"block_out_channels": (16, 32), "norm_num_groups": 8, "layers_per_block": 1}
 CROSS = {**WIDTHS, "cross_attention_dim": 32, "attention_head_dim": 8}
-_UP_AND_DOWN = {
+UP_AND_DOWN = {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }
@@ -57,7 +57,7 @@ CODER = {
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
 JOINT = {**HEADS, "joint_attention_dim": 32, "pooled_projection_dim": 24}
 FLUX = {**JOINT, "num_single_layers": 2, "in_channels": 8, "axes_dims_rope": (4, 4, 8)}
-_FLUX_INPUTS: dict[str, Any] = {
+FLUX_INPUTS: dict[str, Any] = {
     "hidden_states": (BATCH, 16, 8),
     "encoder_hidden_states": WORDS,
     "timestep": lambda generator: torch.rand(BATCH, generator=generator),
@@ -65,6 +65,6 @@ _FLUX_INPUTS: dict[str, Any] = {
     "txt_ids": (TEXT, 3),
 }
 SD3 = {**JOINT, "in_channels": 4, "out_channels": 4, "sample_size": SIZE, "caption_projection_dim": 32}
-_SD3_INPUTS: dict[str, Any] = {"hidden_states": LATENT, **CONDITIONED, "pooled_projections": (BATCH, 24)}
+SD3_INPUTS: dict[str, Any] = {"hidden_states": LATENT, **CONDITIONED, "pooled_projections": (BATCH, 24)}
 VIDEO = (BATCH, 4, 3, SIZE, SIZE)
 FRAMES = (BATCH, 3, 5, 32, 32)

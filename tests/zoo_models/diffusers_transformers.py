@@ -9,11 +9,14 @@ from tests.zoo_models.diffusers_inputs import (
     CONDITIONED,
     CROSS,
     FLUX,
+    FLUX_INPUTS,
     HEADS,
     LATENT,
     SD3,
+    SD3_INPUTS,
     SIZE,
     TEXT,
+    UP_AND_DOWN,
     WORDS,
     always,
     classes,
@@ -27,8 +30,8 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**HEADS, "sample_size": SIZE, "num_embeds_ada_norm": 10},
         {"hidden_states": LATENT, "timestep": classes, "class_labels": classes},
     ),
-    "SD3Transformer2DModel": (SD3, _SD3_INPUTS),
-    "FluxTransformer2DModel": (FLUX, {**_FLUX_INPUTS, "pooled_projections": (BATCH, 24)}),
+    "SD3Transformer2DModel": (SD3, SD3_INPUTS),
+    "FluxTransformer2DModel": (FLUX, {**FLUX_INPUTS, "pooled_projections": (BATCH, 24)}),
     "PixArtTransformer2DModel": (
         {**HEADS, "cross_attention_dim": 32, "caption_channels": 32, "sample_size": SIZE},
         {
@@ -41,15 +44,15 @@ TRANSFORMERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ControlNetModel": (
         {
             **CROSS,
-            "down_block_types": _UP_AND_DOWN["down_block_types"],
+            "down_block_types": UP_AND_DOWN["down_block_types"],
             "conditioning_embedding_out_channels": (8, 16),
         },
         {"sample": LATENT, **CONDITIONED, "controlnet_cond": (BATCH, 3, 2 * SIZE, 2 * SIZE)},
     ),
-    "SD3ControlNetModel": (SD3, {**_SD3_INPUTS, "controlnet_cond": LATENT}),
+    "SD3ControlNetModel": (SD3, {**SD3_INPUTS, "controlnet_cond": LATENT}),
     "FluxControlNetModel": (
         FLUX,
-        {**_FLUX_INPUTS, "pooled_projections": (BATCH, 24), "controlnet_cond": (BATCH, 16, 8)},
+        {**FLUX_INPUTS, "pooled_projections": (BATCH, 24), "controlnet_cond": (BATCH, 16, 8)},
     ),
     "T2IAdapter": ({"channels": [16, 32], "num_res_blocks": 1}, {"x": (BATCH, 3, 64, 64)}),
     "PriorTransformer": (
