@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.zoo_models import FAMILIES, Build, family
 from tests.zoo_table import brief, summary, table
-from tests.zoo_training import row_of
+from tests.zoo_training import STEPS, row_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -117,6 +117,7 @@ def _write(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
     environment = {
         "command": f"python tests/zoo.py --family {name}",  # perhaps in groups of models
         "versions": {"torch": torch.__version__, **_versions(name), "python": platform.python_version()},
+        "steps": STEPS,
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),

@@ -19,7 +19,7 @@ def brief(row: Row) -> str:
 def _figures(row: Row) -> str:
     if "ogc_bytes" not in row:
         return f", {row['plain_bytes'] / 1e6:.2f} MB" if "plain_bytes" in row else ""
-    leaves = f", {row['leaves']} leaves, the largest with {row['leaf_share']:.0%}" if row["leaves"] else ""
+    leaves = f", {row['leaves']} leaves, the largest with {row['leaf_share']:.0%}" if row.get("leaves") else ""
     return (
         f", {row['plain_bytes'] / 1e6:.2f} -> {row['ogc_bytes'] / 1e6:.2f} MB (predicted "
         f"{row['predicted_bytes'] / 1e6:.2f}), {row['operations']} operations{leaves}, "
@@ -37,7 +37,12 @@ def _cells(row: Row) -> list[str]:
         said = f"{row['verdict']}: {row['detail'][:70]}" if row["detail"] else row["verdict"]
         return [row["name"], said, f"{row['plain_bytes'] / 1e6:.2f}" if "plain_bytes" in row else "", *[""] * 6]
     sizes = [f"{row[key] / 1e6:.2f}" for key in ("plain_bytes", "ogc_bytes", "predicted_bytes")]
-    counts = [str(row["operations"]), str(row["leaves"]), f"{row['leaf_share']:.0%}", f"{row['plan_seconds']:.1f}"]
+    counts = [
+        str(row["operations"]),
+        str(row.get("leaves", 0)),
+        f"{row.get('leaf_share', 0):.0%}",
+        f"{row['plan_seconds']:.1f}",
+    ]
     verdict = row["verdict"] if row["verdict"] == "equal" else f"{row['verdict']}: {row['detail'][:60]}"
     return [row["name"], verdict, *sizes, *counts]
 
@@ -51,6 +56,6 @@ def summary(family: str, rows: list[Row]) -> str:
     share = f"{len(planned) / len(tried):.1%} planned" if tried else "none tried"
     return (
         f"{family}: {len(rows)} models: {said}; {share}; "
-        f"{sum(row['leaf_share'] >= 0.5 for row in planned)} with half of the parameters in one leaf, "
+        f"{sum(row.get('leaf_share', 0) >= 0.5 for row in planned)} with half of the parameters in one leaf, "
         f"{sum(row['ogc_bytes'] > row['plain_bytes'] for row in planned)} above the plain peak"
     )
