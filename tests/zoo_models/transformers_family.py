@@ -32,12 +32,12 @@ def build(kind: str, name: str, task: str, padded: bool = False) -> Subject:
     """A model of the type, and the first way to call it that it takes."""
     model = _model(kind, name)
     maker = Maker(model, task, padded)
-    errors = []
+    errors: list[str] = []
     for note, batch in [*own_ways(maker, kind), *ways(maker)]:
         try:
             _try(model, batch(0))
         except Exception as error:  # the next way may do
-            errors.append(error)
+            errors.append(f"{note or 'the usual way'}: {type(error).__name__}: {error}"[:200])
             continue
         torch.manual_seed(0)
         fresh = _model(kind, name)
@@ -45,7 +45,7 @@ def build(kind: str, name: str, task: str, padded: bool = False) -> Subject:
         return Subject(fresh, batch, note=note)
     if not errors:
         raise NotImplementedError(f"no way to call {type(model).__name__}{sorted(maker.names)}")
-    raise errors[0]
+    raise ValueError("; ".join(dict.fromkeys(errors)))
 
 
 def _model(kind: str, name: str) -> torch.nn.Module:
