@@ -15,6 +15,8 @@ import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
+from .structures import InputSpec, OutputSpec, autocast_kinds
+
 LIVE_ARGUMENTS = {"batch_norm": (3, 4), "instance_norm": (3, 4)}
 """Operators that update running statistics which their own result does not depend on: argument positions.
 
@@ -28,8 +30,6 @@ CONSTANT = "_ogc_constant_"
 OWN = "own"
 """In a node's ``meta``: the forward makes a constant anew each time, of which the program has a copy made."""
 
-TENSOR = object()
-"""Stands for a tensor among the leaves of a result."""
 
 
 @dataclass(frozen=True)
@@ -142,154 +142,6 @@ def _same_value(a: Any, b: Any) -> bool:
 def shapes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
     """In a program: the shapes of an operator's results."""
     return [tuple(tensor.shape) for tensor in tensor_leaves(operator(*args, **kwargs))]
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """How the arguments of a call flatten, and everything about them that a program depends on."""
-
-    tree: pytree.TreeSpec
-    leaves: tuple[Any, ...]  # a TensorSpec for each tensor, the value itself for anything else
-    casts: tuple[tuple[str, torch.dtype], ...]  # what autocast does, by device type
-
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, list[torch.Tensor]]:
-        """The specification of a call and its tensors, in order."""
-        casts = autocast_state()
-        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
-            return InputSpec(_tree_of_tensors(len(args)), tuple(map(TensorSpec.of, args)), casts), list(args)
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        described = tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return InputSpec(tree, described, casts), tensors
-
-    def fits(self, other: InputSpec, size: bool = True) -> bool:
-        """Whether calls of the two are alike; without ``size``, up to shapes and strides."""
-        same_tree = self.tree is other.tree or self.tree == other.tree
-        return (
-            same_tree
-            and self.casts == other.casts
-            and all(_same_leaf(a, b, size) for a, b in zip(self.leaves, other.leaves, strict=True))
-        )
-
-    def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call, with the given tensors in the places of its own."""
-        source = iter(tensors)
-        leaves = [next(source) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return args, kwargs
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a call, as a sample input."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class TensorSpec(NamedTuple):
-    """Shape, strides, type and place of an input tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> TensorSpec:
-        return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-
-    def same_kind(self, other: TensorSpec) -> bool:
-        """Whether the two differ in sizes and strides at most."""
-        return len(self.shape) == len(other.shape) and self[2:] == other[2:]
-
-
-@cache
-def _tree_of_tensors(count: int) -> pytree.TreeSpec:
-    """How a call with so many tensors and nothing else flattens."""
-    return pytree.tree_structure(((0,) * count, {}))
-
-
-def _same_leaf(a: Any, b: Any, size: bool) -> bool:
-    if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
-        return a == b if size else a.same_kind(b)
-    if a is b or type(a) is not type(b):
-        return a is b
-    try:
-        return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # an array has no one truth
-        return False
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """How a result is rebuilt: its tree, and for each leaf that it is a tensor, an opened object or the leaf itself."""
-
-    tree: pytree.TreeSpec
-    leaves: tuple[Any, ...]  # TENSOR where one stands
-
-    @staticmethod
-    def of(result: Any, around: tuple[int, ...] = ()) -> tuple[OutputSpec, list[torch.Tensor]]:
-        """The specification of a result and its tensors, in order; those that objects hold are among them.
-
-        ``around`` are the identities of the objects that hold the result.
-        """
-        leaves, tree = pytree.tree_flatten(result)
-        described: list[Any] = []
-        tensors: list[torch.Tensor] = []
-        for leaf in leaves:
-            opened, inside = _open(leaf, around)
-            described.append(opened)
-            tensors += inside
-        return OutputSpec(tree, tuple(described)), tensors
-
-    def rebuild(self, tensors: list[torch.Tensor]) -> Any:
-        """The result of the call, from the tensors of the output node."""
-        return self._rebuild(iter(tensors))
-
-    def _rebuild(self, source: Iterator[torch.Tensor]) -> Any:
-        def leaf_of(described: Any) -> Any:
-            if described is TENSOR:
-                return next(source)
-            return described._rebuild(source) if isinstance(described, _Opened) else described
-
-        return pytree.tree_unflatten([leaf_of(described) for described in self.leaves], self.tree)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """An object that holds tensors (a cache, a dataclass): its class and attributes."""
-
-    kind: type
-    attributes: OutputSpec
-
-    def _rebuild(self, source: Iterator[torch.Tensor]) -> Any:
-        result: Any = object.__new__(self.kind)
-        vars(result).update(self.attributes._rebuild(source))
-        return result
-
-
-def _open(leaf: Any, around: tuple[int, ...]) -> tuple[Any, list[torch.Tensor]]:
-    if isinstance(leaf, torch.Tensor):
-        return TENSOR, [leaf]
-    if isinstance(leaf, (type, torch.nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
-        return leaf, []
-    if id(leaf) in around:
-        return leaf, []
-    spec, tensors = OutputSpec.of(vars(leaf), (*around, id(leaf)))
-    return (_Opened(type(leaf), spec), tensors) if tensors else (leaf, [])
-
-
-def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
-    """Device types for which autocast is on, and what it casts to."""
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in autocast_kinds())
-
-
-def autocast_kinds() -> list[str]:
-    """Device types for which autocast is on."""
-    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
 
 @contextmanager

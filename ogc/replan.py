@@ -12,7 +12,7 @@ from .errors import ParseError, SolveError
 from .graph import Graph
 from .parser import carry_over, hooked_modules
 from .plan import Plan
-from .program import Call, InputSpec, TensorSpec
+from .structures import Call, InputSpec
 from .solver import Budget, simulate
 
 log = logging.getLogger(__name__)
@@ -66,4 +66,4 @@ class Replanner:
 
 def _elements(given: Call | Graph) -> int:
     inputs = InputSpec.of(given.args, given.kwargs)[0] if isinstance(given, Call) else given.program.inputs
-    return sum(torch.Size(leaf.shape).numel() for leaf in inputs.leaves if isinstance(leaf, TensorSpec))
+    return sum(torch.Size(spec.shape).numel() for spec in inputs.tensors)

@@ -13,7 +13,7 @@ from ogc.parser.faithful import faithful_program
 from ogc.parser.judge import judge
 from ogc.parser.leaves import Leaves
 from ogc.parser.traced import OpaqueError
-from ogc.program import InputSpec
+from ogc.structures import InputSpec
 from ogc.without_grad import WithoutGrad
 
 aten = torch.ops.aten

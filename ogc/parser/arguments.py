@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..program import Call
+from ..structures import Call
 from .observe import is_dense
 
 

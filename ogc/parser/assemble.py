@@ -9,7 +9,8 @@ import torch
 
 from ..graph import Graph, Operation, PlainOperator, Value
 from ..leaf import runs_once
-from ..program import InputSpec, Program, TensorRef
+from ..program import Program, TensorRef
+from ..structures import InputSpec
 from .estimate import Weights, copies_strided_gradients
 from .gradients import LiveGradients, OperationGradients, gradient_bytes
 from .observe import Observation, Record

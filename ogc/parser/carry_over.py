@@ -14,8 +14,9 @@ import torch
 from ..errors import ParseError
 from ..graph import Graph
 from ..leaf import Leaf
-from ..program import InputSpec, Program
+from ..program import Program
 from ..sliced import Sliced
+from ..structures import InputSpec
 from .arguments import call_arguments, check_devices
 from .assemble import memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks

@@ -9,7 +9,7 @@ import torch
 
 from ..compare import same_bits
 from ..errors import ParseError
-from ..program import InputSpec
+from ..structures import InputSpec
 from .arguments import copies
 from .attributes import attributes_of, changes
 from .custom import CustomForward

@@ -16,7 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compare import difference, fingerprint, same_bits
-from ..program import OWN, InputSpec, OutputSpec, attribute, storage_of, without_autocast
+from ..program import OWN, attribute, storage_of, without_autocast
+from ..structures import InputSpec, OutputSpec
 from .arguments import copies
 from .observe import state_of, untouched
 from .reached import reached

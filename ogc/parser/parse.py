@@ -15,7 +15,7 @@ from ..errors import ParseError
 from ..graph import Graph
 from ..leaf import Leaf
 from ..lean import lean_operator
-from ..program import InputSpec
+from ..structures import InputSpec
 from .arguments import call_arguments, check_devices, check_model, copies, device_of, profile_kind
 from .assemble import graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of

@@ -9,7 +9,8 @@ import torch
 
 from ..errors import ParseError
 from ..leaf import Leaf
-from ..program import LIVE_ARGUMENTS, Guards, OutputSpec, operator_name
+from ..program import LIVE_ARGUMENTS, Guards, operator_name
+from ..structures import OutputSpec
 
 
 @dataclass(frozen=True)

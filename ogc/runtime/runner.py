@@ -16,7 +16,8 @@ from ..errors import OgcError
 from ..graph import Graph
 from ..leaf import Leaf
 from ..plan import Plan
-from ..program import Call, InputSpec, TensorSpec, tensor_leaves, without_autocast
+from ..program import without_autocast
+from ..structures import Call, InputSpec, input_tensors
 from .frame import Step
 from .generate import Generated, generate
 from .watch import State, Watched, attributes_restored
@@ -116,8 +117,9 @@ class Runner:
         program, device = variant.graph.program, torch.device(variant.graph.device)
         devices = (device,) if device.type == "cuda" and program.random else ()
         with without_autocast():
-            outputs = variant.code.forward(model, Step(model, variant.code.runs, devices), *tensor_leaves(args, kwargs))
-        return program.outputs.rebuild(outputs)
+            tensors = input_tensors(args, kwargs)
+            outputs = variant.code.forward(model, Step(model, variant.code.runs, devices), *tensors)
+        return program.outputs.deliver(outputs, args, kwargs)
 
     def _make(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant:
         """What runs a kind of calls that was not seen before."""
@@ -201,7 +203,7 @@ class Runner:
         """In what a call differs from the sample, in words."""
         known = next((variant for variant in self.variants if variant.fits(state, inputs)), None)
         if known is not None:
-            return known.what_differs(model, tensor_leaves(call.args, call.kwargs))
+            return known.what_differs(model, input_tensors(call.args, call.kwargs))
         found = []
         if state != self.sample.state:
             found.append("training flags, parameters, hooks or submodules differ from when it was optimized")
@@ -225,8 +227,7 @@ def _runs_the_same(a: Graph, b: Graph) -> bool:
 
 
 def _shapes(inputs: InputSpec) -> str:
-    specs = [leaf for leaf in inputs.leaves if isinstance(leaf, TensorSpec)]
-    return ", ".join(f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}" for spec in specs[:4])
+    return ", ".join(f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}" for spec in inputs.tensors[:4])
 
 
 def _first_line(error: Exception) -> str:

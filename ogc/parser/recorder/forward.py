@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...errors import OgcError, ParseError, add_note
-from ...program import InputSpec, OutputSpec
+from ...structures import Given, InputSpec, OutputSpec
 from ..reached import reached
 from .places import entry
 from ..traced import OpaqueError
@@ -33,6 +33,7 @@ class FlatForward:
     @entry
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self.spec.rebuild(list(tensors))
+        given = Given(args, kwargs)
         try:
             result = self.forward(*args, **kwargs)
         except OgcError:
@@ -40,7 +41,9 @@ class FlatForward:
         except Exception as error:
             add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
             raise
-        self.output_spec, outputs = OutputSpec.of(result)
+        if given.has_other_items():
+            raise OpaqueError("the forward changes lists or dicts that it is given", {"": "changes its arguments"})
+        self.output_spec, outputs = OutputSpec.of(result, given)
         if not outputs:
             raise ParseError("the model's forward returns no tensor; there is nothing to train")
         self.outputs = [tensor.detach() for tensor in outputs]

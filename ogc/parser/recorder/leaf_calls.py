@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
@@ -11,17 +10,11 @@ from typing import Any
 import torch
 
 from ...leaf import Leaf, Returned
-from ...program import TENSOR, InputSpec, TensorSpec, autocast_state
+from ...structures import CONSTANTS, Given, InputSpec, autocast_state
 from .dispatch import unseen
 from .forward import saved_until_done
 from .places import user_line
 from .recorder import Recorder, version_of
-
-_CONSTANTS = (
-    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, type(Ellipsis),
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-)  # fmt: skip
-
 
 class LeafCalls:
     """Calls leaves, and writes each call down as one node."""
@@ -48,7 +41,7 @@ class LeafCalls:
         self, kind: type[torch.autograd.Function], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a custom ``autograd.Function``, a leaf of its own wherever it stands."""
-        strange = [x for x in (*args, *kwargs.values()) if not isinstance(x, (torch.Tensor, *_CONSTANTS))]
+        strange = [x for x in (*args, *kwargs.values()) if not isinstance(x, (torch.Tensor, *CONSTANTS))]
         name = self.recorder.scopes.current
         if strange:
             self.recorder.refuse(
@@ -72,6 +65,7 @@ class LeafCalls:
         recorder = self.recorder
         with unseen():
             inputs, given = InputSpec.of(args, kwargs)
+            before = Given(args, kwargs)
             recorder.check_known(given)
             nodes = [recorder.node(tensor) for tensor in given]
             versions = [version_of(tensor) for tensor in given]
@@ -79,7 +73,7 @@ class LeafCalls:
         with recorder.inside(name, given), saved_until_done():
             result = call(*args, **kwargs)
         with unseen():
-            returned, tensors = Returned.of(result, given, versions)
+            returned, tensors = Returned.of(result, before, given, versions)
             leaf = Leaf(f"_ogc_leaf_{self.count}", name, source, inputs, returned, torch.is_grad_enabled(), autocast_state())
             self.count += 1
             self._check(leaf)
@@ -91,9 +85,8 @@ class LeafCalls:
     def _check(self, leaf: Leaf) -> None:
         """Note whether something goes in or comes out that is neither a tensor nor the same each time."""
         recorder, name = self.recorder, leaf.module
-        constants = [x for x in leaf.returned.outputs.leaves if x is not TENSOR]
-        arguments = [x for x in leaf.inputs.leaves if not isinstance(x, TensorSpec)]
-        strange = [x for x in (*arguments, *constants) if not isinstance(x, _CONSTANTS)]
+        constants, arguments = leaf.returned.outputs.constants, leaf.inputs.constants
+        strange = [x for x in (*arguments, *constants) if not isinstance(x, CONSTANTS)]
         decides = name in recorder.counting
         if strange:
             recorder.leaky[name] = f"takes or returns a {type(strange[0]).__name__}, in which tensors may hide"

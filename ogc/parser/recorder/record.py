@@ -9,7 +9,8 @@ import torch
 
 from ...errors import OgcError, ParseError
 from ...leaf import Leaf
-from ...program import OWN, InputSpec, call_beside
+from ...program import OWN, call_beside
+from ...structures import InputSpec
 from ..traced import OpaqueError, Traced
 from .dispatch import dispatched_to
 from .forward import FlatForward, nothing_saved

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_aggregate
 
-from ...program import autocast_kinds, call_beside, has_history, operator_name, tensor_leaves
+from ...program import call_beside, has_history, operator_name, tensor_leaves
+from ...structures import autocast_kinds
 from ...without_grad import WithoutGrad
 from ..traced import OpaqueError
 from .dispatch import Call, dispatched_to, unseen
