@@ -11,6 +11,7 @@ import torch
 
 from .check_inputs import Arguments, NotVaried, another_input, as_given, smaller_batch
 from .check_report import CheckReport, Difference
+from .check_restore import Snapshot
 from .check_step import Results, differences, results_of, state
 from .errors import InputError
 
@@ -87,9 +88,9 @@ class Checker:
     ) -> CheckReport:
         """As :func:`ogc.check` says, with these options."""
         _check_comparable(model, optimized)
-        found, skipped = [], {}
+        found, skipped, before = [], {}, Snapshot((model, optimized))
         for trial in self._trials():
-            outcome = _outcome(trial, model, optimized, (inputs, named_inputs))
+            outcome = _outcome(trial, before, (inputs, named_inputs))
             if isinstance(outcome, str):
                 skipped[trial.name] = outcome
             else:
@@ -134,16 +135,16 @@ class _Outcome(NamedTuple):
     is_deterministic: bool = True
 
 
-def _outcome(trial: _Trial, model: torch.nn.Module, optimized: torch.nn.Module, call: Arguments) -> _Outcome | str:
+def _outcome(trial: _Trial, before: Snapshot, call: Arguments) -> _Outcome | str:
     """What the comparison found, or why it could not be made."""
+    model, optimized = before.models
     try:
         call = trial.vary(call)
     except NotVaried as reason:
         return str(reason)
     except Exception as error:  # of a kind of tensor that cannot be written to or cut
         return f"the input cannot be varied: {_short(error)}"
-    models = (model, optimized)
-    step = partial(results_of, models=models, call=call, seed=trial.seed, after_step=trial.after_step)
+    step = partial(results_of, before=before, call=call, seed=trial.seed, after_step=trial.after_step)
     try:
         plain = step(model)
     except NotVaried as reason:

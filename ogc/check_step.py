@@ -1,23 +1,19 @@
-"""One training step of a model, everything that it gives by name, and everything put back."""
+"""One training step of a model and everything that it gives, by name."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from .check_inputs import Arguments, NotVaried
 from .check_report import Difference
-from .compare import difference, distance, identical, same_bits
-from .parser.observe import untouched
+from .check_restore import Snapshot, generators_of, set_seed
+from .compare import difference, distance, same_bits
 from .program import tensor_leaves
-from .random_state import cuda_devices, random_states
+from .random_state import random_states
 
 Results = list[tuple[str, Any]]
 
@@ -25,24 +21,22 @@ LARGEST_MOVE = 0.1
 """How far an optimizer step moves a parameter: its entry of the largest gradient by this share of its largest entry."""
 
 
-def results_of(
-    run: torch.nn.Module, models: Sequence[torch.nn.Module], call: Arguments, seed: int, after_step: bool = False
-) -> Results:
-    """Everything that one forward and backward of ``run`` gives, by name; all ``models`` are afterwards as before.
+def results_of(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, after_step: bool = False) -> Results:
+    """Everything that one forward and backward of ``run`` gives, by name; the models are afterwards as ``before``.
 
     With ``after_step`` it is the second step, after a first one and a step of an optimizer.
 
     Raises:
         NotVaried: there is nothing for the optimizer to do.
     """
-    with _restored(models, call):
-        _set_seed(seed, _generators([run], call))
+    with before.restored(call):
+        set_seed(seed, generators_of([run], call))
         if after_step:
-            _optimizer_step(run, dict(_step(run, call, seed)))
-        return _step(run, call, seed)
+            _optimizer_step(run, dict(_step(run, before, call, seed)))
+        return _step(run, before, call, seed)
 
 
-def _step(run: torch.nn.Module, call: Arguments, seed: int) -> Results:
+def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int) -> Results:
     args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, call)
     given = tensor_leaves(args, kwargs)
     with torch.enable_grad():
@@ -54,9 +48,9 @@ def _step(run: torch.nn.Module, call: Arguments, seed: int) -> Results:
     found += [(f"output {number}", _detached(leaf)) for number, leaf in enumerate(leaves)]
     found += [(f"requires_grad of output {n}", tensor.requires_grad) for n, tensor in enumerate(outputs)]
     found += [(f"gradient of {name}", gradient) for name, gradient in _gradients(outputs, sources, seed).items()]
-    found += [(name, tensor.detach().clone()) for name, tensor in state(run)]
+    found += [(name, before.copy_of(tensor)) for name, tensor in state(run)]
     found += [(f"input {number} after the step", tensor.detach()) for number, tensor in enumerate(given)]
-    return found + _random_states(given, _generators([run], call))
+    return found + _random_states(given, generators_of([run], call))
 
 
 def state(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -92,9 +86,9 @@ def _optimizer_step(model: torch.nn.Module, found: dict[str, Any]) -> None:
     if not moved:
         raise NotVaried("no parameter gets a gradient")
     for parameter, gradient in moved:
-        dense = _dense(gradient).nan_to_num(0.0, 0.0, 0.0)
-        largest = dense.abs().max() if dense.numel() else 0.0
-        if largest > 0:
+        dense = _dense(gradient)
+        largest = dense.abs().max() if dense.numel() else torch.zeros(())
+        if 0 < largest < torch.inf:
             parameter.sub_(dense / largest * (LARGEST_MOVE * parameter.abs().max().clamp(min=LARGEST_MOVE)))
 
 
@@ -107,7 +101,7 @@ def differences(ours: Results, plain: Results, found_in: str) -> list[Difference
         a, b = mine.get(name, missing), theirs.get(name, missing)
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.layout == b.layout:
             a, b = _dense(a), _dense(b)
-            if not same_bits(a, b):
+            if a is not b and not same_bits(a, b):
                 found.append(Difference(name, distance(a, b), difference(a, b), found_in))
         elif type(a) is not type(b) or isinstance(a, torch.Tensor) or (_has_value(a) and a != b):
             text = f"{_described(a)} instead of {_described(b)}"
@@ -142,64 +136,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy.requires_grad_(tensor.requires_grad)
 
 
-# -- random states -----------------------------------------------------------------------------------------
-
-
-def _generators(models: Sequence[torch.nn.Module], call: Arguments) -> list[torch.Generator]:
-    """Generators that models have as attributes, or are given."""
-    held = chain.from_iterable(vars(module).values() for model in models for module in model.modules())
-    found = (thing for thing in chain(held, pytree.tree_leaves(call)) if isinstance(thing, torch.Generator))
-    return list({id(generator): generator for generator in found}.values())
-
-
-def _set_seed(seed: int, generators: list[torch.Generator]) -> None:
-    # Not torch.manual_seed: where CUDA is not in use yet, it would be seeded when that begins.
-    torch.default_generator.manual_seed(seed)
-    if cuda_devices():
-        torch.cuda.manual_seed_all(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-    for generator in generators:
-        generator.manual_seed(seed)
-
-
 def _random_states(tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Results:
     devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
     states = map(torch.from_numpy, random_states(devices))
     found: Results = [(f"random state of {d}", state) for d, state in zip(["cpu", *devices], states, strict=True)]
     return found + [(f"state of generator {n}", generator.get_state()) for n, generator in enumerate(generators)]
-
-
-# -- putting back ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _restored(models: Sequence[torch.nn.Module], call: Arguments) -> Iterator[None]:
-    """Whatever runs inside, the models' state, gradients and all random states are afterwards as before."""
-    parameters = _with_copies([p for model in models for p in model.parameters()])
-    buffers = _with_copies([b for model in models for b in model.buffers()])
-    gradients = [(parameter, parameter.grad) for parameter, _ in parameters]
-    contents = _with_copies([g for _, g in gradients if g is not None and g.layout == torch.strided])
-    states = [(generator, generator.get_state()) for generator in _generators(models, call)]
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(untouched(model))
-        try:
-            yield
-        finally:
-            for generator, before in states:
-                generator.set_state(before)
-            for parameter, gradient in gradients:
-                if parameter.grad is not gradient:
-                    parameter.grad = gradient
-            with torch.no_grad():
-                for tensor, copy in parameters:  # seen by version counters, as what moved them was
-                    if not identical(tensor, copy):
-                        tensor.copy_(copy)
-                for tensor, copy in chain(buffers, contents):
-                    if not identical(tensor, copy):
-                        tensor.data.copy_(copy)
-
-
-def _with_copies(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(tensor, tensor.detach().clone()) for tensor in {id(tensor): tensor for tensor in tensors}.values()]
