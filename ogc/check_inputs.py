@@ -26,10 +26,12 @@ def another_input(call: Arguments) -> Arguments:
     """Inputs of the same shapes and layouts with other values.
 
     Floating tensors get random values of the same mean and spread, between the least and the largest that were
-    given: images stay in [0, 1]. Integers, masks, and floating tensors of whole or of infinite numbers only, are
-    likely ids, labels or masks, in which a value means something at its place. Those that have the batch's first
-    dimension have their samples change places, all in the same way, so that ids stay next to their masks; in a batch of
-    one the entries of the next dimension do. Others stay as they are: they may point into what is not permuted.
+    given: images stay in [0, 1]. Where they spread around zero, the mean is that of the other sign.
+
+    Integers, masks, and floating tensors of whole or of infinite numbers only, are likely ids, labels or masks, in
+    which a value means something at its place. Those that have the batch's first dimension have their samples change
+    places, all in the same way, so that ids stay next to their masks; in a batch of one the entries of the next
+    dimension do. Others stay as they are: they may point into what does not change places.
 
     Raises:
         NotVaried: the values are as before, as all were alike.
@@ -106,10 +108,15 @@ def _is_continuous(tensor: torch.Tensor) -> bool:
 
 
 def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random values; where the given ones spread around zero, their sum has the other sign, which forwards ask for."""
     values = _real(tensor)
+    low, high = values.min(), values.max()
     spread, mean = torch.std_mean(values, correction=0)
+    if low < 0 < high and mean.abs() < 3 * spread / values.numel() ** 0.5:
+        mean, high = -mean, values.abs().max()
+        low = -high
     noise = torch.randn(values.shape, generator=generator, dtype=values.dtype).to(values.device)
-    fresh = (noise * spread + mean).clamp(values.min(), values.max())
+    fresh = ((noise - noise.mean()) * spread + mean).clamp(low, high)
     return torch.view_as_complex(fresh) if tensor.is_complex() else fresh
 
 

@@ -38,7 +38,7 @@ class Branches(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x):
-        return self.way(x, bool(x[0, 0] > 0))
+        return self.way(x, bool(x.sum() > 0))
 
     def way(self, x, positive):
         return self.layer(x) if positive else torch.tanh(self.layer(x))
@@ -48,11 +48,12 @@ class Branches(nn.Module):
 
 
 def test_a_branch_that_was_baked_is_found_by_another_input():
-    model, x = Branches(), torch.tensor([[1.5, 0.2, -0.3, 0.1], [-1.5, 0.4, 0.5, -0.2]])
-    positive = bool(another_input(((x,), {}))[0][0][0, 0] > 0)
-    x = x if not positive else -x
-    baked = twin(model, lambda self, x, way=bool(x[0, 0] > 0): self.way(x, way))
-    assert found_in(model, baked, x) == {"another input"}
+    model, x = Branches(), torch.randn(2, 4)
+    way = bool(x.sum() > 0)
+    while (x[:1].sum() > 0) != way:  # the half batch goes the same way
+        x = torch.randn(2, 4)
+        way = bool(x.sum() > 0)
+    assert found_in(model, twin(model, lambda self, x: self.way(x, way)), x) == {"another input"}
 
 
 def test_a_branch_on_ids_is_found_by_another_input():
@@ -322,6 +323,13 @@ def test_floating_values_keep_their_mean_spread_and_limits(dtype):
     assert float(y.min()) >= float(x.min()) and float(y.max()) <= float(x.max())
     assert abs(float(y.mean()) - float(x.mean())) < 0.02
     assert abs(float(y.std()) - float(x.std())) < 0.05
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_sum_around_zero_changes_its_sign(seed):
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+    assert (another(x)[0][0].sum() > 0) != (x.sum() > 0)
+    assert another(x.abs() + 0.1)[0][0].min() > 0
 
 
 def test_complex_values_are_drawn_too():
