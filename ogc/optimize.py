@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .check import check
+from .check import ONE_STEP
 from .errors import InputError, PlanError
 from .graph import Graph
 from .parser import LeafModules, ParseGraph, hooked_modules, parse
@@ -56,8 +56,8 @@ def optimize(
         leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
         repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
-        verify: run the result beside the plain model on the sample input (see :func:`ogc.check`). That takes
-            the time and the memory of a plain step.
+        verify: run one step of the result and one of the plain model on the sample input and compare them. That takes
+            the time and the memory of a plain step; :func:`ogc.check` tries more.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -95,7 +95,7 @@ def optimize(
     optimized = _apply(model, graph, plan, planner)
     if verify:
         args, kwargs = call_arguments(sample_input)
-        check(model, optimized, *args, **kwargs).raise_if_different()
+        ONE_STEP.check(model, optimized, *args, **kwargs).raise_if_different()
     return optimized
 
 
