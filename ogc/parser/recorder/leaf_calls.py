@@ -85,12 +85,13 @@ class LeafCalls:
     def _check(self, leaf: Leaf) -> None:
         """Note whether something goes in or comes out that is neither a tensor nor the same each time."""
         recorder, name = self.recorder, leaf.module
-        constants, arguments = leaf.returned.outputs.constants, leaf.inputs.constants
-        strange = [x for x in (*arguments, *constants) if not isinstance(x, CONSTANTS)]
+        returned = leaf.returned.outputs
+        strange = [x for x in (*leaf.inputs.constants, *returned.constants) if not isinstance(x, CONSTANTS)]
+        numbers = [x for x in returned.leaves if isinstance(x, (int, float)) and not isinstance(x, bool)]
         decides = name in recorder.counting
         if strange:
             recorder.leaky[name] = f"takes or returns a {type(strange[0]).__name__}, in which tensors may hide"
-        elif decides and any(isinstance(x, (int, float)) for x in constants):
+        elif decides and numbers:
             recorder.leaky[name] = "returns a number read out of a tensor"
         elif decides and any(view is not None for view in leaf.returned.views) and "." in name:
             recorder.leaky[name] = "returns its own input, as the data will have it"

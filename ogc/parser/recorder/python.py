@@ -108,7 +108,9 @@ class Watch:
     def _function(self, call: Any) -> Any:
         def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             own = call.__get__(None, kind)
-            return self.calls.function(kind, own, args, kwargs) if self.is_on else own(*args, **kwargs)
+            is_transformed = torch._C._are_functorch_transforms_active()  # then it is taken apart by them
+            is_leaf = self.is_on and not is_transformed
+            return self.calls.function(kind, own, args, kwargs) if is_leaf else own(*args, **kwargs)
 
         return classmethod(apply)
 
