@@ -39,6 +39,7 @@ class Leaves:
         self.repeatable = set(chosen)
         self.finds_repeatable = repeatable is None
         self.repeated: set[str] = set()
+        self.changing: dict[str, str] = {}  # an attribute that the forward changes, for each module
         self._cover_at_sight()
 
     def cover(self, problem: OpaqueError) -> None:
@@ -64,6 +65,10 @@ class Leaves:
             f" Nothing smaller than the model hides it; its largest part is {largest}: "
             f"model.{largest} = ogc.optimize(model.{largest}, its_input)."
         )
+
+    def changed_attribute(self, name: str) -> str | None:
+        """An attribute that the forward changes in the module or below it."""
+        return next((key for module, key in self.changing.items() if _is_within(module, [name])), None)
 
     def check_hooks(self, called: Iterable[str]) -> None:
         """Raise ParseError if a graph made by hand goes past modules with hooks; ``called`` are the leaves in it."""

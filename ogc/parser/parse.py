@@ -15,6 +15,7 @@ from ..errors import ParseError
 from ..graph import Graph
 from ..leaf import Leaf
 from ..lean import lean_operator
+from ..plainly import plainly
 from ..structures import InputSpec
 from .arguments import call_arguments, check_devices, check_model, copies, device_of, profile_kind
 from .assemble import graph_of
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @collecting_new_only()
+@plainly()
 def parse(
     model: torch.nn.Module,
     sample_input: Any,
@@ -206,7 +208,8 @@ class _Weighing:
         name, is_named = node.target.module, self.leaves.is_repeatable(node.target.module)
         if not is_named and (record.random or not self.leaves.finds_repeatable):
             return
-        obstacle = why_not_again(self.model, node, args, record)
+        changed = self.leaves.changed_attribute(name) if node.target.submodule is not None else None
+        obstacle = f"changes its attribute {changed}" if changed else why_not_again(self.model, node, args, record)
         node.target = replace(node.target, repeatable=obstacle is None)
         if obstacle is None:
             self.leaves.repeated.add(name)

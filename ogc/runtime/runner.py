@@ -15,6 +15,7 @@ import torch
 from ..errors import OgcError
 from ..graph import Graph
 from ..leaf import Leaf
+from ..plainly import is_plain
 from ..plan import Plan
 from ..program import without_autocast
 from ..structures import Call, InputSpec, input_tensors
@@ -95,7 +96,7 @@ class Runner:
             return None
         if (self.training and not model.training) or torch.jit.is_tracing() or torch.compiler.is_compiling():
             return None
-        if self.is_planning:
+        if self.is_planning or is_plain():
             return None
         state = (self.watched.get(model) or self.watch(model)).state(model)
         inputs, tensors = InputSpec.of(args, kwargs)
