@@ -147,6 +147,10 @@ class Maker:
             found["decoder_input_ids"] = self.tokens(step, SHORT, 50)
         return found | self.labels(step, found)
 
+    def wave(self, step: int) -> dict[str, Any]:
+        """Sound with a channel."""
+        return {"input_values": torch.randn(BATCH, 1, SOUND, generator=seeded(step))}
+
     def features(self, step: int, last: bool = False) -> dict[str, Any]:
         """Spectrograms: mel bins in the middle, or last."""
         bins = _first(self.config, ("num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim")) or 16
@@ -165,6 +169,14 @@ class Maker:
 
     def text_and_image(self, step: int, size: int | None = None) -> dict[str, Any]:
         return {**self.text(step), "pixel_values": self.pixels(step, size)}
+
+    def patches_alone(self, step: int) -> dict[str, Any]:
+        """The same without a text, for the part of a model that sees."""
+        size, channels = self.config.patch_size, getattr(self.config, "in_channels", 3)
+        width = channels * getattr(self.config, "temporal_patch_size", 1) * size * size
+        values = torch.randn(BATCH * 16, width, generator=seeded(step))
+        name = "hidden_states" if "hidden_states" in self.names else "pixel_values"
+        return {name: values, "grid_thw": torch.tensor([[1, 4, 4]] * BATCH)}
 
     def patches(self, step: int) -> dict[str, Any]:
         """Images cut into patches, of which a grid of sizes tells, and tokens that stand for them."""
@@ -239,6 +251,8 @@ def ways(maker: Maker) -> list[tuple[str, Batch]]:
     found: list[tuple[str, Batch]] = []
     if "past_values" in names:
         found.append(("", maker.series))
+    if "grid_thw" in names:
+        found.append(("patches", maker.patches_alone))
     if "input_ids" in names and ("pixel_values" in names or "image_grid_thw" in names):
         found += [("patches of images in a text", maker.patches)] if "image_grid_thw" in names else []
         found += [("images in a text", maker.images_in_text)] if hasattr(maker.model, "get_image_features") else []
@@ -255,5 +269,10 @@ def ways(maker: Maker) -> list[tuple[str, Batch]]:
     if "input_features" in names:
         found += [("", maker.features), ("", lambda step: maker.features(step, True))]
     if "input_values" in names:
-        found += [("", maker.sound), ("", lambda step: maker.features(step, True)), ("", maker.features)]
+        found += [
+            ("", maker.sound),
+            ("", maker.wave),
+            ("", lambda step: maker.features(step, True)),
+            ("", maker.features),
+        ]
     return found

@@ -39,6 +39,7 @@ _GLM = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrop
 _GLM_HALF = {"rope_parameters": {**_GLM["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
 _AHEAD = {"prediction_length": 8, "context_length": 24}
 _FEW_EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
+_STAGES = {"encoder_in_channels": [32, 64, 64], "decoder_in_channels": [64, 64, 64]}
 _SETTINGS: dict[str, dict[str, Any]] = {
     "audio-spectrogram-transformer": {"max_length": 96},
     "autoformer": _AHEAD,
@@ -69,6 +70,28 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "informer": _AHEAD,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "layoutlmv3": {"coordinate_size": 8, "shape_size": 16},
+    "lilt": {"channel_shrink_ratio": 4},
+    "ministral": {"head_dim": 16},
+    "mobilebert": {"intra_bottleneck_size": 64, "true_hidden_size": 64, "embedding_size": 64},
+    "moonshine": {"pad_token_id": 0},
+    "nemotron": {"head_dim": 16},
+    "owlv2": {"text_config": {"max_position_embeddings": 64}},
+    "owlvit": {"text_config": {"max_position_embeddings": 64}},
+    "qwen2_5_vl": {"text_config": _GLM},
+    "qwen2_5_vl_text": _GLM,
+    "qwen2_vl": {"text_config": _GLM},
+    "qwen2_vl_text": _GLM,
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "rt_detr": _STAGES,
+    "rt_detr_v2": _STAGES,
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_shape": [6, 8],
+        "axial_pos_embds_dim": [32, 32],
+        "attn_layers": ["local", "lsh"],
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+    },
     "time_series_transformer": _AHEAD,
 }
 

@@ -74,7 +74,8 @@ def _tiny(default: Any, changes: dict[str, Any], ids: dict[int, int]) -> Any:
     settings |= _rotations(default, settings)
     settings |= changes
     kind = type(default)
-    known = {n: v for n, v in settings.items() if not isinstance(getattr(kind, n, None), property)}
+    told = {name: value for name, value in settings.items() if value is not ...}
+    known = {n: v for n, v in told.items() if not isinstance(getattr(kind, n, None), property)}
     return kind(**known)
 
 
@@ -120,11 +121,13 @@ def _grouped(default: Any, settings: dict[str, Any]) -> dict[str, int]:
 
 
 def _stages(default: Any) -> dict[str, Any]:
-    """The width of the first of several stages, where each is twice as wide as the one before."""
+    """Of several stages: the width of the first, if the later ones are told by it, and which are given on."""
     if isinstance(getattr(default, "depths", None), (list, tuple)) and isinstance(
         getattr(default, "embed_dim", 0), int
     ):
-        return {"embed_dim": 16, "hidden_size": ...} if hasattr(default, "embed_dim") else {}
+        width = {"embed_dim": 16, "hidden_size": ...} if hasattr(default, "embed_dim") else {}
+        given = {"out_indices": list(default.out_indices)} if getattr(default, "_out_indices", None) else {}
+        return {**width, **given}
     return {}
 
 
