@@ -63,7 +63,9 @@ def row_of(build: Callable[[], Subject], plain_only: bool = False) -> dict[str, 
     del subject, control
     own = difference(plain, again)
     try:
-        ours, planned = _ours(_built(build))
+        subject = _built(build)
+        sample = _sample_of(_built(build)) if subject.part else subject.batch(0)
+        ours, planned = _ours(subject, sample)
     except ogc.OgcError as error:
         return {"verdict": "refused", "detail": _text(error), **found}
     except Exception as error:  # any model may fail in any way: that is what is found out here
@@ -104,10 +106,9 @@ def _description(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _ours(subject: Subject) -> tuple[Training, dict[str, Any]]:
+def _ours(subject: Subject, sample: Any) -> tuple[Training, dict[str, Any]]:
     """The training of the optimised model, and what was planned."""
     original = subject.model.get_submodule(subject.part)
-    sample = subject.batch(0) if not subject.part else _sample_of(subject, original)
     start = time.perf_counter()
     optimised = ogc.optimize(original, sample, profile="estimate")
     seconds = time.perf_counter() - start
@@ -140,18 +141,17 @@ def _largest(model: torch.nn.Module, leaves: list[str]) -> dict[str, Any]:
     return {"largest_leaf": largest, "leaf_share": count(model.get_submodule(largest)) / max(1, count(model))}
 
 
-def _sample_of(subject: Subject, part: torch.nn.Module) -> Any:
-    """How the model calls one of its submodules."""
+def _sample_of(twin: Subject) -> Any:
+    """How the model calls its part. Another one is asked, as statistics move in training mode."""
     calls: list[Any] = []
 
     def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert not (args and kwargs), "a part is called with positional or with keyword arguments"
         calls.append(args or kwargs)
 
-    hook = part.register_forward_pre_hook(note, with_kwargs=True)
+    twin.model.get_submodule(twin.part).register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
-        call(subject.model, subject.batch(0))
-    hook.remove()
+        call(twin.model, twin.batch(0))
     return calls[0]
 
 
@@ -197,10 +197,15 @@ def train(subject: Subject, run: torch.nn.Module) -> Training:
 
 
 def _peak(subject: Subject, run: torch.nn.Module) -> int:
-    """Of one more step, which finds the gradients of parameters allocated."""
+    """Of one more step, which finds the gradients of parameters allocated and holds on to the outputs."""
     batch = subject.batch(0)
+
+    def step() -> None:
+        result = call(run, batch)
+        loss_of(result).backward()
+
     _seed(SEED)
-    return peak_bytes(lambda: loss_of(call(run, batch)).backward(), "cpu")
+    return peak_bytes(step, "cpu")
 
 
 def _state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

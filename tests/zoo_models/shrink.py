@@ -110,13 +110,12 @@ def _within(token: int, ids: dict[int, int]) -> int:
 
 
 def _grouped(default: Any, settings: dict[str, Any]) -> dict[str, int]:
-    """Half or one of the heads of keys and values, where there are fewer of them than heads."""
+    """Half of the heads for keys and values, or one where there is one: published models mostly have fewer."""
     found = {}
     for name in ("num_key_value_heads", "num_kv_heads"):
-        heads, groups = getattr(default, "num_attention_heads", None), getattr(default, name, None)
-        if isinstance(heads, int) and isinstance(groups, int) and "num_attention_heads" in settings:
-            small = settings["num_attention_heads"]
-            found[name] = small if groups >= heads else 1 if groups == 1 else small // 2
+        groups = getattr(default, name, None)
+        if isinstance(groups, int) and isinstance(heads := settings.get("num_attention_heads"), int):
+            found[name] = 1 if groups == 1 else heads // 2
     return found
 
 
