@@ -17,6 +17,7 @@ import torch
 
 import ogc
 from ogc.allocator import peak_bytes
+from ogc.leaf import Leaf
 from tests.zoo_models import Subject
 
 STEPS = 3
@@ -113,7 +114,8 @@ def _ours(subject: Subject, sample: Any) -> tuple[Training, dict[str, Any]]:
     optimised = ogc.optimize(original, sample, profile="estimate")
     seconds = time.perf_counter() - start
     plan: Any = optimised.plan
-    leaves = [op.module for op in optimised.graph.operations if op.target == "leaf"]  # type: ignore[union-attr]
+    program: Any = optimised.graph.program  # type: ignore[union-attr]
+    leaves = [node.target.module for node in program.operations if isinstance(node.target, Leaf)]
     run = optimised if not subject.part else _with(subject.model, subject.part, optimised)
     training = train(subject, run)
     return training, {
