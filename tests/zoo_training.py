@@ -52,21 +52,14 @@ def digest(value: object) -> str:
 def row_of(build: Callable[[], Subject], plain_only: bool = False) -> dict[str, Any]:
     """The row of a model: a verdict, what it is about, and the figures there are."""
     try:
-        subject = _built(build)
-        found = _description(subject)
-        plain = train(subject, subject.model)
+        found, plain = _plainly(build)
     except Exception as error:  # what cannot be trained plainly says nothing of us
         return {"verdict": "plain cannot", "detail": _text(error)}
-    found["plain_bytes"] = plain.peak
     if plain_only:
         return {"verdict": "plain", "detail": "" if plain.finite else "not all is finite", **found}
-    again = train(control := _built(build), control.model)
-    del subject, control
-    own = difference(plain, again)
+    own = difference(plain, _plainly(build)[1])
     try:
-        subject = _built(build)
-        sample = _sample_of(_built(build)) if subject.part else subject.batch(0)
-        ours, planned = _ours(subject, sample)
+        ours, planned = _ours(build)
     except ogc.OgcError as error:
         return {"verdict": "refused", "detail": _text(error), **found}
     except Exception as error:  # any model may fail in any way: that is what is found out here
@@ -83,6 +76,13 @@ def _built(build: Callable[[], Subject]) -> Subject:
     subject = build()
     subject.model.train()
     return subject
+
+
+def _plainly(build: Callable[[], Subject]) -> tuple[dict[str, Any], Training]:
+    """What a model is, and its training; nothing of it stays in memory."""
+    subject = _built(build)
+    training = train(subject, subject.model)
+    return {**_description(subject), "plain_bytes": training.peak}, training
 
 
 def _seed(number: int) -> None:
@@ -107,8 +107,10 @@ def _description(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _ours(subject: Subject, sample: Any) -> tuple[Training, dict[str, Any]]:
+def _ours(build: Callable[[], Subject]) -> tuple[Training, dict[str, Any]]:
     """The training of the optimised model, and what was planned."""
+    subject = _built(build)
+    sample = _sample_of(_built(build)) if subject.part else subject.batch(0)
     original = subject.model.get_submodule(subject.part)
     start = time.perf_counter()
     optimised = ogc.optimize(original, sample, profile="estimate")
