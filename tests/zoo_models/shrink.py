@@ -74,9 +74,14 @@ def _tiny(default: Any, changes: dict[str, Any], ids: dict[int, int]) -> Any:
     settings |= _rotations(default, settings)
     settings |= changes
     kind = type(default)
-    told = {name: value for name, value in settings.items() if value is not ...}
-    known = {n: v for n, v in told.items() if not isinstance(getattr(kind, n, None), property)}
+    known = {n: v for n, v in settings.items() if v is not ... and not _is_fixed(kind, n)}
     return kind(**known)
+
+
+def _is_fixed(kind: type, name: str) -> bool:
+    """Whether the class works the setting out by itself."""
+    found = getattr(kind, name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def _small(name: str, value: Any, ids: dict[int, int]) -> Any:
@@ -111,7 +116,9 @@ def _within(token: int, ids: dict[int, int]) -> int:
 
 def _grouped(default: Any, settings: dict[str, Any]) -> dict[str, int]:
     """Half of the heads for keys and values, or one where there is one: published models mostly have fewer."""
-    found = {}
+    found: dict[str, int] = {}
+    if hasattr(default, "kv_lora_rank"):  # keys and values of all heads are made of the same few numbers
+        return found
     for name in ("num_key_value_heads", "num_kv_heads"):
         groups = getattr(default, name, None)
         if isinstance(groups, int) and isinstance(heads := settings.get("num_attention_heads"), int):
