@@ -55,11 +55,21 @@ class Maker:
 
     def text(self, step: int, length: int = LENGTH) -> dict[str, Any]:
         found: dict[str, Any] = {"input_ids": self.tokens(step, length)}
+        if self.task == "sequence_classification" and isinstance(end := _first(self.config, ("eos_token_id",)), int):
+            found["input_ids"][:, -1] = end
         if "attention_mask" in self.names:
             found["attention_mask"] = self.mask(step, length)
         if self._is_pair() and not self._has_labels():
             found["decoder_input_ids"] = self.tokens(step, SHORT, 50)
         return found | self.labels(step, found)
+
+    def choices(self, step: int) -> dict[str, Any]:
+        """Two texts to choose from."""
+        given = {
+            name: value.unsqueeze(1).repeat(1, 2, 1) for name, value in self.text(step).items() if value.dim() == 2
+        }
+        given["input_ids"][:, 1] = self.tokens(step, LENGTH, 30)
+        return {**given, "labels": (torch.arange(BATCH) + step) % 2}
 
     def _is_pair(self) -> bool:
         return "decoder_input_ids" in self.names
@@ -94,7 +104,7 @@ class Maker:
             return torch.rand(BATCH, size, size, generator=generator)
         if self.task in ("image_classification", "video_classification", "audio_classification"):
             return (torch.arange(BATCH) + step) % LABELS
-        if self.task == "sequence_classification":
+        if self.task in ("sequence_classification", "multiple_choice"):
             return (torch.arange(BATCH) + step) % LABELS
         if self.task == "visual_question_answering":
             return torch.rand(BATCH, self.config.num_labels, generator=generator)
@@ -249,6 +259,8 @@ def ways(maker: Maker) -> list[tuple[str, Batch]]:
     """Ways to call the model, each with what a row says of it."""
     names = maker.names
     found: list[tuple[str, Batch]] = []
+    if maker.task == "multiple_choice":
+        found.append(("", maker.choices))
     if "past_values" in names:
         found.append(("", maker.series))
     if "grid_thw" in names:

@@ -42,7 +42,14 @@ _GLM = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrop
 _GLM_HALF = {"rope_parameters": {**_GLM["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
 _AHEAD = {"prediction_length": 8, "context_length": 24}
 _FEW_EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
-_WINDOWS = {"depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "image_size": 64, "patch_size": 4}
+_WINDOWS = {
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": 4,
+    "image_size": 64,
+    "patch_size": 4,
+    "out_indices": [2],
+}
 _STAGES = {"encoder_in_channels": [32, 64, 64], "decoder_in_channels": [64, 64, 64]}
 _SETTINGS: dict[str, dict[str, Any]] = {
     "audio-spectrogram-transformer": {"max_length": 96},

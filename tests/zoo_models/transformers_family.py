@@ -55,6 +55,8 @@ def _model(kind: str, name: str) -> torch.nn.Module:
     model: Any = getattr(transformers, name)
     if model.config_class and not isinstance(config, model.config_class):
         config = next((part for part in vars(config).values() if isinstance(part, model.config_class)), config)
+    if name.endswith("SequenceClassification") and config.get_text_config().pad_token_id is None:
+        config.get_text_config().pad_token_id = 0
     found: torch.nn.Module = model(config)
     return found.train()
 
