@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
@@ -29,7 +28,6 @@ CONSTANT = "_ogc_constant_"
 
 OWN = "own"
 """In a node's ``meta``: the forward makes a constant anew each time, of which the program has a copy made."""
-
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from .errors import ParseError, SolveError
 from .graph import Graph
 from .parser import carry_over, hooked_modules
 from .plan import Plan
-from .structures import Call, InputSpec
 from .solver import Budget, simulate
+from .structures import Call, InputSpec
 
 log = logging.getLogger(__name__)
 

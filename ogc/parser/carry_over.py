@@ -81,7 +81,9 @@ def _check_same_program(known: torch.fx.Graph, found: torch.fx.Graph) -> None:
                 f"place of {then.name}"
             )
     if len(known.nodes) != len(found.nodes):
-        raise ParseError(f"the forward runs {len(found.nodes)} operations for these inputs instead of {len(known.nodes)}")
+        raise ParseError(
+            f"the forward runs {len(found.nodes)} operations for these inputs instead of {len(known.nodes)}"
+        )
 
 
 def _same_target(a: Any, b: Any) -> bool:

@@ -29,7 +29,9 @@ class Leaves:
             it is those that are seen to compute the same again, and to draw no random numbers.
     """
 
-    def __init__(self, model: torch.nn.Module, asked_for: LeafModules, repeatable: LeafModules | bool | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, asked_for: LeafModules, repeatable: LeafModules | bool | None = None
+    ) -> None:
         refuse_root_hooks(model)
         self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         self.reasons: dict[str, str] = {}  # of leaves that nobody asked for

@@ -137,9 +137,7 @@ class Visitor(Protocol):
 
     def begin(self) -> None: ...
 
-    def __call__(
-        self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record
-    ) -> None: ...
+    def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None: ...
 
 
 def settle(
@@ -224,8 +222,8 @@ def _refuse_foreign_parameters(traced: Traced) -> None:
         if constant is not None and constant.requires_grad:
             where = next(iter(node.users)).meta.get("module", "")
             raise ParseError(
-                f"{where or 'the graph'} uses a tensor of shape {tuple(constant.shape)} that requires grad, which is not "
-                "the model's; the optimized model trains and saves its own parameters only, so make it part of the model"
+                f"{where or 'the graph'} uses a tensor of shape {tuple(constant.shape)} that requires grad, which is no "
+                "part of the model; the optimized model trains and saves its own parameters only, so make it one"
             )
 
 

@@ -101,7 +101,9 @@ class Runner:
         state = (self.watched.get(model) or self.watch(model)).state(model)
         inputs, tensors = InputSpec.of(args, kwargs)
         alike = [variant for variant in self.variants if variant.fits(state, inputs)]
-        for variant in sorted(alike, key=lambda variant: variant.graph is None):  # of those without one nothing is known
+        for variant in sorted(
+            alike, key=lambda variant: variant.graph is None
+        ):  # of those without one nothing is known
             if variant.holds(model, tensors):
                 break
         else:

@@ -71,7 +71,8 @@ def _value(graph: torch.fx.Graph, copies: dict[torch.fx.Node, torch.fx.Node], re
     if operator_name(read.node.target) == "repeat_interleave":
         return graph.call_function(aten.sum.default, (decisive[0],))
     args, kwargs = torch.fx.node.map_arg((read.node.args, read.node.kwargs), copies.__getitem__)
-    return graph.call_function(shapes_of, (read.node.target, args, dict(kwargs)))
+    given: Any = (read.node.target, args, dict(kwargs))
+    return graph.call_function(shapes_of, given)
 
 
 def _lengths(node: torch.fx.Node) -> torch.fx.Node:
@@ -134,7 +135,9 @@ def _refuse(recorder: Recorder, slices: Sequence[_Slice], outputs: Sequence[torc
             f"{shapes[0].obstacle}; use masks in its stead, put it into a submodule that returns tensors of fixed "
             "shapes, or optimize the submodules around it instead"
         )
-        raise OpaqueError(message, {_around(_spread(recorder, one.read.node, outputs)): one.read.what for one in shapes})
+        raise OpaqueError(
+            message, {_around(_spread(recorder, one.read.node, outputs)): one.read.what for one in shapes}
+        )
     if slices:
         found = "; ".join(dict.fromkeys(f"{one.read.what}, which depends on {one.obstacle}" for one in slices))
         raise OpaqueError(
