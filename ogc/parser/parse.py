@@ -222,8 +222,8 @@ def _refuse_foreign_parameters(traced: Traced) -> None:
         if constant is not None and constant.requires_grad:
             where = next(iter(node.users)).meta.get("module", "")
             raise ParseError(
-                f"{where or 'the graph'} uses a tensor of shape {tuple(constant.shape)} that requires grad, which is no "
-                "part of the model; the optimized model trains and saves its own parameters only, so make it one"
+                f"{where or 'the graph'} uses a tensor of shape {tuple(constant.shape)} that requires grad, which is "
+                "no part of the model; the optimized model trains and saves its own parameters only, so make it one"
             )
 
 

@@ -82,7 +82,8 @@ class Tensors:
             storage = self.storage(tensor)
             if isinstance(tensor.grad_fn, BackwardCFunction):  # called by a name that it got before
                 self.problems.append(
-                    f"calls a custom torch.autograd.Function past its class, {tensor.grad_fn.name()}, seen at {user_line()}"
+                    f"calls a custom torch.autograd.Function past its class, {tensor.grad_fn.name()}, seen at "
+                    f"{user_line()}"
                 )
             elif storage is None or not storage.is_written:  # else a write has made it so
                 self.problems.append(f"changes what requires grad past autograd, seen at {user_line()}")
