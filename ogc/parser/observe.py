@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -328,6 +329,7 @@ class _Storages:
         return entry[0] if entry is not None and not entry[1].expired() else None
 
     def external(self, tensor: torch.Tensor) -> int:
+        self.add_external(tensor)  # a leaf may have given a parameter another storage
         return self.externals[tensor.untyped_storage()._cdata]
 
     def number(self, key: int) -> int | None:
@@ -398,9 +400,14 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
                 _put_back(value, content)
 
 
+writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models whose forward was seen to write their own parameters: copies are made of these, too."""
+
+
 @contextmanager
 def repeatable(model: torch.nn.Module) -> Iterator[None]:
     """Whatever runs inside, the model's buffers and all random states are afterwards as before."""
+    parameters = [(p, p.data, p.detach().clone()) for p in model.parameters()] if model in writing else []
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -414,6 +421,9 @@ def repeatable(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+        for parameter, data, copy in parameters:
+            data.copy_(copy)
+            parameter.data = data
         set_random_states(states, devices)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.utils.checkpoint
 
 from .capturing import recorders_watched
 from .dispatch import unseen
@@ -64,6 +65,7 @@ class Watch:
         replace(stack, torch.autograd.Function, "apply", self._function)
         for name in _CONTENT:
             replace(stack, torch.Tensor, name, self._content)
+        _checkpoint_nothing(stack)
         for name in _SIZES:
             replace(stack, torch.Tensor, name, self._size)
         replace(stack, torch.Tensor, "shape", lambda shape: property(self._size(shape.__get__)))
@@ -171,13 +173,29 @@ class Watch:
         def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
             if self.is_on:
                 self.recorder.refuse(f"assigns to .data of a tensor at {user_line()}")
+            with unseen():
+                self.recorder.protect(tensor)
             data.__set__(tensor, value)
 
         return property(lambda tensor: data.__get__(tensor), put)
 
 
-def replace(stack: ExitStack, owner: type, name: str, make: Callable[[Any], Any]) -> None:
-    """Put what ``make`` returns for an attribute of a class in its place until ``stack`` is closed."""
+def _checkpoint_nothing(stack: ExitStack) -> None:
+    """What ``torch.utils.checkpoint`` runs is planned like anything else, unless it is reentrant."""
+
+    def make(around: Callable[..., Any]) -> Callable[..., Any]:
+        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+            yield
+
+        return generator
+
+    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"):
+        if hasattr(torch.utils.checkpoint, name):  # which of them is called depends on torch's version
+            replace(stack, torch.utils.checkpoint, name, make)
+
+
+def replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put what ``make`` returns for an attribute of a class or module in its place until ``stack`` is closed."""
     own = vars(owner).get(name)
     known = own if own is not None else next(vars(kind)[name] for kind in owner.__mro__ if name in vars(kind))
     found = make(known)
@@ -223,6 +241,7 @@ def seen_as_recorded(
     with ExitStack() as stack:
         if modules:
             replace(stack, torch.nn.Module, "__call__", in_leaves)
+        _checkpoint_nothing(stack)
         for name in (*_CONTENT, *_TEXT):
             replace(stack, torch.Tensor, name, aside)
         yield

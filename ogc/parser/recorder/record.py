@@ -11,6 +11,7 @@ from ...errors import OgcError, ParseError
 from ...leaf import Leaf
 from ...program import OWN, call_beside
 from ...structures import InputSpec
+from ..observe import writing
 from ..traced import OpaqueError, Traced
 from .dispatch import dispatched_to
 from .forward import FlatForward, nothing_saved
@@ -56,24 +57,13 @@ def record(
     recorder = Recorder(model, tensors, leaves)
     flat = FlatForward(model.forward if forward is None else forward, spec)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    with (
-        nothing_saved(where=lambda: recorder.scopes.current),
-        python_watched(model, recorder, leaves) as watch,
-        scopes_in_use(recorder.scopes),
-        dispatched_to(recorder),
-    ):
-        recorder.before_call = watch.look_for_draws if is_careful else None
-        try:
-            outputs = flat(*tensors)
-        except Exception as error:
-            recorder.raise_if_leaky()  # which may be what it is about
-            if isinstance(error, OgcError) or not recorder.scopes.failed:
-                raise
-            what = f"fails while it is recorded: {str(error).partition(chr(10))[0]}"
-            raise OpaqueError(f"the forward {what}", {recorder.scopes.failed: what}) from error
-        watch.look_for_draws()
-    if not recorder.is_settled or (watch.has_draws and not is_careful):
-        raise RecordAgain(is_careful or watch.has_draws)
+    try:
+        outputs, has_draws = _run(model, recorder, flat, tensors, leaves, is_careful)
+    finally:
+        if recorder.restore():
+            writing.add(model)
+    if not recorder.is_settled or (has_draws and not is_careful):
+        raise RecordAgain(is_careful or has_draws)
     nodes = [recorder.node(tensor) for tensor in outputs]
     recorder.raise_if_leaky()
     _refuse_new_parameters(model, parameters)
@@ -94,6 +84,34 @@ def record(
         flat.reached,
         guards,
     )
+
+
+def _run(
+    model: torch.nn.Module,
+    recorder: Recorder,
+    flat: FlatForward,
+    tensors: list[torch.Tensor],
+    leaves: Collection[str],
+    is_careful: bool,
+) -> tuple[list[torch.Tensor], bool]:
+    """The outputs of the recorded forward, and whether it drew random numbers past torch."""
+    with (
+        nothing_saved(where=lambda: recorder.scopes.current),
+        python_watched(model, recorder, leaves) as watch,
+        scopes_in_use(recorder.scopes),
+        dispatched_to(recorder),
+    ):
+        recorder.before_call = watch.look_for_draws if is_careful else None
+        try:
+            outputs = flat(*tensors)
+        except Exception as error:
+            recorder.raise_if_leaky()  # which may be what it is about
+            if isinstance(error, OgcError) or not recorder.scopes.failed:
+                raise
+            what = f"fails while it is recorded: {str(error).partition(chr(10))[0]}"
+            raise OpaqueError(f"the forward {what}", {recorder.scopes.failed: what}) from error
+        watch.look_for_draws()
+    return outputs, watch.has_draws
 
 
 def _refuse_shared_casts(graph: torch.fx.Graph) -> None:

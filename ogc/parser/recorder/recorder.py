@@ -94,6 +94,7 @@ class Recorder:
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
         self.follows = bool(leaves)
         self.leaf: str | None = None  # that we are inside of
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
         self._given: set[int] = set()  # numbers of the storages that it was given
 
     def refuse(self, why: str) -> None:
@@ -124,6 +125,9 @@ class Recorder:
 
     def __call__(self, call: Call) -> Any:
         """Stands in the place of each call of an operator."""
+        if call.operator._schema.is_mutable:
+            with unseen():
+                self._protect_written(call)
         if self.leaf is not None:
             return self._call_in_leaf(call)
         if call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and autocast_kinds()):
@@ -146,6 +150,26 @@ class Recorder:
         with unseen():
             self._write_down(call, given, states, result)
         return result
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        """Copy a parameter before the forward writes it past autograd, for :meth:`restore`."""
+        storage = self.tensors.storage(tensor)
+        for parameter in self.tensors.state.values():
+            if isinstance(parameter, torch.nn.Parameter) and id(parameter) not in self._copies:
+                if self.tensors.storage(parameter) is storage:
+                    self._copies[id(parameter)] = parameter, parameter.data, parameter.detach().clone()
+
+    def restore(self) -> bool:
+        """Give parameters the memory and content that they had; whether any was written."""
+        for parameter, data, copy in self._copies.values():
+            data.copy_(copy)
+            parameter.data = data
+        return bool(self._copies)
+
+    def _protect_written(self, call: Call) -> None:
+        for argument, given in zip(call.operator._schema.arguments, call.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, torch.Tensor):
+                self.protect(given)
 
     def _run(self, call: Call) -> Any:
         if not (call.is_composite and autocast_kinds()) or call.takes_numbers:

@@ -1,0 +1,239 @@
+"""What is recorded is what eager runs: the model cannot tell that it is looked at, and everyday code is planned."""
+
+import pytest
+import torch
+from helpers import assert_same_training, forced
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ogc
+from ogc.errors import ParseError
+
+
+class Net(nn.Module):
+    """``middle`` between two layers."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.middle = middle
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.second(self.middle(torch.tanh(self.first(x))).sigmoid())
+
+
+X = torch.randn(5, 6)
+
+
+def targets(graph):
+    return [op.target for op in graph.operations]
+
+
+# -- nothing is seen of it -------------------------------------------------------------------------------------
+
+
+def surroundings():
+    """What code may ask to find out whether it is traced, compiled or watched."""
+    return {
+        "tracing": torch.jit.is_tracing(),
+        "tracing state": torch._C._get_tracing_state(),
+        "scripting": torch.jit.is_scripting(),
+        "compiling": torch.compiler.is_compiling(),
+        "exporting": torch.compiler.is_exporting(),
+        "modes of functions": torch.overrides._get_current_function_mode_stack(),
+        "modes of dispatch": [
+            type(mode).__name__ for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        ],
+        "transforms": torch._C._are_functorch_transforms_active(),
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "type of sizes": (type(X.shape), type(X.shape[0]), type(X.size(1)), type(len(X)), type(X.numel())),
+    }
+
+
+def test_a_forward_sees_what_it_sees_in_eager():
+    seen = []
+    model = Net(lambda x: (seen.append((surroundings(), type(x.shape[0]), x.requires_grad)), x)[1])
+    model(X)
+    ogc.parse(model, X)
+    recorded = [entry for entry in seen[1:] if not entry[0]["modes of dispatch"]]  # all but the judge's log
+    assert recorded and len(seen) > len(recorded)
+    assert all(entry == seen[0] for entry in recorded)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_attention_is_that_of_eager(grouped):
+    """The mask and repeated keys of a trace are other kernels."""
+
+    def attend(x):
+        x = x.view(1, 5, 3, 2).transpose(1, 2)
+        keys = x[:, :1] if grouped else x
+        if torch.jit.is_tracing():
+            mask = torch.ones(5, 5, dtype=torch.bool).tril()
+            return F.scaled_dot_product_attention(x, x, x, mask).transpose(1, 2).reshape(5, 6)
+        return (
+            F.scaled_dot_product_attention(x, keys, keys, is_causal=True, enable_gqa=grouped)
+            .transpose(1, 2)
+            .reshape(5, 6)
+        )
+
+    model = Net(attend)
+    optimised = ogc.optimize(model, X, verify=True)
+    (call,) = (n for n in optimised.graph.program.operations if "attention" in str(n.target))
+    assert call.args[5] is True and call.kwargs["enable_gqa"] is grouped
+    assert_same_training(model, optimised, (X,))
+
+
+class Crops(nn.Module):
+    """Takes all there is, in channels-last memory."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, images):
+        x = self.first(images)
+        y = self.second(F.relu(x))[..., : self.size, : self.size]
+        return (y + x[..., : self.size, : self.size]).mean((2, 3)).tanh()
+
+
+def test_a_full_slice_is_none():
+    model, images = Crops(8), torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    model = model.to(memory_format=torch.channels_last)
+    assert not any("slice" in target for target in targets(ogc.parse(model, images)))
+    assert any("slice" in target for target in targets(ogc.parse(Crops(7), images)))
+    assert_same_training(model, ogc.optimize(model, images), (images,))
+    assert_same_training(model, forced(model, images), (images,))
+
+
+# -- what is done past the dispatcher -----------------------------------------------------------------------------
+
+
+class Masked(nn.Linear):
+    """A pruned layer that assigns to its own weight's memory."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("mask", (torch.rand(6, 6) > 0.3).float())
+
+    def forward(self, x):
+        self.weight.data = self.weight.data * self.mask
+        return super().forward(x)
+
+
+class MaskedInPlace(Masked):
+    def forward(self, x):
+        self.weight.data.mul_(self.mask)
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("make", [Masked, MaskedInPlace])
+def test_memory_that_is_assigned_past_autograd_makes_a_leaf(make):
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), make(), nn.Sigmoid(), nn.Linear(6, 6))
+    optimised = ogc.optimize(model, X)
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    assert_same_training(model, optimised, (X,))
+    with pytest.raises(ParseError, match=r"data.*test_as_eager.py:\d+"):
+        ogc.parse(make(), X)
+
+
+class ReadsData(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight) * self.weight.data.abs().mean() + self.bias.data
+
+
+def test_memory_that_is_read_past_autograd_has_no_gradient():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), ReadsData(6, 6), nn.Sigmoid(), nn.Linear(6, 6))
+    optimised = ogc.optimize(model, X)
+    assert not any(target.startswith("leaf") for target in targets(optimised.graph))
+    assert_same_training(model, optimised, (X,))
+
+
+# -- everyday code ------------------------------------------------------------------------------------------------
+
+
+def adds_to_its_own(x):
+    mask = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
+    mask += 1
+    mask[0] = 7
+    return x * mask
+
+
+EVERYDAY = {
+    "a root of a number": lambda x: x / torch.sqrt(torch.tensor(8)),
+    "a number where": lambda x: torch.where(x > 0, torch.tensor(5), x),
+    "a constant of truth": lambda x: x * torch.tensor(True),
+    "a number from a tensor of sizes": lambda x: x * torch.tensor(x.shape).prod(),
+    "arithmetic on sizes": lambda x: x.view(x.shape[0] * 2, -1)[: x.numel() // 6].reshape(-1, 3).repeat(1, 2)[:5] * x,
+    "constants that are written": adds_to_its_own,
+    "a power of a size": lambda x: x * x.size(0) ** -0.5,
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x) @ x,
+    "checkpoint": lambda x: checkpoint(lambda y: (y * 2).sin().exp(), x, use_reentrant=False),
+    "vmap": lambda x: torch.vmap(lambda row: (row * row.sum()).sin())(x),
+    "items that are put": lambda x: torch.stack([row * k for k, row in enumerate(x)]),
+    "numbers of numpy": lambda x: x * torch.from_numpy(X.numpy() > 0),
+    "an assertion": lambda x: (torch._assert_async((X < 100).all()), x)[1],
+}
+
+
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_everyday_code_is_planned(name):
+    model = Net(EVERYDAY[name])
+    for optimised in (ogc.optimize(model, X), forced(model, X)):
+        assert not any(target.startswith("leaf") for target in targets(optimised.graph))
+        for seed in range(2):
+            assert_same_training(model, optimised, (X + seed,), steps=2)
+
+
+def test_numbers_may_be_returned():
+    class Sized(Net):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y.shape[0], {"size": y.size(), "text": "text", "nothing": None}
+
+    model = Sized(torch.sin)
+    optimised = ogc.optimize(model, X)
+    (ours, *rest), (theirs, *others) = optimised(X), model(X)
+    assert torch.equal(ours, theirs) and rest == others
+    assert optimised(X[:3])[1] == 3
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, power):
+        ctx.save_for_backward(x)
+        ctx.power = power
+        return x**power
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * ctx.power * x ** (ctx.power - 1), None
+
+
+def test_a_custom_function_in_the_models_own_forward_is_a_leaf_of_one_call():
+    model = Net(lambda x: Cube.apply(x.sin(), 3).exp())
+    optimised = ogc.optimize(model, X, verify=True)
+    assert targets(optimised.graph).count("leaf Cube") == 1
+    assert_same_training(model, optimised, (X,))
+    assert_same_training(model, forced(model, X), (X,))
+    assert_same_training(model, optimised, (X[:2],), steps=1)
+
+
+def test_a_function_that_was_looked_up_before_is_seen_all_the_same():
+    cube = Cube.apply
+    with pytest.raises(ParseError, match="custom torch.autograd.Function"):
+        ogc.parse(Net(lambda x: cube(x, 3)), X)
+
+
+def test_what_an_argument_holds_may_not_be_changed_unseen():
+    class Appends(nn.Linear):
+        def forward(self, x, found):
+            found.append(super().forward(x))
+            return found[-1].tanh()
+
+    with pytest.raises(ParseError, match="changes lists or dicts that it is given"):
+        ogc.parse(Appends(6, 6), (X, []))
