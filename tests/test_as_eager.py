@@ -225,7 +225,7 @@ def test_a_custom_function_in_the_models_own_forward_is_a_leaf_of_one_call():
 
 def test_a_function_that_was_looked_up_before_is_seen_all_the_same():
     cube = Cube.apply
-    with pytest.raises(ParseError, match="custom torch.autograd.Function"):
+    with pytest.raises(ParseError, match=r"custom torch\.autograd\.Function"):
         ogc.parse(Net(lambda x: cube(x, 3)), X)
 
 

@@ -155,9 +155,9 @@ class Recorder:
         """Copy a parameter before the forward writes it past autograd, for :meth:`restore`."""
         storage = self.tensors.storage(tensor)
         for parameter in self.tensors.state.values():
-            if isinstance(parameter, torch.nn.Parameter) and id(parameter) not in self._copies:
-                if self.tensors.storage(parameter) is storage:
-                    self._copies[id(parameter)] = parameter, parameter.data, parameter.detach().clone()
+            is_new = isinstance(parameter, torch.nn.Parameter) and id(parameter) not in self._copies
+            if is_new and self.tensors.storage(parameter) is storage:
+                self._copies[id(parameter)] = parameter, parameter.data, parameter.detach().clone()
 
     def restore(self) -> bool:
         """Give parameters the memory and content that they had; whether any was written."""
