@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from .check import check
-from .errors import InputError, PlanError
+from .errors import InputError, ParseError, PlanError
 from .graph import Graph
+from .in_parts import Wish, optimize_in_parts
 from .parser import LeafModules, ParseGraph, hooked_modules, parse
+from .parser.custom import parse_graph_of
 from .parser.observe import get_attribute
 from .parser.parse import call_arguments
 from .plan import Plan
@@ -88,7 +90,17 @@ def optimize(
             return slice_batch(model, sample_input, graph, slices=batch_slices, **parsing, **wish)
         return graph, solve(graph, solver=solver, **wish)
 
-    graph, plan = make(model, sample_input, memory_budget)
+    try:
+        graph, plan = make(model, sample_input, memory_budget)
+    except ParseError as problem:
+        if parse_graph_of(model, parse_graph) is not None or batch_slices > 1:
+            raise
+        wish = Wish(memory_budget, max_overhead, solver, profile, leaf_modules, repeatable_leaves, parse_graph is None)
+        optimized = _in_parts(model, sample_input, wish, problem)
+        if verify:
+            args, kwargs = call_arguments(sample_input)
+            check(model, optimized, *args, **kwargs).raise_if_different()
+        return optimized
     if plan.is_plain and memory_budget is None and solver != "none":
         log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
     planner = None if solver == "none" else Replanner(make, memory_budget, hooked_modules(dict(model.named_modules())))
@@ -97,6 +109,14 @@ def optimize(
         args, kwargs = call_arguments(sample_input)
         check(model, optimized, *args, **kwargs).raise_if_different()
     return optimized
+
+
+def _in_parts(model: torch.nn.Module, sample_input: Any, wish: Wish, problem: ParseError) -> torch.nn.Module:
+    """The model with its parts planned, where the whole cannot be."""
+    try:
+        return optimize_in_parts(model, sample_input, wish, {"": str(problem).partition(" Nothing smaller")[0]})
+    except ParseError as error:
+        raise ParseError(f"{problem} {error}") from problem
 
 
 def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:
