@@ -89,8 +89,9 @@ class _Planning:
             if part.like not in by_kind:
                 by_kind[part.like] = ways_of(part.graph, self.wish.solver)
         ways = [by_kind[part.like] for part in found.parts]
-        self.found = _without_idle(found, ways)
-        self.ways = [of_part for of_part in ways if len(of_part) > 1]
+        if self.wish.solver != "none":
+            found, ways = _without_idle(found, ways)
+        self.found, self.ways = found, ways
         if not self.ways:
             raise ParseError(f"Nothing in it can be planned either: {_listed(_reasons(found))}")
         for name, module in found.late.items():
@@ -158,8 +159,9 @@ class _Planning:
             peak_bytes=problem.peak(choice),
             plain_peak_bytes=plain_peak,
             rest_bytes=self.around.kept_bytes if self.around else sum(found.saved_bytes.values()),
-            step_seconds=self._part_seconds * (1 + (self.around.time_share if self.around else 0)),
+            part_seconds=self._part_seconds,
             recomputed_seconds=problem.seconds(choice),
+            rest_seconds=self._part_seconds * self.around.time_share if self.around else 0.0,
             budget_bytes=None if wanted is None else bytes_of(wanted, plain_peak),
             is_measured=self.around is not None,
             solver=self.wish.solver,
@@ -256,7 +258,7 @@ class _Planning:
         )
 
 
-def _without_idle(found: Found, ways: Sequence[Sequence[Way]]) -> Found:
+def _without_idle(found: Found, ways: list[tuple[Way, ...]]) -> tuple[Found, list[tuple[Way, ...]]]:
     """Without the parts that can only be run as they are: they belong to the module that calls them."""
     stay = [number for number, of_part in enumerate(ways) if len(of_part) > 1]
     saved = dict(found.saved_bytes)
@@ -266,12 +268,13 @@ def _without_idle(found: Found, ways: Sequence[Sequence[Way]]) -> Found:
             while around and around not in found.plain:
                 around = around.rpartition(".")[0]
             saved[around] = saved.get(around, 0) + ways[call][0].cost.kept_bytes
-    return replace(
+    without = replace(
         found,
         parts=[found.parts[number] for number in stay],
         calls=[stay.index(call) for call in found.calls if call in stay],
         saved_bytes=saved,
     )
+    return without, [ways[number] for number in stay]
 
 
 def _reasons(found: Found) -> dict[str, str]:

@@ -72,9 +72,21 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
 
     try:
         with untouched(model):
+            _without_hooks(model)
             return marked_bytes(step, next(model.parameters()).device)
     finally:
         parts.around = None
+
+
+def _without_hooks(model: torch.nn.Module) -> None:
+    """Put parameters of the same memory in the places of the model's, whose hooks must not be called for nothing."""
+    twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in twins:
+                    twins[parameter] = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+                module._parameters[name] = twins[parameter]
 
 
 class _Marking:
@@ -88,7 +100,7 @@ class _Marking:
         number, self.calls = self.calls, self.calls + 1
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._marked(t, f"done {number}"), (args, kwargs))
         self.mark(f"enter {number}")
-        result = twin.planned._call_impl(*args, **kwargs)
+        result = twin.call(args, kwargs)
         self.mark(f"leave {number}")
         for tensor in tensor_leaves(result):
             if tensor.requires_grad and tensor.grad_fn is not None:

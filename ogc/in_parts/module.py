@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,13 @@ CALL = "_compiled_call_impl"
 """What ``torch.nn.Module`` calls, if it is there, in the place of its own call."""
 
 
+_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _hooks_of_all() -> bool:
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
 class LatePlanner(Protocol):
     """Plans for a submodule that is called for the first time after the model was optimized."""
 
@@ -42,6 +50,25 @@ class Twin:
     module: torch.nn.Module
     planned: torch.nn.Module
     runner: Runner
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the part, hooks and all."""
+        if not any(_hooks(self.module)) and not _hooks_of_all():
+            return self.planned._call_impl(*args, **kwargs)
+        # Hooks are given the module that they are called for: that must be the part itself.
+        attributes, thread = vars(self.module), threading.get_ident()
+
+        def forward(*given: Any, **named: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original_class(self.module).forward(self.module, *given, **named)
+            attributes.pop("forward", None)
+            return self.planned.forward(*given, **named)
+
+        attributes["forward"] = forward
+        try:
+            return self.module._call_impl(*args, **kwargs)
+        finally:
+            attributes.pop("forward", None)
 
 
 def twin_of(module: torch.nn.Module, plans: Sequence[tuple[Graph, Plan]], planner: Planner | None) -> Twin:
@@ -118,7 +145,7 @@ class Parts:
             return module._call_impl(*args, **kwargs)
         if self.around is not None:
             return self.around(twin, args, kwargs)
-        return twin.planned._call_impl(*args, **kwargs)
+        return twin.call(args, kwargs)
 
     def has(self, module: torch.nn.Module) -> bool:
         """Whether a module is one of the parts."""
@@ -199,7 +226,7 @@ def _uninstall(modules: list[weakref.ref[torch.nn.Module]], parts: weakref.ref[P
         if isinstance(call, PartCall):
             if gone is not None:
                 call.part_of.discard(gone)
-            if not call.part_of:
+            if not list(call.part_of):  # those that are gone may still be counted
                 vars(module).pop(CALL)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from ..graph import table
@@ -57,7 +57,8 @@ class PartsPlan:
         peak_bytes: expected peak of a step with this plan, its forward, its backward and the gradients of its outputs.
         plain_peak_bytes: the same for the plain model.
         rest_bytes: what the plain modules hold from the forward to the backward.
-        step_seconds: of the plain step.
+        part_seconds: of a plain step, in its parts.
+        rest_seconds: the same outside of them; measured, so that it varies.
         recomputed_seconds: what the plan adds to it.
         budget_bytes: the memory budget that was asked for, if one was.
         is_measured: whether what the rest takes was measured; else it is not among the bytes.
@@ -69,11 +70,17 @@ class PartsPlan:
     peak_bytes: int
     plain_peak_bytes: int
     rest_bytes: int
-    step_seconds: float
+    part_seconds: float
     recomputed_seconds: float
+    rest_seconds: float = field(default=0.0, compare=False)
     budget_bytes: int | None = None
     is_measured: bool = True
     solver: str = "optimal"
+
+    @property
+    def step_seconds(self) -> float:
+        """The time of the plain step."""
+        return self.part_seconds + self.rest_seconds
 
     @property
     def overhead(self) -> float:
@@ -84,11 +91,6 @@ class PartsPlan:
     def is_plain(self) -> bool:
         """Whether every part runs as it is."""
         return all(part.plan.is_plain for part in self.parts)
-
-    @property
-    def rest_seconds(self) -> float:
-        """The time of a plain step outside of the parts."""
-        return self.step_seconds - sum(part.plan.step_seconds * part.calls for part in self.parts)
 
     def __str__(self) -> str:
         header = [
