@@ -665,15 +665,15 @@ def test_leaves_in_parts_and_parts_that_are_asked_to_stay():
     model, given = Tower(), rows()
     model.blocks = nn.ModuleList(Branches() for _ in range(4))
     optimised = ogc.optimize(model, given)
-    assert optimised.plan.parts[1].leaves == ("blocks.0.choose",)
+    assert optimised.plan.parts[0].leaves == ("blocks.0.choose",)
     assert_same_training(model, optimised, given)
     optimised = ogc.optimize(model, given, leaf_modules=["blocks.0", "blocks.1.up"], repeatable_leaves=["blocks.2"])
     assert "blocks.0" not in optimised.graph
     assert "was asked to be called as it is" in str(optimised.plan)
-    assert optimised.plan.parts[1].leaves == ("blocks.1.up", "blocks.1.choose")
+    assert optimised.plan.parts[0].leaves == ("blocks.1.up", "blocks.1.choose")
     assert_same_training(model, optimised, given)
-    optimised = ogc.optimize(model, given, leaf_modules=[Chooses, Branches])
-    assert not any(name.startswith("blocks") for name in optimised.graph)
+    with pytest.raises(ParseError, match="Nothing in it can be planned either"):
+        ogc.optimize(model, given, leaf_modules=[Chooses, Branches])
 
 
 def test_batch_slices_are_refused_as_before():
@@ -743,3 +743,197 @@ def test_data_parallel_replicas_are_refused():
     optimised = ogc.optimize(Tower(), rows())
     with pytest.raises(InputError, match="DistributedDataParallel"):
         optimised._replicate_for_data_parallel()
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_part_whose_attributes_the_model_sets_is_none(kind):
+    class Sets(Tower):
+        def __init__(self):
+            super().__init__()
+            self.blocks[1] = Scaled()
+            self.steps = 0
+
+        def forward(self, x):
+            self.steps += 1
+            self.blocks[1].scale = kind(self.steps)
+            return super().forward(x)
+
+    model, given = Sets(), rows()
+    optimised = ogc.optimize(model, given)
+    assert "blocks.1" not in optimised.graph
+    assert "blocks.1.inner" in optimised.graph
+    assert_same_for_counts(model, optimised, given)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+        self.scale = 0.5
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+
+def assert_same_for_counts(model, optimised, given):
+    results = []
+    for run in (model, optimised):
+        model.steps = 0
+        torch.manual_seed(0)
+        results.append([])
+        for _ in range(3):
+            model.zero_grad()
+            result = run(*given)
+            loss_of(result).backward()
+            results[-1] += [result.detach(), *(p.grad.clone() for p in model.parameters())]
+        assert model.steps == 3
+    assert all(map(torch.equal, *results))
+
+
+def test_an_attribute_that_is_set_in_a_later_step_alone_is_seen(caplog):
+    class SetsLater(Tower):
+        def __init__(self):
+            super().__init__()
+            self.blocks[1] = Scaled()
+            self.steps = 0
+
+        def forward(self, x):
+            self.steps += 1
+            if self.steps == 2:
+                self.blocks[1].scale = 3.0
+            return super().forward(x)
+
+    model, given = SetsLater(), rows()
+    optimised = ogc.optimize(model, given)
+    assert "blocks.1" in optimised.graph
+    results = []
+    for run in (model, optimised):
+        model.steps, model.blocks[1].scale = 0, 0.5
+        torch.manual_seed(0)
+        results.append([loss_of(run(*given)).detach() for _ in range(3)])
+    assert all(map(torch.equal, *results))
+    assert "attribute scale is another" in caplog.text
+
+
+def test_a_part_that_sets_attributes_of_others_is_none():
+    class Tells(Block):
+        def __init__(self):
+            super().__init__()
+            self.others = []
+
+        def forward(self, x):
+            y = super().forward(x)
+            self.others[0].heard = y.detach().mean()
+            return y
+
+    class Hears(Tower):
+        def __init__(self):
+            super().__init__()
+            self.blocks[0] = Tells()
+            self.blocks[0].others.append(Holder(self))
+            self.heard = torch.zeros(())
+
+        def between(self, x):
+            return super().between(x) * (1 + self.heard)
+
+    class Holder:
+        def __init__(self, model):
+            object.__setattr__(self, "model", model)
+
+        def __setattr__(self, name, value):
+            setattr(self.model, name, value)
+
+    model, given = Hears(), rows()
+    optimised = ogc.optimize(model, given)
+    assert "blocks.0" not in optimised.graph
+    assert "sets the attribute heard" in str(optimised.plan)
+    assert_same_training(model, optimised, given)
+
+
+def test_what_a_leaf_in_a_part_leaves_behind_is_there():
+    class Leaves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+            self.aside = None
+
+        def forward(self, x):
+            y = self.layer(x)
+            y = y.sin() if y.sum() > 0 else y.cos()
+            self.aside = y.square().mean()
+            return y
+
+    class Takes(Tower):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(Block(), Leaves(), Block())
+
+        def between(self, x):
+            return super().between(self.inner(x)) * self.inner[1].aside
+
+    model, given = Takes(), rows()
+    optimised = ogc.optimize(model, given)
+    assert_same_training(model, optimised, given)
+
+
+class Routes(nn.Module):
+    """Sends rows on by its data, so that as a leaf it keeps all that its experts save."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.router = nn.Linear(width, 2)
+        self.experts = nn.ModuleList(nn.Sequential(Block(width), Block(width)) for _ in range(2))
+
+    def forward(self, x):
+        chosen = self.router(x).argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            if not bool((chosen == number).any()):
+                continue
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+def routed():
+    return nn.Sequential(nn.Linear(8, 32), Routes(), Block(), Routes(), Block())
+
+
+def test_leaves_that_hold_most_of_the_memory_are_planned_in_parts():
+    model, given = routed(), rows()
+    optimised = ogc.optimize(model, given)
+    assert isinstance(optimised.plan, PartsPlan)
+    assert "1.experts.0" in optimised.graph
+    whole = ogc.solve(ogc.parse(model, given))
+    assert optimised.plan.peak_bytes < 0.7 * whole.peak_bytes
+    assert measured_peak(optimised, given) < 0.7 * measured_peak(model, given)
+    assert_same_training(model, optimised, given)
+
+
+def test_leaves_are_left_whole_where_that_is_faster_or_they_hold_little():
+    model, given = routed(), rows()
+    assert isinstance(ogc.optimize(model, given, memory_budget=1.0).plan, ogc.Plan)
+    least = ogc.optimize(model, given).plan.peak_bytes
+    assert least < ogc.solve(ogc.parse(model, given)).peak_bytes
+    optimised = ogc.optimize(model, given, memory_budget=int(1.1 * least))
+    assert isinstance(optimised.plan, PartsPlan)
+    assert_same_training(model, optimised, given)
+    with pytest.raises(SolveError):
+        ogc.optimize(model, given, memory_budget=least // 2)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"memory_budget": 0.5, "max_overhead": 0.1}, "not both"),
+        ({"max_overhead": -1}, "must be a share of the plain step's time"),
+        ({"memory_budget": "much"}, "memory_budget must be bytes"),
+        ({"solver": "chen", "memory_budget": 0.5}, "takes neither"),
+        ({"solver": "best"}, "solver must be one of"),
+        ({"profile": "guess"}, "profile must be"),
+        ({"leaf_modules": ["blocks.9"]}, "has no submodule 'blocks.9'"),
+    ],
+)
+def test_wrong_wishes_are_told_as_ever(wish, message):
+    with pytest.raises(InputError, match=message):
+        ogc.optimize(Tower(), rows(), **wish)

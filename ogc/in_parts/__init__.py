@@ -4,8 +4,8 @@
 plan each gets, ``module`` runs them.
 """
 
-from .make import optimize_in_parts
+from .make import heavy_leaves, optimize_in_parts
 from .plan import PartPlan, PartsPlan, PlainRest
 from .wish import Wish
 
-__all__ = ["PartPlan", "PartsPlan", "PlainRest", "Wish", "optimize_in_parts"]
+__all__ = ["PartPlan", "PartsPlan", "PlainRest", "Wish", "heavy_leaves", "optimize_in_parts"]

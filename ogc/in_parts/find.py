@@ -20,9 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import InputError, OgcError, ParseError, add_note
 from ..graph import Graph
 from ..parser import carry_over
+from ..parser.attributes import attributes_of, changes
 from ..parser.observe import untouched
 from ..parser.parse import call_arguments, copies
 from ..program import Call, InputSpec, storage_of, tensor_leaves
+from .guard import without_unwatched
 
 Parse = Callable[[torch.nn.Module, str, Call], Graph]
 """Parses a submodule, whose name is given too, with the arguments of a call."""
@@ -86,10 +88,10 @@ def find_parts(
         with untouched(model):
             args, kwargs = spec.rebuild(copies(tensors))
             forward.run(args, kwargs)
-        changed = forward.written_after()
-        if not changed:
+        misfits = forward.misfits()
+        if not misfits:
             return forward.found
-        plain.update(changed)
+        plain.update(misfits)
 
 
 class _Graphs:
@@ -157,27 +159,35 @@ class _Forward:
         self.hooks: saved_tensors_hooks | None = None
         self.given: list[tuple[int, torch.Tensor, int]] = []  # part, what shares the version of its input, version
         self.counted: dict[int, StorageWeakRef] = {}
+        self.attributes: dict[str, dict[str, Any]] = {}  # as they were, but for what parts changed of their own
+        self.unfit: dict[str, str] = {}  # parts that cannot be, after all
         self.numbers: dict[int, int] = {}  # of parts, by identity
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run it, and note what is called."""
         for tensor in (*tensor_leaves(args, kwargs), *self.model.parameters(), *self.model.buffers()):
             self._is_new(tensor)
+        parameters, self.attributes = dict(self.model.named_parameters()), self._attributes()
         with torch.enable_grad(), self._watched():
             try:
-                self.model.forward(*args, **kwargs)
+                results = tensor_leaves(self.model.forward(*args, **kwargs))
             except OgcError:
                 raise
             except Exception as error:
                 add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
                 raise
+        if not any(tensor.requires_grad for tensor in results):
+            raise ParseError("No output of the forward requires grad")
+        if {name: id(p) for name, p in self.model.named_parameters()} != {n: id(p) for n, p in parameters.items()}:
+            raise ParseError("The forward makes parameters or takes some out of the model")
         self.found.late = {self.names[module]: module for module in self._uncalled(self.model)}
 
-    def written_after(self) -> dict[str, str]:
-        """The parts that are given what is changed in place later on: they could not be run again from it."""
+    def misfits(self) -> dict[str, str]:
+        """Parts that turned out to be none: what they are given is changed in place later on, for instance."""
         why = "what it is given is changed in place afterwards"
         parts = self.found.parts
-        return {parts[number].name: why for number, tensor, version in self.given if tensor._version != version}
+        written = {parts[number].name: why for number, tensor, version in self.given if tensor._version != version}
+        return {**written, **self.unfit}
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -243,6 +253,8 @@ class _Forward:
         del vars(module)["forward"]
         try:
             with self._unwatched():
+                before = self._attributes()
+                self._refuse_set_from_outside(name, before)
                 part = self.graphs.part(module, name, Call(args, kwargs))
         except Exception as error:  # if the call is broken, it raises the same below
             return self._run_plain(module, name, _first_sentence(error), args, kwargs, module.forward)
@@ -255,6 +267,26 @@ class _Forward:
         finally:
             self.in_part = False
             self.given += [(number, shadow, shadow._version) for shadow in shadows]
+            with self._unwatched():
+                self._note_set_outside(name, before)
+
+    def _attributes(self) -> dict[str, dict[str, Any]]:
+        return without_unwatched(attributes_of(self.model))
+
+    def _refuse_set_from_outside(self, name: str, now: dict[str, dict[str, Any]]) -> None:
+        """Raise ParseError if the forward around a part has set attributes of it before it is called."""
+        for changed, key in changes(self.attributes, now, ()):
+            if f"{changed}.".startswith(f"{name}."):
+                raise ParseError(f"its attribute {key} is set by the forward around it")
+
+    def _note_set_outside(self, name: str, before: dict[str, dict[str, Any]]) -> None:
+        """Note a part that sets attributes of modules around it, which a plan would not."""
+        now = self._attributes()
+        for changed, key in changes(before, now, ()):
+            if not f"{changed}.".startswith(f"{name}."):
+                self.unfit[name] = f"sets the attribute {key} of {changed or 'the model'}"
+            elif changed in self.attributes:  # a leaf's, which it may change
+                self.attributes[changed] = now[changed]
 
     def _number(self, part: Part) -> int:
         if id(part) not in self.numbers:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ import torch
 from ..allocator import can_measure
 from ..errors import InputError, ParseError, SolveError
 from ..graph import Graph
-from ..leaf import Leaf
+from ..leaf import Leaf, runs_once
 from ..plan import Plan
 from ..program import Call
-from ..solver.solve import bytes_of
+from ..solver.simulate import plain_peak
+from ..solver.solve import bytes_of, check_wish
 from .combine import Choice, Problem, Stop, fastest, least_peak, within
 from .find import Found, find_parts, is_alike
 from .measure import Around, around_calls, measure
@@ -31,9 +33,42 @@ from .wish import Wish
 log = logging.getLogger(__name__)
 
 
+HEAVY = 1 / 3
+"""Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
+
+
+def heavy_leaves(model: torch.nn.Module, graph: Graph, wish: Wish) -> dict[str, str]:
+    """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
+
+    Args:
+        model: as for :func:`ogc.optimize`.
+        graph: of the whole model.
+        wish: leaves that it names are not among them.
+
+    Returns:
+        Nothing unless leaves that run once hold a good part of the plain peak.
+    """
+    asked = set(wish.asked_for(model))
+    nodes = zip(graph.operations, graph.program.operations, strict=True)
+    leaves = [(op, node.target.module) for op, node in nodes if runs_once(node.target)]
+    held = [(op.internal_bytes, name) for op, name in leaves if name not in asked]
+    if wish.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
+        return {}
+    found = {"": "leaves in it would hold a third of the memory or more"}
+    for _, name in held:
+        for around in accumulate(name.split("."), "{}.{}".format):
+            if not isinstance(model.get_submodule(around), (torch.nn.ModuleList, torch.nn.ModuleDict)):
+                found[around] = "must run as it is" if around == name else "holds what must run as it is"
+    return found
+
+
 def optimize_in_parts(
-    model: torch.nn.Module, sample_input: Any, wish: Wish, plain: Mapping[str, str]
-) -> torch.nn.Module:
+    model: torch.nn.Module,
+    sample_input: Any,
+    wish: Wish,
+    plain: Mapping[str, str],
+    is_wanted: Callable[[PartsPlan], bool] = lambda plan: True,
+) -> torch.nn.Module | None:
     """The same model with its parts planned, where the whole cannot be.
 
     Args:
@@ -41,9 +76,11 @@ def optimize_in_parts(
         sample_input: as for :func:`ogc.optimize`.
         wish: as for :func:`ogc.optimize`.
         plain: modules that have to stay plain, by name, and why; ``""`` is the model itself.
+        is_wanted: whether a plan is good enough.
 
     Returns:
-        A module whose ``plan`` is a :class:`PartsPlan`; ``graph`` and ``code`` are dictionaries by the names of parts.
+        None if it is not, or else a module whose ``plan`` is a :class:`PartsPlan`; ``graph`` and ``code`` are
+        dictionaries by the names of parts.
 
     Raises:
         InputError: the model's forward was replaced on the instance.
@@ -55,12 +92,15 @@ def optimize_in_parts(
             "the model's forward was replaced on the instance, so a planned one could not take its place; "
             "put the replacement into a subclass"
         )
+    check_wish(wish.memory_budget, wish.max_overhead, wish.solver)
     planning = _Planning(model, sample_input, wish)
     with _quiet_about_leaves():
         planning.find(plain)
         planning.measure()
     choice = planning.choose()
     plan = planning.plan(choice)
+    if not is_wanted(plan):
+        return None
     result = planning.module(choice, plan)
     _tell(plan)
     return result
@@ -111,6 +151,8 @@ class _Planning:
         costs = [self.ways[part][choice[part]].cost for part in calls]
         try:
             marks = measure(self.model, optimized, parts, self.sample_input)
+        except Exception as error:
+            raise ParseError(f"In parts, a step of it fails ({type(error).__name__}: {error})") from error
         finally:
             parts.uninstall()
         self.around = around_calls(marks, calls, costs)

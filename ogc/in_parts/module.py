@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -20,11 +19,13 @@ import torch
 
 from ..errors import InputError
 from ..graph import Graph
+from ..leaf import Leaf
 from ..plan import Plan
 from ..program import Call
 from ..runtime.module import copied, instance_around, original_class, planned_forward
 from ..runtime.runner import Planner, Runner, log
 from ..runtime.watch import attributes_restored
+from .guard import Attributes
 
 CALL = "_compiled_call_impl"
 """What ``torch.nn.Module`` calls, if it is there, in the place of its own call."""
@@ -43,16 +44,29 @@ class LatePlanner(Protocol):
     def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Planner | None]: ...
 
 
-@dataclass(frozen=True, eq=False)
 class Twin:
-    """A part with its plans: the module, what runs it planned, and the plans."""
+    """A part with its plans.
 
-    module: torch.nn.Module
-    planned: torch.nn.Module
-    runner: Runner
+    Args:
+        module: the part.
+        planned: what runs it planned.
+        runner: its plans.
+    """
+
+    def __init__(self, module: torch.nn.Module, planned: torch.nn.Module, runner: Runner) -> None:
+        self.module = module
+        self.planned = planned
+        self.runner = runner
+        self.attributes = Attributes(module, _leaves(runner))
+        self.changed: str | None = None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the part, hooks and all."""
+        if (changed := self.attributes.first_changed()) is not None:
+            if changed != self.changed:
+                log.warning("ogc runs a part as it is: its attribute %s is another than when it was planned", changed)
+                self.changed = changed
+            return self.module._call_impl(*args, **kwargs)
         if not any(_hooks(self.module)) and not _hooks_of_all():
             return self.planned._call_impl(*args, **kwargs)
         # Hooks are given the module that they are called for: that must be the part itself.
@@ -69,6 +83,11 @@ class Twin:
             return self.module._call_impl(*args, **kwargs)
         finally:
             attributes.pop("forward", None)
+
+
+def _leaves(runner: Runner) -> set[str]:
+    operations = [node for v in runner.variants if v.graph is not None for node in v.graph.program.operations]
+    return {node.target.module for node in operations if isinstance(node.target, Leaf)}
 
 
 def twin_of(module: torch.nn.Module, plans: Sequence[tuple[Graph, Plan]], planner: Planner | None) -> Twin:

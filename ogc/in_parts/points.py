@@ -54,8 +54,8 @@ def ways_of(graph: Graph, solver: str = "optimal") -> tuple[Way, ...]:
     for segments, remade in [*((list(plan.segments), plan.remade) for plan in found), (whole, ())]:
         found += _inside_a_run_again(graph, segments, remade)
     found += _keeping_what_is_costly(graph)
-    ways = [Way(plan, part_cost(graph, plan)) for plan in found]
-    return (*_best([*ways, Way(plain, part_cost(graph, plain))], plain), Way(plain, part_cost(graph, plain)))
+    as_it_is = Way(plain, part_cost(graph, plain))
+    return (*_best([as_it_is, *(Way(plan, part_cost(graph, plan)) for plan in found)]), as_it_is)
 
 
 def _inside_a_run_again(graph: Graph, segments: list[Segment], remade: Sequence[int]) -> Iterator[Plan]:
@@ -86,13 +86,13 @@ def _keeping_what_is_costly(graph: Graph) -> Iterator[Plan]:
             yield make_plan(graph, [recomputed(0, len(graph), kept=kept)], "optimal")
 
 
-def _best(ways: list[Way], plain: Plan) -> list[Way]:
+def _best(ways: list[Way]) -> list[Way]:
     """Those that no other is as good as in every respect, without the plain one; the most frugal first."""
     front: list[Way] = []
     for way in sorted(ways, key=lambda w: (w.point.seconds, w.point.kept, w.point.backward, w.point.forward)):
         if not any(_is_as_good(other.point, way.point) for other in front):
             front.append(way)
-    front = [way for way in front if way.plan is not plain]
+    front = [way for way in front if not way.plan.is_plain]
     return sorted(front, key=lambda w: (w.point.kept, w.point.backward))[:MOST]
 
 
