@@ -4,6 +4,7 @@ from .builder import GraphBuilder
 from .check import CheckReport, Difference, check
 from .errors import CheckError, DependencyError, InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
 from .graph import Graph, Operation, Value
+from .in_parts import PartsPlan
 from .optimize import apply, optimize
 from .parser import parse
 from .plan import Plan, Segment, recomputed, saved
@@ -24,6 +25,7 @@ __all__ = [
     "OgcError",
     "Operation",
     "ParseError",
+    "PartsPlan",
     "Plan",
     "PlanError",
     "ReplayError",
