@@ -65,7 +65,9 @@ def optimize(
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
         ``result.plan``. For inputs of other sizes it is carried over where the model computes the same
         program for them; calls that differ otherwise (types, flags, autocast) are planned for when they
-        come, by the same wish. Eval mode and ``torch.no_grad()`` run the original forward. Outputs,
+        come, by the same wish. Where the model's own forward cannot be represented, or leaves hold much of the
+        memory, its submodules are planned instead, and ``result.plan`` is an :class:`ogc.PartsPlan`.
+        Eval mode and ``torch.no_grad()`` run the original forward. Outputs,
         gradients, buffers and the random stream are bitwise those of the plain model, unless the batch is
         sliced.
 

@@ -282,7 +282,8 @@ def test_the_plan_shows_parts_and_what_stays_plain(caplog):
     assert "tower.blocks.0" in text
     assert "custom torch.autograd.Function" in text
     assert "of time" in text
-    assert list(optimised.graph) == list(optimised.code)
+    assert optimised.code.keys() <= optimised.graph.keys()
+    assert "def forward(" in next(iter(optimised.code.values()))
     assert {rest.name for rest in optimised.plan.plain} == {"", "tower"}
     (warning,) = [record.message for record in caplog.records]
     assert "the model itself" in warning

@@ -80,7 +80,7 @@ def optimize_in_parts(
 
     Returns:
         None if it is not, or else a module whose ``plan`` is a :class:`PartsPlan`; ``graph`` and ``code`` are
-        dictionaries by the names of parts.
+        dictionaries by the names of parts; those that run as they are have no code.
 
     Raises:
         InputError: the model's forward was replaced on the instance.
@@ -146,7 +146,7 @@ class _Planning:
             return
         calls = self.found.calls
         choice = least_peak(self._problem(tuple(Stop(part) for part in calls)))
-        parts = self._parts(choice, {})
+        parts = self._parts(self._twins(choice), choice, {})
         optimized = module_in_parts(self.model, parts, {})
         costs = [self.ways[part][choice[part]].cost for part in calls]
         try:
@@ -211,9 +211,12 @@ class _Planning:
 
     def module(self, choice: Choice, plan: PartsPlan) -> torch.nn.Module:
         """The model with its parts run by the choice."""
-        parts = self._parts(choice, self.found.late)
         graphs = dict(zip(self._labels(), (part.graph for part in self.found.parts), strict=True))
-        code = {self.found.parts[n].name: twin.runner.generated.source for (n, _), twin in self.twins.items()}
+        twins = self._twins(choice)
+        if not self.wish.is_in_bytes:  # else larger inputs may need a plan
+            twins = {name: twin for name, twin in twins.items() if not twin.runner.is_plain}
+        code = {name: twin.runner.generated.source for name, twin in twins.items()}
+        parts = self._parts(twins, choice, self.found.late)
         return module_in_parts(self.model, parts, {"plan": plan, "graph": graphs, "code": code})
 
     def _problem(self, stops: tuple[Stop, ...], before: int = 0) -> Problem:
@@ -255,13 +258,16 @@ class _Planning:
             labels.append(part.name if seen[part.name] == 1 else f"{part.name} ({seen[part.name]})")
         return labels
 
-    def _parts(self, choice: Choice, late: Mapping[str, torch.nn.Module]) -> Parts:
-        twins = [self._twin(numbers, choice) for numbers in self._modules.values()]
+    def _twins(self, choice: Choice) -> dict[str, Twin]:
+        """What runs each part by the choice, by its name."""
+        return {self.found.parts[n[0]].name: self._twin(n, choice) for n in self._modules.values()}
+
+    def _parts(self, twins: Mapping[str, Twin], choice: Choice, late: Mapping[str, torch.nn.Module]) -> Parts:
         examples = [
             Example(part.module, part.graph, self._part_plan(n, choice), self._share(n, choice))
             for n, part in enumerate(self.found.parts)
         ]
-        return Parts(twins, late, LateParts(self.wish, examples))
+        return Parts(list(twins.values()), late, LateParts(self.wish, examples))
 
     @cached_property
     def _modules(self) -> dict[torch.nn.Module, list[int]]:

@@ -72,6 +72,11 @@ class Runner:
         self.is_planning = False
         self.told: set[str] = set()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that was planned for runs as it is."""
+        return all(variant.code is None for variant in self.variants)
+
     def add(self, model: torch.nn.Module, graph: Graph, plan: Plan) -> None:
         """Take in a plan for another kind of calls."""
         self.is_idle = self.is_idle and plan.is_plain
