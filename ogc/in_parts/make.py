@@ -163,9 +163,25 @@ class _Planning:
         around = self.around
         stops = list(around.stops if around else (Stop(part) for part in self.found.calls))
         for number, like in enumerate(self.late.values(), len(self.found.parts)):
-            place = max(n for n, stop in enumerate(stops) if self._kind(stop.part) == self._kind(like))
-            stops.insert(place + 1, replace(stops[place], part=number))
+            self._put_in(stops, number, like)
         return self._problem(tuple(stops), around.before if around else 0)
+
+    def _put_in(self, stops: list[Stop], number: int, like: int) -> None:
+        """Add the call of a part that the sample left out, where the order of the modules has it."""
+        order = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
+        names = [*(part.name for part in self.found.parts), *self.late]
+        alike = [n for n, stop in enumerate(stops) if self._kind(stop.part) == self._kind(like)]
+        before = [n for n in alike if order[names[stops[n].part]] < order[names[number]]]
+        beside = before[-1] if before else alike[0]
+        place = beside + 1 if before else beside
+        stops.insert(place, replace(stops[beside], part=number))
+        # What is given from one to the next stays, too, and the rest holds it.
+        given = sum(value.bytes for value in self.found.parts[like].graph.values if value.is_output)
+        for n in range(place if before else place + 1, len(stops)):
+            stop = stops[n]
+            stops[n] = replace(
+                stop, forward=stop.forward + given, backward=stop.backward + given, after=stop.after + given
+            )
 
     def choose(self) -> Choice:
         """The choice that the wish asks for.
@@ -263,10 +279,15 @@ class _Planning:
         return {self.found.parts[n[0]].name: self._twin(n, choice) for n in self._modules.values()}
 
     def _parts(self, twins: Mapping[str, Twin], choice: Choice, late: Mapping[str, torch.nn.Module]) -> Parts:
-        examples = [
-            Example(part.module, part.graph, self._part_plan(n, choice), self._share(n, choice))
-            for n, part in enumerate(self.found.parts)
-        ]
+        examples = {
+            name: Example(
+                self.found.parts[like].module,
+                self.found.parts[like].graph,
+                self._part_plan(number, choice),
+                self._share(number, choice),
+            )
+            for number, (name, like) in enumerate(self.late.items(), len(self.found.parts))
+        }
         return Parts(list(twins.values()), late, LateParts(self.wish, examples))
 
     @cached_property

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,14 @@ def planner_of(wish: Wish, name: str, module: torch.nn.Module, share: Share) -> 
 
 @dataclass(frozen=True)
 class Example:
-    """A part that others may be like, with its plan and its share."""
+    """A part that another one is like, and what that other one was given of the whole.
+
+    Attributes:
+        module: the part.
+        graph: what its calls compute.
+        plan: for the other one.
+        share: of the other one.
+    """
 
     module: torch.nn.Module
     graph: Graph
@@ -79,30 +87,23 @@ class LateParts:
 
     Args:
         wish: what the model was optimized by.
-        examples: parts that were planned.
+        examples: for those that are like a part, by name.
     """
 
-    def __init__(self, wish: Wish, examples: Sequence[Example]) -> None:
+    def __init__(self, wish: Wish, examples: Mapping[str, Example]) -> None:
         self.wish = wish
         self.examples = examples
 
     def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Replanner | None]:
-        """The graph of a call, a plan for it, and what plans for others: those of an equal part if there is one."""
-        for example in self.examples:
-            if is_alike(example.module, module):
-                try:
-                    graph = carry_over(module, example.graph, call)
-                except OgcError:
-                    continue
-                return graph, example.plan, planner_of(self.wish, name, module, example.share)
+        """The graph of a call, a plan for it, and what plans for others; one that is like no part keeps little."""
+        example = self.examples.get(name)
+        share = None
+        if example is not None and is_alike(example.module, module):
+            share = example.share
+            with suppress(OgcError):
+                graph = carry_over(module, example.graph, call)
+                return graph, example.plan, planner_of(self.wish, name, module, share)
         graph = self.wish.parser_of(name, module)(module, call)
         ways = ways_of(graph, self.wish.solver)
-        share = self._share(module, ways)
+        share = share or Share(ways[0], ways[-1].plan.plain_peak_bytes, False)
         return graph, share.of(ways).plan, planner_of(self.wish, name, module, share)
-
-    def _share(self, module: torch.nn.Module, ways: Sequence[Way]) -> Share:
-        """That of an equal part whose call was of another kind, or as little as there is."""
-        for example in self.examples:
-            if is_alike(example.module, module):
-                return example.share
-        return Share(ways[0], ways[-1].plan.plain_peak_bytes, False)
