@@ -1,7 +1,8 @@
 """Optimal gradient checkpointing for PyTorch: the same model in a fraction of the activation memory."""
 
 from .builder import GraphBuilder
-from .check import CheckReport, Difference, check
+from .check import Checker, check
+from .check_report import CheckReport, Difference
 from .errors import CheckError, DependencyError, InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
 from .graph import Graph, Operation, Value
 from .in_parts import PartsPlan
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckError",
     "CheckReport",
+    "Checker",
     "DependencyError",
     "Difference",
     "Frontier",

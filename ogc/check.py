@@ -2,96 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
-from .compare import difference, distance, same_bits
-from .errors import CheckError, InputError
-from .parser.observe import untouched
-from .program import tensor_leaves
-from .random_state import random_states
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One thing in which the optimized model differs from the plain one.
-
-    Attributes:
-        name: what it is, for instance ``"gradient of conv.weight"``.
-        distance: the largest distance between two entries; infinite where shapes or kinds differ.
-        text: the difference in words.
-    """
-
-    name: str
-    distance: float
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.text}"
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    """What :func:`check` found; true if nothing differs.
-
-    Attributes:
-        compared: how many tensors and other results were compared.
-        differences: those that differ, in the order outputs, gradients, buffers, parameters, inputs, random state.
-        is_deterministic: whether the plain model gave the same twice; it is run again only after a difference.
-    """
-
-    compared: int
-    differences: tuple[Difference, ...]
-    is_deterministic: bool = True
-
-    @property
-    def ok(self) -> bool:
-        """Whether both models did the same."""
-        return not self.differences
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    def __str__(self) -> str:
-        if self.ok:
-            return f"the same as the plain model: {self.compared} results compared bit by bit"
-        text = f"{len(self.differences)} of {self.compared} results differ from the plain model's, first {self.first}"
-        if not self.is_deterministic:
-            text += (
-                "; the plain model differs from itself when it is run again, "
-                "so use torch.use_deterministic_algorithms(True) before comparing"
-            )
-        return text
-
-    @property
-    def first(self) -> Difference | None:
-        """The first difference, if there is any."""
-        return self.differences[0] if self.differences else None
-
-    def raise_if_different(self) -> None:
-        """Do nothing if nothing differs.
-
-        Raises:
-            CheckError: something differs; the message is the report.
-        """
-        if not self.ok:
-            raise CheckError(str(self))
+from .check_inputs import Arguments, NotVaried, another_input, as_given, smaller_batch
+from .check_report import CheckReport, Difference
+from .check_restore import Snapshot
+from .check_step import Results, differences, results_of, state
+from .errors import InputError
 
 
 def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **named_inputs: Any) -> CheckReport:
-    """Run one forward and backward of both models from the same state and compare everything bit by bit.
+    """Run steps of both models from the same state, under several conditions, and compare everything bit by bit.
+
+    A step is one forward and backward. Those that are compared:
+
+    * ``"seed 1"``, ``"seed 2"``, ``"seed 3"``: on the given input, with random states of that seed;
+    * ``"another input"``: other values of the same shapes. Floating tensors get random values of the same mean,
+      spread and limits; of ids, labels and masks (integers, booleans, whole floating numbers), whole samples change
+      places within the batch, so that they stay valid;
+    * ``"a smaller batch"``: the first half of all tensors that share their first dimension with the first tensor;
+    * ``"after an optimizer step"``: the second step, after the parameters moved by the gradients of a first one.
+
+    Where the plain model raises an error on another input or a smaller batch, or these cannot be made of the given
+    one, they are left out, and the report says why.
 
     Compared are the outputs, the gradients of all parameters and of inputs that require grad, the buffers,
     parameters and inputs after the step, and the random stream. The backward starts from random gradients of the
     outputs, the same for both. Nothing is left behind: parameters, their gradients, buffers and the random
     state are afterwards as before, and the inputs are copied. The parameters' own hooks run, but none that
-    wait for a gradient to be accumulated.
+    wait for a gradient to be accumulated. Parameters are written to and put back, so a forward from before cannot be
+    followed by its backward any more: check between steps.
+
+    Cost: seven steps of each model, one of them on half the batch, what the optimized one needs to plan for that,
+    and one more of the plain model wherever something differs; the memory of a plain step and a few copies of
+    parameters, gradients and buffers. :class:`ogc.Checker` does less, or more seeds. It has the options because all
+    keyword arguments here are the model's.
 
     Args:
         model: the plain model.
@@ -104,121 +54,132 @@ def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **na
 
     Raises:
         InputError: an argument is no module, or the two have other parameters or buffers.
+        Exception: whatever either model raises on the given input. What only the optimized one raises on another
+            is a difference.
     """
-    _check_comparable(model, optimized)
-    call = (inputs, named_inputs)
-    plain = _results(model, optimized, model, call)
-    found = _differences(_results(model, optimized, optimized, call), plain)
-    if not found:
-        return CheckReport(len(plain), ())
-    again = _differences(_results(model, optimized, model, call), plain)
-    return CheckReport(len(plain), tuple(found), is_deterministic=not again)
+    return Checker().check(model, optimized, *inputs, **named_inputs)
+
+
+@dataclass(frozen=True)
+class Checker:
+    """What :func:`ogc.check` tries: ``Checker(seeds=10).check(model, optimized, images)``.
+
+    Attributes:
+        seeds: how many seeds the given input is tried with, 1, 2 and so on; at least one.
+        another_input: whether other values of the same shape are tried.
+        smaller_batch: whether half of the batch is tried.
+        second_step: whether a second step, after one of an optimizer, is tried.
+
+    Raises:
+        InputError: ``seeds`` is no number of at least one.
+    """
+
+    seeds: int = 3
+    another_input: bool = True
+    smaller_batch: bool = True
+    second_step: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seeds, bool) or not isinstance(self.seeds, int) or self.seeds < 1:
+            raise InputError(f"seeds must be how many to try, at least 1, not {self.seeds!r}")
+
+    def check(
+        self, model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **named_inputs: Any
+    ) -> CheckReport:
+        """As :func:`ogc.check` says, with these options."""
+        _check_comparable(model, optimized)
+        found, skipped, before = [], {}, Snapshot((model, optimized))
+        for trial in self._trials():
+            outcome = _outcome(trial, before, (inputs, named_inputs))
+            if isinstance(outcome, str):
+                skipped[trial.name] = outcome
+            else:
+                found.append(outcome)
+        return CheckReport(
+            compared=sum(outcome.compared for outcome in found),
+            differences=tuple(difference for outcome in found for difference in outcome.differences),
+            is_deterministic=all(outcome.is_deterministic for outcome in found),
+            tried=tuple(outcome.name for outcome in found),
+            skipped=skipped,
+        )
+
+    def _trials(self) -> Iterator[_Trial]:
+        for seed in range(1, self.seeds + 1):
+            yield _Trial(f"seed {seed}", seed, is_given=True)
+        if self.another_input:
+            yield _Trial("another input", vary=another_input)
+        if self.smaller_batch:
+            yield _Trial("a smaller batch", vary=smaller_batch)
+        if self.second_step:
+            yield _Trial("after an optimizer step", after_step=True)
+
+
+ONE_STEP = Checker(seeds=1, another_input=False, smaller_batch=False, second_step=False)
+"""One step of each model on the given input."""
+
+
+class _Trial(NamedTuple):
+    """A comparison to make. An error of a model on the given input is the caller's to see."""
+
+    name: str
+    seed: int = 1
+    vary: Callable[[Arguments], Arguments] = as_given
+    after_step: bool = False
+    is_given: bool = False
+
+
+class _Outcome(NamedTuple):
+    name: str
+    compared: int
+    differences: list[Difference]
+    is_deterministic: bool = True
+
+
+def _outcome(trial: _Trial, before: Snapshot, call: Arguments) -> _Outcome | str:
+    """What the comparison found, or why it could not be made."""
+    model, optimized = before.models
+    try:
+        call = trial.vary(call)
+    except NotVaried as reason:
+        return str(reason)
+    except Exception as error:  # of a kind of tensor that cannot be written to or cut
+        return f"the input cannot be varied: {_short(error)}"
+    step = partial(results_of, before=before, call=call, seed=trial.seed, after_step=trial.after_step)
+    try:
+        plain = step(model)
+    except NotVaried as reason:
+        return str(reason)
+    except Exception as error:
+        if trial.is_given:
+            raise
+        return f"the plain model raises {_short(error)}"
+    return _compared(trial, plain, partial(step, model), partial(step, optimized))
+
+
+def _compared(
+    trial: _Trial, plain: Results, plain_step: Callable[[], Results], our_step: Callable[[], Results]
+) -> _Outcome:
+    try:
+        found = differences(our_step(), plain, trial.name)
+    except Exception as error:
+        if trial.is_given:
+            raise
+        text = f"raises {_short(error)} where the plain model does not"
+        return _Outcome(trial.name, len(plain), [Difference("the call", float("inf"), text, trial.name)])
+    is_deterministic = not found or not differences(plain_step(), plain, trial.name)
+    return _Outcome(trial.name, len(plain), found, is_deterministic)
+
+
+def _short(error: Exception) -> str:
+    """The error's kind and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _check_comparable(model: torch.nn.Module, optimized: torch.nn.Module) -> None:
     for module in (model, optimized):
         if not isinstance(module, torch.nn.Module):
             raise InputError(f"check compares two torch.nn.Modules, not {type(module).__name__}")
-    names = [{name for name, _ in _state(module)} for module in (model, optimized)]
+    names = [{name for name, _ in state(module)} for module in (model, optimized)]
     if names[0] != names[1]:
         stranger = min(names[0] ^ names[1])
         raise InputError(f"only one of the two models has {stranger}; they cannot be compared")
-
-
-def _state(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    buffers = [(f"buffer {name}", tensor) for name, tensor in model.named_buffers()]
-    return buffers + [(f"parameter {name}", tensor) for name, tensor in model.named_parameters()]
-
-
-def _results(
-    model: torch.nn.Module, optimized: torch.nn.Module, run: torch.nn.Module, call: Any
-) -> list[tuple[str, Any]]:
-    """Everything that one step of ``run`` gives, by name."""
-    with _restored(model, optimized):
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, call)
-        given = tensor_leaves(args, kwargs)
-        with torch.enable_grad():
-            result = run(*args, **kwargs)
-        leaves, tree = pytree.tree_flatten(result)
-        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        sources = {f"input {number}": tensor for number, tensor in enumerate(given)} | dict(run.named_parameters())
-        found: list[tuple[str, Any]] = [("structure of the output", tree)]
-        found += [(f"output {number}", _detached(leaf)) for number, leaf in enumerate(leaves)]
-        found += [(f"requires_grad of output {n}", tensor.requires_grad) for n, tensor in enumerate(outputs)]
-        found += [(f"gradient of {name}", gradient) for name, gradient in _gradients(outputs, sources).items()]
-        found += [(name, tensor.detach().clone()) for name, tensor in _state(run)]
-        found += [(f"input {number} after the step", tensor.detach()) for number, tensor in enumerate(given)]
-        return found + _random_states(given)
-
-
-def _gradients(outputs: list[torch.Tensor], sources: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """Gradients of the sources that require any, for random gradients of the outputs."""
-    sources = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
-    differentiable = [tensor for tensor in outputs if tensor.requires_grad]
-    if not differentiable or not sources:
-        return dict.fromkeys(sources)
-    generator = torch.Generator().manual_seed(0)
-    upstream = [
-        torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype) for tensor in differentiable
-    ]
-    gradients = torch.autograd.grad(differentiable, list(sources.values()), upstream, allow_unused=True)
-    return dict(zip(sources, gradients, strict=True))
-
-
-def _differences(ours: list[tuple[str, Any]], plain: list[tuple[str, Any]]) -> list[Difference]:
-    theirs, mine = dict(plain), dict(ours)
-    missing = object()
-    found = []
-    for name in dict.fromkeys(chain(theirs, mine)):
-        a, b = mine.get(name, missing), theirs.get(name, missing)
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            if not same_bits(a, b):
-                found.append(Difference(name, distance(a, b), difference(a, b)))
-        elif type(a) is not type(b) or (_has_value(a) and a != b):
-            found.append(Difference(name, float("inf"), f"{_described(a)} instead of {_described(b)}"))
-    return found
-
-
-def _has_value(thing: Any) -> bool:
-    """Whether things of this type are equal by what they hold, not by being one and the same."""
-    return type(thing).__eq__ is not object.__eq__
-
-
-def _described(thing: Any) -> str:
-    if isinstance(thing, torch.Tensor):
-        return f"a tensor of shape {tuple(thing.shape)}"
-    return "nothing" if type(thing) is object else repr(thing)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor elsewhere in memory, strides and all; an argument of its own for autograd."""
-    storage = tensor.untyped_storage().clone()
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    return copy.requires_grad_(tensor.requires_grad)
-
-
-def _random_states(tensors: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
-    states = map(torch.from_numpy, random_states(devices))
-    return [(f"random state of {d}", state) for d, state in zip(["cpu", *devices], states, strict=True)]
-
-
-@contextmanager
-def _restored(*models: torch.nn.Module) -> Iterator[None]:
-    """Whatever runs inside, both models' state and all random states are afterwards as before."""
-    parameters = {p: p.detach().clone() for model in models for p in model.parameters()}
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(untouched(model))
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for parameter, before in parameters.items():
-                    if not torch.equal(parameter, before):
-                        parameter.copy_(before)

@@ -14,6 +14,17 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.equal(a, b)) or bool(_same_entries(a, b).all())
 
 
+def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two dense tensors of the same shape and dtype hold the same bits, signs of zeros and NaNs too."""
+    return torch.equal(_as_integers(a), _as_integers(b))
+
+
+def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """An integer, as a tensor of no dimensions, that tells apart tensors of the same layout by their bits and order.
 

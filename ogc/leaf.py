@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .errors import ReplayError
-from .program import TENSOR, InputSpec, OutputSpec, TensorSpec, tensor_leaves
+from .structures import Given, InputSpec, OutputSpec, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,24 @@ class Returned:
     views: tuple[tuple[int, int] | None, ...]
 
     @staticmethod
-    def of(result: Any, given: Sequence[torch.Tensor], versions: Sequence[int]) -> tuple[Returned, list[torch.Tensor]]:
-        """The description of a result, and the tensors in it; ``versions`` are those of ``given`` before the call."""
-        leaves, tree = pytree.tree_flatten(result)
-        tensors = tensor_leaves(leaves)
+    def of(result: Any, given: Given, inputs: Sequence[torch.Tensor], versions: Sequence[int]) -> tuple[Returned, list[torch.Tensor]]:
+        """The description of a result, and the tensors in it.
+
+        Args:
+            result: what the call returned.
+            given: its arguments.
+            inputs: the tensors in them.
+            versions: those of ``inputs`` before the call.
+        """
+        outputs, tensors = OutputSpec.of(result, given)
         unchanged = {
-            id(t): n for n, (t, version) in enumerate(zip(given, versions, strict=True)) if t._version == version
+            id(t): n for n, (t, version) in enumerate(zip(inputs, versions, strict=True)) if t._version == version
         }
         same = tuple(unchanged.get(id(tensor)) for tensor in tensors)
-        storages = {one.untyped_storage()._cdata: n for n, one in reversed(list(enumerate(given)))}
+        storages = {one.untyped_storage()._cdata: n for n, one in reversed(list(enumerate(inputs)))}
         sources = [storages.get(tensor.untyped_storage()._cdata) for tensor in tensors]
         described = Returned(
-            OutputSpec(tree, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)),
+            outputs,
             tuple(map(TensorSpec.of, tensors)),
             same,
             tuple(None if n is None else (n, int(t.storage_offset())) for n, t in zip(sources, tensors, strict=True)),
@@ -62,7 +67,7 @@ class Returned:
         return all(now == then for then, now in pairs if then is not None)
 
     def __str__(self) -> str:
-        constants = [repr(leaf) for leaf in self.outputs.leaves if leaf is not TENSOR]
+        constants = list(map(repr, self.outputs.constants))
         tensors = [_text(*described) for described in zip(self.tensors, self.same, self.views, strict=True)]
         return f"({', '.join(tensors + constants)})"
 
@@ -88,6 +93,7 @@ class Leaf:
         grad: whether gradients were on.
         autocast: device types for which autocast was on, and their dtypes.
         repeatable: whether it may be called again for its backward.
+        function: the custom ``autograd.Function`` that it is, if it is no submodule.
     """
 
     name: str
@@ -98,25 +104,32 @@ class Leaf:
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     repeatable: bool = False
+    function: type[torch.autograd.Function] | None = None
+
+    @property
+    def submodule(self) -> str | None:
+        """The name of the submodule that is called, if it is one."""
+        return self.module if self.function is None else None
 
     @property
     def __name__(self) -> str:
         return "leaf"
 
-    def __call__(self, module: torch.nn.Module, given: list[torch.Tensor], state: Sequence[object] = ()) -> Any:
+    def __call__(self, module: torch.nn.Module | None, given: list[torch.Tensor], state: Sequence[object] = ()) -> Any:
         """Call the module; ``state`` is what it holds, named for those who ask what the call depends on.
 
         Returns:
             The tensors that it returns but was not given: the one there is, or a tuple.
         """
         args, kwargs = self.inputs.rebuild(given)
+        before = Given(args, kwargs)
         versions = [tensor._version for tensor in given]
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
-            result = module(*args, **kwargs)
-        returned, tensors = Returned.of(result, given, versions)
+            result = self.function.apply(*args, **kwargs) if module is None else module(*args, **kwargs)
+        returned, tensors = Returned.of(result, before, given, versions)
         if not self.returned.holds_for(returned):
             raise ReplayError(
                 f"the leaf module {self.module} returned {returned} where it returned {self.returned} when the "

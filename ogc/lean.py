@@ -379,8 +379,10 @@ def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
         return ()
     # By its address: ``untyped_storage()`` would leave a holder behind, and autograd would no longer add in place.
     storage = torch._C._storage_Use_Count(torch._C._storage_address(gradient))  # type: ignore[attr-defined]
-    holders = sys.getrefcount(gradient), gradient._use_count(), storage
-    return holders if base is None else (*holders, sys.getrefcount(base), base._use_count())
+    holders = sys.getrefcount(gradient), gradient._use_count(), storage  # type: ignore[attr-defined]
+    if base is None:
+        return holders
+    return (*holders, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
 
 
 @cache

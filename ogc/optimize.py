@@ -7,19 +7,20 @@ from typing import Any
 
 import torch
 
-from .check import check
+from .check import ONE_STEP
 from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
 from .in_parts import PartsPlan, Wish, heavy_leaves, optimize_in_parts
 from .parser import LeafModules, ParseGraph, hooked_modules, parse
+from .parser.arguments import call_arguments
 from .parser.custom import parse_graph_of
 from .parser.observe import get_attribute
-from .parser.parse import call_arguments
 from .plan import Plan
 from .replan import Replanner
 from .runtime import optimized_module
 from .slicing import slice_batch
 from .solver import Budget, solve
+from .without_plans import without_plans
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def optimize(
     profile: str = "auto",
     batch_slices: int = 1,
     leaf_modules: LeafModules = (),
-    repeatable_leaves: LeafModules | bool = (),
+    repeatable_leaves: LeafModules | bool | None = None,
     verify: bool = False,
 ) -> torch.nn.Module:
     """The same model with less activation memory: the least there is, or as much less as is asked for.
@@ -57,9 +58,9 @@ def optimize(
             the plain model's by rounding: sums over the batch are added up in another order.
         leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
         repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
-            backward; True for all. See :func:`ogc.parse`.
-        verify: run the result beside the plain model on the sample input (see :func:`ogc.check`). That takes
-            the time and the memory of a plain step.
+            backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
+        verify: run one step of the result and one of the plain model on the sample input and compare them. That takes
+            the time and the memory of a plain step; :func:`ogc.check` tries more.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -87,7 +88,8 @@ def optimize(
     parsing: dict[str, Any] = {"parse_graph": parse_graph, "repeatable_leaves": repeatable_leaves}
 
     def graph_of(model: torch.nn.Module, sample_input: Any) -> Graph:
-        return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)
+        with without_plans():
+            return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)
 
     def plan_of(model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None) -> tuple[Graph, Plan]:
         wish: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}
@@ -119,7 +121,7 @@ def optimize(
         )
     if verify:
         args, kwargs = call_arguments(sample_input)
-        check(model, optimized, *args, **kwargs).raise_if_different()
+        ONE_STEP.check(model, optimized, *args, **kwargs).raise_if_different()
     return optimized
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
+
+from .structures import InputSpec, OutputSpec, autocast_kinds
 
 LIVE_ARGUMENTS = {"batch_norm": (3, 4), "instance_norm": (3, 4)}
 """Operators that update running statistics which their own result does not depend on: argument positions.
@@ -22,8 +23,12 @@ Running such an operator again on copies of these arguments gives the same resul
 """
 
 
-TENSOR = object()
-"""Stands for a tensor among the leaves of a result."""
+CONSTANT = "_ogc_constant_"
+"""How the names begin of tensors that are no attribute of the model."""
+
+OWN = "own"
+"""In a node's ``meta``: the forward makes a constant anew each time, of which the program has a copy made."""
+
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,8 @@ class Program:
         storages: the value number of each program tensor that is a value.
         random: operations that draw random numbers.
         out_of_place: for operations that may take over a value's storage, the operator that does not.
-        checked: ``graph`` with a comparison for each size that the traced forward made a Python number of; None
-            if these are not all known. Where the comparisons hold, the program is that of other sizes too.
+        guards: what Python read out of tensors; the program holds where it is the same. None if nothing was read.
+        parse_graph: the function that made the graph by hand, if one did.
     """
 
     graph: torch.fx.Graph
@@ -76,7 +81,8 @@ class Program:
     differentiable: frozenset[TensorRef]
     random: frozenset[int]
     out_of_place: dict[int, Any] = field(default_factory=dict)
-    checked: torch.fx.Graph | None = None
+    guards: Guards | None = None
+    parse_graph: Any = None
 
     @property
     def operations(self) -> list[torch.fx.Node]:
@@ -85,151 +91,56 @@ class Program:
 
 
 @dataclass(frozen=True)
-class InputSpec:
-    """How the arguments of a call flatten, and everything about them that a program depends on."""
+class Guards:
+    """What Python read out of tensors in a recorded forward, and the program that reads it again.
 
-    tree: pytree.TreeSpec
-    leaves: tuple[Any, ...]  # a TensorSpec for each tensor, the value itself for anything else
-    casts: tuple[tuple[str, torch.dtype], ...]  # what autocast does, by device type
+    Attributes:
+        graph: its placeholders are the flattened tensor inputs; it returns numbers, tensors and lists of shapes.
+        constants: tensors that are no attribute of the model, by the name of their ``get_attr`` node.
+        expected: what it returned for the sample.
+        what: each of these in words.
+    """
 
-    @staticmethod
-    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, list[torch.Tensor]]:
-        """The specification of a call and its tensors, in order."""
-        casts = autocast_state()
-        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
-            return InputSpec(_tree_of_tensors(len(args)), tuple(map(TensorSpec.of, args)), casts), list(args)
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        described = tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return InputSpec(tree, described, casts), tensors
+    graph: torch.fx.Graph
+    constants: dict[str, torch.Tensor]
+    expected: tuple[Any, ...]
+    what: tuple[str, ...]
 
-    def fits(self, other: InputSpec, size: bool = True) -> bool:
-        """Whether calls of the two are alike; without ``size``, up to shapes and strides."""
-        same_tree = self.tree is other.tree or self.tree == other.tree
-        return (
-            same_tree
-            and self.casts == other.casts
-            and all(_same_leaf(a, b, size) for a, b in zip(self.leaves, other.leaves, strict=True))
-        )
+    def read(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+        """What the guards return for these inputs."""
+        found: dict[torch.fx.Node, Any] = {}
+        given = iter(inputs)
+        with torch.no_grad(), without_autocast():
+            for node in self.graph.nodes:
+                if node.op == "placeholder":
+                    found[node] = next(given)
+                elif node.op == "get_attr":
+                    name = str(node.target)
+                    found[node] = self.constants[name] if name in self.constants else attribute(model, name)
+                elif node.op == "call_function":
+                    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+                    found[node] = node.target(*args, **kwargs)
+        (output,) = self.graph.find_nodes(op="output")
+        return tuple(found[node] for node in output.args[0])
 
-    def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call, with the given tensors in the places of its own."""
-        source = iter(tensors)
-        leaves = [next(source) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
-        return args, kwargs
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a call, as a sample input."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    def difference(self, values: tuple[Any, ...]) -> str:
+        """The first value that is not as expected, in words; "" if there is none."""
+        for now, then, what in zip(values, self.expected, self.what, strict=True):
+            if not _same_value(now, then):
+                numbers = "" if isinstance(then, torch.Tensor) and then.dim() else f" gives {now} where it gave {then}"
+                return f"{what}{numbers or ' gives something else'}"
+        return ""
 
 
-class TensorSpec(NamedTuple):
-    """Shape, strides, type and place of an input tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> TensorSpec:
-        return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-
-    def same_kind(self, other: TensorSpec) -> bool:
-        """Whether the two differ in sizes and strides at most."""
-        return len(self.shape) == len(other.shape) and self[2:] == other[2:]
+def _same_value(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))
 
 
-@cache
-def _tree_of_tensors(count: int) -> pytree.TreeSpec:
-    """How a call with so many tensors and nothing else flattens."""
-    return pytree.tree_structure(((0,) * count, {}))
-
-
-def _same_leaf(a: Any, b: Any, size: bool) -> bool:
-    if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
-        return a == b if size else a.same_kind(b)
-    if a is b or type(a) is not type(b):
-        return a is b
-    try:
-        return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # an array has no one truth
-        return False
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """How a result is rebuilt: its tree, and for each leaf that it is a tensor, an opened object or the leaf itself."""
-
-    tree: pytree.TreeSpec
-    leaves: tuple[Any, ...]  # TENSOR where one stands
-
-    @staticmethod
-    def of(result: Any, around: tuple[int, ...] = ()) -> tuple[OutputSpec, list[torch.Tensor]]:
-        """The specification of a result and its tensors, in order; those that objects hold are among them.
-
-        ``around`` are the identities of the objects that hold the result.
-        """
-        leaves, tree = pytree.tree_flatten(result)
-        described: list[Any] = []
-        tensors: list[torch.Tensor] = []
-        for leaf in leaves:
-            opened, inside = _open(leaf, around)
-            described.append(opened)
-            tensors += inside
-        return OutputSpec(tree, tuple(described)), tensors
-
-    def rebuild(self, tensors: list[torch.Tensor]) -> Any:
-        """The result of the call, from the tensors of the output node."""
-        return self._rebuild(iter(tensors))
-
-    def _rebuild(self, source: Iterator[torch.Tensor]) -> Any:
-        def leaf_of(described: Any) -> Any:
-            if described is TENSOR:
-                return next(source)
-            return described._rebuild(source) if isinstance(described, _Opened) else described
-
-        return pytree.tree_unflatten([leaf_of(described) for described in self.leaves], self.tree)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """An object that holds tensors (a cache, a dataclass): its class and attributes."""
-
-    kind: type
-    attributes: OutputSpec
-
-    def _rebuild(self, source: Iterator[torch.Tensor]) -> Any:
-        result: Any = object.__new__(self.kind)
-        vars(result).update(self.attributes._rebuild(source))
-        return result
-
-
-def _open(leaf: Any, around: tuple[int, ...]) -> tuple[Any, list[torch.Tensor]]:
-    if isinstance(leaf, torch.Tensor):
-        return TENSOR, [leaf]
-    if isinstance(leaf, (type, torch.nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
-        return leaf, []
-    if id(leaf) in around:
-        return leaf, []
-    spec, tensors = OutputSpec.of(vars(leaf), (*around, id(leaf)))
-    return (_Opened(type(leaf), spec), tensors) if tensors else (leaf, [])
-
-
-def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
-    """Device types for which autocast is on, and what it casts to."""
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in autocast_kinds())
-
-
-def autocast_kinds() -> list[str]:
-    """Device types for which autocast is on."""
-    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+def shapes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
+    """In a program: the shapes of an operator's results."""
+    return [tuple(tensor.shape) for tensor in tensor_leaves(operator(*args, **kwargs))]
 
 
 @contextmanager
@@ -239,6 +150,17 @@ def without_autocast() -> Iterator[None]:
         for kind in autocast_kinds():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+def has_history(tensor: torch.Tensor) -> bool:
+    """Whether a backward through the tensor reaches anything.
+
+    A view made under ``no_grad`` of what requires grad says that it requires it too, and is where its gradient ends.
+    """
+    try:
+        return tensor.requires_grad and not (tensor.is_leaf and tensor._is_view())
+    except RuntimeError:  # PyTorch will not tell the history of such a view once it is written
+        return False
 
 
 def attribute(root: Any, name: str) -> Any:

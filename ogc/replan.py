@@ -12,8 +12,9 @@ from .errors import ParseError, SolveError
 from .graph import Graph
 from .parser import carry_over, hooked_modules
 from .plan import Plan
-from .program import Call, InputSpec, TensorSpec
 from .solver import Budget, simulate
+from .structures import Call, InputSpec
+from .without_plans import without_plans
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ class Replanner:
         if plan.is_plain:
             return graph
         try:
-            carried = carry_over(model, graph, call)
+            with without_plans():
+                carried = carry_over(model, graph, call)
             simulate(carried, plan)  # refuses a plan that the graph does not allow
         except Exception as error:  # if the call is broken, so is the plain model's
             log.info("the plan is not carried over: %s", error)
@@ -66,4 +68,4 @@ class Replanner:
 
 def _elements(given: Call | Graph) -> int:
     inputs = InputSpec.of(given.args, given.kwargs)[0] if isinstance(given, Call) else given.program.inputs
-    return sum(torch.Size(leaf.shape).numel() for leaf in inputs.leaves if isinstance(leaf, TensorSpec))
+    return sum(torch.Size(spec.shape).numel() for spec in inputs.tensors)

@@ -12,7 +12,7 @@ import ogc
 from ogc.allocator import peak_bytes
 from ogc.graph import Graph, Operation, Value
 from ogc.plan import Segment, cut_into_segments
-from ogc.program import OutputSpec
+from ogc.structures import OutputSpec
 
 
 def random_graph(seed: int, most: int = 8) -> Graph:

@@ -276,41 +276,37 @@ def _ablation(runs: Sequence[Data]) -> str:
 def _zoo(runs: Sequence[Data]) -> str:
     """How many models of each family come out bitwise, and what becomes of the others."""
     header = (
-        "family | models | equal | refused | failed | not tried | cut of at least 25% | median cut | least cut "
-        "| above the plain peak | median recomputed | median planning s"
+        "family | models | equal | different | refused | failed | not tried | plain cannot | half in one leaf "
+        "| cut of at least 25% | median cut | least cut | above the plain peak | median recomputed | median planning s"
     )
     cells, others, parts = [], [], []
     for run in runs:
         family = run["file"].removeprefix("zoo_").removesuffix(".json")
         parts += [f"{row['name']} (`{row['part']}`)" for row in run["rows"] if row.get("part")]
-        measured = [row for row in run["rows"] if "plain_bytes" in row]
+        measured = [row for row in run["rows"] if "ogc_bytes" in row]
         cuts = [1 - row["ogc_bytes"] / row["plain_bytes"] for row in measured]
-        kinds = [_kind(row) for row in run["rows"]]
+        kinds = [row["verdict"] for row in run["rows"]]
         unknown = {kind for kind in kinds if kind not in KINDS}
         assert not unknown, f"{run['file']} has rows that are {unknown}: say so in RESULTS.md"
         cells.append([
             *(family, len(kinds), *(kinds.count(kind) for kind in KINDS)),
+            sum(row.get("leaf_share", 0) >= 0.5 for row in measured),
             *(f"{sum(cut >= 0.25 for cut in cuts)} of {len(cuts)}", f"{median(cuts):.0%}", f"{min(cuts):.0%}"),
             sum(cut < 0 for cut in cuts),
             f"{median(row['overhead'] for row in measured):.0%}",
             f"{median(row['plan_seconds'] for row in measured):.1f}",
         ])  # fmt: skip
         others += [
-            f"| {family} | {row['name']} | {_reason(row['error'])} |" for row in run["rows"] if "plain_bytes" not in row
+            f"| {family} | {row['name']} | {row['verdict']}: {_reason(row['detail'])} |"
+            for row in run["rows"]
+            if row["verdict"] != "equal"
         ]
-    reasons = ["| family | model | why there is no figure |", "|---|---|---|", *others]
+    reasons = ["| family | model | what became of it |", "|---|---|---|", *others]
     split = f"\nOf these the named part was optimised: {', '.join(parts)}.\n" if parts else ""
     return f"{_table(header, cells)}\n" + "\n".join(reasons) + f"\n{split}" if runs else ""
 
 
-KINDS = ("equal", "refused", "failed", "not tried")
-
-
-def _kind(row: Data) -> str:
-    said = str(row["equal"])
-    if said == "error":
-        return "refused" if row["error"].split(":")[0] in ("ParseError", "InputError", "SolveError") else "failed"
-    return "equal" if said.startswith("yes") else said.split(":")[0]
+KINDS = ("equal", "different", "refused", "error", "not tried", "plain cannot")
 
 
 def _reason(error: str) -> str:
@@ -381,8 +377,9 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "Other people's models",
         "zoo_*.json",
         "The least peak, without any limit to what is recomputed, of models built from their configurations with small "
-        "inputs; two training steps compared bit by bit. *Refused* is an error of ours that says what to do, "
-        "*failed* any other, *not tried* took too long.",
+        "inputs; training steps compared bit by bit. *Refused* is an error of ours that says what to do, *failed* any "
+        "other, *not tried* took too long, *plain cannot* says nothing of us; *half in one leaf* are models with half "
+        "of their parameters or more in a single leaf.",
         _zoo,
     ),
 )

@@ -211,7 +211,7 @@ def test_what_python_makes_of_a_size_is_not_carried_over_silently(middle, make):
 
 
 def test_a_branch_is_planned_for_once_on_either_side(parses):
-    model = Net(branch)
+    model = Net(lambda x: x.tanh() if x.shape[0] > 4 else x * 3)
     optimised = ogc.optimize(model, images(4))
     for batch in (3, 8, 2, 9, 8, 4, 3):
         assert_same_step(model, optimised, images(batch))
@@ -288,7 +288,7 @@ def test_inputs_of_any_strides(carried, opened):
     expanded = torch.randn(1, 3, 8, 8).expand(4, 3, 8, 8)
     model = Net(lambda x: x.reshape(-1, 6, 8, 8).contiguous().tanh())
     for x in (strided, expanded, images().to(memory_format=torch.channels_last)):
-        optimised = forced(model, images(5) if carried else x)
+        optimised = (ogc.optimize if carried else forced)(model, images(5) if carried else x)
         opened.clear()
         assert_same_training(model, optimised, (x,))
         assert opened

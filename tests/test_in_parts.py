@@ -33,6 +33,11 @@ class Scale(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
+def scaled(x, factor):
+    """Goes one way or another by the data, so that whoever calls it must run as it is."""
+    return Scale.apply(x, factor) if x.detach().sum().item() != 0.125 else x
+
+
 class Block(nn.Module):
     def __init__(self, width=32, drop=0.1):
         super().__init__()
@@ -55,7 +60,7 @@ class Tower(nn.Module):
         self.last = nn.Linear(width, 4)
 
     def between(self, x):
-        return Scale.apply(x, 1.01)
+        return scaled(x, 1.01)
 
     def forward(self, x):
         x = self.first(x)
@@ -106,7 +111,7 @@ class Deep(nn.Module):
         self.head = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4))
 
     def forward(self, x):
-        return Scale.apply(self.head(self.tower(x)), 0.5)
+        return scaled(self.head(self.tower(x)), 0.5)
 
 
 class Twice(Tower):
@@ -171,7 +176,7 @@ class Graphs(nn.Module):
         edges = edges[:, edges[0] != edges[1]]
         for layer in self.layers:
             messages = torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])
-            x = layer(x + 0.1 * messages)
+            x = layer(scaled(x + 0.1 * messages, 1.0))
         return x
 
 
@@ -187,7 +192,7 @@ def graph():
 
 
 MODELS = {
-    "custom function": (Tower, rows),
+    "branch": (Tower, rows),
     "mask": (Picks, rows),
     "numbers": (ReadsNumbers, rows),
     "counts": (Counts, rows),
@@ -232,7 +237,7 @@ def test_the_peak_is_much_less_and_as_expected(name):
     model, given = make(), inputs()
     plan = ogc.optimize(model, given).plan
     optimised = ogc.optimize(model, given)
-    assert optimised.plan == plan or name == "counts"
+    assert optimised.plan.parts == plan.parts or name == "counts"
     plain, ours = measured_peak(model, given), measured_peak(optimised, given)
     assert ours <= 0.7 * plain
     assert 0.99 * ours <= plan.peak_bytes <= 1.03 * ours + 20_000
@@ -281,7 +286,7 @@ def test_the_plan_shows_parts_and_what_stays_plain(caplog):
         optimised = ogc.optimize(model, given)
     text = str(optimised.plan)
     assert "tower.blocks.0" in text
-    assert "custom torch.autograd.Function" in text
+    assert "reads numbers out of tensors" in text
     assert "of time" in text
     assert optimised.code.keys() <= optimised.graph.keys()
     assert "def forward(" in next(iter(optimised.code.values()))
@@ -308,7 +313,7 @@ def test_a_model_of_which_nothing_can_be_planned_is_refused_with_all_reasons():
             self.inner = Inner()
 
         def forward(self, x):
-            return Scale.apply(self.inner(Scale.apply(x, 2.0)), 2.0)
+            return scaled(self.inner(scaled(x, 2.0)), 2.0)
 
     class Inner(nn.Module):
         def __init__(self):
@@ -316,10 +321,10 @@ def test_a_model_of_which_nothing_can_be_planned_is_refused_with_all_reasons():
             self.weight = nn.Parameter(torch.ones(8))
 
         def forward(self, x):
-            return Scale.apply(x * self.weight, 3.0)
+            return scaled(x * self.weight, 3.0)
 
     model = Whole()
-    with pytest.raises(ParseError, match=r"custom torch.autograd.Function(?s:.*)inner"):
+    with pytest.raises(ParseError, match=r"reads numbers out of tensors(?s:.*)inner"):
         ogc.optimize(model, rows())
     assert not any(CALL in vars(module) for module in model.modules())
 
@@ -413,7 +418,7 @@ def test_an_optimised_model_may_be_optimised_again_and_be_part_of_another():
             self.head = nn.Sequential(Block(4), Block(4))
 
         def forward(self, x):
-            return Scale.apply(self.head(self.tower(x)), 2.0)
+            return scaled(self.head(self.tower(x)), 2.0)
 
     around = Around()
     outer = ogc.optimize(around, given)
@@ -521,7 +526,7 @@ def test_a_child_under_checkpoint_is_no_part(reentrant):
 def test_what_is_written_after_a_part_took_it_is_no_trouble():
     class InPlace(Tower):
         def forward(self, x):
-            x = Scale.apply(self.first(x), 1.0)
+            x = scaled(self.first(x), 1.0)
             for block in self.blocks:
                 y = block(torch.relu(x)) if block is self.blocks[0] else block(x)
                 x = x + y
@@ -679,7 +684,7 @@ def test_leaves_in_parts_and_parts_that_are_asked_to_stay():
 
 
 def test_batch_slices_are_refused_as_before():
-    with pytest.raises(ParseError, match=r"custom torch.autograd.Function"):
+    with pytest.raises(ParseError, match="reads numbers out of tensors"):
         ogc.optimize(Tower(), rows(), batch_slices=2)
 
 

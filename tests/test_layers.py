@@ -42,9 +42,9 @@ def test_what_the_solver_imports_is_free_of_torch():
         assert not any(module.startswith("torch") for module in imported(ROOT / name))
 
 
-def test_one_folder_traces_with_torch_jit():
-    users = {p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py") if "_by_tracing(" in p.read_text("utf-8")}
-    assert users == {"parser/jit/recording.py"}
+def test_one_folder_records():
+    users = {p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py") if "DispatchKeyGuard(" in p.read_text("utf-8")}
+    assert users == {"parser/recorder/dispatch.py"}
 
 
 def test_the_library_does_not_print():

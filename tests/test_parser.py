@@ -14,7 +14,7 @@ import ogc
 from ogc.allocator import peak_bytes
 from ogc.errors import InputError, ParseError
 from ogc.parser.estimate import QUICK
-from ogc.parser.jit.recording import SAME_OPERATOR
+from ogc.parser.recorder.operators import SAME_OPERATOR
 
 
 def operation(graph, part):
@@ -156,8 +156,8 @@ def test_tracing_needs_no_more_memory_than_inference():
     infer()
     inference = peak_bytes(infer, "cpu")
     size = x.numel() * x.element_size()
-    # Beyond inference: a copy of the input, kernels' copies, and the outputs of both runs.
-    assert peak_bytes(lambda: ogc.parse(model, x), "cpu") <= inference + 3 * size
+    # Beyond inference: a copy of the input, kernels' copies, the outputs of two runs, and random states.
+    assert peak_bytes(lambda: ogc.parse(model, x), "cpu") <= inference + 3 * size + 4 * torch.get_rng_state().numel()
 
 
 def test_measuring_gives_times_and_the_same_structure():
@@ -317,9 +317,8 @@ X = torch.randn(4, 4)
         (Branch, X, ParseError, r"bool\(\) of a tensor at .*test_parser.py:\d+.*torch.where"),
         (Raises, X, KeyError, "the model's own words"),
         (Reassigns, X, ParseError, "assigns a new tensor to the buffer mean.*copy_"),
-        (Custom, X, ParseError, r"a custom torch.autograd.Function .*test_parser.py:\d+"),
         (WritesSaved, X, ParseError, "which autograd refuses"),
-        (InPlaceWithoutGrad, X, ParseError, "in-place operation under no_grad"),
+        (InPlaceWithoutGrad, X, ParseError, "in place, under no_grad"),
         (Nothing, X, ParseError, "returns no tensor"),
         (hooked, X, ParseError, "the model has backward hooks"),
     ],

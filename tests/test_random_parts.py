@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from helpers import measured_peak, trace_of_training
-from test_in_parts import Block, Scale
+from test_in_parts import Block, scaled
 from torch import nn
 
 import ogc
@@ -63,7 +63,7 @@ class RandomModel(nn.Module):
         self.returns_both = rng.random() < 0.3
 
     def forward(self, x):
-        x = kept = Scale.apply(x, 1.0)
+        x = kept = scaled(x, 1.0)
         shared = self.parts[-1]
         for step, part in zip(self.steps, self.parts, strict=True):
             if step == "part":
@@ -75,7 +75,7 @@ class RandomModel(nn.Module):
             elif step == "two":
                 x, kept = part(x, kept)
             elif step == "scale":
-                x = Scale.apply(x, 1.1)
+                x = scaled(x, 1.1)
             elif step == "heavy":
                 x = Heavy.apply(x)
             elif step == "relu":
@@ -86,6 +86,7 @@ class RandomModel(nn.Module):
                 kept = x
             else:
                 x = x + torch.cat([x[:, WIDTH // 2 :], kept[:, : WIDTH // 2]], 1)
+        x = scaled(x, 1.0)
         return (self.last(x), kept) if self.returns_both else self.last(x)
 
 

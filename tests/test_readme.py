@@ -37,3 +37,18 @@ def test_ci_runs_the_test_command():
     found = subprocess.run(["bash", "-c", f'{finder}; echo "$command"'], cwd=ROOT, capture_output=True, text=True)
     assert found.stdout.strip().endswith("-m pytest -q")
     assert found.stdout.strip() in TEXT
+    assert not re.search("ruff|mypy", found.stdout)
+
+
+def test_lint_has_exact_versions_in_one_place():
+    extras = dict(
+        re.findall(r"^(\w+) = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert re.fullmatch(r'"ruff==[\d.]+", "mypy==[\d.]+"', extras["lint"])
+    assert not [name for name, packages in extras.items() if name != "lint" and re.search("ruff|mypy", packages)]
+
+
+def test_ci_installs_and_runs_what_the_test_command_leaves_out():
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for step in ('".[lint]"', "ruff check .", "ruff format --check .", "mypy", '".[integrations]"', '-m "integrations'):
+        assert step in script

@@ -12,6 +12,7 @@ from ogc.parser import hooked_modules
 from ogc.parser.observe import untouched
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.integrations
 
 TOKENS = torch.randint(1, 50, (3, 16), generator=torch.Generator().manual_seed(0))
 

@@ -84,10 +84,21 @@ class OneWayOrTheOther(nn.Module):
         return (y.sin() * y.exp() if x.sum() > 0 else y) * x
 
 
+class Scales(nn.Module):
+    """What comes after it depends on a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return x * self.scale
+
+
 def test_the_data_may_take_another_way_in_each_step():
     x = X.abs().requires_grad_()
-    model = nn.Sequential(OneWayOrTheOther(), nn.Linear(6, 6), nn.Tanh(), Branch())
-    optimised = wholly(model, x, repeatable_leaves=["0"])
+    model = nn.Sequential(Scales(), OneWayOrTheOther(), nn.Linear(6, 6), nn.Tanh(), Branch())
+    optimised = wholly(model, x, repeatable_leaves=["1"])
     assert called_again(optimised)
     for _ in range(2):
         for given in (x, (-X.abs()).requires_grad_(), 3 * x.detach()):

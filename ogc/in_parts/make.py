@@ -18,9 +18,9 @@ from ..errors import InputError, ParseError, SolveError
 from ..graph import Graph
 from ..leaf import Leaf, runs_once
 from ..plan import Plan
-from ..program import Call
 from ..solver.simulate import plain_peak
 from ..solver.solve import bytes_of, check_wish
+from ..structures import Call
 from .combine import Choice, Problem, Stop, fastest, least_peak, within
 from .find import Found, find_parts, is_alike
 from .measure import Around, around_calls, measure

@@ -16,11 +16,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..allocator import Mark, marked_bytes
+from ..parser.arguments import call_arguments, copies
 from ..parser.observe import untouched
-from ..parser.parse import call_arguments, copies
 from ..parser.weigh_leaf import leaf_nodes
-from ..program import InputSpec, TensorSpec, tensor_leaves
+from ..program import tensor_leaves
 from ..solver import PartCost
+from ..structures import InputSpec, TensorSpec
 from .combine import Stop
 from .module import Parts, Twin
 

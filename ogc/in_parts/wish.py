@@ -11,6 +11,7 @@ import torch
 from ..graph import Graph
 from ..parser import LeafModules, parse
 from ..solver import Budget
+from ..without_plans import without_plans
 
 ParsePart = Callable[[torch.nn.Module, Any], Graph]
 """Parses one part, given a call of it."""
@@ -28,7 +29,7 @@ class Wish:
     solver: str = "optimal"
     profile: str = "auto"
     leaf_modules: LeafModules = ()
-    repeatable_leaves: LeafModules | bool = ()
+    repeatable_leaves: LeafModules | bool | None = None
     follows_own_graphs: bool = True
 
     @property
@@ -44,7 +45,12 @@ class Wish:
             "leaf_modules": _inside(self.leaf_modules, name, module),
             "repeatable_leaves": self._repeatable(name, module),
         }
-        return lambda module, call: parse(module, call, **options)
+
+        def parse_part(module: torch.nn.Module, call: Any) -> Graph:
+            with without_plans():
+                return parse(module, call, **options)
+
+        return parse_part
 
     def asked_for(self, model: torch.nn.Module) -> list[str]:
         """The names of the submodules that are to be called as they are."""
@@ -52,9 +58,9 @@ class Wish:
         kinds = tuple(entry for entry in self.leaf_modules if isinstance(entry, type))
         return [n for n, m in model.named_modules(remove_duplicate=False) if n and (n in names or isinstance(m, kinds))]
 
-    def _repeatable(self, name: str, module: torch.nn.Module) -> LeafModules | bool:
+    def _repeatable(self, name: str, module: torch.nn.Module) -> LeafModules | bool | None:
         wanted = self.repeatable_leaves
-        if isinstance(wanted, bool):
+        if wanted is None or isinstance(wanted, bool):
             return wanted
         kinds = tuple(entry for entry in wanted if isinstance(entry, type))
         around = any(isinstance(entry, str) and f"{name}.".startswith(f"{entry}.") for entry in wanted)

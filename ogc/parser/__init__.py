@@ -1,6 +1,6 @@
 """From a module and a sample input to a weighted graph over an executable program."""
 
-from .again import carry_over
+from .carry_over import carry_over
 from .custom import ParseGraph
 from .leaves import LeafModules, hooked_modules
 from .parse import parse

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..allocator import allocated_bytes, peak_bytes
-from ..program import LIVE_ARGUMENTS, operator_name, tensor_leaves
+from ..program import LIVE_ARGUMENTS, has_history, operator_name, tensor_leaves
 
 
 class Call:
@@ -46,7 +46,7 @@ class Call:
         return torch.autograd.grad(self.ends(), self.edges, self.gradients, allow_unused=True)
 
     def ends(self) -> list[torch.Tensor]:
-        return [t for t in tensor_leaves(self.result) if t.requires_grad]
+        return [t for t in tensor_leaves(self.result) if has_history(t)]
 
     def own_bytes(self) -> int:
         """Bytes of what the forward made and keeps: its results and what it saves."""

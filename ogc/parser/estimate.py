@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..allocator import can_measure
 from ..lean import INDEX_BYTES, Lean, channels_at_once, images_at_once, repeats_exactly
-from ..program import operator_name, storage_of, tensor_leaves
+from ..program import has_history, operator_name, storage_of, tensor_leaves
 from ..random_state import cuda_devices
 from ..sliced import Sliced
 from ..without_grad import WithoutGrad
@@ -198,7 +198,7 @@ class Estimator:
                 own.pop(tensor.untyped_storage()._cdata, None)
             forward = meter.take()
             scratch = max(0, forward.peak_bytes - sum(own.values()))
-            ends = [t for t in outputs if t.requires_grad]
+            ends = [t for t in outputs if has_history(t)]
             if not ends or not starts:
                 return Weights(scratch, forward.seconds, forward.flops)
             return self._run_backward(outputs, ends, starts, meter, scratch, forward)

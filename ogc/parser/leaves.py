@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParseError
-from .jit import OpaqueError, only_records
+from .recorder import only_records
+from .traced import OpaqueError
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +25,11 @@ class Leaves:
     Args:
         model: the model.
         asked_for: names and types of leaves.
-        repeatable: names and types of modules such that leaves in them may be called again; True for all.
+        repeatable: names and types of modules such that leaves in them may be called again; True for all. With None
+            it is those that are seen to compute the same again, and to draw no random numbers.
     """
 
-    def __init__(self, model: torch.nn.Module, asked_for: LeafModules, repeatable: LeafModules | bool = ()) -> None:
+    def __init__(self, model: torch.nn.Module, asked_for: LeafModules, repeatable: LeafModules | bool | None = None) -> None:
         refuse_root_hooks(model)
         self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         self.reasons: dict[str, str] = {}  # of leaves that nobody asked for
@@ -35,6 +37,8 @@ class Leaves:
         self.names = set(_resolve(self.modules, asked_for, "leaf_modules"))
         chosen = self.modules if repeatable is True else _resolve(self.modules, repeatable or (), "repeatable_leaves")
         self.repeatable = set(chosen)
+        self.finds_repeatable = repeatable is None
+        self.repeated: set[str] = set()
         self._cover_at_sight()
 
     def cover(self, problem: OpaqueError) -> None:
@@ -68,14 +72,14 @@ class Leaves:
             if not _is_within(name, inside):
                 raise ParseError(f"module {name} has forward or backward hooks, and the graph does not call it")
 
-    def may_repeat(self, name: str) -> bool:
+    def is_repeatable(self, name: str) -> bool:
         """Whether the user says that a leaf computes the same when it is called again."""
-        return _is_within(name, self.repeatable)
+        return _is_within(name, self.repeatable) or (not name and bool(self.repeatable))
 
     def report(self) -> None:
         """Warnings that name the leaves that nobody asked for, and those that cannot be called again after all."""
         for again, what in ((True, "as they are"), (False, "as they are, and never again for their backward")):
-            found = {name: why for name, why in self.reasons.items() if self.may_repeat(name) == again}
+            found = {name: why for name, why in self.reasons.items() if (name in self.repeated) == again}
             if found:
                 log.warning("ogc calls these modules %s: %s", what, _listed(found))
         if self.obstacles:

@@ -27,6 +27,7 @@ from ..program import (
     Saved,
     TensorRef,
     attribute,
+    has_history,
     operator_name,
     storage_of,
     tensor_leaves,
@@ -35,8 +36,8 @@ from ..program import (
 from ..random_state import State, cuda_devices, random_states, same_states, set_random_states
 from .attributes import TABLES, attributes, containers
 from .gradients import Rebase
-from .jit import Traced
 from .reached import reached
+from .traced import Traced
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
 
@@ -230,7 +231,7 @@ class _Observer:
                 self.views.setdefault(known, []).append(ref)
             record.outputs.append(ref)
             record.output_bytes.append(tensor.numel() * tensor.element_size())
-            record.differentiable.append(tensor.requires_grad)
+            record.differentiable.append(has_history(tensor))
 
     def _record_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
         harmless = {
@@ -368,6 +369,11 @@ def _is_seeded(node: torch.fx.Node) -> bool:
 def _add(numbers: list[int], number: int) -> None:
     if number not in numbers:
         numbers.append(number)
+
+
+def state_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """What a forward may change: buffers and the random state."""
+    return [*(b.clone() for b in model.buffers()), torch.get_rng_state()]
 
 
 @contextmanager

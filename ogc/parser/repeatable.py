@@ -13,7 +13,7 @@ from ..leaf import Leaf
 from ..program import storage_of, tensor_leaves
 from ..random_state import cuda_devices, random_states, set_random_states
 from .attributes import attributes_of, changes
-from .jit import python_random_state, saved_until_done
+from .recorder import python_random_state, saved_until_done
 from .leaves import hooked_modules
 from .observe import Record, untouched
 
@@ -34,7 +34,7 @@ def why_not_again(model: torch.nn.Module, node: torch.fx.Node, args: Any, record
     """
     assert isinstance(node.target, Leaf)
     module, given, _ = args
-    if hooked_modules(dict(module.named_modules())):
+    if module is not None and hooked_modules(dict(module.named_modules())):
         return "has hooks, which would be called again"
     if record.in_place:
         return "writes a buffer, or what it is given"
@@ -45,11 +45,13 @@ def why_not_again(model: torch.nn.Module, node: torch.fx.Node, args: Any, record
         return _difference(node.target, module, given, home)
 
 
-def _difference(leaf: Leaf, module: torch.nn.Module, given: list[torch.Tensor], home: torch.device) -> str | None:
+def _difference(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor], home: torch.device) -> str | None:
     devices = cuda_devices()
-    states, python_state, before = random_states(devices), python_random_state(), attributes_of(module)
+    states, python_state = random_states(devices), python_random_state()
+    before = {} if module is None else attributes_of(module)
     first = _call(leaf, module, given)
-    if (changed := next((key for _, key in changes(before, attributes_of(module), ())), None)) is not None:
+    after = {} if module is None else attributes_of(module)
+    if (changed := next((key for _, key in changes(before, after, ())), None)) is not None:
         return f"changes its attribute {changed}"
     if python_random_state() != python_state:
         return "draws random numbers of Python or numpy"
@@ -67,7 +69,7 @@ def _difference(leaf: Leaf, module: torch.nn.Module, given: list[torch.Tensor], 
     return None
 
 
-def _call(leaf: Leaf, module: torch.nn.Module, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+def _call(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
     """What a call saves, of which it keeps nothing, and returns."""
     with saved_until_done() as packed:
         results = tensor_leaves(leaf(module, given))

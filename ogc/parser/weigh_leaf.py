@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..allocator import allocated_bytes, can_measure
 from ..leaf import Leaf
-from ..program import tensor_leaves
+from ..program import has_history, tensor_leaves
 from .estimate import Estimator, Weights, input_gradients, metered
 from .measure import Measurer
 from .observe import Record, untouched
@@ -100,7 +100,7 @@ class _Call:
         """Fresh inputs and a forward; whether there is a backward."""
         self.prepare()
         self.forward()
-        ends = [(number, t) for number, t in enumerate(self.results) if t.requires_grad]
+        ends = [(number, t) for number, t in enumerate(self.results) if has_history(t)]
         starts = [t for t in (*self.starts, *self.parameters) if t.requires_grad]
         if ends and starts:
             self.root = _Seed.apply(self, [number for number, _ in ends], *(t for _, t in ends))

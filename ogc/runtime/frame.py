@@ -43,6 +43,7 @@ class RunCode:
             among those that autograd saves, the operation.
         program: carries out the run: ``program(model, frame)``.
         externals: names of the parameters and buffers that the program reads.
+        constants: tensors that it reads and that are neither.
     """
 
     number: int
@@ -51,6 +52,7 @@ class RunCode:
     notes: dict[int, int]
     program: Callable[[torch.nn.Module, Frame], None]
     externals: tuple[str, ...]
+    constants: tuple[torch.Tensor, ...] = ()
 
 
 class Step:
@@ -106,7 +108,7 @@ class Frame:
             raise self._changed("saved", self.saved, len(self.code.slots))
         self.hold(values)
         externals = [attribute(self.step.model, name) for name in self.code.externals]
-        self.versions += [(tensor, tensor._version) for tensor in externals]
+        self.versions += [(tensor, tensor._version) for tensor in (*externals, *self.code.constants)]
 
     def hold(self, values: dict[str, Any]) -> None:
         """Hold values by name until the run is carried out."""
@@ -210,7 +212,7 @@ class Frame:
         self,
         operation: int,
         leaf: Leaf,
-        module: torch.nn.Module,
+        module: torch.nn.Module | None,
         given: list[torch.Tensor],
         *,
         stays: list[torch.Tensor],
@@ -229,10 +231,11 @@ class Frame:
         call = self.calls[operation] = RepeatedCall(operation, leaf)
         result = call.run(module, given)
         made = tensor_leaves(result)
-        call.drop(self, [*stays, *module.parameters(), *module.buffers(), *(made[n] for n in results)], made)
+        own = [] if module is None else [*module.parameters(), *module.buffers()]
+        call.drop(self, [*stays, *own, *(made[n] for n in results)], made)
         return result
 
-    def call_again(self, operation: int, leaf: Leaf, module: torch.nn.Module, given: list[torch.Tensor]) -> Any:
+    def call_again(self, operation: int, leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor]) -> Any:
         """Call a leaf again, for the slots of what it saved if its backward waits for this run."""
         again = RepeatedCall(operation, leaf)
         result = again.run(module, given)
@@ -293,7 +296,8 @@ class _Held:
 def _detached(value: Any) -> Any:
     """What to hold of a value: a leaf as it is, any other tensor without its history."""
     if isinstance(value, torch.Tensor):
-        return value if value.is_leaf else _Held(value.detach(), value.requires_grad)
+        is_own = value.is_leaf and not value._is_view()  # a view holds on to what it is a view of
+        return value if is_own else _Held(value.detach(), value.requires_grad)
     if isinstance(value, (list, tuple)):
         return type(value)(_detached(item) for item in value)
     return value

@@ -21,7 +21,7 @@ from ..graph import Graph
 from ..leaf import Leaf, runs_once
 from ..lean import OPERATORS, Lean
 from ..plan import Plan
-from ..program import LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
+from ..program import CONSTANT, LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
 from ..schedule import FORWARD, Run, Schedule
 from ..sliced import Sliced
 from ..without_grad import WithoutGrad
@@ -349,12 +349,8 @@ class _RunWriter:
         ]
         operations = [layout.position[node] for node in self.nodes if not isinstance(node.target, Leaf)]
         again = [(t, k) for t in operations for k in range(len(saves[t]))]
-        externals = {
-            str(n.target): None
-            for node in self.nodes
-            for n in self._reads(node)
-            if n.op == "get_attr" and n.target not in layout.program.constants
-        }
+        read = [str(n.target) for node in self.nodes for n in self._reads(node) if n.op == "get_attr"]
+        constants = layout.program.constants
         notes = {
             place: t
             for place, (t, k) in enumerate(flat)
@@ -366,7 +362,8 @@ class _RunWriter:
             notes=notes,
             targets=tuple(slots.get(key, KEEP) for key in again),
             program=program,
-            externals=tuple(externals),
+            externals=tuple(dict.fromkeys(name for name in read if name not in constants)),
+            constants=tuple(constants[name] for name in dict.fromkeys(read) if name in constants),
         )
 
     def _reads(self, node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -431,7 +428,7 @@ def _argument(value: Any) -> str:
         if value.op != "get_attr":
             return value.name
         target = str(value.target)
-        return target if target.startswith("_ogc_constant_") else _attribute(target)
+        return target if target.startswith(CONSTANT) else _attribute(target)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(_argument(item) for item in value)}]"
     if isinstance(value, torch.device):

@@ -27,7 +27,7 @@ class Slots(Protocol):
 def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What to hold for a tensor that stays in memory."""
     # A tensor with a grad_fn would make a cycle: graph -> saved tensor -> graph.
-    held = tensor if tensor.is_leaf else tensor.detach()
+    held = tensor if tensor.is_leaf and not tensor._is_view() else tensor.detach()
     return held, held._version
 
 
@@ -96,7 +96,7 @@ class RepeatedCall:
         self.dropped: list[tuple[int, weakref.ref[_Packed]]] = []  # its number, and what autograd holds for it
         self.marks: list[Hashable] = []  # of what was dropped, and of the results
 
-    def run(self, module: torch.nn.Module, given: list[torch.Tensor]) -> Any:
+    def run(self, module: torch.nn.Module | None, given: list[torch.Tensor]) -> Any:
         """The results of the call."""
 
         def pack(tensor: torch.Tensor) -> _Packed:

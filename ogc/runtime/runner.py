@@ -14,8 +14,11 @@ import torch
 
 from ..errors import OgcError
 from ..graph import Graph
+from ..leaf import Leaf
 from ..plan import Plan
-from ..program import Call, InputSpec, TensorSpec, tensor_leaves, without_autocast
+from ..program import without_autocast
+from ..structures import Call, InputSpec, input_tensors
+from ..without_plans import are_off
 from .frame import Step
 from .generate import Generated, generate
 from .watch import State, Watched, attributes_restored
@@ -54,6 +57,15 @@ class Variant:
     def fits(self, state: State, inputs: InputSpec, size: bool = True) -> bool:
         """Whether a call is of this kind; without ``size``, up to shapes and strides."""
         return (self.state is state or self.state == state) and self.inputs.fits(inputs, size)
+
+    def holds(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> bool:
+        """Whether Python would read the same out of these inputs."""
+        return not self.what_differs(model, tensors)
+
+    def what_differs(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> str:
+        """What Python would read otherwise out of these inputs, in words; "" if nothing."""
+        guards = None if self.graph is None else self.graph.program.guards
+        return "" if guards is None else guards.difference(guards.read(model, tensors))
 
 
 class Runner:
@@ -95,12 +107,13 @@ class Runner:
             return None
         if (self.training and not model.training) or torch.jit.is_tracing() or torch.compiler.is_compiling():
             return None
-        if self.is_planning:
+        if self.is_planning or are_off():
             return None
         state = (self.watched.get(model) or self.watch(model)).state(model)
-        inputs, _ = InputSpec.of(args, kwargs)
-        for variant in self.variants:
-            if variant.fits(state, inputs):
+        inputs, tensors = InputSpec.of(args, kwargs)
+        alike = [variant for variant in self.variants if variant.fits(state, inputs)]
+        for variant in sorted(alike, key=lambda variant: variant.graph is None):  # of those without one nothing is known
+            if variant.holds(model, tensors):
                 break
         else:
             if self.evictions > EVICTIONS:
@@ -116,12 +129,13 @@ class Runner:
         program, device = variant.graph.program, torch.device(variant.graph.device)
         devices = (device,) if device.type == "cuda" and program.random else ()
         with without_autocast():
-            outputs = variant.code.forward(model, Step(model, variant.code.runs, devices), *tensor_leaves(args, kwargs))
-        return program.outputs.rebuild(outputs)
+            tensors = input_tensors(args, kwargs)
+            outputs = variant.code.forward(model, Step(model, variant.code.runs, devices), *tensors)
+        return program.outputs.deliver(outputs, args, kwargs)
 
     def _make(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant:
         """What runs a kind of calls that was not seen before."""
-        why, start = self._difference(state, inputs), time.perf_counter()
+        why, start = self._difference(model, call, state, inputs), time.perf_counter()
         self.is_planning = True  # calls of the model from here on are the planner's
         try:
             with attributes_restored(model):
@@ -150,8 +164,7 @@ class Runner:
                 assert self.planner is not None
                 graph = self.planner.carry_over(model, call, origin.graph, origin.plan)
                 if graph is not None:
-                    same_code = graph.program.saves == origin.graph.program.saves
-                    code = origin.code if same_code else None
+                    code = origin.code if _runs_the_same(graph, origin.graph) else None
                     return self._variant(state, inputs, graph, origin.plan, code, is_carried=True)
         return None
 
@@ -198,8 +211,11 @@ class Runner:
                 "calls unlike those of the last plans run the plain model"
             )
 
-    def _difference(self, state: State, inputs: InputSpec) -> str:
+    def _difference(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> str:
         """In what a call differs from the sample, in words."""
+        known = next((variant for variant in self.variants if variant.fits(state, inputs)), None)
+        if known is not None:
+            return known.what_differs(model, input_tensors(call.args, call.kwargs))
         found = []
         if state != self.sample.state:
             found.append("training flags, parameters, hooks or submodules differ from when it was optimized")
@@ -215,9 +231,15 @@ class Runner:
             log.warning(what)
 
 
+def _runs_the_same(a: Graph, b: Graph) -> bool:
+    """Whether the code that runs one program runs the other."""
+    alike = not a.program.constants and not b.program.constants and a.program.saves == b.program.saves
+    has_leaves = any(isinstance(node.target, Leaf) for node in a.program.operations)
+    return alike and not has_leaves and str(a.program.graph) == str(b.program.graph)
+
+
 def _shapes(inputs: InputSpec) -> str:
-    specs = [leaf for leaf in inputs.leaves if isinstance(leaf, TensorSpec)]
-    return ", ".join(f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}" for spec in specs[:4])
+    return ", ".join(f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}" for spec in inputs.tensors[:4])
 
 
 def _first_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .watch import Watch
+Told = Callable[[str, str], object]
 
 _MODULE = "transformers.utils.output_capturing"
 _NAMES = {f"install_output_{verb}_hook.<locals>.output_capturing_hook" for verb in ("capuring", "capturing")}
@@ -29,21 +29,21 @@ def only_records(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def recorders_watched(model: torch.nn.Module, watch: Watch) -> Iterator[None]:
-    """``watch`` is told of modules whose hooks are called where no collector was made by the forward that is traced."""
+def recorders_watched(model: torch.nn.Module, told: Told) -> Iterator[None]:
+    """``told(module, why)`` is called where hooks run for whom the forward that is recorded made no collector."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             for key, hook in module._forward_hooks.items():
                 if name and _is_recorder(hook):
                     stack.callback(module._forward_hooks.__setitem__, key, hook)
-                    module._forward_hooks[key] = _watched(hook, name, watch)
+                    module._forward_hooks[key] = _watched(hook, name, told)
         yield
 
 
-def _watched(hook: Callable[..., Any], name: str, watch: Watch) -> Callable[..., Any]:
+def _watched(hook: Callable[..., Any], name: str, told: Told) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        if torch.jit.is_tracing() and _collector(hook) is None:
-            watch.hooks[name] = "has hooks for a forward around it"
+        if _collector(hook) is None:
+            told(name, "has hooks for a forward around it")
         return hook(*args)
 
     return call

@@ -1,0 +1,143 @@
+"""One training step of a model and everything that it gives, by name."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .check_inputs import Arguments, NotVaried
+from .check_report import Difference
+from .check_restore import Snapshot, generators_of, set_seed
+from .compare import difference, distance, same_bits
+from .program import tensor_leaves
+from .random_state import random_states
+
+Results = list[tuple[str, Any]]
+
+LARGEST_MOVE = 0.1
+"""How far an optimizer step moves a parameter: its entry of the largest gradient by this share of its largest entry."""
+
+
+def results_of(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, after_step: bool = False) -> Results:
+    """Everything that one forward and backward of ``run`` gives, by name; the models are afterwards as ``before``.
+
+    With ``after_step`` it is the second step, after a first one and a step of an optimizer.
+
+    Raises:
+        NotVaried: there is nothing for the optimizer to do.
+    """
+    with before.restored(call):
+        set_seed(seed, generators_of([run], call))
+        if after_step:
+            _optimizer_step(run, dict(_step(run, before, call, seed)))
+        return _step(run, before, call, seed)
+
+
+def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int) -> Results:
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, call)
+    given = tensor_leaves(args, kwargs)
+    with torch.enable_grad():
+        result = run(*args, **kwargs)
+    leaves, tree = pytree.tree_flatten(result)
+    outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    sources = {f"input {number}": tensor for number, tensor in enumerate(given)} | dict(run.named_parameters())
+    found: Results = [("structure of the output", tree)]
+    found += [(f"output {number}", _detached(leaf)) for number, leaf in enumerate(leaves)]
+    found += [(f"requires_grad of output {n}", tensor.requires_grad) for n, tensor in enumerate(outputs)]
+    found += [(f"gradient of {name}", gradient) for name, gradient in _gradients(outputs, sources, seed).items()]
+    found += [(name, before.copy_of(tensor)) for name, tensor in state(run)]
+    found += [(f"input {number} after the step", tensor.detach()) for number, tensor in enumerate(given)]
+    return found + _random_states(given, generators_of([run], call))
+
+
+def state(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The model's buffers and parameters."""
+    buffers = [(f"buffer {name}", tensor) for name, tensor in model.named_buffers()]
+    return buffers + [(f"parameter {name}", tensor) for name, tensor in model.named_parameters()]
+
+
+def _gradients(
+    outputs: list[torch.Tensor], sources: dict[str, torch.Tensor], seed: int
+) -> dict[str, torch.Tensor | None]:
+    """Gradients of the sources that require any, for random gradients of the outputs."""
+    sources = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
+    differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+    if not differentiable or not sources:
+        return dict.fromkeys(sources)
+    generator = torch.Generator().manual_seed(seed)
+    upstream = [
+        torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype) for tensor in differentiable
+    ]
+    gradients = torch.autograd.grad(differentiable, list(sources.values()), upstream, allow_unused=True)
+    return dict(zip(sources, gradients, strict=True))
+
+
+@torch.no_grad()
+def _optimizer_step(model: torch.nn.Module, found: dict[str, Any]) -> None:
+    """A step of gradient descent, in place, at a rate of each parameter's own.
+
+    At one rate for all, random gradients of the outputs would move some parameters into infinity, where everything
+    is the same, and others of few bits not at all.
+    """
+    moved = [(p, g) for name, p in model.named_parameters() if (g := found.get(f"gradient of {name}")) is not None]
+    if not moved:
+        raise NotVaried("no parameter gets a gradient")
+    for parameter, gradient in moved:
+        dense = _dense(gradient)
+        largest = dense.abs().max() if dense.numel() else torch.zeros(())
+        if 0 < largest < torch.inf:
+            parameter.sub_(dense / largest * (LARGEST_MOVE * parameter.abs().max().clamp(min=LARGEST_MOVE)))
+
+
+def differences(ours: Results, plain: Results, found_in: str) -> list[Difference]:
+    """Where ``ours`` is not bit by bit what the plain model gave."""
+    theirs, mine = dict(plain), dict(ours)
+    missing = object()
+    found = []
+    for name in dict.fromkeys(chain(theirs, mine)):
+        a, b = mine.get(name, missing), theirs.get(name, missing)
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.layout == b.layout:
+            a, b = _dense(a), _dense(b)
+            if a is not b and not same_bits(a, b):
+                found.append(Difference(name, distance(a, b), difference(a, b), found_in))
+        elif type(a) is not type(b) or isinstance(a, torch.Tensor) or (_has_value(a) and a != b):
+            text = f"{_described(a)} instead of {_described(b)}"
+            found.append(Difference(name, float("inf"), text, found_in))
+    return found
+
+
+def _has_value(thing: Any) -> bool:
+    """Whether things of this type are equal by what they hold, not by being one and the same."""
+    return type(thing).__eq__ is not object.__eq__
+
+
+def _described(thing: Any) -> str:
+    if isinstance(thing, torch.Tensor):
+        return f"a {thing.layout} tensor of shape {tuple(thing.shape)}".replace("torch.strided ", "")
+    return "nothing" if type(thing) is object else repr(thing)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor elsewhere in memory, strides and all; an argument of its own for autograd."""
+    storage = tensor.untyped_storage().clone()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def _random_states(tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Results:
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
+    states = map(torch.from_numpy, random_states(devices))
+    found: Results = [(f"random state of {d}", state) for d, state in zip(["cpu", *devices], states, strict=True)]
+    return found + [(f"state of generator {n}", generator.get_state()) for n, generator in enumerate(generators)]

@@ -1,0 +1,113 @@
+"""What a user gives: a model and a sample of its inputs, checked before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..structures import Call
+from .observe import is_dense
+
+
+def check_model(model: Any) -> None:
+    """Raise InputError unless ``model`` is a module that can be optimized."""
+    if isinstance(model, type):
+        raise InputError(f"model is the class {model.__name__}; pass an instance of it")
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError("model is a torch.jit.ScriptModule; pass the eager module that it was made from")
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        kind = type(model).__name__
+        raise InputError(
+            f"model is a {kind}; optimize the module in it, model.module, and put the result into a {kind}"
+        )
+    compiled = model._compiled_call_impl  # or a part of a model that is planned in parts
+    if "_orig_mod" in model._modules or not (compiled is None or hasattr(compiled, "part_of")):
+        raise InputError("model was compiled, and would run compiled instead of planned; pass it without torch.compile")
+    if torch.is_inference_mode_enabled():
+        raise InputError("nothing can be trained under torch.inference_mode(); leave it first")
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise InputError(f"parameter {name} is not initialized; call the model once on an input before")
+        if parameter.is_meta:
+            raise InputError(
+                f"parameter {name} is on the meta device, where it has no content; "
+                "move the model with model.to_empty(device=...) and initialize it first"
+            )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError(
+            "no parameter of the model requires grad, so there is no backward pass to save memory in; "
+            "call model.requires_grad_() first if it is to be trained"
+        )
+
+
+def call_arguments(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the call that a sample input stands for."""
+    if isinstance(sample_input, torch.Tensor):
+        return (sample_input,), {}
+    if isinstance(sample_input, tuple):
+        return sample_input, {}
+    if isinstance(sample_input, dict):
+        if strange := [key for key in sample_input if not isinstance(key, str)]:
+            raise InputError(f"the keys of a dict as sample_input must be names of arguments, not {strange[0]!r}")
+        return (), sample_input
+    if isinstance(sample_input, Call):
+        return sample_input.args, sample_input.kwargs
+    raise InputError(
+        "sample_input must be a tensor, a tuple of positional arguments or a dict of keyword arguments, "
+        f"not {type(sample_input).__name__}"
+    )
+
+
+def check_devices(model: torch.nn.Module, tensors: list[torch.Tensor]) -> torch.device:
+    """The device of the model's parameters.
+
+    Raises:
+        InputError: there is no tensor in the sample input, or one lives on another device.
+    """
+    home = next(p.device for p in model.parameters())
+    if not tensors:
+        raise InputError("sample_input holds no tensor")
+    for number, tensor in enumerate(tensors):
+        if tensor.device != home and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
+            raise InputError(
+                f"tensor {number} of sample_input is on {tensor.device}, the model on {home}; "
+                f"move it with .to('{home}')"
+            )
+        if tensor.layout is not torch.strided:
+            raise InputError(
+                f"tensor {number} of sample_input is {tensor.layout}, not dense; call the model with dense ones"
+            )
+    return home
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"device must be a torch.device or its name, such as 'cuda', not {device!r}") from None
+
+
+def profile_kind(profile: str, home: torch.device, target: torch.device) -> str:
+    if profile not in ("auto", "estimate", "measure"):
+        raise InputError(f"profile must be 'auto', 'estimate' or 'measure', not {profile!r}")
+    if target.type != home.type:
+        if profile == "measure":
+            raise InputError(f"cannot measure for {target} on a model that is on {home}")
+        return "estimate"
+    return ("measure" if home.type == "cuda" else "estimate") if profile == "auto" else profile
+
+def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs of their own for a run on the side, of the same strides."""
+    return [_copy(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout is not torch.strided or is_dense(tensor) or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    block = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
+    return block.as_strided(tensor.shape, tensor.stride())

@@ -1,0 +1,104 @@
+"""Sees each operator that PyTorch dispatches on a thread, above autocast and autograd, without being seen.
+
+PyTorch's dispatcher knows a key that is reserved for code outside of it, and has no kernels of its own for it. While
+the key is on, every call of an operator, from Python or from C++, comes here first, as the caller made it: before it
+is cast, differentiated or taken apart. Nothing else about PyTorch changes: sizes are numbers, no tracing state is on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+_KEY = torch._C._parse_dispatch_key("DeferredInit")  # type: ignore[attr-defined]
+_KEYS = torch._C.DispatchKeySet(_KEY)
+_AUTOCAST = {name: getattr(torch._C.DispatchKey, name) for name in ("AutocastCPU", "AutocastCUDA")}
+_thread = threading.local()
+
+
+class Call(NamedTuple):
+    """One call of an operator, as it was made."""
+
+    operator: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keys: Any  # of the dispatcher, without ours
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether autocast is on and has a rule of its own for the operator."""
+        name = self.operator.name()
+        return any(self.keys.has(key) and _has_kernel(name, text) for text, key in _AUTOCAST.items())
+
+    @property
+    def is_composite(self) -> bool:
+        """Whether the operator has no derivative of its own, but is made of others."""
+        return _has_kernel(self.operator.name(), "CompositeImplicitAutograd")
+
+    @property
+    def takes_numbers(self) -> bool:
+        """Whether it was given numbers in the places of tensors."""
+        wanted = zip(self.args, self.operator._schema.arguments, strict=False)
+        return any(_is_number(given) and str(argument.type) == "Tensor" for given, argument in wanted)
+
+    def run(self) -> Any:
+        """The result; what the operator is made of is not seen."""
+        with unseen():
+            return self.operator(*self.args, **self.kwargs)
+
+    def open(self) -> Any:
+        """The result; each operator that this one is made of is handed to the handler in its turn."""
+        if self.takes_numbers:  # which are not taken back in their places
+            return self.run()
+        return self.operator.redispatch(self.keys, *self.args, **self.kwargs)
+
+
+class Handler(Protocol):
+    """Stands in the place of each call and returns its result."""
+
+    def __call__(self, call: Call) -> Any: ...
+
+
+@contextmanager
+def dispatched_to(handler: Handler) -> Iterator[None]:
+    """Hand each call of an operator that is made inside to ``handler``."""
+    _install()
+    before, _thread.handler = getattr(_thread, "handler", None), handler
+    try:
+        with torch._C._IncludeDispatchKeyGuard(_KEY):  # type: ignore[attr-defined]
+            yield
+    finally:
+        _thread.handler = before
+
+
+def unseen() -> AbstractContextManager[None]:
+    """Operators that are called inside are handed to nobody."""
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_KEYS)  # type: ignore[attr-defined]
+    return guard
+
+
+@cache
+def _install() -> torch.library.Library:
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(_dispatch, "DeferredInit", with_keyset=True)
+    return library  # which takes the function back when it is let go
+
+
+def _dispatch(keys: Any, operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    call = Call(operator, args, kwargs, keys.remove(_KEY))
+    handler: Handler | None = getattr(_thread, "handler", None)
+    return call.run() if handler is None else handler(call)  # none on a thread that was started inside
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, (bool, int, float, complex))
+
+
+@cache
+def _has_kernel(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))

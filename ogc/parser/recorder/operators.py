@@ -1,0 +1,87 @@
+"""What the recorder knows of operators: names, parts, and which tell Python what tensors hold."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from ...program import operator_name, tensor_leaves
+
+_OTHER_NAMES = {
+    "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
+    "arctan2": "atan2", "arctanh": "atanh", "clip": "clamp", "concat": "cat", "concatenate": "cat", "divide": "div",
+    "fix": "trunc", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "moveaxis": "movedim",
+    "multiply": "mul", "negative": "neg", "not_equal": "ne", "special_expit": "sigmoid", "subtract": "sub",
+    "true_divide": "div",
+}  # fmt: skip
+SAME_OPERATOR = {f"{name}{end}": f"{usual}{end}" for name, usual in _OTHER_NAMES.items() for end in ("", "_")}
+"""By what name operators are known here that have several."""
+
+OPENED = {
+    *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)), "_convolution", "_convolution_mode",
+    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+}  # fmt: skip
+"""What is written down as the operators that it is made of: ``aten::convolution`` and its like."""
+
+_ABOUT_TENSORS = {
+    "_fused_sdp_choice", "_has_compatible_shallow_copy_type", "_has_same_storage_numel", "_nested_tensor_size",
+    "_use_cudnn_ctc_loss", "_version", "can_cast", "is_complex", "is_conj", "is_contiguous", "is_floating_point",
+    "is_inference", "is_leaf", "is_neg", "is_non_overlapping_and_dense", "is_pinned", "is_same_size", "is_set_to",
+    "is_signed", "is_strides_like_format", "numel", "output_nr", "promote_types", "result_type", "retains_grad",
+    "size", "storage_offset", "stride", "sym_is_contiguous", "sym_numel", "sym_size", "sym_storage_offset",
+    "sym_stride",
+}  # fmt: skip
+
+
+def tells_content(operator: torch._ops.OpOverload) -> bool:
+    """Whether numbers that the operator returns depend on what tensors hold."""
+    return operator.namespace == "aten" and operator_name(operator) not in _ABOUT_TENSORS
+
+
+@cache
+def usual_name(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """The overload of the same operator by the name that it is known by here."""
+    name = operator_name(operator)
+    if operator.namespace != "aten" or name not in SAME_OPERATOR:
+        return operator
+    usual: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, SAME_OPERATOR[name]), operator._overloadname)
+    return usual
+
+
+def complete(
+    operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the default values of those that were not given."""
+    found, named = list(args), dict(kwargs)
+    for argument in operator._schema.arguments[len(args) :]:
+        given = named.pop(argument.name, argument.default_value)
+        if argument.kwarg_only:
+            named[argument.name] = given
+        else:
+            found.append(given)
+    return tuple(found), named
+
+
+_DECIDED_BY_FIRST = {"nonzero_numpy"}  # which PyTorch does not say of them
+_DECIDED_BY_SECOND = {"masked_select", "_pack_padded_sequence", "_pad_packed_sequence"}
+
+
+def deciding(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """The arguments whose content decides on the shape of the result; None if there are none."""
+    name = operator_name(operator)
+    if operator.namespace != "aten":
+        return None
+    if name in _DECIDED_BY_FIRST | _DECIDED_BY_SECOND:
+        return [args[name in _DECIDED_BY_SECOND]]
+    if name == "repeat_interleave":
+        repeats = args[0 if operator._overloadname == "Tensor" else 1]
+        return [repeats] if isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None else None
+    if torch.Tag.dynamic_output_shape not in operator.tags:
+        return None
+    if name == "index":
+        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)] or None
+    if name == "one_hot":
+        return [args[0]] if args[1] == -1 else None
+    return tensor_leaves(args, kwargs)

@@ -1,0 +1,98 @@
+"""Where in the model an operator is called: module, file and line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch
+
+_OWN_CODE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+_TORCH_CODE = os.path.dirname(torch.__file__) + os.sep
+_entries: set[CodeType] = set()
+
+
+def entry(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a function of our own that calls the model: what called it is not the model's code."""
+    _entries.add(function.__code__)
+    return function
+
+
+@cache
+def _owner(filename: str) -> str:
+    return "ogc" if filename.startswith(_OWN_CODE) else "torch" if filename.startswith(_TORCH_CODE) else "user"
+
+
+def user_line() -> str:
+    """File and line of the model's code that is running; of torch's where there is none of the model's."""
+    frame = sys._getframe(1)
+    found = ""
+    while frame is not None and frame.f_code not in _entries:
+        owner = _owner(frame.f_code.co_filename)
+        if owner == "user" or (owner == "torch" and not found):
+            found = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            if owner == "user":
+                break
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def scopes_in_use(scopes: Scopes) -> Iterator[None]:
+    """What runs inside may name its place by :func:`scope`."""
+    _thread.scopes = scopes
+    try:
+        yield
+    finally:
+        del _thread.scopes
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Operators recorded inside are said to come from ``name``, unless they come from a module."""
+    scopes: Scopes | None = getattr(_thread, "scopes", None)
+    if scopes is None:
+        yield
+    else:
+        with scopes.inside(name):
+            yield
+
+
+class Scopes:
+    """The modules that are being called, by name, the innermost last.
+
+    Attributes:
+        failed: the innermost that was left by an exception.
+    """
+
+    def __init__(self) -> None:
+        self.names = [""]
+        self.failed = ""
+
+    @property
+    def current(self) -> str:
+        return self.names[-1]
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        self.names.append(name)
+        try:
+            yield
+        except BaseException:
+            self.failed = self.failed or name
+            raise
+        finally:
+            self.names.pop()
+
+    def here(self) -> dict[str, str]:
+        """Module path and source line of what is running, for the ``meta`` of a node."""
+        return {"module": self.current, "source": user_line()}

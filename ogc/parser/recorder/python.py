@@ -1,0 +1,234 @@
+"""Sees what goes past PyTorch's dispatcher while a forward is recorded: calls of modules and custom functions, and the
+methods of tensors by which Python gets hold of their content, hooks, memory or history."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import numpy
+import torch
+
+from .capturing import recorders_watched
+from .dispatch import unseen
+from .forward import Pack, saved_until_done
+from .leaf_calls import LeafCalls
+from .places import user_line
+from .recorder import Recorder
+
+_CONTENT = ("tolist", "numpy", "__array__", "__dlpack__")
+_SIZES = ("size", "numel", "nelement", "__len__")
+_TEXT = ("__repr__", "__format__")  # messages name tensors; nothing comes of it
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+@contextmanager
+def python_watched(model: torch.nn.Module, recorder: Recorder, leaves: Collection[str]) -> Iterator[Watch]:
+    """``recorder`` is told of all that this thread does inside."""
+    with ExitStack() as stack:
+        watch = Watch(model, recorder, leaves)
+        watch.install(stack)
+        stack.enter_context(recorders_watched(model, _told_of_hooks(recorder)))
+        yield watch
+
+
+def _told_of_hooks(recorder: Recorder) -> Callable[[str, str], object]:
+    return lambda module, why: None if recorder.leaf is not None else recorder.opaque.setdefault(module, why)
+
+
+class Watch:
+    """What takes the places of PyTorch's own functions."""
+
+    def __init__(self, model: torch.nn.Module, recorder: Recorder, leaves: Collection[str]) -> None:
+        self.recorder = recorder
+        self.leaves = leaves
+        self.names = {module: name for name, module in model.named_modules(remove_duplicate=False)}
+        self.calls = LeafCalls(recorder, model)
+        self.thread = threading.get_ident()
+        self.draws = python_random_state()
+        self.has_draws = False
+        self.is_writing_text = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether what this thread does is to be written down."""
+        return self.recorder.leaf is None and threading.get_ident() == self.thread
+
+    def install(self, stack: ExitStack) -> None:
+        """Take these places until ``stack`` is closed."""
+        replace(stack, torch.nn.Module, "__call__", self._module)
+        replace(stack, torch.autograd.Function, "apply", self._function)
+        for name in _CONTENT:
+            replace(stack, torch.Tensor, name, self._content)
+        for name in _SIZES:
+            replace(stack, torch.Tensor, name, self._size)
+        replace(stack, torch.Tensor, "shape", lambda shape: property(self._size(shape.__get__)))
+        for name in _TEXT:
+            replace(stack, torch.Tensor, name, self._text)
+        for name in _HOOKS:
+            replace(stack, torch.Tensor, name, self._hook)
+        replace(stack, torch.Tensor, "requires_grad_", self._changes_grad)
+        replace(stack, torch.Tensor, "_make_subclass", self._subclass)
+        replace(stack, torch.Tensor, "data", self._data)
+
+    def _module(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def module_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = self.names.get(module) if self.is_on else None
+            if name is None:
+                return call(module, *args, **kwargs)
+            self.look_for_draws()
+            try:
+                if name in self.leaves:
+                    return self.calls.module(name, call.__get__(module), args, kwargs)
+                with self.recorder.scopes.inside(name):
+                    result = call(module, *args, **kwargs)
+                    self.look_for_draws()
+                    return result
+            finally:
+                if name in self.leaves:
+                    self.draws = python_random_state()
+
+        return module_call
+
+    def look_for_draws(self) -> None:
+        """Note whether the running module has drawn random numbers past torch."""
+        state = python_random_state()
+        if state != self.draws:
+            self.draws, self.has_draws = state, True
+            where = f"before {user_line()}" if self.recorder.before_call is not None else "in it"
+            self.recorder.refuse(
+                f"draws random numbers of Python or numpy {where}: those of the sample input would be repeated in every "
+                "step. Draw them with torch"
+            )
+
+    def _function(self, call: Any) -> Any:
+        def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            own = call.__get__(None, kind)
+            is_transformed = torch._C._are_functorch_transforms_active()  # then it is taken apart by them
+            is_leaf = self.is_on and not is_transformed
+            return self.calls.function(kind, own, args, kwargs) if is_leaf else own(*args, **kwargs)
+
+        return classmethod(apply)
+
+    def _content(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def content(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == self.thread and not self.is_writing_text:
+                self.recorder.read_content(tensor, f"{method.__name__.strip('_')}() of a tensor")
+            with unseen():
+                return method(tensor, *args, **kwargs)
+
+        return content
+
+    def _size(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def size(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self.is_on:
+                self.recorder.read_size(tensor)
+            return method(tensor, *args, **kwargs)
+
+        return size
+
+    def _text(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def text(*args: Any, **kwargs: Any) -> Any:
+            before, self.is_writing_text = self.is_writing_text, True
+            try:
+                with unseen():
+                    return method(*args, **kwargs)
+            finally:
+                self.is_writing_text = before
+
+        return text
+
+    def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            if self.is_on:
+                self.recorder.refuse(f"calls {method.__name__} of a tensor at {user_line()}")
+            return method(*args, **kwargs)
+
+        return hook
+
+    def _changes_grad(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def requires_grad_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            before = tensor.requires_grad
+            result = method(tensor, *args, **kwargs)
+            if self.is_on and tensor.requires_grad != before:
+                self.recorder.refuse(f"calls requires_grad_ of a tensor at {user_line()}")
+            return result
+
+        return requires_grad_
+
+    def _subclass(self, method: Callable[..., Any]) -> Any:
+        def make_subclass(*args: Any, **kwargs: Any) -> Any:
+            with unseen():  # it must not be known to Python before
+                return method(*args, **kwargs)
+
+        return staticmethod(make_subclass)
+
+    def _data(self, data: Any) -> property:
+        def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+            if self.is_on:
+                self.recorder.refuse(f"assigns to .data of a tensor at {user_line()}")
+            data.__set__(tensor, value)
+
+        return property(lambda tensor: data.__get__(tensor), put)
+
+
+def replace(stack: ExitStack, owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    """Put what ``make`` returns for an attribute of a class in its place until ``stack`` is closed."""
+    own = vars(owner).get(name)
+    known = own if own is not None else next(vars(kind)[name] for kind in owner.__mro__ if name in vars(kind))
+    found = make(known)
+    if not isinstance(found, (staticmethod, classmethod, property)):
+        found = wraps(known)(found)
+    if own is None:
+        stack.callback(delattr, owner, name)
+    else:
+        stack.callback(setattr, owner, name, own)
+    setattr(owner, name, found)
+
+
+@contextmanager
+def seen_as_recorded(
+    model: torch.nn.Module, leaves: Collection[str], told: Pack, paused: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """A forward that nobody records is seen as a recorder would see it.
+
+    Args:
+        model: the model.
+        leaves: names of submodules, which have what they save as long as they run, whatever else is saved.
+        told: called with each tensor that leaves save.
+        paused: entered while tensors become text, or Python gets hold of their content.
+    """
+    modules = {model.get_submodule(name) for name in leaves}
+
+    def in_leaves(call: Callable[..., Any]) -> Callable[..., Any]:
+        def module_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module not in modules:
+                return call(module, *args, **kwargs)
+            with saved_until_done(told):
+                return call(module, *args, **kwargs)
+
+        return module_call
+
+    def aside(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with paused():
+                return method(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        if modules:
+            replace(stack, torch.nn.Module, "__call__", in_leaves)
+        for name in (*_CONTENT, *_TEXT):
+            replace(stack, torch.Tensor, name, aside)
+        yield
+
+
+def python_random_state() -> tuple[Any, ...]:
+    """Where the random streams of Python and numpy are."""
+    name, keys, *rest = numpy.random.get_state(legacy=True)
+    return random.getstate(), name, numpy.asarray(keys).tobytes(), *rest

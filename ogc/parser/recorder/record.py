@@ -1,0 +1,137 @@
+"""Runs a model once and writes down what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from ...errors import OgcError, ParseError
+from ...leaf import Leaf
+from ...program import OWN, call_beside
+from ...structures import InputSpec
+from ..traced import OpaqueError, Traced
+from .dispatch import dispatched_to
+from .forward import FlatForward, nothing_saved
+from .guards import guards_of
+from .places import scopes_in_use
+from .python import python_watched
+from .recorder import Recorder
+
+
+class RecordAgain(Exception):
+    """It has turned out how the forward is to be recorded; ``is_careful`` if slowly, to see where something happens."""
+
+    def __init__(self, is_careful: bool) -> None:
+        super().__init__()
+        self.is_careful = is_careful
+
+
+def record(
+    model: torch.nn.Module,
+    spec: InputSpec,
+    tensors: list[torch.Tensor],
+    forward: Callable[..., Any] | None = None,
+    leaves: Collection[str] = (),
+    is_careful: bool = False,
+) -> Traced:
+    """Run ``model``, or ``forward`` in its place, once on ``tensors`` and return what it computed.
+
+    Gradients are on, but nothing is saved for a backward: memory is that of inference.
+
+    Args:
+        model: the module.
+        spec: how the arguments are rebuilt from ``tensors``.
+        tensors: the tensors among the arguments of the call.
+        leaves: names of submodules to call as they are.
+        is_careful: look at the random states of Python and numpy before each call, which takes time.
+
+    Raises:
+        OpaqueError: the forward does what no program can hold; modules named by the error would have to be leaves.
+        ParseError: the forward cannot be represented faithfully; the message names file and line.
+        RecordAgain: it has turned out how to write it down; to be called again with the same arguments.
+        Exception: whatever the model's own forward raises, with a note saying so.
+    """
+    recorder = Recorder(model, tensors, leaves)
+    flat = FlatForward(model.forward if forward is None else forward, spec)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    with (
+        nothing_saved(where=lambda: recorder.scopes.current),
+        python_watched(model, recorder, leaves) as watch,
+        scopes_in_use(recorder.scopes),
+        dispatched_to(recorder),
+    ):
+        recorder.before_call = watch.look_for_draws if is_careful else None
+        try:
+            outputs = flat(*tensors)
+        except Exception as error:
+            recorder.raise_if_leaky()  # which may be what it is about
+            if isinstance(error, OgcError) or not recorder.scopes.failed:
+                raise
+            what = f"fails while it is recorded: {str(error).partition(chr(10))[0]}"
+            raise OpaqueError(f"the forward {what}", {recorder.scopes.failed: what}) from error
+        watch.look_for_draws()
+    if not recorder.is_settled or (watch.has_draws and not is_careful):
+        raise RecordAgain(is_careful or watch.has_draws)
+    nodes = [recorder.node(tensor) for tensor in outputs]
+    recorder.raise_if_leaky()
+    _refuse_new_parameters(model, parameters)
+    _refuse_new_buffers(model, buffers, leaves)
+    guards = guards_of(recorder, nodes)
+    recorder.raise_if_opaque()
+    _refuse_shared_casts(recorder.graph)
+    _give_each_call_its_own(recorder)
+    recorder.graph.output(tuple(nodes))
+    recorder.graph.lint()
+    assert flat.output_spec is not None
+    return Traced(
+        recorder.graph,
+        recorder.tensors.constants,
+        flat.output_spec,
+        flat.outputs,
+        flat.requires_grad,
+        flat.reached,
+        guards,
+    )
+
+
+def _refuse_shared_casts(graph: torch.fx.Graph) -> None:
+    """Autocast may cast a parameter once for several uses; a leaf would do it for itself."""
+    for node in graph.nodes:
+        leaf = node.target
+        if isinstance(leaf, Leaf) and leaf.autocast and any(len(held.users) > 1 for held in node.args[2]):
+            why = "shares a parameter with other calls under autocast"
+            raise OpaqueError(f"the leaf module {leaf.module} {why}; cast it outside the leaf", {leaf.module: why})
+
+
+def _give_each_call_its_own(recorder: Recorder) -> None:
+    """Constants that the forward makes anew and writes later are copied first."""
+    for node in recorder.tensors.rewritten:
+        with recorder.graph.inserting_after(node):
+            copy = call_beside(node, torch.ops.aten.clone.default, node)
+            copy.meta[OWN] = True
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+
+def _refuse_new_parameters(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    after = dict(model.named_parameters())
+    for name in [*before, *after]:
+        if name not in after:
+            raise ParseError(f"the forward takes the parameter {name} out of the model; make it keep its parameters")
+        if after[name] is not before.get(name):
+            raise ParseError(
+                f"the forward makes the parameter {name}; make it in __init__, or call the model once before it is "
+                "optimized if it is made in the first call alone"
+            )
+
+
+def _refuse_new_buffers(model: torch.nn.Module, before: Mapping[str, torch.Tensor], leaves: Collection[str]) -> None:
+    changed = [name for name, buffer in model.named_buffers() if before.get(name) is not buffer]
+    outside = [name for name in changed if not any(name.startswith(f"{leaf}.") for leaf in leaves)]
+    if outside:
+        raise OpaqueError(
+            f"the forward assigns a new tensor to the buffer {outside[0]}, which a replay would not repeat; "
+            "update it in place (copy_, add_, mul_) instead",
+            {name.rpartition(".")[0]: "assigns new tensors to buffers" for name in outside},
+        )

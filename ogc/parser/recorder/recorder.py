@@ -1,0 +1,302 @@
+"""Writes down each operator of a forward as a node of a ``torch.fx.Graph``, while it runs as ever."""
+
+from __future__ import annotations
+
+import operator as python_operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.node import map_aggregate
+
+from ...program import call_beside, has_history, operator_name, tensor_leaves
+from ...structures import autocast_kinds
+from ...without_grad import WithoutGrad
+from ..traced import OpaqueError
+from .dispatch import Call, dispatched_to, unseen
+from .operators import OPENED, complete, deciding, tells_content, usual_name
+from .places import Scopes, user_line
+from .tensors import Tensors
+
+_casting: set[torch._ops.OpOverload] = set()
+"""Operators that are made of such as autocast casts: where it is on, they are written down in parts."""
+
+_ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.default}
+"""What PyTorch does with a tensor that it makes of Python's data, and comes to nothing."""
+
+
+class Read(NamedTuple):
+    """Something that Python learnt of what tensors hold.
+
+    Attributes:
+        node: what tells it: a number, a tensor whose content was read, or one whose shape the content of others decides.
+        deciding: those others.
+        is_number: whether the node gives a number.
+        last: the last call before it was read.
+        what: in words.
+        module: where.
+    """
+
+    node: torch.fx.Node
+    deciding: tuple[torch.fx.Node, ...]
+    is_number: bool
+    last: torch.fx.Node
+    what: str
+    module: str
+
+
+class Touched(NamedTuple):
+    """What a call does to storages, by their numbers."""
+
+    given: set[int]
+    written: set[int]
+
+
+class Before(NamedTuple):
+    """A tensor as it was before a call."""
+
+    tensor: torch.Tensor
+    version: int
+    requires_grad: bool
+    has_history: bool
+
+
+class Recorder:
+    """Is handed the operators of one forward.
+
+    Args:
+        model: the model.
+        inputs: the tensors that its forward is given.
+        leaves: names of the submodules that are leaves.
+
+    Attributes:
+        graph: every call, also such as nothing uses.
+        tensors: the nodes of its tensors.
+        reads: what Python learnt of the content of tensors, in order.
+        touched: for each call, what it does to storages.
+        opaque: module -> what it does that no program can hold.
+        leaky: leaf -> what it does that a leaf must not.
+        is_settled: false if a call was written down in the wrong way.
+    """
+
+    def __init__(self, model: torch.nn.Module, inputs: Sequence[torch.Tensor], leaves: Collection[str]) -> None:
+        self.graph = torch.fx.Graph()
+        self.tensors = Tensors(self.graph, model, inputs)
+        self.scopes = Scopes()
+        self.reads: list[Read] = []
+        self.touched: dict[torch.fx.Node, Touched] = {}
+        self.opaque: dict[str, str] = {}
+        self.leaky: dict[str, str] = {}
+        self.counting: set[str] = set()  # leaves that read numbers out of tensors
+        self.is_settled = True
+        self.before_call: Callable[[], object] | None = None
+        self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
+        self.follows = bool(leaves)
+        self.leaf: str | None = None  # that we are inside of
+        self._given: set[int] = set()  # numbers of the storages that it was given
+
+    def refuse(self, why: str) -> None:
+        """Note what the running module does that no program can hold."""
+        self.opaque.setdefault(self.scopes.current, why)
+
+    def raise_if_leaky(self) -> None:
+        """Raise OpaqueError if a leaf does what it must not."""
+        if self.leaky:
+            found = "; ".join(f"{leaf} {why}" for leaf, why in self.leaky.items())
+            raise OpaqueError(
+                f"what cannot be replayed leaves the modules that would hide it: {found}. Pass tensors as arguments and "
+                "results (or in tuples, lists and dicts of these), or optimize the submodules around it instead",
+                self.leaky,
+            )
+
+    def raise_if_opaque(self) -> None:
+        """Raise OpaqueError if a module does what no program can hold."""
+        if self.opaque:
+            found = "; ".join(f"{module or 'the model'} {why}" for module, why in self.opaque.items())
+            raise OpaqueError(
+                f"what no program can hold: {found}. Put it into a submodule of its own, or optimize the submodules "
+                "around it instead",
+                self.opaque,
+            )
+
+    # -- operators -----------------------------------------------------------------------------------------
+
+    def __call__(self, call: Call) -> Any:
+        """Stands in the place of each call of an operator."""
+        if self.leaf is not None:
+            return self._call_in_leaf(call)
+        if call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and autocast_kinds()):
+            return call.open()
+        operator = usual_name(call.operator)
+        call = call._replace(operator=operator)
+        if self.before_call is not None:
+            self.before_call()
+        with unseen():
+            args, kwargs = complete(operator, call.args, call.kwargs)
+            call = call._replace(args=args, kwargs=kwargs)
+            tensors = tensor_leaves(args, kwargs)
+            self.check_known(tensors)
+            self._note_constant(operator, tensors)
+            given = self._nodes(args), self._nodes(kwargs)
+            states = [Before(t, version_of(t), t.requires_grad, has_history(t)) for t in tensors]
+            if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
+                self.refuse(f"draws from a torch.Generator of its own at {user_line()}")
+        result = self._run(call)
+        with unseen():
+            self._write_down(call, given, states, result)
+        return result
+
+    def _run(self, call: Call) -> Any:
+        if not (call.is_composite and autocast_kinds()) or call.takes_numbers:
+            return call.run()
+        watch = _CastsInside()
+        with dispatched_to(watch):
+            result = call.open()
+        if watch.found:
+            _casting.add(call.operator)
+            self.is_settled = False
+        return result
+
+    def _note_constant(self, operator: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> None:
+        if operator is torch.ops.aten.lift_fresh.default and self.tensors.is_new(tensors[0]):
+            self.tensors.constant(tensors[0], is_fresh=True)
+
+    def node(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """What stands for the tensor."""
+        found = self.tensors.node(tensor)
+        while self.tensors.problems:
+            self.refuse(self.tensors.problems.pop())
+        return found
+
+    def _nodes(self, given: Any) -> Any:
+        """Arguments with the nodes of tensors in the places of these."""
+        return map_aggregate(given, lambda x: self.node(x) if isinstance(x, torch.Tensor) else x)
+
+    def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Before], result: Any) -> None:
+        operator, results = call.operator, tensor_leaves(result)
+        if operator in _ON_CONSTANTS and given[0][0] in self.tensors.fresh:
+            self.tensors.bind(result, given[0][0])
+            return
+        is_number = result is not None and not results
+        if is_number and (not states or not tells_content(operator)):
+            return
+        node = self.graph.call_function(operator, *given)
+        node.meta.update(self.scopes.here(), dims=max((t.dim() for t in results), default=0))
+        written = [before for before in states if version_of(before.tensor) != before.version]
+        self._note_writes(operator, written)
+        has_grad = any(before.requires_grad for before in states)
+        if has_grad and not torch.is_grad_enabled() and (operator._schema.is_mutable or any(map(_is_floating, results))):
+            node.target = WithoutGrad(operator)
+        self._note_result(node, result)
+        self._note_touched(node, [before.tensor for before in states], [before.tensor for before in written])
+        if is_number:
+            name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(operator_name(operator), operator_name(operator))
+            self._note_read(node, (), f"{name}() of a tensor", is_number=True)
+        elif (decisive := deciding(operator, call.args, call.kwargs)) is not None:
+            what = f"the operator aten::{operator_name(operator)}, whose result has a shape that depends on the data,"
+            nodes = tuple(map(self.node, decisive))
+            self._note_read(node, nodes, what)
+
+    def _note_read(
+        self, node: torch.fx.Node, decisive: tuple[torch.fx.Node, ...], what: str, is_number: bool = False
+    ) -> None:
+        last = next(iter(reversed(self.graph.nodes)))
+        self.reads.append(Read(node, decisive, is_number, last, f"{what} at {user_line()}", self.scopes.current))
+
+    def read_content(self, tensor: torch.Tensor, what: str) -> None:
+        """Note that Python has got all that a tensor holds."""
+        with unseen():
+            if self.leaf is not None:
+                self.counting.add(str(self.leaf))
+            else:
+                self._note_read(self.node(tensor), (), what)
+
+    def read_size(self, tensor: torch.Tensor) -> None:
+        """Note that Python asks for the shape of a tensor, which matters if the shape depends on data."""
+        if self.reads and self.leaf is None and (node := self.tensors.known(tensor)) is not None:
+            self.sizes_read.setdefault(node, set()).add(self.scopes.current)
+
+    def _note_writes(self, operator: torch._ops.OpOverload, written: list[Before]) -> None:
+        for before in written:
+            self.tensors.write(before.tensor)
+            if before.has_history and not torch.is_grad_enabled():
+                what = "writes in place, under no_grad, a tensor that requires grad"
+                self.refuse(f"{what}: {operator_name(operator)} at {user_line()}; make it out of place")
+        while self.tensors.problems:
+            self.refuse(self.tensors.problems.pop())
+
+    def _note_result(self, node: torch.fx.Node, result: Any) -> None:
+        if isinstance(result, torch.Tensor):
+            self.tensors.bind(result, node)
+        elif isinstance(result, (tuple, list)):
+            for index, item in enumerate(result):
+                if isinstance(item, torch.Tensor):
+                    self.tensors.bind(item, call_beside(node, python_operator.getitem, node, index))
+
+    def _note_touched(self, node: torch.fx.Node, given: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        self.touched[node] = Touched(self._numbers(given), self._numbers(written))
+
+    def _numbers(self, tensors: list[torch.Tensor]) -> set[int]:
+        return {storage.number for storage in map(self.tensors.storage, tensors) if storage is not None}
+
+    # -- leaves --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def inside(self, leaf: str, given: list[torch.Tensor]) -> Iterator[None]:
+        """Nothing that is called inside is written down: a leaf runs, which was given these tensors."""
+        self.leaf, self._given = leaf, self._numbers(given)
+        try:
+            yield
+        finally:
+            self.leaf, self._given = None, set()
+
+    def note_leaf(self, node: torch.fx.Node, new: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+        """Note what a leaf has returned, and was given."""
+        for tensor in new:
+            if (storage := self.tensors.storage(tensor)) is not None:
+                storage.leaf = None  # from here on it is the program's
+        self._note_result(node, new[0] if len(new) == 1 else new)
+        self._note_touched(node, given, [])
+
+    def _call_in_leaf(self, call: Call) -> Any:
+        with unseen():
+            self.check_known(tensor_leaves(call.args, call.kwargs))
+        result = call.run()
+        with unseen():
+            results = tensor_leaves(result)
+            for tensor in results:
+                self.tensors.storage(tensor, self.leaf)
+            if result is not None and not results and tells_content(call.operator):
+                self.counting.add(str(self.leaf))
+        return result
+
+    def check_known(self, used: list[torch.Tensor]) -> None:
+        """Note which of the tensors should not be known to the leaf, or outside of leaves."""
+        for tensor in used if self.follows else ():
+            storage = None if self.tensors.is_new(tensor) else self.tensors.storage(tensor)
+            if storage is None or storage.leaf == self.leaf or storage.number in self._given:
+                continue
+            if not storage.is_state:
+                for leaf in {storage.leaf, self.leaf} - {None}:
+                    self.leaky.setdefault(leaf, "shares tensors with other modules by other ways than arguments")
+
+
+class _CastsInside:
+    """Sees whether any operator that another one is made of is cast by autocast."""
+
+    def __init__(self) -> None:
+        self.found = False
+
+    def __call__(self, call: Call) -> Any:
+        self.found = self.found or call.is_cast
+        return call.open() if call.is_composite and not call.takes_numbers else call.run()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written; tensors of inference do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_floating(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

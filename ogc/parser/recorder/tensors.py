@@ -1,0 +1,181 @@
+"""Which node of a recorded program each tensor is, and what is known of the storages that tensors are in."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...program import CONSTANT, storage_of
+from .places import user_line
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+@dataclass
+class Storage:
+    """What is known of a storage; ``layout`` is that of the first tensor in it, which is ``node``."""
+
+    reference: StorageWeakRef
+    number: int
+    leaf: str | None  # that made it, if one did
+    is_state: bool = False  # whether it is that of a parameter or buffer
+    node: torch.fx.Node | None = None
+    layout: Layout | None = None
+    dtype: torch.dtype | None = None
+    is_written: bool = False
+    is_aliased: bool = False  # seen past autograd, as by .data
+
+
+class Tensors:
+    """The nodes that stand for the tensors of a forward.
+
+    Attributes:
+        graph: gets a node for each parameter, buffer and constant that is used, where it first is.
+        constants: tensors that are no attribute of the model, by the name of their node.
+        fresh: nodes of constants that the forward makes anew each time of what Python holds.
+        rewritten: those of them that are written later.
+        problems: what no program can hold, in words.
+        external_numbers: of the storages of inputs, parameters and buffers.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        self.graph = graph
+        self.constants: dict[str, torch.Tensor] = {}
+        self.fresh: set[torch.fx.Node] = set()
+        self.rewritten: set[torch.fx.Node] = set()
+        self.problems: list[str] = []
+        self.requires_grad: dict[torch.fx.Node, bool] = {}
+        self.state = dict(chain(model.named_parameters(), model.named_buffers()))
+        self._names = {id(tensor): name for name, tensor in self.state.items()}  # all are held by the model
+        self._nodes = WeakTensorKeyDictionary()
+        self._storages: dict[int, Storage] = {}
+        self._count = 0
+        for number, tensor in enumerate(inputs):
+            self.bind(tensor, graph.placeholder(f"input_{number}"))
+        for tensor in self.state.values():
+            if (storage := self.storage(tensor)) is not None:
+                storage.is_state = True
+        self.external_numbers = frozenset(range(self._count))
+
+    def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+        """From here on ``node`` stands for ``tensor``."""
+        self._nodes[tensor] = node
+        self.requires_grad[node] = tensor.requires_grad
+        storage = self.storage(tensor)
+        if storage is not None and storage.node is None:
+            storage.node, storage.layout, storage.dtype = node, _layout(tensor), tensor.dtype
+
+    def node(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """What stands for ``tensor``; if nothing does yet, a node is made."""
+        found: torch.fx.Node | None = self._nodes.get(tensor)
+        if found is None:
+            found = self._meet(tensor)
+            self.bind(tensor, found)
+        elif self.requires_grad[found] != tensor.requires_grad:
+            storage = self.storage(tensor)
+            if isinstance(tensor.grad_fn, BackwardCFunction):  # called by a name that it got before
+                self.problems.append(f"a custom torch.autograd.Function, {tensor.grad_fn.name()}, used at {user_line()}")
+            elif storage is None or not storage.is_written:  # else a write has made it so
+                self.problems.append(f"changes what requires grad past autograd, seen at {user_line()}")
+            self.requires_grad[found] = tensor.requires_grad
+        return found
+
+    def known(self, tensor: torch.Tensor) -> torch.fx.Node | None:
+        """What stands for ``tensor``, if anything does yet."""
+        node: torch.fx.Node | None = self._nodes.get(tensor)
+        return node
+
+    def storage(self, tensor: torch.Tensor, leaf: str | None = None) -> Storage | None:
+        """What is known of the tensor's storage, noted now if it was not; ``leaf`` made it in that case."""
+        raw = storage_of(tensor)
+        if raw is None:
+            return None
+        known = self._storages.get(raw._cdata)
+        if known is None or known.reference.expired():
+            known = self._storages[raw._cdata] = Storage(StorageWeakRef(raw), self._count, leaf)
+            self._count += 1
+        return known
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing is known of the tensor's storage."""
+        raw = storage_of(tensor)
+        known = self._storages.get(raw._cdata) if raw is not None else None
+        return known is None or known.reference.expired()
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Note that the tensor is written."""
+        storage = self.storage(tensor)
+        if storage is None:
+            return
+        if storage.is_aliased:
+            self.problems.append(f"writes a tensor past autograd (.data) at {user_line()}")
+        storage.is_written = True
+        if storage.node in self.fresh:
+            self.rewritten.add(storage.node)
+
+    def get_attr(self, target: str, tensor: torch.Tensor | None = None) -> torch.fx.Node:
+        """A node for an attribute of the model."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # fx warns that its graph has no owning module
+            node = self.graph.get_attr(target)
+        if tensor is not None:
+            self.requires_grad[node] = tensor.requires_grad
+        return node
+
+    def constant(self, tensor: torch.Tensor, is_fresh: bool = False) -> torch.fx.Node:
+        """A node for a tensor that is no attribute of the model; ``is_fresh`` if each forward makes its own."""
+        name = f"{CONSTANT}{len(self.constants)}"
+        self.constants[name] = tensor.clone() if is_fresh else tensor
+        node = self.get_attr(name, tensor)
+        self.bind(tensor, node)
+        if is_fresh:
+            self.fresh.add(node)
+        return node
+
+    def _meet(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """A node for a tensor that no operator made."""
+        name = self._names.get(id(tensor))
+        if name is not None:
+            return self.get_attr(name, tensor)
+        storage = None if self.is_new(tensor) else self.storage(tensor)
+        if storage is not None and (storage.node is not None or tensor.grad_fn is None):
+            base = self._base(tensor, storage)
+            if base is not None:
+                return base
+        if tensor.grad_fn is not None:
+            self.problems.append(f"uses a tensor whose history begins outside of the forward, at {user_line()}")
+        if storage_of(tensor) is None:
+            self.problems.append(f"uses a tensor without memory of its own at {user_line()}")
+        return self.constant(tensor)
+
+    def _base(self, tensor: torch.Tensor, storage: Storage) -> torch.fx.Node | None:
+        """A node for what shares the memory of a known tensor, but not its history, as ``.data`` does."""
+        node = storage.node or self._of_state(storage)
+        if node is None:
+            return None
+        if tensor.requires_grad or tensor.dtype != storage.dtype:
+            self.problems.append(f"sees a tensor past autograd at {user_line()}")
+        storage.is_aliased = True
+        result = self.graph.call_function(torch.ops.aten.detach.default, (node,))
+        if storage.layout != _layout(tensor):
+            result = self.graph.call_function(torch.ops.aten.as_strided.default, (result, *_layout(tensor)))
+        return result
+
+    def _of_state(self, storage: Storage) -> torch.fx.Node | None:
+        """A node for the parameter or buffer that has the storage, if one has."""
+        for tensor in self.state.values():
+            if self.storage(tensor) is storage:
+                return self.node(tensor)
+        return None
+
+
+def _layout(tensor: torch.Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())

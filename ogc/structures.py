@@ -1,0 +1,337 @@
+"""How the arguments and the result of a call flatten into tensors, and how they are put together again.
+
+Lists, tuples, dicts and whatever is registered as a pytree are taken apart; so are objects that hold nothing but
+tensors, constants and such objects (caches, dataclasses). A call may change these objects: what they hold then is part
+of its result.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+TENSOR = object()
+"""Stands for a tensor among the leaves of a result."""
+
+CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
+"""What holds no tensor, and is the same whenever it is equal."""
+
+_DEEPEST = 4  # of objects within objects
+
+
+class TensorSpec(NamedTuple):
+    """Shape, strides, type and place of an input tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def same_kind(self, other: TensorSpec) -> bool:
+        """Whether the two differ in sizes and strides at most."""
+        return len(self.shape) == len(other.shape) and self[2:] == other[2:]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call, as a sample input."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """How the arguments of a call flatten, and everything about them that a program depends on.
+
+    Attributes:
+        tree: the structure of the arguments.
+        leaves: a TensorSpec for each tensor, a HolderSpec for each object that is taken apart, else the value itself.
+        casts: what autocast does, by device type.
+    """
+
+    tree: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    casts: tuple[tuple[str, torch.dtype], ...]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, list[torch.Tensor]]:
+        """The specification of a call and its tensors, in order."""
+        casts = autocast_state()
+        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+            return InputSpec(_tree_of_tensors(len(args)), tuple(map(TensorSpec.of, args)), casts), list(args)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        described: list[Any] = []
+        tensors: list[torch.Tensor] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                described.append(TensorSpec.of(leaf))
+                tensors.append(leaf)
+            elif is_holder(leaf):
+                spec, inside = InputSpec.of((vars(leaf),), {})
+                described.append(HolderSpec(type(leaf), spec))
+                tensors += inside
+            else:
+                described.append(leaf)
+        return InputSpec(tree, tuple(described), casts), tensors
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """Those of all tensors, in order."""
+        return [leaf for leaf in self._all() if isinstance(leaf, TensorSpec)]
+
+    @property
+    def constants(self) -> list[Any]:
+        """What is no tensor, in order."""
+        return [leaf for leaf in self._all() if not isinstance(leaf, TensorSpec)]
+
+    def _all(self) -> Iterator[Any]:
+        for leaf in self.leaves:
+            if isinstance(leaf, HolderSpec):
+                yield from leaf.content._all()
+            else:
+                yield leaf
+
+    def fits(self, other: InputSpec, size: bool = True) -> bool:
+        """Whether calls of the two are alike; without ``size``, up to shapes and strides."""
+        same_tree = self.tree is other.tree or self.tree == other.tree
+        return (
+            same_tree
+            and self.casts == other.casts
+            and all(_same_leaf(a, b, size) for a, b in zip(self.leaves, other.leaves, strict=True))
+        )
+
+    def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the call, with the given tensors in the places of its own, and objects of their own."""
+        args, kwargs = self._rebuild(iter(tensors))
+        return args, kwargs
+
+    def _rebuild(self, source: Iterator[torch.Tensor]) -> Any:
+        def leaf_of(described: Any) -> Any:
+            if isinstance(described, TensorSpec):
+                return next(source)
+            if isinstance(described, HolderSpec):
+                result: Any = object.__new__(described.kind)
+                vars(result).update(described.content._rebuild(source)[0][0])
+                return result
+            return described
+
+        return pytree.tree_unflatten([leaf_of(leaf) for leaf in self.leaves], self.tree)
+
+
+def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of a call, in order."""
+    if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+        return list(args)
+    return InputSpec.of(args, kwargs)[1]
+
+
+@dataclass(frozen=True)
+class HolderSpec:
+    """An object that is taken apart: its class and its attributes."""
+
+    kind: type
+    content: InputSpec
+
+
+def is_holder(thing: Any, depth: int = 0) -> bool:
+    """Whether it is an object that is taken apart: it holds tensors, constants, and objects that do, alone."""
+    if isinstance(thing, (*CONSTANTS, torch.Tensor, torch.nn.Module)) or callable(thing):
+        return False
+    if not hasattr(thing, "__dict__") or type(thing).__new__ is not object.__new__ or depth == _DEEPEST:
+        return False
+    leaves = pytree.tree_leaves(vars(thing))
+    return all(isinstance(x, (*CONSTANTS, torch.Tensor)) or is_holder(x, depth + 1) for x in leaves)
+
+
+class Given:
+    """The arguments of one call, to see afterwards what the call has changed in them.
+
+    Attributes:
+        holders: the objects among them that are taken apart.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.arguments = args, kwargs
+        self.leaves, self.tree = pytree.tree_flatten(self.arguments)
+        self.holders = [leaf for leaf in self.leaves if is_holder(leaf)]
+        self.before = [self._content(holder) for holder in self.holders]
+
+    def changed_holders(self) -> tuple[int, ...]:
+        """The numbers of the objects that hold something else than before."""
+        changed = []
+        for number, (holder, (spec, tensors)) in enumerate(zip(self.holders, self.before, strict=True)):
+            now, then = self._content(holder), tensors
+            alike = now[0] == spec and len(now[1]) == len(then)
+            if not alike or any(a is not b for a, b in zip(now[1], then, strict=True)):
+                changed.append(number)
+        return tuple(changed)
+
+    def has_other_items(self) -> bool:
+        """Whether lists or dicts among the arguments hold something else than before."""
+        leaves, tree = pytree.tree_flatten(self.arguments)
+        return tree != self.tree or any(a is not b for a, b in zip(leaves, self.leaves, strict=True))
+
+    @staticmethod
+    def _content(holder: Any) -> tuple[InputSpec, list[torch.Tensor]]:
+        return InputSpec.of((vars(holder),), {})
+
+
+@cache
+def _tree_of_tensors(count: int) -> pytree.TreeSpec:
+    """How a call with so many tensors and nothing else flattens."""
+    return pytree.tree_structure(((0,) * count, {}))
+
+
+def _same_leaf(a: Any, b: Any, size: bool) -> bool:
+    if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
+        return a == b if size else a.same_kind(b)
+    if isinstance(a, HolderSpec) and isinstance(b, HolderSpec):
+        return a.kind is b.kind and a.content.fits(b.content, size)
+    if a is b or type(a) is not type(b):
+        return a is b
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError, RuntimeError):  # an array has no one truth
+        return False
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """How a result is rebuilt.
+
+    Attributes:
+        tree: its structure; where objects that were given are changed, that of a pair: the result, and what they hold.
+        leaves: TENSOR for each tensor, else an opened object, an object that was given, or the leaf itself.
+        changed: the numbers of the given objects that are changed.
+    """
+
+    tree: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    changed: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(result: Any, given: Given | None = None) -> tuple[OutputSpec, list[torch.Tensor]]:
+        """The specification of a result and its tensors, in order; those that objects hold are among them."""
+        holders = [] if given is None else given.holders
+        changed = () if given is None else given.changed_holders()
+        known = {id(holder): _GivenObject(number) for number, holder in enumerate(holders)}
+        if not changed:
+            return _output_of(result, known, ())
+        content = [_Content(vars(holders[number])) for number in changed]
+        spec, tensors = _output_of((result, content), known, ())
+        return OutputSpec(spec.tree, spec.leaves, changed), tensors
+
+    @property
+    def constants(self) -> list[Any]:
+        """What is no tensor, in order."""
+        found: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                found += leaf.attributes.constants
+            elif leaf is not TENSOR and not isinstance(leaf, _GivenObject):
+                found.append(leaf)
+        return found
+
+    def deliver(self, tensors: Iterable[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call with these arguments; objects among them are changed as by the call."""
+        has_objects = self.changed or any(isinstance(leaf, (_Opened, _GivenObject)) for leaf in self.leaves)
+        holders = Given(args, kwargs).holders if has_objects else []
+        result = self._rebuild(iter(tensors), holders)
+        if not self.changed:
+            return result
+        result, contents = result
+        for number, content in zip(self.changed, contents, strict=True):
+            attributes = vars(holders[number])
+            attributes.clear()
+            attributes.update(content.attributes)
+        return result
+
+    def _rebuild(self, source: Iterator[torch.Tensor], holders: list[Any]) -> Any:
+        def leaf_of(described: Any) -> Any:
+            if described is TENSOR:
+                return next(source)
+            if isinstance(described, _GivenObject):
+                return holders[described.number]
+            return described.rebuild(source, holders) if isinstance(described, _Opened) else described
+
+        return pytree.tree_unflatten([leaf_of(described) for described in self.leaves], self.tree)
+
+
+class _Content:
+    """What a given object holds after a call."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.attributes = dict(attributes)
+
+
+@dataclass(frozen=True)
+class _GivenObject:
+    """An object that was given."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An object that holds tensors (a cache, a dataclass): its class and attributes."""
+
+    kind: type
+    attributes: OutputSpec
+
+    def rebuild(self, source: Iterator[torch.Tensor], holders: list[Any]) -> Any:
+        result: Any = object.__new__(self.kind)
+        vars(result).update(self.attributes._rebuild(source, holders))
+        return result
+
+
+def _output_of(
+    result: Any, known: dict[int, _GivenObject], around: tuple[Any, ...]
+) -> tuple[OutputSpec, list[torch.Tensor]]:
+    """The specification and the tensors; ``around`` are the objects that hold the result."""
+    leaves, tree = pytree.tree_flatten(result)
+    described: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    for leaf in leaves:
+        opened, inside = known.get(id(leaf)), []
+        if opened is None:
+            opened, inside = _open(leaf, known, around)
+        described.append(opened)
+        tensors += inside
+    return OutputSpec(tree, tuple(described)), tensors
+
+
+def _open(leaf: Any, known: dict[int, _GivenObject], around: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
+    if isinstance(leaf, torch.Tensor):
+        return TENSOR, [leaf]
+    if isinstance(leaf, (type, torch.nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
+        return leaf, []
+    if any(leaf is one for one in around):
+        return leaf, []
+    is_own = any(isinstance(one, _Content) for one in (leaf, *around))  # else objects without tensors stay themselves
+    spec, tensors = _output_of(vars(leaf), known, (*around, leaf))
+    return (_Opened(type(leaf), spec), tensors) if tensors or isinstance(leaf, _Content) or (is_own and is_holder(leaf)) else (leaf, [])
+
+
+def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
+    """Device types for which autocast is on, and what it casts to."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in autocast_kinds())
+
+
+def autocast_kinds() -> list[str]:
+    """Device types for which autocast is on."""
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]

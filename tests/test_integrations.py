@@ -1,0 +1,69 @@
+"""Models of the libraries that most are made with: found the same by the full check, in less memory."""
+
+import pytest
+import torch
+
+import ogc
+
+pytestmark = [
+    pytest.mark.integrations,
+    # The libraries' own, about each other's newest releases.
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+
+
+def seeded(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def tokens(*shape):
+    return torch.randint(1, 50, shape, generator=torch.Generator().manual_seed(0))
+
+
+def assert_same_in_less_memory(model, *inputs, **named):
+    plan = (optimised := ogc.optimize(model, named or inputs)).plan
+    report = ogc.check(model, optimised, *inputs, **named)
+    assert report.ok, report
+    assert not report.skipped
+    assert plan.peak_bytes < 0.9 * plan.plain_peak_bytes
+
+
+def gpt(transformers):
+    config = transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=16, n_layer=4, n_head=2)
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def test_transformers():
+    transformers = pytest.importorskip("transformers")
+    ids = tokens(4, 16)
+    assert_same_in_less_memory(
+        gpt(transformers), input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False
+    )
+
+
+def test_timm():
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("resnet18", num_classes=10, drop_path_rate=0.1)
+    assert_same_in_less_memory(model, seeded(4, 3, 64, 64))
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10, depth=4, drop_rate=0.1)
+    assert_same_in_less_memory(model, seeded(4, 3, 64, 64))
+
+
+def test_peft():
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+    model = peft.get_peft_model(gpt(transformers), lora)
+    assert_same_in_less_memory(model, input_ids=tokens(4, 16), use_cache=False)
+
+
+def test_diffusers():
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.UNet2DModel(
+        sample_size=16,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    assert_same_in_less_memory(model, seeded(4, 3, 16, 16), torch.tensor([3, 14, 15, 92]))

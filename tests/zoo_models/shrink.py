@@ -1,0 +1,152 @@
+"""Configurations of transformers made small: few layers, narrow, a small vocabulary, groups of keys kept.
+
+The names that configurations give to their sizes are few; what they do not cover is in ``settings.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+WIDTH, LAYERS, HEADS, INNER, VOCABULARY = 64, 2, 4, 128, 100
+FIRST_SPECIAL = VOCABULARY - 1
+"""Token ids outside of the small vocabulary become this one, and those below it."""
+
+_SIZES: tuple[tuple[str, int], ...] = (
+    (r"(?:\w+_)?vocab_size(?:_\w+)?", VOCABULARY),
+    (r"(?:\w+_)?hidden_size|d_model|n_embd|(?:\w+_)?embed_dim|dim|(?:\w+_)?embedding_size|hidden_dim|d_embed", WIDTH),
+    (r"(?:\w+_)?projection_dim|(?:\w+_)?hidden_dim|(?:\w+_)?embedding_dim|classifier_proj_size", WIDTH),
+    (r"num_key_value_heads|\w+_num_key_value_heads|\w+_key_value_heads|num_kv_heads|n_head_kv|kv_n_heads", HEADS),
+    (r"(?:\w+_)?(?:num_)?attention_heads|n_heads?|(?:\w+_)?num_heads", HEADS),
+    (r"(?:\w+_)?num_(?:hidden_)?layers|n_layers?|(?:en|de)coder_layers|(?:\w+_)?depth|num_blocks", LAYERS),
+    (r"(?:\w+_)?intermediate_size(?:_\w+)?|(?:\w+_)?ffn_dim|n_inner|d_ff|d_inner|ffn_hidden_size", INNER),
+    (r"(?:\w+_)?feed_?forward_(?:dim|size)|dim_feedforward|mlp_dim|ffn_size|encoder_mlp_dim", INNER),
+    (r"(?:\w+_)?head_dim|d_kv|attention_head_size|qk_\w+_head_dim|v_head_dim|d_head", WIDTH // HEADS),
+    (r"(?:\w+_)?lora_rank|lora_\w*rank\w*", 8),
+    (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts", 4),
+    (r"num_experts_per_tok|moe_topk|moe_k|num_selected_experts|top_k_experts", 2),
+    (r"n_group|topk_group|num_expert_groups?", 1),
+    (r"(?:\w+_)?sliding_window|attention_window_size|local_attention", 16),
+    (r"image_size|img_size|input_size", 32),
+    (r"(?:\w+_)?patch_size", 8),
+    (r"num_queries|num_query_tokens|n_queries", 8),
+    (r"num_mel_bins|num_mel_channels", 16),
+    (r"rotary_dim", 8),
+)
+_AT_MOST: dict[str, int] = {
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "max_source_positions": 64,
+    "mamba_d_state": 8,
+    "state_size": 8,
+}
+_LISTS: dict[str, list[int]] = {
+    "depths": [1] * 8,
+    "hidden_sizes": [16, 32, 64, 64, 64, 64, 64, 64],
+    "embed_dims": [16, 32, 64, 64, 64, 64, 64],
+    "num_heads": [1, 2, 4, 4, 4, 4, 4],
+    "num_attention_heads": [1, 2, 4, 4, 4, 4, 4],
+    "conv_dim": [32] * 8,
+}
+
+
+def tiny(config_class: type, changes: dict[str, Any] | None = None, ids: dict[int, int] | None = None) -> Any:
+    """A small configuration of the class. ``changes`` say more; a dictionary in it is about a nested one."""
+    return _tiny(config_class(), dict(changes or {}), {} if ids is None else ids)
+
+
+def _tiny(default: Any, changes: dict[str, Any], ids: dict[int, int]) -> Any:
+    settings: dict[str, Any] = {}
+    for name, value in sorted(vars(default).items()):
+        if name.startswith("_"):
+            continue
+        if hasattr(value, "model_type") and hasattr(value, "to_dict"):
+            nested = changes.pop(name, {})
+            settings[name] = _tiny(value, dict(nested), ids) if isinstance(nested, dict) else nested
+        elif (small := _small(name, value, ids)) is not value:
+            settings[name] = small
+    settings |= _grouped(default, settings)
+    settings |= _kinds_of_layers(default, settings)
+    settings |= _stages(default)
+    if getattr(default, "is_encoder_decoder", False) and getattr(default, "decoder_start_token_id", None) is None:
+        settings["decoder_start_token_id"] = 0
+    settings |= _rotations(default, settings)
+    settings |= changes
+    kind = type(default)
+    known = {n: v for n, v in settings.items() if not isinstance(getattr(kind, n, None), property)}
+    return kind(**known)
+
+
+def _small(name: str, value: Any, ids: dict[int, int]) -> Any:
+    """The value that stands for a setting's, or that itself."""
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        if name.endswith(("token_id", "token_index", "_id", "_token", "token_idx")):
+            return _within(value, ids)
+        if name in _AT_MOST:
+            return min(value, _AT_MOST[name]) if value > _AT_MOST[name] else value
+        for pattern, size in _SIZES:
+            if re.fullmatch(pattern, name):
+                return size if value > size else value
+        return value
+    if isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
+        if name.endswith("token_id"):
+            return _within(value[0], ids)
+        if name in _LISTS and len(value) <= len(_LISTS[name]):
+            return type(value)(_LISTS[name][: len(value)])
+        if name == "image_size":
+            return type(value)(32 for _ in value)
+    return value
+
+
+def _within(token: int, ids: dict[int, int]) -> int:
+    """A token id inside of the vocabulary, the same for the same one, below those given before."""
+    if token < VOCABULARY // 2:
+        return token
+    return ids.setdefault(token, FIRST_SPECIAL - len(ids))
+
+
+def _grouped(default: Any, settings: dict[str, Any]) -> dict[str, int]:
+    """Half or one of the heads of keys and values, where there are fewer of them than heads."""
+    found = {}
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        heads, groups = getattr(default, "num_attention_heads", None), getattr(default, name, None)
+        if isinstance(heads, int) and isinstance(groups, int) and "num_attention_heads" in settings:
+            small = settings["num_attention_heads"]
+            found[name] = small if groups >= heads else 1 if groups == 1 else small // 2
+    return found
+
+
+def _stages(default: Any) -> dict[str, Any]:
+    """The width of the first of several stages, where each is twice as wide as the one before."""
+    if isinstance(getattr(default, "depths", None), (list, tuple)) and isinstance(
+        getattr(default, "embed_dim", 0), int
+    ):
+        return {"embed_dim": 16, "hidden_size": ...} if hasattr(default, "embed_dim") else {}
+    return {}
+
+
+def _rotations(default: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Sections of rotary embeddings (of time, height and width) that fit into the small heads."""
+    rope = getattr(default, "rope_parameters", None)
+    if not isinstance(rope, dict) or not isinstance(rope.get("mrope_section"), (list, tuple)):
+        return {}
+    share = rope.get("partial_rotary_factor", getattr(default, "partial_rotary_factor", None)) or 1.0
+    half = int(settings.get("head_dim", WIDTH // HEADS) * share) // 2
+    part = half * 3 // 8 or 1
+    return {"rope_parameters": {**rope, "mrope_section": [half - 2 * part, part, part]}}
+
+
+def _kinds_of_layers(default: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """One layer of each kind that there is, and two at least."""
+    found: dict[str, Any] = {}
+    layers = settings.get("num_hidden_layers", getattr(default, "num_hidden_layers", None))
+    kinds = getattr(default, "layer_types", None)
+    is_told = "layer_types" in {field.name for field in dataclasses.fields(default)}
+    if is_told and isinstance(kinds, (list, tuple)) and kinds and isinstance(layers, int):
+        different = list(dict.fromkeys(kinds))
+        found["num_hidden_layers"] = max(layers, len(different))
+        found["layer_types"] = (different * layers)[: found["num_hidden_layers"]]
+    return found

@@ -1,0 +1,17 @@
+"""The further tasks of each type of transformers, beside the first one."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tests.zoo_models import Build
+from tests.zoo_models.heads import classes_by_task
+from tests.zoo_models.transformers_family import build
+
+
+def models() -> dict[str, Build]:
+    found: dict[str, Build] = {}
+    for kind, classes in sorted(classes_by_task().items()):
+        for task, name in list(classes.items())[1:]:
+            found[f"{kind}, {task.replace('_', ' ')}"] = partial(build, kind, name, task)
+    return found
