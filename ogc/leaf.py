@@ -35,7 +35,9 @@ class Returned:
     views: tuple[tuple[int, int] | None, ...]
 
     @staticmethod
-    def of(result: Any, given: Given, inputs: Sequence[torch.Tensor], versions: Sequence[int]) -> tuple[Returned, list[torch.Tensor]]:
+    def of(
+        result: Any, given: Given, inputs: Sequence[torch.Tensor], versions: Sequence[int]
+    ) -> tuple[Returned, list[torch.Tensor]]:
         """The description of a result, and the tensors in it.
 
         Args:
@@ -128,7 +130,8 @@ class Leaf:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
-            result = self.function.apply(*args, **kwargs) if module is None else module(*args, **kwargs)
+            call: Any = module if self.function is None else self.function.apply
+            result = call(*args, **kwargs)
         returned, tensors = Returned.of(result, before, given, versions)
         if not self.returned.holds_for(returned):
             raise ReplayError(

@@ -20,7 +20,6 @@ from .replan import Replanner
 from .runtime import optimized_module
 from .slicing import slice_batch
 from .solver import Budget, solve
-from .without_plans import without_plans
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +87,7 @@ def optimize(
     parsing: dict[str, Any] = {"parse_graph": parse_graph, "repeatable_leaves": repeatable_leaves}
 
     def graph_of(model: torch.nn.Module, sample_input: Any) -> Graph:
-        with without_plans():
-            return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)
+        return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)
 
     def plan_of(model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None) -> tuple[Graph, Plan]:
         wish: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}

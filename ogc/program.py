@@ -30,7 +30,6 @@ OWN = "own"
 """In a node's ``meta``: the forward makes a constant anew each time, of which the program has a copy made."""
 
 
-
 @dataclass(frozen=True)
 class TensorRef:
     """One tensor of the program: the fx node that returns it and its place among the node's results."""

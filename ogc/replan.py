@@ -14,7 +14,6 @@ from .parser import carry_over, hooked_modules
 from .plan import Plan
 from .solver import Budget, simulate
 from .structures import Call, InputSpec
-from .without_plans import without_plans
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +43,7 @@ class Replanner:
         if plan.is_plain:
             return graph
         try:
-            with without_plans():
-                carried = carry_over(model, graph, call)
+            carried = carry_over(model, graph, call)
             simulate(carried, plan)  # refuses a plan that the graph does not allow
         except Exception as error:  # if the call is broken, so is the plain model's
             log.info("the plan is not carried over: %s", error)

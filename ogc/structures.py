@@ -307,9 +307,10 @@ def _output_of(
     described: list[Any] = []
     tensors: list[torch.Tensor] = []
     for leaf in leaves:
-        opened, inside = known.get(id(leaf)), []
-        if opened is None:
-            opened, inside = _open(leaf, known, around)
+        if id(leaf) in known:
+            described.append(known[id(leaf)])
+            continue
+        opened, inside = _open(leaf, known, around)
         described.append(opened)
         tensors += inside
     return OutputSpec(tree, tuple(described)), tensors
@@ -324,7 +325,11 @@ def _open(leaf: Any, known: dict[int, _GivenObject], around: tuple[Any, ...]) ->
         return leaf, []
     is_own = any(isinstance(one, _Content) for one in (leaf, *around))  # else objects without tensors stay themselves
     spec, tensors = _output_of(vars(leaf), known, (*around, leaf))
-    return (_Opened(type(leaf), spec), tensors) if tensors or isinstance(leaf, _Content) or (is_own and is_holder(leaf)) else (leaf, [])
+    return (
+        (_Opened(type(leaf), spec), tensors)
+        if tensors or isinstance(leaf, _Content) or (is_own and is_holder(leaf))
+        else (leaf, [])
+    )
 
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:

@@ -37,7 +37,9 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        )
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(8, 5)
         self.register_buffer("mean", torch.zeros(8))
@@ -76,7 +78,9 @@ def copied(traced):
 
 
 def calls(graph):
-    return [n for n in graph.nodes if n.op == "call_function" and isinstance(n.target, (torch._ops.OpOverload, WithoutGrad))]
+    return [
+        n for n in graph.nodes if n.op == "call_function" and isinstance(n.target, (torch._ops.OpOverload, WithoutGrad))
+    ]
 
 
 OTHERS = {
@@ -128,7 +132,9 @@ def another_flag(graph, rng):
 
 def another_layout(graph, rng):
     """The same numbers at other strides."""
-    node = rng.choice([n for n in calls(graph) if n.meta.get("dims", 0) == 3 and n.users and not n.target._schema.is_mutable])
+    node = rng.choice(
+        [n for n in calls(graph) if n.meta.get("dims", 0) == 3 and n.users and not n.target._schema.is_mutable]
+    )
     with graph.inserting_after(node):
         turned = graph.call_function(aten.transpose.int, (node, 0, 1))
     with graph.inserting_after(turned):
@@ -171,13 +177,17 @@ def other_parameters(graph, rng):
 
 
 def gradients_where_there_were_none(graph, rng):
-    node = rng.choice([n for n in calls(graph) if isinstance(n.target, WithoutGrad) and not n.target._schema.is_mutable])
+    node = rng.choice(
+        [n for n in calls(graph) if isinstance(n.target, WithoutGrad) and not n.target._schema.is_mutable]
+    )
     node.target = node.target.operator
     return node
 
 
 def no_gradients_where_there_were(graph, rng):
-    node = rng.choice([n for n in calls(graph) if n.target in (aten.linear.default, aten.mul.Tensor, aten.layer_norm.default)])
+    node = rng.choice(
+        [n for n in calls(graph) if n.target in (aten.linear.default, aten.mul.Tensor, aten.layer_norm.default)]
+    )
     node.target = WithoutGrad(node.target)
     return node
 
@@ -229,10 +239,14 @@ def test_a_program_that_is_changed_in_one_place_is_refused(recorded, seed):
 def test_the_first_difference_is_named_with_its_place(recorded):
     model, spec, tensors, traced = recorded
     changed = copied(traced)
-    (node,) = (n for n in calls(changed.graph) if n.target is aten.gelu.default and n.meta["module"] == "blocks.1.mix.1")
+    (node,) = (
+        n for n in calls(changed.graph) if n.target is aten.gelu.default and n.meta["module"] == "blocks.1.mix.1"
+    )
     node.target = aten.silu.default
     node.kwargs = {}
-    with pytest.raises(OpaqueError, match=r"module 'blocks.1.mix.1', test_judge.py:\d+.*aten.silu.default.*aten.gelu") as caught:
+    with pytest.raises(
+        OpaqueError, match=r"module 'blocks.1.mix.1', test_judge.py:\d+.*aten.silu.default.*aten.gelu"
+    ) as caught:
         judge(model, spec, tensors, changed)
     assert set(caught.value.modules) == {"blocks.1.mix.1"}
 

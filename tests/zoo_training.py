@@ -17,6 +17,7 @@ import torch
 
 import ogc
 from ogc.allocator import peak_bytes
+from ogc.leaf import Leaf
 from tests.zoo_models import Subject
 
 STEPS = 3
@@ -51,19 +52,14 @@ def digest(value: object) -> str:
 def row_of(build: Callable[[], Subject], plain_only: bool = False) -> dict[str, Any]:
     """The row of a model: a verdict, what it is about, and the figures there are."""
     try:
-        subject = _built(build)
-        found = _description(subject)
-        plain = train(subject, subject.model)
+        found, plain = _plainly(build)
     except Exception as error:  # what cannot be trained plainly says nothing of us
         return {"verdict": "plain cannot", "detail": _text(error)}
-    found["plain_bytes"] = plain.peak
     if plain_only:
         return {"verdict": "plain", "detail": "" if plain.finite else "not all is finite", **found}
-    again = train(control := _built(build), control.model)
-    del subject, control
-    own = difference(plain, again)
+    own = difference(plain, _plainly(build)[1])
     try:
-        ours, planned = _ours(_built(build))
+        ours, planned = _ours(build)
     except ogc.OgcError as error:
         return {"verdict": "refused", "detail": _text(error), **found}
     except Exception as error:  # any model may fail in any way: that is what is found out here
@@ -80,6 +76,13 @@ def _built(build: Callable[[], Subject]) -> Subject:
     subject = build()
     subject.model.train()
     return subject
+
+
+def _plainly(build: Callable[[], Subject]) -> tuple[dict[str, Any], Training]:
+    """What a model is, and its training; nothing of it stays in memory."""
+    subject = _built(build)
+    training = train(subject, subject.model)
+    return {**_description(subject), "plain_bytes": training.peak}, training
 
 
 def _seed(number: int) -> None:
@@ -104,15 +107,17 @@ def _description(subject: Subject) -> dict[str, Any]:
     }
 
 
-def _ours(subject: Subject) -> tuple[Training, dict[str, Any]]:
+def _ours(build: Callable[[], Subject]) -> tuple[Training, dict[str, Any]]:
     """The training of the optimised model, and what was planned."""
+    subject = _built(build)
+    sample = _sample_of(_built(build)) if subject.part else subject.batch(0)
     original = subject.model.get_submodule(subject.part)
-    sample = subject.batch(0) if not subject.part else _sample_of(subject, original)
     start = time.perf_counter()
     optimised = ogc.optimize(original, sample, profile="estimate")
     seconds = time.perf_counter() - start
     plan: Any = optimised.plan
-    leaves = [op.module for op in optimised.graph.operations if op.target == "leaf"]  # type: ignore[union-attr]
+    program: Any = optimised.graph.program  # type: ignore[union-attr]
+    leaves = [node.target.module for node in program.operations if isinstance(node.target, Leaf)]
     run = optimised if not subject.part else _with(subject.model, subject.part, optimised)
     training = train(subject, run)
     return training, {
@@ -140,18 +145,17 @@ def _largest(model: torch.nn.Module, leaves: list[str]) -> dict[str, Any]:
     return {"largest_leaf": largest, "leaf_share": count(model.get_submodule(largest)) / max(1, count(model))}
 
 
-def _sample_of(subject: Subject, part: torch.nn.Module) -> Any:
-    """How the model calls one of its submodules."""
+def _sample_of(twin: Subject) -> Any:
+    """How the model calls its part. Another one is asked, as statistics move in training mode."""
     calls: list[Any] = []
 
     def note(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert not (args and kwargs), "a part is called with positional or with keyword arguments"
         calls.append(args or kwargs)
 
-    hook = part.register_forward_pre_hook(note, with_kwargs=True)
+    twin.model.get_submodule(twin.part).register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
-        call(subject.model, subject.batch(0))
-    hook.remove()
+        call(twin.model, twin.batch(0))
     return calls[0]
 
 
@@ -197,10 +201,15 @@ def train(subject: Subject, run: torch.nn.Module) -> Training:
 
 
 def _peak(subject: Subject, run: torch.nn.Module) -> int:
-    """Of one more step, which finds the gradients of parameters allocated."""
+    """Of one more step, which finds the gradients of parameters allocated and holds on to the outputs."""
     batch = subject.batch(0)
+
+    def step() -> None:
+        result = call(run, batch)
+        loss_of(result).backward()
+
     _seed(SEED)
-    return peak_bytes(lambda: loss_of(call(run, batch)).backward(), "cpu")
+    return peak_bytes(step, "cpu")
 
 
 def _state(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

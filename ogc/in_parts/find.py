@@ -23,9 +23,9 @@ from ..parser import carry_over
 from ..parser.arguments import call_arguments, copies
 from ..parser.attributes import attributes_of, changes
 from ..parser.observe import untouched
+from ..plainly import plainly
 from ..program import storage_of, tensor_leaves
 from ..structures import Call, InputSpec
-from ..without_plans import without_plans
 from .guard import without_unwatched
 
 Parse = Callable[[torch.nn.Module, str, Call], Graph]
@@ -170,7 +170,7 @@ class _Forward:
         for tensor in (*tensor_leaves(args, kwargs), *self.model.parameters(), *self.model.buffers()):
             self._is_new(tensor)
         parameters, self.attributes = dict(self.model.named_parameters()), self._attributes()
-        with torch.enable_grad(), without_plans(), self._watched():
+        with torch.enable_grad(), plainly(), self._watched():
             try:
                 results = tensor_leaves(self.model.forward(*args, **kwargs))
             except OgcError:

@@ -20,12 +20,12 @@ import torch
 from ..errors import InputError
 from ..graph import Graph
 from ..leaf import Leaf
+from ..plainly import is_plain, plainly
 from ..plan import Plan
 from ..runtime.module import copied, instance_around, original_class, planned_forward
 from ..runtime.runner import Planner, Runner, log
 from ..runtime.watch import attributes_restored
 from ..structures import Call
-from ..without_plans import are_off, without_plans
 from .guard import Attributes
 
 CALL = "_compiled_call_impl"
@@ -181,7 +181,7 @@ class Parts:
                 return self.twins.get(id(module))
             del self.late[id(module)]
             try:
-                with attributes_restored(module), without_plans():
+                with attributes_restored(module), plainly():
                     graph, plan, planner = self.planner(module, name, Call(args, kwargs))
                 twin = twin_of(module, [(graph, plan)], planner)
             except Exception as error:  # if the call is broken, it raises the same from the plain module
@@ -217,7 +217,7 @@ class PartCall:
         module = self.module()
         assert module is not None
         for parts, hooks in _running.stack:  # the outermost has planned for all of it
-            if parts.has(module) and not are_off():
+            if parts.has(module) and not is_plain():
                 # A call under hooks of others may be repeated in the backward, where no model runs.
                 return parts.call(module, args, kwargs) if hooks == _top_hooks() else module._call_impl(*args, **kwargs)
         return module._call_impl(*args, **kwargs)
@@ -280,6 +280,6 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
 
 
 def _is_planned_call(model: torch.nn.Module, training: bool) -> bool:
-    if are_off() or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+    if is_plain() or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     return not ((training and not model.training) or torch.jit.is_tracing() or torch.compiler.is_compiling())

@@ -11,7 +11,6 @@ import torch
 from ..graph import Graph
 from ..parser import LeafModules, parse
 from ..solver import Budget
-from ..without_plans import without_plans
 
 ParsePart = Callable[[torch.nn.Module, Any], Graph]
 """Parses one part, given a call of it."""
@@ -45,12 +44,7 @@ class Wish:
             "leaf_modules": _inside(self.leaf_modules, name, module),
             "repeatable_leaves": self._repeatable(name, module),
         }
-
-        def parse_part(module: torch.nn.Module, call: Any) -> Graph:
-            with without_plans():
-                return parse(module, call, **options)
-
-        return parse_part
+        return lambda module, call: parse(module, call, **options)
 
     def asked_for(self, model: torch.nn.Module) -> list[str]:
         """The names of the submodules that are to be called as they are."""

@@ -100,6 +100,7 @@ def profile_kind(profile: str, home: torch.device, target: torch.device) -> str:
         return "estimate"
     return ("measure" if home.type == "cuda" else "estimate") if profile == "auto" else profile
 
+
 def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Inputs of their own for a run on the side, of the same strides."""
     return [_copy(t.detach()).requires_grad_(t.requires_grad) for t in tensors]

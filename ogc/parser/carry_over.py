@@ -14,6 +14,7 @@ import torch
 from ..errors import ParseError
 from ..graph import Graph
 from ..leaf import Leaf
+from ..plainly import plainly
 from ..program import Program
 from ..sliced import Sliced
 from ..structures import InputSpec
@@ -25,6 +26,7 @@ from .parse import record_program, settle
 from .traced import called_leaves
 
 
+@plainly()
 def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any) -> Graph:
     """``graph`` as it is for another call; the weights of its operations stay those of the first one.
 
@@ -79,7 +81,9 @@ def _check_same_program(known: torch.fx.Graph, found: torch.fx.Graph) -> None:
                 f"place of {then.name}"
             )
     if len(known.nodes) != len(found.nodes):
-        raise ParseError(f"the forward runs {len(found.nodes)} operations for these inputs instead of {len(known.nodes)}")
+        raise ParseError(
+            f"the forward runs {len(found.nodes)} operations for these inputs instead of {len(known.nodes)}"
+        )
 
 
 def _same_target(a: Any, b: Any) -> bool:

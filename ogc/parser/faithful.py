@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -39,7 +38,8 @@ def faithful_program(
                 traced = record(model, spec, copies(tensors), forward, leaves.names, is_careful)
                 after = state_of(model)
                 called = called_leaves(traced.graph)
-                changed = dict(changes(before, attributes_of(model), called))
+                changed = dict(changes(before, after_attributes := attributes_of(model), called))
+                leaves.changing = dict(changes(before, after_attributes, ()))
             if forward is not None:
                 leaves.check_hooks(called)
             elif not any(traced.requires_grad):

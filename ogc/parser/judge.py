@@ -126,7 +126,15 @@ class _Log(TorchDispatchMode):
         number = self._number(tensor)
         # What nobody made in this forward is known by what it holds.
         content = None if is_known or self.count == before or tensor.is_meta else int(fingerprint(tensor))
-        return number, content, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device
+        return (
+            number,
+            content,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.device,
+        )
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -268,8 +276,8 @@ def _refuse(node: torch.fx.Node | None, what: str) -> NoReturn:
     source = "" if node is None else str(node.meta.get("source", ""))
     where = ", ".join(filter(None, (f"module '{module}'" if module else "the model", source)))
     raise OpaqueError(
-        f"the program that was recorded is not what the forward runs by itself ({where}): it has {what}. The forward is "
-        "not deterministic, depends on Python state that changes between calls, or does what cannot be recorded",
+        f"the program that was recorded is not what the forward runs by itself ({where}): it has {what}. The forward "
+        "is not deterministic, depends on Python state that changes between calls, or does what cannot be recorded",
         {module: f"runs otherwise by itself: {what}"},
     )
 

@@ -29,7 +29,9 @@ class Leaves:
             it is those that are seen to compute the same again, and to draw no random numbers.
     """
 
-    def __init__(self, model: torch.nn.Module, asked_for: LeafModules, repeatable: LeafModules | bool | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, asked_for: LeafModules, repeatable: LeafModules | bool | None = None
+    ) -> None:
         refuse_root_hooks(model)
         self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         self.reasons: dict[str, str] = {}  # of leaves that nobody asked for
@@ -39,6 +41,7 @@ class Leaves:
         self.repeatable = set(chosen)
         self.finds_repeatable = repeatable is None
         self.repeated: set[str] = set()
+        self.changing: dict[str, str] = {}  # an attribute that the forward changes, for each module
         self._cover_at_sight()
 
     def cover(self, problem: OpaqueError) -> None:
@@ -64,6 +67,10 @@ class Leaves:
             f" Nothing smaller than the model hides it; its largest part is {largest}: "
             f"model.{largest} = ogc.optimize(model.{largest}, its_input)."
         )
+
+    def changed_attribute(self, name: str) -> str | None:
+        """An attribute that the forward changes in the module or below it."""
+        return next((key for module, key in self.changing.items() if _is_within(module, [name])), None)
 
     def check_hooks(self, called: Iterable[str]) -> None:
         """Raise ParseError if a graph made by hand goes past modules with hooks; ``called`` are the leaves in it."""

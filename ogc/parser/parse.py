@@ -15,6 +15,7 @@ from ..errors import ParseError
 from ..graph import Graph
 from ..leaf import Leaf
 from ..lean import lean_operator
+from ..plainly import plainly
 from ..structures import InputSpec
 from .arguments import call_arguments, check_devices, check_model, copies, device_of, profile_kind
 from .assemble import graph_of
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @collecting_new_only()
+@plainly()
 def parse(
     model: torch.nn.Module,
     sample_input: Any,
@@ -135,9 +137,7 @@ class Visitor(Protocol):
 
     def begin(self) -> None: ...
 
-    def __call__(
-        self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record
-    ) -> None: ...
+    def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None: ...
 
 
 def settle(
@@ -206,7 +206,8 @@ class _Weighing:
         name, is_named = node.target.module, self.leaves.is_repeatable(node.target.module)
         if not is_named and (record.random or not self.leaves.finds_repeatable):
             return
-        obstacle = why_not_again(self.model, node, args, record)
+        changed = self.leaves.changed_attribute(name) if node.target.submodule is not None else None
+        obstacle = f"changes its attribute {changed}" if changed else why_not_again(self.model, node, args, record)
         node.target = replace(node.target, repeatable=obstacle is None)
         if obstacle is None:
             self.leaves.repeated.add(name)
@@ -221,8 +222,8 @@ def _refuse_foreign_parameters(traced: Traced) -> None:
         if constant is not None and constant.requires_grad:
             where = next(iter(node.users)).meta.get("module", "")
             raise ParseError(
-                f"{where or 'the graph'} uses a tensor of shape {tuple(constant.shape)} that requires grad, which is not "
-                "the model's; the optimized model trains and saves its own parameters only, so make it part of the model"
+                f"{where or 'the graph'} uses a tensor of shape {tuple(constant.shape)} that requires grad, which is "
+                "no part of the model; the optimized model trains and saves its own parameters only, so make it one"
             )
 
 

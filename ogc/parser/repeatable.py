@@ -13,9 +13,9 @@ from ..leaf import Leaf
 from ..program import storage_of, tensor_leaves
 from ..random_state import cuda_devices, random_states, set_random_states
 from .attributes import attributes_of, changes
-from .recorder import python_random_state, saved_until_done
 from .leaves import hooked_modules
 from .observe import Record, untouched
+from .recorder import python_random_state, saved_until_done
 
 FEW = 1024
 """Bytes that do not count: autograd holds numbers that were multiplied by, and tells nobody."""
@@ -45,7 +45,9 @@ def why_not_again(model: torch.nn.Module, node: torch.fx.Node, args: Any, record
         return _difference(node.target, module, given, home)
 
 
-def _difference(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor], home: torch.device) -> str | None:
+def _difference(
+    leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor], home: torch.device
+) -> str | None:
     devices = cuda_devices()
     states, python_state = random_states(devices), python_random_state()
     before = {} if module is None else attributes_of(module)

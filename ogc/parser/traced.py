@@ -61,7 +61,11 @@ def without_unused(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy without calls that nothing uses and that have no effect."""
     needed: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op in ("placeholder", "output") or node in needed or (node.op == "call_function" and has_effects(node.target)):
+        if (
+            node.op in ("placeholder", "output")
+            or node in needed
+            or (node.op == "call_function" and has_effects(node.target))
+        ):
             needed.add(node)
             needed.update(node.all_input_nodes)
     result = torch.fx.Graph()

@@ -11,7 +11,7 @@ forward, so there is no second backward call and everything built on autograd (D
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import RLock
@@ -64,11 +64,16 @@ class Step:
         self.devices = devices  # CUDA devices that the program draws random numbers on
         self.random_states: dict[int, tuple[State, ...]] = {}
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
+        self.returned: dict[int, list[Hashable]] = {}  # marks of what leaves returned, by operation
         self.lock = RLock()
 
     def open(self, number: int, parent: Frame | None = None) -> Frame:
         """The frame of a run of this step; ``parent`` is that of the run around it."""
         return Frame(self.codes[number], self, parent)
+
+    def mark_returned(self, operation: int, result: Any) -> None:
+        """Note what a leaf returned that is called again."""
+        self.returned[operation] = RepeatedCall.marks_of(tensor_leaves(result))
 
     def remember_random(self, operation: int) -> None:
         """Note the random state that an operation starts from."""
@@ -232,6 +237,7 @@ class Frame:
         result = call.run(module, given)
         made = tensor_leaves(result)
         own = [] if module is None else [*module.parameters(), *module.buffers()]
+        self.step.returned[operation] = call.marks_of(made)
         call.drop(self, [*stays, *own, *(made[n] for n in results)], made)
         return result
 
@@ -239,8 +245,11 @@ class Frame:
         """Call a leaf again, for the slots of what it saved if its backward waits for this run."""
         again = RepeatedCall(operation, leaf)
         result = again.run(module, given)
+        made = tensor_leaves(result)
         if operation in self.calls:
-            self.slots.update(self.calls[operation].found_in(again, tensor_leaves(result)))
+            self.slots.update(self.calls[operation].found_in(again, made))
+        elif again.marks_of(made) != self.step.returned[operation]:
+            raise again.changed()
         again.let_go()
         return result
 

@@ -223,12 +223,15 @@ class _ForwardWriter:
     def _operation(self, t: int, number: int) -> list[str]:
         node = self.layout.operations[t]
         freed = _let_go(self.frees.get((t, False), []))
-        lines = [_statement(node, self.layout.target(FORWARD, t)) + freed]
+        lines = [_statement(node, self.layout.target(FORWARD, t))]
         if number and self.layout.is_repeated(number, t):
-            lines = [self._repeated(t, number) + freed]
-        elif number and isinstance(node.target, Leaf):
-            saved = [self.layout.saved_node(saved).name for saved in self.layout.program.saves[t]]
-            lines = [f"with frame_{number}.leaf({', '.join(saved)}):", f"    {lines[0]}"]
+            lines = [self._repeated(t, number)]
+        elif isinstance(node.target, Leaf):
+            if number:
+                saved = [self.layout.saved_node(saved).name for saved in self.layout.program.saves[t]]
+                lines = [f"with frame_{number}.leaf({', '.join(saved)}):", f"    {lines[0]}"]
+            lines += [f"step.mark_returned({t}, {node.name})"] if t in self.layout.repeated else []
+        lines[-1] += freed
         return [f"step.remember_random({t})", *lines] if t in self.draws else lines
 
     def _repeated(self, t: int, number: int) -> str:

@@ -126,13 +126,17 @@ class RepeatedCall:
             ReplayError: the other call did not save and return the same.
         """
         if len(again.packed) != self.count or self._marks(again, results) != self.marks:
-            raise ReplayError(
-                f"the leaf module {self.leaf.module} saved or returned something else when it was called again for its "
-                "backward: it depends on more than its arguments, its parameters and torch's random state, or not all "
-                "of its kernels are deterministic. Take it out of repeatable_leaves"
-            )
+            raise self.changed()
         waiting = [number for number, reference in self.dropped if reference() is not None]
         return {(self.operation, number): again.packed[number].pair[0].detach() for number in waiting}
+
+    def changed(self) -> ReplayError:
+        """The error of a call that is not the first one again."""
+        return ReplayError(
+            f"the leaf module {self.leaf.module} saved or returned something else when it was called again for its "
+            "backward: it depends on more than its arguments, its parameters and torch's random state, or not all "
+            "of its kernels are deterministic. Take it out of repeatable_leaves, or set these to False"
+        )
 
     def let_go(self) -> None:
         """Let go of all that it saved: nothing runs backward through it."""
@@ -142,5 +146,9 @@ class RepeatedCall:
 
     def _marks(self, call: RepeatedCall, results: Sequence[torch.Tensor]) -> list[Hashable]:
         """What calls are compared by."""
-        tensors = [*(call.packed[number].pair[0] for number, _ in self.dropped), *results]
+        return self.marks_of([*(call.packed[number].pair[0] for number, _ in self.dropped), *results])
+
+    @staticmethod
+    def marks_of(tensors: Sequence[torch.Tensor]) -> list[Hashable]:
+        """What stands for tensors in comparisons."""
         return [(t.shape, t.stride(), t.dtype, int(fingerprint(t))) for t in tensors]

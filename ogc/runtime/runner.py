@@ -15,10 +15,10 @@ import torch
 from ..errors import OgcError
 from ..graph import Graph
 from ..leaf import Leaf
+from ..plainly import is_plain
 from ..plan import Plan
 from ..program import without_autocast
 from ..structures import Call, InputSpec, input_tensors
-from ..without_plans import are_off
 from .frame import Step
 from .generate import Generated, generate
 from .watch import State, Watched, attributes_restored
@@ -107,12 +107,14 @@ class Runner:
             return None
         if (self.training and not model.training) or torch.jit.is_tracing() or torch.compiler.is_compiling():
             return None
-        if self.is_planning or are_off():
+        if self.is_planning or is_plain():
             return None
         state = (self.watched.get(model) or self.watch(model)).state(model)
         inputs, tensors = InputSpec.of(args, kwargs)
         alike = [variant for variant in self.variants if variant.fits(state, inputs)]
-        for variant in sorted(alike, key=lambda variant: variant.graph is None):  # of those without one nothing is known
+        for variant in sorted(
+            alike, key=lambda variant: variant.graph is None
+        ):  # of those without one nothing is known
             if variant.holds(model, tensors):
                 break
         else:

@@ -55,11 +55,21 @@ class Maker:
 
     def text(self, step: int, length: int = LENGTH) -> dict[str, Any]:
         found: dict[str, Any] = {"input_ids": self.tokens(step, length)}
+        if self.task == "sequence_classification" and isinstance(end := _first(self.config, ("eos_token_id",)), int):
+            found["input_ids"][:, -1] = end
         if "attention_mask" in self.names:
             found["attention_mask"] = self.mask(step, length)
         if self._is_pair() and not self._has_labels():
             found["decoder_input_ids"] = self.tokens(step, SHORT, 50)
         return found | self.labels(step, found)
+
+    def choices(self, step: int) -> dict[str, Any]:
+        """Two texts to choose from."""
+        given = {
+            name: value.unsqueeze(1).repeat(1, 2, 1) for name, value in self.text(step).items() if value.dim() == 2
+        }
+        given["input_ids"][:, 1] = self.tokens(step, LENGTH, 30)
+        return {**given, "labels": (torch.arange(BATCH) + step) % 2}
 
     def _is_pair(self) -> bool:
         return "decoder_input_ids" in self.names
@@ -94,7 +104,7 @@ class Maker:
             return torch.rand(BATCH, size, size, generator=generator)
         if self.task in ("image_classification", "video_classification", "audio_classification"):
             return (torch.arange(BATCH) + step) % LABELS
-        if self.task == "sequence_classification":
+        if self.task in ("sequence_classification", "multiple_choice"):
             return (torch.arange(BATCH) + step) % LABELS
         if self.task == "visual_question_answering":
             return torch.rand(BATCH, self.config.num_labels, generator=generator)
@@ -147,6 +157,10 @@ class Maker:
             found["decoder_input_ids"] = self.tokens(step, SHORT, 50)
         return found | self.labels(step, found)
 
+    def wave(self, step: int) -> dict[str, Any]:
+        """Sound with a channel."""
+        return {"input_values": torch.randn(BATCH, 1, SOUND, generator=seeded(step))}
+
     def features(self, step: int, last: bool = False) -> dict[str, Any]:
         """Spectrograms: mel bins in the middle, or last."""
         bins = _first(self.config, ("num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim")) or 16
@@ -165,6 +179,14 @@ class Maker:
 
     def text_and_image(self, step: int, size: int | None = None) -> dict[str, Any]:
         return {**self.text(step), "pixel_values": self.pixels(step, size)}
+
+    def patches_alone(self, step: int) -> dict[str, Any]:
+        """The same without a text, for the part of a model that sees."""
+        size, channels = self.config.patch_size, getattr(self.config, "in_channels", 3)
+        width = channels * getattr(self.config, "temporal_patch_size", 1) * size * size
+        values = torch.randn(BATCH * 16, width, generator=seeded(step))
+        name = "hidden_states" if "hidden_states" in self.names else "pixel_values"
+        return {name: values, "grid_thw": torch.tensor([[1, 4, 4]] * BATCH)}
 
     def patches(self, step: int) -> dict[str, Any]:
         """Images cut into patches, of which a grid of sizes tells, and tokens that stand for them."""
@@ -237,8 +259,12 @@ def ways(maker: Maker) -> list[tuple[str, Batch]]:
     """Ways to call the model, each with what a row says of it."""
     names = maker.names
     found: list[tuple[str, Batch]] = []
+    if maker.task == "multiple_choice":
+        found.append(("", maker.choices))
     if "past_values" in names:
         found.append(("", maker.series))
+    if "grid_thw" in names:
+        found.append(("patches", maker.patches_alone))
     if "input_ids" in names and ("pixel_values" in names or "image_grid_thw" in names):
         found += [("patches of images in a text", maker.patches)] if "image_grid_thw" in names else []
         found += [("images in a text", maker.images_in_text)] if hasattr(maker.model, "get_image_features") else []
@@ -255,5 +281,10 @@ def ways(maker: Maker) -> list[tuple[str, Batch]]:
     if "input_features" in names:
         found += [("", maker.features), ("", lambda step: maker.features(step, True))]
     if "input_values" in names:
-        found += [("", maker.sound), ("", lambda step: maker.features(step, True)), ("", maker.features)]
+        found += [
+            ("", maker.sound),
+            ("", maker.wave),
+            ("", lambda step: maker.features(step, True)),
+            ("", maker.features),
+        ]
     return found

@@ -74,8 +74,14 @@ def _tiny(default: Any, changes: dict[str, Any], ids: dict[int, int]) -> Any:
     settings |= _rotations(default, settings)
     settings |= changes
     kind = type(default)
-    known = {n: v for n, v in settings.items() if not isinstance(getattr(kind, n, None), property)}
+    known = {n: v for n, v in settings.items() if v is not ... and not _is_fixed(kind, n)}
     return kind(**known)
+
+
+def _is_fixed(kind: type, name: str) -> bool:
+    """Whether the class works the setting out by itself."""
+    found = getattr(kind, name, None)
+    return isinstance(found, property) and found.fset is None
 
 
 def _small(name: str, value: Any, ids: dict[int, int]) -> Any:
@@ -109,22 +115,25 @@ def _within(token: int, ids: dict[int, int]) -> int:
 
 
 def _grouped(default: Any, settings: dict[str, Any]) -> dict[str, int]:
-    """Half or one of the heads of keys and values, where there are fewer of them than heads."""
-    found = {}
+    """Half of the heads for keys and values, or one where there is one: published models mostly have fewer."""
+    found: dict[str, int] = {}
+    if hasattr(default, "kv_lora_rank"):  # keys and values of all heads are made of the same few numbers
+        return found
     for name in ("num_key_value_heads", "num_kv_heads"):
-        heads, groups = getattr(default, "num_attention_heads", None), getattr(default, name, None)
-        if isinstance(heads, int) and isinstance(groups, int) and "num_attention_heads" in settings:
-            small = settings["num_attention_heads"]
-            found[name] = small if groups >= heads else 1 if groups == 1 else small // 2
+        groups = getattr(default, name, None)
+        if isinstance(groups, int) and isinstance(heads := settings.get("num_attention_heads"), int):
+            found[name] = 1 if groups == 1 else heads // 2
     return found
 
 
 def _stages(default: Any) -> dict[str, Any]:
-    """The width of the first of several stages, where each is twice as wide as the one before."""
+    """Of several stages: the width of the first, if the later ones are told by it, and which are given on."""
     if isinstance(getattr(default, "depths", None), (list, tuple)) and isinstance(
         getattr(default, "embed_dim", 0), int
     ):
-        return {"embed_dim": 16, "hidden_size": ...} if hasattr(default, "embed_dim") else {}
+        width = {"embed_dim": 16, "hidden_size": ...} if hasattr(default, "embed_dim") else {}
+        given = {"out_indices": list(default.out_indices)} if getattr(default, "_out_indices", None) else {}
+        return {**width, **given}
     return {}
 
 

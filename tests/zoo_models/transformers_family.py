@@ -53,6 +53,10 @@ def _model(kind: str, name: str) -> torch.nn.Module:
 
     config = tiny(transformers.CONFIG_MAPPING[kind], settings_of(kind))
     model: Any = getattr(transformers, name)
+    if model.config_class and not isinstance(config, model.config_class):
+        config = next((part for part in vars(config).values() if isinstance(part, model.config_class)), config)
+    if name.endswith("SequenceClassification") and config.get_text_config().pad_token_id is None:
+        config.get_text_config().pad_token_id = 0
     found: torch.nn.Module = model(config)
     return found.train()
 

@@ -21,6 +21,6 @@ __all__ = [
     "python_random_state",
     "record",
     "saved_until_done",
-    "seen_as_recorded",
     "scope",
+    "seen_as_recorded",
 ]

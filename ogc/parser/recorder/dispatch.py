@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-_KEY = torch._C._parse_dispatch_key("DeferredInit")  # type: ignore[attr-defined]
+_KEY: Any = torch._C._parse_dispatch_key("DeferredInit")
 _KEYS = torch._C.DispatchKeySet(_KEY)
 _AUTOCAST = {name: getattr(torch._C.DispatchKey, name) for name in ("AutocastCPU", "AutocastCUDA")}
 _thread = threading.local()

@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...errors import OgcError, ParseError, add_note
 from ...structures import Given, InputSpec, OutputSpec
 from ..reached import reached
-from .places import entry
 from ..traced import OpaqueError
+from .places import entry
 
 Pack = Callable[[torch.Tensor], object]
 

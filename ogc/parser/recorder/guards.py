@@ -16,6 +16,7 @@ import torch
 from ...leaf import Leaf
 from ...program import CONSTANT, Guards, operator_name, shapes_of
 from ..traced import OpaqueError
+from .operators import PACKED
 from .recorder import Read, Recorder
 
 aten = torch.ops.aten
@@ -36,13 +37,14 @@ def guards_of(recorder: Recorder, outputs: Sequence[torch.fx.Node]) -> Guards | 
     if not slices:
         return None
     nodes = set().union(*(one.nodes for one in slices))
+    reads = [one.read for one in slices]
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     values: list[torch.fx.Node] = []
     for node in recorder.graph.nodes:
         if node in nodes or node.op == "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        values += [_value(graph, copies, read) for read in recorder.reads if read.last is node]
+        values += [_value(graph, copies, read) for read in reads if read.last is node]
     graph.output(tuple(values))
     names = [str(node.target) for node in graph.find_nodes(op="get_attr")]
     constants = {name: recorder.tensors.constants[name] for name in names if name.startswith(CONSTANT)}
@@ -61,20 +63,30 @@ def _value(graph: torch.fx.Graph, copies: dict[torch.fx.Node, torch.fx.Node], re
         node = copies[read.node]
         return node if read.is_number else graph.call_function(aten.clone.default, (node,))
     decisive = [copies[node] for node in read.deciding]
+    if operator_name(read.node.target) in PACKED:
+        return graph.call_function(aten.clone.default, (decisive[0],))
     if operator_name(read.node.target) in _COUNTS:
         counts = [graph.call_function(aten.count_nonzero.default, (node,)) for node in decisive]
         return counts[0] if len(counts) == 1 else graph.call_function(aten.stack.default, (counts,))
     if operator_name(read.node.target) == "repeat_interleave":
         return graph.call_function(aten.sum.default, (decisive[0],))
     args, kwargs = torch.fx.node.map_arg((read.node.args, read.node.kwargs), copies.__getitem__)
-    return graph.call_function(shapes_of, (read.node.target, args, dict(kwargs)))
+    given: Any = (read.node.target, args, dict(kwargs))
+    return graph.call_function(shapes_of, given)
+
+
+def _lengths(node: torch.fx.Node) -> torch.fx.Node:
+    """What decides on the sizes of the batches of a packed sequence: the lengths that it was packed by."""
+    packed = node.args[0] if node.target is operator.getitem else None
+    is_packed = isinstance(packed, torch.fx.Node) and packed.target is aten._pack_padded_sequence.default
+    return packed.args[1] if is_packed else node  # type: ignore[union-attr, return-value]
 
 
 class _Slice:
     """The calls that decide on what was read, and what stands in the way of making them by themselves, if anything."""
 
     def __init__(self, recorder: Recorder, read: Read) -> None:
-        self.read = read
+        self.read = read = read._replace(deciding=tuple(map(_lengths, read.deciding)))
         self.recorder = recorder
         self.nodes: set[torch.fx.Node] = {*(read.deciding or (read.node,))}
         self.storages: set[int] = set()
@@ -123,7 +135,9 @@ def _refuse(recorder: Recorder, slices: Sequence[_Slice], outputs: Sequence[torc
             f"{shapes[0].obstacle}; use masks in its stead, put it into a submodule that returns tensors of fixed "
             "shapes, or optimize the submodules around it instead"
         )
-        raise OpaqueError(message, {_around(_spread(recorder, one.read.node, outputs)): one.read.what for one in shapes})
+        raise OpaqueError(
+            message, {_around(_spread(recorder, one.read.node, outputs)): one.read.what for one in shapes}
+        )
     if slices:
         found = "; ".join(dict.fromkeys(f"{one.read.what}, which depends on {one.obstacle}" for one in slices))
         raise OpaqueError(

@@ -16,6 +16,7 @@ from .forward import saved_until_done
 from .places import user_line
 from .recorder import Recorder, version_of
 
+
 class LeafCalls:
     """Calls leaves, and writes each call down as one node."""
 
@@ -38,15 +39,18 @@ class LeafCalls:
         return self._call(name, f"leaf {type(module).__name__}", call, args, kwargs, write)
 
     def function(
-        self, kind: type[torch.autograd.Function], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        kind: type[torch.autograd.Function],
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Call a custom ``autograd.Function``, a leaf of its own wherever it stands."""
         strange = [x for x in (*args, *kwargs.values()) if not isinstance(x, (torch.Tensor, *CONSTANTS))]
         name = self.recorder.scopes.current
         if strange:
-            self.recorder.refuse(
-                f"a custom torch.autograd.Function, {kind.__name__}, that is given a {type(strange[0]).__name__}, at {user_line()}"
-            )
+            given = f"that is given a {type(strange[0]).__name__}"
+            self.recorder.refuse(f"calls a custom torch.autograd.Function, {kind.__name__}, {given}, at {user_line()}")
 
         def write(leaf: Leaf, given: list[torch.fx.Node]) -> torch.fx.Node:
             return self.recorder.graph.call_function(replace(leaf, function=kind), (None, given, []))
@@ -74,7 +78,9 @@ class LeafCalls:
             result = call(*args, **kwargs)
         with unseen():
             returned, tensors = Returned.of(result, before, given, versions)
-            leaf = Leaf(f"_ogc_leaf_{self.count}", name, source, inputs, returned, torch.is_grad_enabled(), autocast_state())
+            leaf = Leaf(
+                f"_ogc_leaf_{self.count}", name, source, inputs, returned, torch.is_grad_enabled(), autocast_state()
+            )
             self.count += 1
             self._check(leaf)
             node = write(leaf, nodes)

@@ -64,8 +64,11 @@ def complete(
     return tuple(found), named
 
 
+PACKED = {"_pack_padded_sequence", "_pad_packed_sequence"}
+"""Operators whose second argument says how long the sequences of a batch are."""
+
 _DECIDED_BY_FIRST = {"nonzero_numpy"}  # which PyTorch does not say of them
-_DECIDED_BY_SECOND = {"masked_select", "_pack_padded_sequence", "_pad_packed_sequence"}
+_DECIDED_BY_SECOND = {"masked_select", *PACKED}
 
 
 def deciding(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:

@@ -101,8 +101,8 @@ class Watch:
             self.draws, self.has_draws = state, True
             where = f"before {user_line()}" if self.recorder.before_call is not None else "in it"
             self.recorder.refuse(
-                f"draws random numbers of Python or numpy {where}: those of the sample input would be repeated in every "
-                "step. Draw them with torch"
+                f"draws random numbers of Python or numpy {where}: those of the sample input would be repeated in "
+                "every step. Draw them with torch"
             )
 
     def _function(self, call: Any) -> Any:

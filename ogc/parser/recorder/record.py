@@ -111,7 +111,8 @@ def _give_each_call_its_own(recorder: Recorder) -> None:
         with recorder.graph.inserting_after(node):
             copy = call_beside(node, torch.ops.aten.clone.default, node)
             copy.meta[OWN] = True
-        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        for user in [user for user in node.users if user is not copy]:
+            user.replace_input_with(node, copy)
 
 
 def _refuse_new_parameters(model: torch.nn.Module, before: Mapping[str, torch.Tensor]) -> None:

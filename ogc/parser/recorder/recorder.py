@@ -30,7 +30,7 @@ class Read(NamedTuple):
     """Something that Python learnt of what tensors hold.
 
     Attributes:
-        node: what tells it: a number, a tensor whose content was read, or one whose shape the content of others decides.
+        node: what tells it: a number, a tensor whose content was read, or one whose shape others' content decides.
         deciding: those others.
         is_number: whether the node gives a number.
         last: the last call before it was read.
@@ -105,8 +105,8 @@ class Recorder:
         if self.leaky:
             found = "; ".join(f"{leaf} {why}" for leaf, why in self.leaky.items())
             raise OpaqueError(
-                f"what cannot be replayed leaves the modules that would hide it: {found}. Pass tensors as arguments and "
-                "results (or in tuples, lists and dicts of these), or optimize the submodules around it instead",
+                f"what cannot be replayed leaves the modules that would hide it: {found}. Pass tensors as arguments "
+                "and results (or in tuples, lists and dicts of these), or optimize the submodules around it instead",
                 self.leaky,
             )
 
@@ -186,12 +186,18 @@ class Recorder:
         written = [before for before in states if version_of(before.tensor) != before.version]
         self._note_writes(operator, written)
         has_grad = any(before.requires_grad for before in states)
-        if has_grad and not torch.is_grad_enabled() and (operator._schema.is_mutable or any(map(_is_floating, results))):
+        if (
+            has_grad
+            and not torch.is_grad_enabled()
+            and (operator._schema.is_mutable or any(map(_is_floating, results)))
+        ):
             node.target = WithoutGrad(operator)
         self._note_result(node, result)
         self._note_touched(node, [before.tensor for before in states], [before.tensor for before in written])
         if is_number:
-            name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(operator_name(operator), operator_name(operator))
+            name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(
+                operator_name(operator), operator_name(operator)
+            )
             self._note_read(node, (), f"{name}() of a tensor", is_number=True)
         elif (decisive := deciding(operator, call.args, call.kwargs)) is not None:
             what = f"the operator aten::{operator_name(operator)}, whose result has a shape that depends on the data,"
@@ -278,7 +284,7 @@ class Recorder:
             if storage is None or storage.leaf == self.leaf or storage.number in self._given:
                 continue
             if not storage.is_state:
-                for leaf in {storage.leaf, self.leaf} - {None}:
+                for leaf in {one for one in (storage.leaf, self.leaf) if one is not None}:
                     self.leaky.setdefault(leaf, "shares tensors with other modules by other ways than arguments")
 
 

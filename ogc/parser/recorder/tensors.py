@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -82,7 +81,10 @@ class Tensors:
         elif self.requires_grad[found] != tensor.requires_grad:
             storage = self.storage(tensor)
             if isinstance(tensor.grad_fn, BackwardCFunction):  # called by a name that it got before
-                self.problems.append(f"a custom torch.autograd.Function, {tensor.grad_fn.name()}, used at {user_line()}")
+                self.problems.append(
+                    f"calls a custom torch.autograd.Function past its class, {tensor.grad_fn.name()}, seen at "
+                    f"{user_line()}"
+                )
             elif storage is None or not storage.is_written:  # else a write has made it so
                 self.problems.append(f"changes what requires grad past autograd, seen at {user_line()}")
             self.requires_grad[found] = tensor.requires_grad
