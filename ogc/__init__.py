@@ -5,6 +5,7 @@ from .check import Checker, check
 from .check_report import CheckReport, Difference
 from .errors import CheckError, DependencyError, InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
 from .graph import Graph, Operation, Value
+from .in_parts import PartsPlan
 from .optimize import apply, optimize
 from .parser import parse
 from .plan import Plan, Segment, recomputed, saved
@@ -26,6 +27,7 @@ __all__ = [
     "OgcError",
     "Operation",
     "ParseError",
+    "PartsPlan",
     "Plan",
     "PlanError",
     "ReplayError",

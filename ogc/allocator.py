@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.profiler._utils import traverse_dfs
 
-_STEP = "ogc: step"
+_MARK = "ogc: "
 
 
 def can_measure(device: torch.device) -> bool:
@@ -45,22 +47,77 @@ def allocated_bytes(
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
+    marks = _marked_on_cpu(lambda mark: step(), prepare)
+    return max(mark.peak_bytes for mark in marks[1:]) - marks[0].bytes, marks[-1].bytes - marks[0].bytes
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of a step.
+
+    Attributes:
+        label: that the step gave it; ``"begin"`` and ``"end"`` for its first and its last moment.
+        bytes: allocated then.
+        peak_bytes: most bytes allocated at once since the mark before it.
+        seconds: when it was.
+    """
+
+    label: str
+    bytes: int
+    peak_bytes: int
+    seconds: float
+
+
+def marked_bytes(step: Callable[[Callable[[str], None]], object], device: torch.device | str) -> list[Mark]:
+    """Bytes allocated at the moments that ``step(mark)`` marks with labels, and between them.
+
+    They are counted from what was allocated before the step, which is the first mark.
+    """
+    device = torch.device(device)
+    marks = _marked_on_cuda(step, device) if device.type == "cuda" else _marked_on_cpu(step, lambda: None)
+    return [replace(m, bytes=m.bytes - marks[0].bytes, peak_bytes=m.peak_bytes - marks[0].bytes) for m in marks]
+
+
+def _marked_on_cuda(step: Callable[[Callable[[str], None]], object], device: torch.device) -> list[Mark]:
+    marks: list[Mark] = []
+
+    def mark(label: str) -> None:
+        torch.cuda.synchronize(device)
+        found = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        marks.append(Mark(label, *found, time.perf_counter()))
+        torch.cuda.reset_peak_memory_stats(device)
+
+    mark("begin")
+    step(mark)
+    mark("end")
+    return marks
+
+
+def _marked_on_cpu(step: Callable[[Callable[[str], None]], object], prepare: Callable[[], object]) -> list[Mark]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or each session announces itself on stderr
+
+    def mark(label: str) -> None:
+        with record_function(_MARK + label):
+            pass
+
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         prepare()
-        with record_function(_STEP):
-            step()
+        mark("begin")
+        step(mark)
+        mark("end")
     # The profiler offers these events, with their addresses, only underneath its public face.
     tree = profiler.profiler.kineto_results.experimental_event_tree()
     held: dict[int, int] = {}  # bytes by address: what was there before the profiler has no size, or a stale one
-    live = before = peak = 0
+    marks: list[Mark] = []
+    live = peak = 0
     for event in sorted(traverse_dfs(tree), key=lambda event: event.start_time_ns):
         block = event.extra_fields
-        if event.name == _STEP:
-            before = peak = live
+        if event.name.startswith(_MARK):
+            marks.append(Mark(event.name.removeprefix(_MARK), live, peak, event.start_time_ns / 1e9))
+            peak = live
         elif isinstance(block, _ExtraFields_Allocation) and block.device.type == "cpu":
             if block.alloc_size > 0:
                 held[block.ptr] = block.alloc_size
             live += block.alloc_size if block.alloc_size > 0 else -held.pop(block.ptr, 0)
             peak = max(peak, live)
-    return peak - before, live - before
+    return marks

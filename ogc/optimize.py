@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from .check import ONE_STEP
-from .errors import InputError, PlanError
+from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
+from .in_parts import PartsPlan, Wish, heavy_leaves, optimize_in_parts
 from .parser import LeafModules, ParseGraph, hooked_modules, parse
+from .parser.arguments import call_arguments
+from .parser.custom import parse_graph_of
 from .parser.observe import get_attribute
-from .parser.parse import call_arguments
 from .plan import Plan
 from .replan import Replanner
 from .runtime import optimized_module
@@ -63,13 +65,15 @@ def optimize(
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
         ``result.plan``. For inputs of other sizes it is carried over where the model computes the same
         program for them; calls that differ otherwise (types, flags, autocast) are planned for when they
-        come, by the same wish. Eval mode and ``torch.no_grad()`` run the original forward. Outputs,
+        come, by the same wish. Where the model's own forward cannot be represented, or leaves hold much of the
+        memory, its submodules are planned instead, and ``result.plan`` is an :class:`ogc.PartsPlan`.
+        Eval mode and ``torch.no_grad()`` run the original forward. Outputs,
         gradients, buffers and the random stream are bitwise those of the plain model, unless the batch is
         sliced.
 
     Raises:
         InputError: an argument is of the wrong kind; the message says what was expected.
-        ParseError: the forward cannot be represented faithfully; the message names file and line.
+        ParseError: neither the forward nor any part of it can be represented faithfully; the message says why.
         SolveError: nothing fits the budget; the message says what would.
         CheckError: with ``verify``, where the result differs from the plain model.
     """
@@ -80,23 +84,90 @@ def optimize(
     if verify and batch_slices > 1:
         raise InputError("verify=True compares bit by bit, but a sliced batch is equal up to rounding only")
 
-    def make(model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
-        parsing: dict[str, Any] = {"parse_graph": parse_graph, "repeatable_leaves": repeatable_leaves}
-        graph = parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)
+    parsing: dict[str, Any] = {"parse_graph": parse_graph, "repeatable_leaves": repeatable_leaves}
+
+    def graph_of(model: torch.nn.Module, sample_input: Any) -> Graph:
+        return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)
+
+    def plan_of(model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None) -> tuple[Graph, Plan]:
         wish: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}
         if batch_slices > 1:
             return slice_batch(model, sample_input, graph, slices=batch_slices, **parsing, **wish)
         return graph, solve(graph, solver=solver, **wish)
 
-    graph, plan = make(model, sample_input, memory_budget)
-    if plan.is_plain and memory_budget is None and solver != "none":
-        log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
-    planner = None if solver == "none" else Replanner(make, memory_budget, hooked_modules(dict(model.named_modules())))
-    optimized = _apply(model, graph, plan, planner)
+    def make(model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
+        return plan_of(model, sample_input, graph_of(model, sample_input), budget)
+
+    wish = Wish(memory_budget, max_overhead, solver, profile, leaf_modules, repeatable_leaves, parse_graph is None)
+    try:
+        graph = graph_of(model, sample_input)
+    except ParseError as problem:
+        if batch_slices > 1 or parse_graph_of(model, parse_graph) is not None:
+            raise
+        optimized = _in_parts(model, sample_input, wish, problem)
+    else:
+        has_own_graph = parse_graph_of(model, parse_graph) is not None
+        heavy = {} if batch_slices > 1 or has_own_graph else heavy_leaves(model, graph, wish)
+        found: tuple[Graph, Plan] | SolveError
+        try:
+            found = plan_of(model, sample_input, graph, memory_budget)
+        except SolveError as error:
+            found = error
+        planner = Replanner(make, memory_budget, hooked_modules(dict(model.named_modules())))
+        optimized = _with_heavy_leaves(model, sample_input, wish, heavy, found) or _as_a_whole(
+            model, found, None if solver == "none" else planner
+        )
     if verify:
         args, kwargs = call_arguments(sample_input)
         ONE_STEP.check(model, optimized, *args, **kwargs).raise_if_different()
     return optimized
+
+
+def _as_a_whole(
+    model: torch.nn.Module, found: tuple[Graph, Plan] | SolveError, planner: Replanner | None
+) -> torch.nn.Module:
+    """The model with one plan for everything."""
+    if isinstance(found, SolveError):
+        raise found
+    graph, plan = found
+    if plan.is_plain and plan.budget_bytes is None and planner is not None:
+        log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
+    return _apply(model, graph, plan, planner)
+
+
+def _in_parts(model: torch.nn.Module, sample_input: Any, wish: Wish, problem: ParseError) -> torch.nn.Module:
+    """The model with its parts planned, where the whole cannot be."""
+    try:
+        found = optimize_in_parts(model, sample_input, wish, {"": str(problem).partition(" Nothing smaller")[0]})
+    except ParseError as error:
+        raise ParseError(f"{problem} {error}") from problem
+    assert found is not None
+    return found
+
+
+def _with_heavy_leaves(
+    model: torch.nn.Module,
+    sample_input: Any,
+    wish: Wish,
+    heavy: dict[str, str],
+    found: tuple[Graph, Plan] | SolveError,
+) -> torch.nn.Module | None:
+    """The model in parts, where that meets the wish better than one plan whose leaves hold much; else None."""
+
+    def is_better(plan: PartsPlan) -> bool:
+        if isinstance(found, SolveError):
+            return True
+        by_time = wish.memory_budget is not None
+        whole = found[1].recomputed_seconds if by_time else found[1].peak_bytes
+        return (plan.recomputed_seconds if by_time else plan.peak_bytes) < whole
+
+    if not heavy:
+        return None
+    try:
+        return optimize_in_parts(model, sample_input, wish, heavy, is_better)
+    except (ParseError, SolveError) as error:
+        log.info("what is in leaves is not planned: %s", error)
+        return None
 
 
 def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:

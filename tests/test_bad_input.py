@@ -101,12 +101,6 @@ def by_chance(self, x):
     return self.layer(x) * random.random()
 
 
-def with_hook():
-    model = network()
-    model.register_full_backward_hook(lambda module, given, gradients: None)
-    return model
-
-
 def with_forward_of_its_own():
     model = network()
     model.forward = lambda x: model[0](x)
@@ -174,7 +168,6 @@ CASES = [
         lambda: network().requires_grad_(False),
     ),
     Case("no parameters", InputError, "no parameter of the model requires grad", optimize(), nn.ReLU),
-    Case("backward hook", ParseError, "the model has backward hooks.*remove them", optimize(), with_hook),
     Case(
         "forward replaced",
         InputError,

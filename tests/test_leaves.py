@@ -598,9 +598,9 @@ def test_what_a_leaf_changes_in_an_object_is_seen_outside(given):
         (ReadsAsideAtRoot, "leaves the modules that would hide it: inner shares tensors"),
     ],
 )
-def test_what_only_the_whole_model_hides_is_refused(make, message):
+def test_what_only_the_whole_model_hides_is_no_leaf(make, message):
     with pytest.raises(ParseError, match=message):
-        ogc.optimize(make(), X)
+        ogc.parse(make(), X)
 
 
 def test_a_result_of_another_kind_is_an_error_and_not_a_wrong_number():

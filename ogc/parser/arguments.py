@@ -24,7 +24,8 @@ def check_model(model: Any) -> None:
         raise InputError(
             f"model is a {kind}; optimize the module in it, model.module, and put the result into a {kind}"
         )
-    if "_orig_mod" in model._modules or model._compiled_call_impl is not None:
+    compiled = model._compiled_call_impl  # or a part of a model that is planned in parts
+    if "_orig_mod" in model._modules or not (compiled is None or hasattr(compiled, "part_of")):
         raise InputError("model was compiled, and would run compiled instead of planned; pass it without torch.compile")
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(); leave it first")

@@ -104,7 +104,7 @@ class _Call:
         starts = [t for t in (*self.starts, *self.parameters) if t.requires_grad]
         if ends and starts:
             self.root = _Seed.apply(self, [number for number, _ in ends], *(t for _, t in ends))
-            self.ends = {get_gradient_edge(t).node for t in starts} | _leaf_nodes(self.root)
+            self.ends = {get_gradient_edge(t).node for t in starts} | leaf_nodes(self.root)
         return self.root is not None
 
     def forward(self) -> None:
@@ -136,7 +136,7 @@ class _Call:
         return stop
 
 
-def _leaf_nodes(root: torch.Tensor) -> set[Any]:
+def leaf_nodes(root: torch.Tensor) -> set[Any]:
     """The nodes of a graph that add gradients up in tensors."""
     pending, seen = [root.grad_fn], set()
     while pending:

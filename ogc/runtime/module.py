@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,13 +23,30 @@ def optimized_module(
     buffers, flags and methods are one and the same for both. The forward of the original is untouched.
     Calls that ``plan`` was not made for run what ``planner`` finds for them.
     """
-    if "forward" in vars(model):
-        raise InputError(
-            "the model's forward was replaced on the instance, so a planned one could not take its place; "
-            "put the replacement into a subclass"
-        )
     runner = Runner(model, graph, plan, planner)
-    original = getattr(type(model), "_ogc_original", type(model))  # an optimized module may be optimized again
+    original = original_class(model)
+
+    def deep_copy(self: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+        twin = copied(self, memo)
+        runner.watch(twin, like=self)
+        return twin
+
+    members = {"forward": planned_forward(model, runner), "__deepcopy__": deep_copy}
+    shown = {"plan": plan, "graph": graph, "code": runner.generated.source}
+    result = instance_around(model, f"Optimized{original.__name__}", members, shown)
+    runner.watch(result, like=model)
+    return result
+
+
+def original_class(model: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class whose forward is the plain one: an optimized module may be optimized again."""
+    found: type[torch.nn.Module] = getattr(type(model), "_ogc_original", type(model))
+    return found
+
+
+def planned_forward(model: torch.nn.Module, runner: Runner) -> Callable[..., Any]:
+    """The forward that runs what ``runner`` has for a call, or else the original one."""
+    original = original_class(model)
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         variant = runner.select(self, args, kwargs)
@@ -36,33 +54,56 @@ def optimized_module(
             return original.forward(self, *args, **kwargs)
         return runner.run(variant, self, args, kwargs)
 
-    def refuse_pickling(self: torch.nn.Module) -> Any:
+    return forward
+
+
+def instance_around(
+    model: torch.nn.Module, name: str, members: dict[str, Any], shown: dict[str, Any]
+) -> torch.nn.Module:
+    """An instance of a subclass of the model's class that shares the model's attributes.
+
+    Args:
+        model: the module.
+        name: of the subclass.
+        members: of the subclass.
+        shown: more of them, unless the model has attributes of these names.
+
+    Raises:
+        InputError: the model's forward is not that of its class.
+    """
+    if "forward" in vars(model):
         raise InputError(
-            "an optimized module cannot be pickled, its code is generated; save state_dict() (the keys are the "
-            "original model's) or the original model"
+            "the model's forward was replaced on the instance, so a planned one could not take its place; "
+            "put the replacement into a subclass"
         )
-
-    def deep_copy(self: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        vars(twin).update(copy.deepcopy(vars(self), memo))
-        runner.watch(twin, like=self)
-        return twin
-
-    members: dict[str, Any] = {
+    original = original_class(model)
+    members = {
         "_ogc_original": original,
-        "forward": forward,
-        "__reduce_ex__": lambda self, protocol: refuse_pickling(self),
-        "__deepcopy__": deep_copy,
+        "__reduce_ex__": _refuse_pickling,
         "__module__": original.__module__,
         "__doc__": original.__doc__,
+        **members,
     }
-    for name, value in (("plan", plan), ("graph", graph), ("code", runner.generated.source)):
-        if hasattr(original, name) or name in vars(model):
-            log.warning("the model has an attribute %r of its own; the optimized module's %r is not set", name, name)
+    for key, value in shown.items():
+        if hasattr(original, key) or key in vars(model):
+            log.warning("the model has an attribute %r of its own; the optimized module's %r is not set", key, key)
         else:
-            members[name] = value
-    result: torch.nn.Module = object.__new__(type(f"Optimized{original.__name__}", (original,), members))
+            members[key] = value
+    result: torch.nn.Module = object.__new__(type(name, (original,), members))
     object.__setattr__(result, "__dict__", vars(model))
-    runner.watch(result, like=model)
     return result
+
+
+def copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    """A deep copy of a module that :func:`instance_around` made, without what else its kind may need."""
+    twin = type(module).__new__(type(module))
+    memo[id(module)] = twin
+    vars(twin).update(copy.deepcopy(vars(module), memo))
+    return twin
+
+
+def _refuse_pickling(self: torch.nn.Module, protocol: Any) -> Any:
+    raise InputError(
+        "an optimized module cannot be pickled, its code is generated; save state_dict() (the keys are the "
+        "original model's) or the original model"
+    )

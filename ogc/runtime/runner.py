@@ -84,6 +84,17 @@ class Runner:
         self.is_planning = False
         self.told: set[str] = set()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that was planned for runs as it is."""
+        return all(variant.code is None for variant in self.variants)
+
+    def add(self, model: torch.nn.Module, graph: Graph, plan: Plan) -> None:
+        """Take in a plan for another kind of calls."""
+        self.is_idle = self.is_idle and plan.is_plain
+        watched = self.watched.get(model) or self.watch(model)
+        self.variants.append(self._variant(watched.state(model), graph.program.inputs, graph, plan))
+
     def watch(self, model: torch.nn.Module, like: torch.nn.Module | None = None) -> Watched:
         """Start to compare ``model`` with what it is now: as the sample was planned for, or the same as ``like``."""
         structure = self.watched[like].state(like)[0] if like in self.watched and like is not None else 0

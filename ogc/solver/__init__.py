@@ -1,6 +1,6 @@
 """From a weighted graph to a plan. Numbers in, plain data out: nothing here needs torch."""
 
-from .simulate import Event, Moment, Simulation, lower_bound, simulate, trace
+from .simulate import Event, Moment, PartCost, Simulation, lower_bound, part_cost, simulate, trace
 from .solve import SOLVERS, Budget, Frontier, frontier, make_plan, plain_plan, solve
 
 __all__ = [
@@ -9,10 +9,12 @@ __all__ = [
     "Event",
     "Frontier",
     "Moment",
+    "PartCost",
     "Simulation",
     "frontier",
     "lower_bound",
     "make_plan",
+    "part_cost",
     "plain_plan",
     "simulate",
     "solve",

@@ -62,12 +62,9 @@ def solve(
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
     _check_graph(graph)
+    check_wish(memory_budget, max_overhead, solver)
     if solver != "optimal":
-        return _reference_plan(graph, solver, memory_budget is not None or max_overhead is not None)
-    if memory_budget is not None and max_overhead is not None:
-        raise InputError("give memory_budget or max_overhead, not both: each is bounded as the other allows")
-    if max_overhead is not None and not (_is_number(max_overhead) and max_overhead >= 0):
-        raise InputError(f"max_overhead must be a share of the plain step's time, such as 0.2, not {max_overhead!r}")
+        return _reference_plan(graph, solver)
     plain = plain_plan(graph)
     budget = None if memory_budget is None else bytes_of(memory_budget, plain.peak_bytes)
     plain = replace(plain, budget_bytes=budget)
@@ -88,11 +85,21 @@ def solve(
     return plan if plan.peak_bytes < plain.peak_bytes else plain
 
 
-def _reference_plan(graph: Graph, solver: str, has_wish: bool) -> Plan:
+def check_wish(memory_budget: Budget | None, max_overhead: float | None, solver: str) -> None:
+    """Raise InputError unless :func:`solve` can be asked for this."""
     if solver not in SOLVERS:
         raise InputError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, not {solver!r}")
-    if has_wish:
+    if solver != "optimal" and (memory_budget is not None or max_overhead is not None):
         raise InputError(f"solver={solver!r} takes neither memory_budget nor max_overhead; only 'optimal' does")
+    if memory_budget is not None and max_overhead is not None:
+        raise InputError("give memory_budget or max_overhead, not both: each is bounded as the other allows")
+    if max_overhead is not None and not (_is_number(max_overhead) and max_overhead >= 0):
+        raise InputError(f"max_overhead must be a share of the plain step's time, such as 0.2, not {max_overhead!r}")
+    if memory_budget is not None:
+        bytes_of(memory_budget, 1)
+
+
+def _reference_plan(graph: Graph, solver: str) -> Plan:
     if solver == "none" or not len(graph):
         return plain_plan(graph)
     return make_plan(graph, REFERENCES[solver](graph), solver)

@@ -1,0 +1,11 @@
+"""Models that cannot be planned as a whole: their submodules are, one by one, and share one wish.
+
+``find`` says what the parts are, ``points`` how each may be run, ``measure`` what is around them, ``combine`` which
+plan each gets, ``module`` runs them.
+"""
+
+from .make import heavy_leaves, optimize_in_parts
+from .plan import PartPlan, PartsPlan, PlainRest
+from .wish import Wish
+
+__all__ = ["PartPlan", "PartsPlan", "PlainRest", "Wish", "heavy_leaves", "optimize_in_parts"]

@@ -1,0 +1,361 @@
+"""Finds the parts of a model: the largest submodules that can be planned, each with a sample of its own.
+
+The model's forward runs once. Each submodule that it calls is parsed when it is first called, with the arguments that
+it is called with; then it runs as it is, and the forward goes on. One that cannot be parsed stays plain, and what it
+calls is looked at instead. Nothing is saved for a backward, so that memory is that of inference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import InputError, OgcError, ParseError, add_note
+from ..graph import Graph
+from ..parser import carry_over
+from ..parser.arguments import call_arguments, copies
+from ..parser.attributes import attributes_of, changes
+from ..parser.observe import untouched
+from ..plainly import plainly
+from ..program import storage_of, tensor_leaves
+from ..structures import Call, InputSpec
+from .guard import without_unwatched
+
+Parse = Callable[[torch.nn.Module, str, Call], Graph]
+"""Parses a submodule, whose name is given too, with the arguments of a call."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One kind of calls of a submodule.
+
+    Attributes:
+        name: of the submodule.
+        module: the submodule.
+        graph: what these calls compute.
+        like: the number of the first part with equal operations; its own if it is that.
+    """
+
+    name: str
+    module: torch.nn.Module
+    graph: Graph
+    like: int
+
+
+@dataclass
+class Found:
+    """What one forward showed.
+
+    Attributes:
+        parts: in the order of their first calls.
+        calls: for each call of a part, its number, in order.
+        plain: the modules that stay plain, by name, and why; ``""`` is the model itself.
+        saved_bytes: what autograd saves for the operators of each of these, beside what others do.
+        late: submodules that were not called, by name.
+    """
+
+    parts: list[Part] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    plain: dict[str, str] = field(default_factory=dict)
+    saved_bytes: dict[str, int] = field(default_factory=dict)
+    late: dict[str, torch.nn.Module] = field(default_factory=dict)
+
+
+def find_parts(
+    model: torch.nn.Module, sample_input: Any, parse: Parse, plain: dict[str, str], closed: Collection[str] = ()
+) -> Found:
+    """The parts of ``model`` and what is left between them.
+
+    Args:
+        model: it is afterwards as before.
+        sample_input: as for :func:`ogc.optimize`.
+        parse: makes the graph of a part.
+        plain: modules that have to stay plain, by name, and why.
+        closed: those of them in which nothing is planned either.
+
+    Raises:
+        Exception: what the model's own forward raises.
+    """
+    spec, tensors = InputSpec.of(*call_arguments(sample_input))
+    plain, graphs = dict(plain), _Graphs(parse)
+    while True:
+        forward = _Forward(model, graphs, plain, closed)
+        with untouched(model):
+            args, kwargs = spec.rebuild(copies(tensors))
+            forward.run(args, kwargs)
+        misfits = forward.misfits()
+        if not misfits:
+            return forward.found
+        plain.update(misfits)
+
+
+class _Graphs:
+    """Graphs of calls, each made once; equal submodules share what was parsed."""
+
+    def __init__(self, parse: Parse) -> None:
+        self.parse = parse
+        self.parts: list[Part] = []
+        self.failed: dict[tuple[str, int], str] = {}
+
+    def part(self, module: torch.nn.Module, name: str, call: Call) -> Part:
+        """The part that a call is of.
+
+        Raises:
+            ParseError: there is none; the message says why.
+        """
+        inputs = InputSpec.of(call.args, call.kwargs)[0]
+        for part in self.parts:
+            if part.module is module and part.graph.program.inputs.fits(inputs):
+                return part
+        graph = self._shared(module, call, inputs) or self.parse(module, name, call)
+        like = next((p.like for p in self.parts if p.graph == graph), len(self.parts))
+        self.parts.append(Part(name, module, graph, like))
+        return self.parts[-1]
+
+    def _shared(self, module: torch.nn.Module, call: Call, inputs: InputSpec) -> Graph | None:
+        """The graph of an equal submodule, if it is certain to be this one's too."""
+        for part in self.parts:
+            alike = part.module is not module and is_alike(part.module, module)
+            if alike and part.like == self.parts.index(part) and part.graph.program.inputs.fits(inputs):
+                try:
+                    return carry_over(module, part.graph, call)
+                except OgcError:
+                    continue
+        return None
+
+
+def is_alike(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether two modules look the same, but for what their parameters and buffers hold."""
+    if type(one) is not type(other):
+        return False
+    state = [{name: _look(t) for name, t in (*m.named_parameters(), *m.named_buffers())} for m in (one, other)]
+    flags = [[(type(m), m.training) for m in module.modules()] for module in (one, other)]
+    return state[0] == state[1] and flags[0] == flags[1] and repr(one) == repr(other)
+
+
+def _look(tensor: torch.Tensor) -> Any:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+class _Forward:
+    """One forward of the model, in which the calls of submodules are seen."""
+
+    def __init__(self, model: torch.nn.Module, graphs: _Graphs, plain: dict[str, str], closed: Collection[str]) -> None:
+        self.model = model
+        self.graphs = graphs
+        self.closed = closed
+        self.names: dict[torch.nn.Module, str] = {}
+        for name, module in model.named_modules():
+            self.names.setdefault(module, name)
+        self.found = Found(plain=dict(plain))
+        self.called: set[torch.nn.Module] = set()
+        self.scopes = [""]  # the plain modules that run
+        self.in_part = False
+        self.hooks: saved_tensors_hooks | None = None
+        self.given: list[tuple[int, torch.Tensor, int]] = []  # part, what shares the version of its input, version
+        self.counted: dict[int, StorageWeakRef] = {}
+        self.attributes: dict[str, dict[str, Any]] = {}  # as they were, but for what parts changed of their own
+        self.unfit: dict[str, str] = {}  # parts that cannot be, after all
+        self.numbers: dict[int, int] = {}  # of parts, by identity
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run it, and note what is called."""
+        for tensor in (*tensor_leaves(args, kwargs), *self.model.parameters(), *self.model.buffers()):
+            self._is_new(tensor)
+        parameters, self.attributes = dict(self.model.named_parameters()), self._attributes()
+        with torch.enable_grad(), plainly(), self._watched():
+            try:
+                results = tensor_leaves(self.model.forward(*args, **kwargs))
+            except OgcError:
+                raise
+            except Exception as error:
+                add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
+                raise
+        if not any(tensor.requires_grad for tensor in results):
+            raise ParseError("No output of the forward requires grad")
+        if {name: id(p) for name, p in self.model.named_parameters()} != {n: id(p) for n, p in parameters.items()}:
+            raise ParseError("The forward makes parameters or takes some out of the model")
+        self.found.late = {self.names[module]: module for module in self._uncalled(self.model)}
+
+    def misfits(self) -> dict[str, str]:
+        """Parts that turned out to be none: what they are given is changed in place later on, for instance."""
+        why = "what it is given is changed in place afterwards"
+        parts = self.found.parts
+        written = {parts[number].name: why for number, tensor, version in self.given if tensor._version != version}
+        return {**written, **self.unfit}
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Calls of submodules come here, and nothing is saved for a backward."""
+        modules = [m for m in self.names if m is not self.model and not isinstance(m, torch.jit.ScriptModule)]
+        before = [(vars(module), vars(module).get(_CALL, _ABSENT)) for module in modules]
+        for module in modules:
+            vars(module)[_CALL] = partial(self._call, module)
+        self.hooks = saved_tensors_hooks(self._saved, _never_unpacked)
+        self.hooks.__enter__()
+        try:
+            yield
+        finally:
+            self.hooks.__exit__()
+            for found, call in before:
+                found.pop(_CALL, None)
+                if call is not _ABSENT:
+                    found[_CALL] = call
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """For the parser, everything is as if there was no forward around it."""
+        seen = [(vars(module), vars(module).pop(_CALL, _ABSENT)) for module in self.names]
+        assert self.hooks is not None
+        self.hooks.__exit__()
+        try:
+            yield
+        finally:
+            self.hooks.__enter__()
+            for found, call in seen:
+                if call is not _ABSENT:
+                    found[_CALL] = call
+
+    def _call(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.in_part or self.scopes[-1] in self.closed:
+            return module._call_impl(*args, **kwargs)
+        self.called.add(module)
+        name = self.names[module]
+        why = self.found.plain.get(name) or self._obstacle(module)
+        if why is not None:
+            return self._run_plain(module, name, why, args, kwargs)
+        # Its hooks may change what it is given: the part begins behind them.
+        vars(module)["forward"] = partial(self._forward, module, name)
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            vars(module).pop("forward", None)
+
+    def _obstacle(self, module: torch.nn.Module) -> str | None:
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return "is called without gradients"
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return "has no parameter that is trained"
+        if "forward" in vars(module):
+            return "its forward was replaced on the instance"
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert self.hooks is not None
+        if hooks is None or hooks[0] != self.hooks.pack_hook:
+            return "is called under other hooks for saved tensors, as those of torch.utils.checkpoint"
+        return None
+
+    def _forward(self, module: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+        del vars(module)["forward"]
+        try:
+            with self._unwatched():
+                before = self._attributes()
+                self._refuse_set_from_outside(name, before)
+                part = self.graphs.part(module, name, Call(args, kwargs))
+        except Exception as error:  # if the call is broken, it raises the same below
+            return self._run_plain(module, name, _first_sentence(error), args, kwargs, module.forward)
+        shadows = [shadow for tensor in tensor_leaves(args, kwargs) if (shadow := _without_memory(tensor)) is not None]
+        number = self._number(part)
+        self.found.calls.append(number)
+        self.in_part = True
+        try:
+            return module.forward(*args, **kwargs)
+        finally:
+            self.in_part = False
+            self.given += [(number, shadow, shadow._version) for shadow in shadows]
+            with self._unwatched():
+                self._note_set_outside(name, before)
+
+    def _attributes(self) -> dict[str, dict[str, Any]]:
+        return without_unwatched(attributes_of(self.model))
+
+    def _refuse_set_from_outside(self, name: str, now: dict[str, dict[str, Any]]) -> None:
+        """Raise ParseError if the forward around a part has set attributes of it before it is called."""
+        for changed, key in changes(self.attributes, now, ()):
+            if f"{changed}.".startswith(f"{name}."):
+                raise ParseError(f"its attribute {key} is set by the forward around it")
+
+    def _note_set_outside(self, name: str, before: dict[str, dict[str, Any]]) -> None:
+        """Note a part that sets attributes of modules around it, which a plan would not."""
+        now = self._attributes()
+        for changed, key in changes(before, now, ()):
+            if not f"{changed}.".startswith(f"{name}."):
+                self.unfit[name] = f"sets the attribute {key} of {changed or 'the model'}"
+            elif changed in self.attributes:  # a leaf's, which it may change
+                self.attributes[changed] = now[changed]
+
+    def _number(self, part: Part) -> int:
+        if id(part) not in self.numbers:
+            self.numbers[id(part)] = len(self.found.parts)
+            self.found.parts.append(part)
+        return self.numbers[id(part)]
+
+    def _run_plain(self, module: torch.nn.Module, name: str, why: str, args: Any, kwargs: Any, run: Any = None) -> Any:
+        if why != _UNTRAINED:
+            self.found.plain.setdefault(name, why)
+        self.scopes.append(name if why != _UNTRAINED else self.scopes[-1])
+        try:
+            return (run or module._call_impl)(*args, **kwargs)
+        finally:
+            self.scopes.pop()
+
+    def _saved(self, tensor: torch.Tensor) -> None:
+        if not self.in_part and self._is_new(tensor):
+            scope = self.scopes[-1]
+            self.found.saved_bytes[scope] = self.found.saved_bytes.get(scope, 0) + tensor.untyped_storage().nbytes()
+
+    def _is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory was not counted yet."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return False
+        known = self.counted.get(storage._cdata)
+        if known is not None and not known.expired():
+            return False
+        self.counted[storage._cdata] = StorageWeakRef(storage)
+        return True
+
+    def _uncalled(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """The largest modules that this forward left out, though others may call them."""
+        for child in module.children():
+            if child in self.called:
+                if self.names[child] in self.found.plain and self.names[child] not in self.closed:
+                    yield from self._uncalled(child)
+            elif isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)) or self._has_called(child):
+                yield from self._uncalled(child)
+            elif not isinstance(child, torch.jit.ScriptModule) and any(p.requires_grad for p in child.parameters()):
+                yield child
+
+    def _has_called(self, module: torch.nn.Module) -> bool:
+        return not self.called.isdisjoint(module.modules())
+
+
+_CALL = "_compiled_call_impl"
+"""What ``torch.nn.Module`` calls, if it is there, in the place of its own call."""
+_ABSENT = object()
+_UNTRAINED = "has no parameter that is trained"
+
+
+def _never_unpacked(packed: object) -> torch.Tensor:
+    raise ParseError("the model runs a backward pass inside its forward, outside of what can be planned")
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor that counts the same changes in place, and holds no memory."""
+    shadow = tensor.detach()
+    try:
+        shadow.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    except (RuntimeError, TypeError):
+        return None
+    return shadow
+
+
+def _first_sentence(error: Exception) -> str:
+    text = str(error) if isinstance(error, (ParseError, InputError)) else f"{type(error).__name__}: {error}"
+    return text.partition(" Nothing smaller than the model hides it")[0].partition("\n")[0].rstrip(".;")

@@ -1,0 +1,390 @@
+"""Plans a model in parts: finds them, measures what is around them, and chooses a plan for each."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from ..allocator import can_measure
+from ..errors import InputError, ParseError, SolveError
+from ..graph import Graph
+from ..leaf import Leaf, runs_once
+from ..plan import Plan
+from ..solver.simulate import plain_peak
+from ..solver.solve import bytes_of, check_wish
+from ..structures import Call
+from .combine import Choice, Problem, Stop, fastest, least_peak, within
+from .find import Found, find_parts, is_alike
+from .measure import Around, around_calls, measure
+from .module import Parts, Twin, module_in_parts, twin_of
+from .plan import PartPlan, PartsPlan, PlainRest
+from .points import Way, ways_of
+from .share import Example, LateParts, Share, planner_of
+from .wish import Wish
+
+log = logging.getLogger(__name__)
+
+
+HEAVY = 1 / 3
+"""Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
+
+
+def heavy_leaves(model: torch.nn.Module, graph: Graph, wish: Wish) -> dict[str, str]:
+    """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
+
+    Args:
+        model: as for :func:`ogc.optimize`.
+        graph: of the whole model.
+        wish: leaves that it names are not among them.
+
+    Returns:
+        Nothing unless leaves that run once hold a good part of the plain peak.
+    """
+    asked = set(wish.asked_for(model))
+    nodes = zip(graph.operations, graph.program.operations, strict=True)
+    leaves = [(op, node.target.module) for op, node in nodes if runs_once(node.target)]
+    held = [(op.internal_bytes, name) for op, name in leaves if name not in asked]
+    if wish.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
+        return {}
+    found = {"": "leaves in it would hold much of the memory"}
+    for _, name in held:
+        for around in list(accumulate(name.split("."), "{}.{}".format))[:-1]:
+            if not isinstance(model.get_submodule(around), (torch.nn.ModuleList, torch.nn.ModuleDict)):
+                found[around] = "leaves in it would hold much of the memory"
+    return found
+
+
+def optimize_in_parts(
+    model: torch.nn.Module,
+    sample_input: Any,
+    wish: Wish,
+    plain: Mapping[str, str],
+    is_wanted: Callable[[PartsPlan], bool] = lambda plan: True,
+) -> torch.nn.Module | None:
+    """The same model with its parts planned, where the whole cannot be.
+
+    Args:
+        model: as for :func:`ogc.optimize`.
+        sample_input: as for :func:`ogc.optimize`.
+        wish: as for :func:`ogc.optimize`.
+        plain: modules that have to stay plain, by name, and why; ``""`` is the model itself.
+        is_wanted: whether a plan is good enough.
+
+    Returns:
+        None if it is not, or else a module whose ``plan`` is a :class:`PartsPlan`; ``graph`` and ``code`` are
+        dictionaries by the names of parts; those that run as they are have no code.
+
+    Raises:
+        InputError: the model's forward was replaced on the instance.
+        ParseError: nothing in the model can be planned; the message says why for each part.
+        SolveError: nothing fits the budget; the message says what would.
+    """
+    if "forward" in vars(model):
+        raise InputError(
+            "the model's forward was replaced on the instance, so a planned one could not take its place; "
+            "put the replacement into a subclass"
+        )
+    check_wish(wish.memory_budget, wish.max_overhead, wish.solver)
+    planning = _Planning(model, sample_input, wish)
+    with _quiet_about_leaves():
+        planning.find(plain)
+        planning.measure()
+    choice = planning.choose()
+    plan = planning.plan(choice)
+    if not is_wanted(plan):
+        return None
+    result = planning.module(choice, plan)
+    _tell(plan)
+    return result
+
+
+class _Planning:
+    """The way from a model to its plan in parts."""
+
+    def __init__(self, model: torch.nn.Module, sample_input: Any, wish: Wish) -> None:
+        self.model = model
+        self.sample_input = sample_input
+        self.wish = wish
+        self.found = Found()
+        self.ways: list[tuple[Way, ...]] = []  # for each part, and behind them for each late one that is like a part
+        self.late: dict[str, int] = {}  # the late ones that are like a part, and the number of that
+        self.around: Around | None = None
+        self.twins: dict[tuple[int, Choice], Twin] = {}
+
+    def find(self, plain: Mapping[str, str]) -> None:
+        """Find the parts and the ways to run each."""
+        closed = self.wish.asked_for(self.model)
+        plain = {**plain, **dict.fromkeys(closed, "was asked to be called as it is")}
+        found = find_parts(self.model, self.sample_input, self._parse, plain, closed)
+        by_kind: dict[int, tuple[Way, ...]] = {}
+        for part in found.parts:
+            if part.like not in by_kind:
+                by_kind[part.like] = ways_of(part.graph, self.wish.solver)
+        ways = [by_kind[part.like] for part in found.parts]
+        if self.wish.solver != "none":
+            found, ways = _without_idle(found, ways)
+        self.found, self.ways = found, ways
+        if not self.ways:
+            raise ParseError(f"Nothing in it can be planned either: {_listed(_reasons(found))}")
+        for name, module in found.late.items():
+            like = next((n for n, part in enumerate(self.found.parts) if is_alike(part.module, module)), None)
+            if like is not None:
+                self.late[name] = like
+        self.ways += [self.ways[like] for like in self.late.values()]
+
+    def measure(self) -> None:
+        """Find out what the rest takes, in a step with plans that keep little."""
+        if not can_measure(next(self.model.parameters()).device):
+            return
+        calls = self.found.calls
+        choice = least_peak(self._problem(tuple(Stop(part) for part in calls)))
+        parts = self._parts(self._twins(choice), choice, {})
+        optimized = module_in_parts(self.model, parts, {})
+        costs = [self.ways[part][choice[part]].cost for part in calls]
+        try:
+            marks = measure(self.model, optimized, parts, self.sample_input)
+        except Exception as error:
+            raise ParseError(f"In parts, a step of it fails ({type(error).__name__}: {error})") from error
+        finally:
+            parts.uninstall()
+        self.around = around_calls(marks, calls, costs)
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What is to be chosen; every part that the sample left out is called too."""
+        around = self.around
+        stops = list(around.stops if around else (Stop(part) for part in self.found.calls))
+        for number, like in enumerate(self.late.values(), len(self.found.parts)):
+            self._put_in(stops, number, like)
+        return self._problem(tuple(stops), around.before if around else 0)
+
+    def _put_in(self, stops: list[Stop], number: int, like: int) -> None:
+        """Add the call of a part that the sample left out, where the order of the modules has it."""
+        order = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
+        names = [*(part.name for part in self.found.parts), *self.late]
+        alike = [n for n, stop in enumerate(stops) if self._kind(stop.part) == self._kind(like)]
+        before = [n for n in alike if order[names[stops[n].part]] < order[names[number]]]
+        beside = before[-1] if before else alike[0]
+        place = beside + 1 if before else beside
+        stops.insert(place, replace(stops[beside], part=number))
+        # What is given from one to the next stays, too, and the rest holds it.
+        given = sum(value.bytes for value in self.found.parts[like].graph.values if value.is_output)
+        for n in range(place if before else place + 1, len(stops)):
+            stop = stops[n]
+            stops[n] = replace(
+                stop, forward=stop.forward + given, backward=stop.backward + given, after=stop.after + given
+            )
+
+    def choose(self) -> Choice:
+        """The choice that the wish asks for.
+
+        Raises:
+            SolveError: nothing fits the budget.
+        """
+        problem, wish = self.problem, self.wish
+        if wish.memory_budget is not None:
+            budget = bytes_of(wish.memory_budget, problem.peak(self._plain))
+            found = fastest(problem, budget)
+            if found is None:
+                raise SolveError(self._infeasible(budget))
+            return found
+        if wish.max_overhead is not None:
+            # Of the time of the parts alone: that of the rest is measured, and would make plans vary.
+            return within(problem, wish.max_overhead * self._part_seconds)
+        return (0,) * len(self.ways) if wish.solver != "optimal" else least_peak(problem)
+
+    def plan(self, choice: Choice) -> PartsPlan:
+        """The choice as a plan that can be looked at."""
+        problem, found = self.problem, self.found
+        names = [*(part.name for part in found.parts), *self.late]
+        parts = [
+            PartPlan(name, problem.calls[n], self._part_plan(n, choice), self._way(n, choice).cost, self._leaves(n))
+            for n, name in enumerate(names)
+        ]
+        plain_peak = problem.peak(self._plain)
+        wanted = self.wish.memory_budget
+        return PartsPlan(
+            parts=tuple(replace(part, is_late=n >= len(found.parts)) for n, part in enumerate(parts)),
+            plain=tuple(PlainRest(name, why, found.saved_bytes.get(name, 0)) for name, why in found.plain.items()),
+            peak_bytes=problem.peak(choice),
+            plain_peak_bytes=plain_peak,
+            rest_bytes=self.around.kept_bytes if self.around else sum(found.saved_bytes.values()),
+            part_seconds=self._part_seconds,
+            recomputed_seconds=problem.seconds(choice),
+            rest_seconds=self._part_seconds * self.around.time_share if self.around else 0.0,
+            budget_bytes=None if wanted is None else bytes_of(wanted, plain_peak),
+            is_measured=self.around is not None,
+            solver=self.wish.solver,
+        )
+
+    def module(self, choice: Choice, plan: PartsPlan) -> torch.nn.Module:
+        """The model with its parts run by the choice."""
+        graphs = dict(zip(self._labels(), (part.graph for part in self.found.parts), strict=True))
+        twins = self._twins(choice)
+        if not self.wish.is_in_bytes:  # else larger inputs may need a plan
+            twins = {name: twin for name, twin in twins.items() if not twin.runner.is_plain}
+        code = {name: twin.runner.generated.source for name, twin in twins.items()}
+        parts = self._parts(twins, choice, self.found.late)
+        return module_in_parts(self.model, parts, {"plan": plan, "graph": graphs, "code": code})
+
+    def _problem(self, stops: tuple[Stop, ...], before: int = 0) -> Problem:
+        return Problem(stops, tuple(tuple(way.point for way in ways) for ways in self.ways), before)
+
+    @property
+    def _plain(self) -> Choice:
+        return tuple(len(ways) - 1 for ways in self.ways)
+
+    @property
+    def _part_seconds(self) -> float:
+        return sum(self.ways[part][0].plan.step_seconds * count for part, count in self.problem.calls.items())
+
+    def _kind(self, number: int) -> int:
+        late = number - len(self.found.parts)
+        return self.found.parts[number if late < 0 else list(self.late.values())[late]].like
+
+    def _way(self, number: int, choice: Choice) -> Way:
+        return self.ways[number][choice[number]]
+
+    def _part_plan(self, number: int, choice: Choice) -> Plan:
+        graph = self.found.parts[number].graph if number < len(self.found.parts) else None
+        plan = self._way(number, choice).plan
+        return plan if graph is None else replace(plan, graph=graph)
+
+    def _leaves(self, number: int) -> tuple[str, ...]:
+        if number >= len(self.found.parts):
+            return ()
+        part = self.found.parts[number]
+        targets = (node.target for node in part.graph.program.operations)
+        return tuple(dict.fromkeys(f"{part.name}.{target.module}" for target in targets if isinstance(target, Leaf)))
+
+    def _labels(self) -> list[str]:
+        """The names of the parts; where one is called with several kinds of inputs, with numbers."""
+        seen: Counter[str] = Counter()
+        labels = []
+        for part in self.found.parts:
+            seen[part.name] += 1
+            labels.append(part.name if seen[part.name] == 1 else f"{part.name} ({seen[part.name]})")
+        return labels
+
+    def _twins(self, choice: Choice) -> dict[str, Twin]:
+        """What runs each part by the choice, by its name."""
+        return {self.found.parts[n[0]].name: self._twin(n, choice) for n in self._modules.values()}
+
+    def _parts(self, twins: Mapping[str, Twin], choice: Choice, late: Mapping[str, torch.nn.Module]) -> Parts:
+        examples = {
+            name: Example(
+                self.found.parts[like].module,
+                self.found.parts[like].graph,
+                self._part_plan(number, choice),
+                self._share(number, choice),
+            )
+            for number, (name, like) in enumerate(self.late.items(), len(self.found.parts))
+        }
+        return Parts(list(twins.values()), late, LateParts(self.wish, examples))
+
+    @cached_property
+    def _modules(self) -> dict[torch.nn.Module, list[int]]:
+        """For each module that is planned, the numbers of its parts: one for each kind of calls."""
+        found: dict[torch.nn.Module, list[int]] = {}
+        for number, part in enumerate(self.found.parts):
+            found.setdefault(part.module, []).append(number)
+        return found
+
+    def _twin(self, numbers: Sequence[int], choice: Choice) -> Twin:
+        key = numbers[0], tuple(choice[number] for number in numbers)
+        if key not in self.twins:
+            part = self.found.parts[numbers[0]]
+            plans = [(self.found.parts[number].graph, self._part_plan(number, choice)) for number in numbers]
+            planner = planner_of(self.wish, part.name, part.module, self._share(numbers[0], choice))
+            self.twins[key] = twin_of(part.module, plans, planner)
+        return self.twins[key]
+
+    def _share(self, number: int, choice: Choice) -> Share:
+        plain = self.ways[number][-1].plan.plain_peak_bytes
+        return Share(self._way(number, choice), plain, self.wish.is_in_bytes)
+
+    def _parse(self, module: torch.nn.Module, name: str, call: Call) -> Graph:
+        return self.wish.parser_of(name, module)(module, call)
+
+    def _infeasible(self, budget: int) -> str:
+        problem = self.problem
+        least = least_peak(problem)
+        peak, floor = problem.peak(least), max(problem.before, *(stop.after for stop in problem.stops))
+        overhead = problem.seconds(least) / self._part_seconds if self._part_seconds else 0.0
+        plain = ", ".join(name or "the model itself" for name in self.found.plain)
+        return (
+            f"no plan found peaks at or below {budget / 1e6:.1f} MB ({budget} bytes); the smallest peak is "
+            f"{peak / 1e6:.1f} MB ({peak} bytes) at {overhead:.1%} overhead. The model is planned in parts, and what "
+            f"stays plain ({plain}) takes up to {floor / 1e6:.1f} MB by itself"
+        )
+
+
+def _without_idle(found: Found, ways: list[tuple[Way, ...]]) -> tuple[Found, list[tuple[Way, ...]]]:
+    """Without the parts that can only be run as they are: they belong to the module that calls them."""
+    stay = [number for number, of_part in enumerate(ways) if len(of_part) > 1]
+    saved = dict(found.saved_bytes)
+    for call in found.calls:
+        if len(ways[call]) == 1:
+            around = found.parts[call].name
+            while around and around not in found.plain:
+                around = around.rpartition(".")[0]
+            saved[around] = saved.get(around, 0) + ways[call][0].cost.kept_bytes
+    without = replace(
+        found,
+        parts=[found.parts[number] for number in stay],
+        calls=[stay.index(call) for call in found.calls if call in stay],
+        saved_bytes=saved,
+    )
+    return without, [ways[number] for number in stay]
+
+
+def _reasons(found: Found) -> dict[str, str]:
+    """Why nothing of a model is planned, by the names of modules."""
+    idle = {part.name: "no plan takes less memory than it does as it is" for part in found.parts}
+    return {name or "the model itself": why for name, why in found.plain.items()} | idle
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    """The reasons, each with those modules that have it."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        by_reason.setdefault(why, []).append(name)
+    return "; ".join(f"{_few(names)} ({why})" for why, names in by_reason.items())
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]} and {len(names) - 2} more"
+
+
+def _tell(plan: PartsPlan) -> None:
+    """One warning that names what stays plain and what it costs."""
+    rests = {f"{rest.name or 'the model itself'} {rest.saved_bytes / 1e6:.1f} MB": rest.why for rest in plan.plain}
+    share = f"{plan.rest_seconds / plan.step_seconds:.0%} of the time" if plan.is_measured else "unmeasured time"
+    log.warning(
+        "ogc plans the model in %d parts, with a peak of %.1f MB (plain %.1f MB). Plain stay, with %.1f MB and %s: %s",
+        len(plan.parts), plan.peak_bytes / 1e6, plan.plain_peak_bytes / 1e6, plan.rest_bytes / 1e6, share,
+        _listed(rests),
+    )  # fmt: skip
+
+
+@contextmanager
+def _quiet_about_leaves() -> Iterator[None]:
+    """What leaves there are in parts is said by the plan, not part by part."""
+    logger = logging.getLogger("ogc.parser.leaves")
+
+    def refuse(record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(refuse)
+    try:
+        yield
+    finally:
+        logger.removeFilter(refuse)

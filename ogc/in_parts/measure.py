@@ -1,0 +1,209 @@
+"""One step of the model in parts, with what is allocated around each part read off the allocator.
+
+What the rest of the model holds while a part runs, forward and backward, is seen, not deduced: operators of the model's
+own forward, modules that stay plain, gradients that wait for them. The step runs with plans of which everything is
+known that the parts take; what is there beyond that is the rest's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..allocator import Mark, marked_bytes
+from ..parser.arguments import call_arguments, copies
+from ..parser.observe import untouched
+from ..parser.weigh_leaf import leaf_nodes
+from ..program import tensor_leaves
+from ..solver import PartCost
+from ..structures import InputSpec, TensorSpec
+from .combine import Stop
+from .module import Parts, Twin
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the rest of the model takes in one step.
+
+    Attributes:
+        before: most bytes before the first call of a part, forward or backward.
+        stops: the calls, with what the rest takes while and after each.
+        kept_bytes: what the rest holds from the forward to the backward.
+        time_share: the time of the rest's forward over that of all parts'.
+    """
+
+    before: int
+    stops: tuple[Stop, ...]
+    kept_bytes: int
+    time_share: float
+
+
+def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sample_input: Any) -> list[Mark]:
+    """The marks of one step of ``optimized``: where each call begins and ends, forward and backward.
+
+    Gradients of parameters go no further than to where they would be added up. The model is afterwards as before.
+
+    Args:
+        model: the plain model.
+        optimized: the model in parts.
+        parts: those of ``optimized``.
+        sample_input: as for :func:`ogc.optimize`.
+    """
+    spec, tensors = InputSpec.of(*call_arguments(sample_input))
+    given = copies(tensors)
+
+    def step(mark: Callable[[str], None]) -> None:
+        watch = _Marking(mark)
+        parts.around = watch.call
+        args, kwargs = spec.rebuild(given)
+        with torch.enable_grad():
+            ends = [t for t in tensor_leaves(optimized.forward(*args, **kwargs)) if t.requires_grad]
+        mark("turn")
+        if ends:
+            root = _Seeds.apply(*ends)
+            stops = [node.register_prehook(lambda gradients: (None,)) for node in leaf_nodes(root)]
+            root.backward()
+            for handle in stops:
+                handle.remove()
+
+    try:
+        with untouched(model):
+            _without_hooks(model)
+            return marked_bytes(step, next(model.parameters()).device)
+    finally:
+        parts.around = None
+
+
+def _without_hooks(model: torch.nn.Module) -> None:
+    """Put parameters of the same memory in the places of the model's, whose hooks must not be called for nothing."""
+    twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in twins:
+                    twins[parameter] = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+                module._parameters[name] = twins[parameter]
+
+
+class _Marking:
+    """Marks where calls of parts begin and end."""
+
+    def __init__(self, mark: Callable[[str], None]) -> None:
+        self.mark = mark
+        self.calls = 0
+
+    def call(self, twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number, self.calls = self.calls, self.calls + 1
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._marked(t, f"done {number}"), (args, kwargs))
+        self.mark(f"enter {number}")
+        result = twin.call(args, kwargs)
+        self.mark(f"leave {number}")
+        for tensor in tensor_leaves(result):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda gradient: self.mark(f"back {number}"))
+        return result
+
+    def _marked(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        seen = tensor.view_as(tensor)
+        seen.register_hook(lambda gradient: self.mark(label))
+        return seen
+
+
+class _Seeds(torch.autograd.Function):
+    """Makes the gradients of all outputs when the backward starts."""
+
+    @staticmethod
+    def forward(ctx: Any, *ends: torch.Tensor) -> torch.Tensor:
+        ctx.like = list(map(TensorSpec.of, ends))
+        return torch.zeros((), device=ends[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.ones(like.shape, dtype=like.dtype, device=like.device) for like in ctx.like)
+
+
+def around_calls(marks: Sequence[Mark], calls: Sequence[int], costs: Sequence[PartCost]) -> Around | None:
+    """What the rest takes, by the marks of a step; None if its calls were others.
+
+    Args:
+        marks: of :func:`measure`.
+        calls: for each call, the number of its part.
+        costs: for each call, what the part takes by the plan that it ran by.
+    """
+    entered = [mark.label for mark in marks if mark.label.startswith("enter ")]
+    return _Reading(calls, costs).read(marks) if len(entered) == len(calls) else None
+
+
+class _Reading:
+    """Adds up, mark by mark, what is there beyond what parts keep."""
+
+    def __init__(self, calls: Sequence[int], costs: Sequence[PartCost]) -> None:
+        self.calls = calls
+        self.costs = costs
+        self.kept = [0]
+        for cost in costs:
+            self.kept.append(self.kept[-1] + cost.kept_bytes)
+        self.forward = [0] * len(calls)
+        self.backward: list[int | None] = [None] * len(calls)
+        self.rest = [0] * (len(calls) + 1)  # by how many calls are kept
+        self.turn = 0
+        self.open: set[int] = set()  # calls whose backward is not done
+        self.running: tuple[int, int] | None = None  # a call in its backward, and the bytes when that began
+        self.seconds = [0.0, 0.0]  # of the rest's forward, and of the parts'
+
+    def read(self, marks: Sequence[Mark]) -> Around:
+        ends = {mark.label: number for number, mark in enumerate(marks)}  # the last of each label
+        for number, (last, mark) in enumerate(pairwise(marks), 1):
+            self._between(last, mark, is_last=ends[mark.label] == number)
+        stops = tuple(
+            Stop(part, self.forward[n], self.forward[n] if back is None else back, self.rest[n + 1])
+            for n, (part, back) in enumerate(zip(self.calls, self.backward, strict=True))
+        )
+        return Around(self.rest[0], stops, self.turn, self.seconds[0] / (self.seconds[1] or 1.0))
+
+    def _between(self, last: Mark, mark: Mark, is_last: bool) -> None:
+        kind, _, number = mark.label.partition(" ")
+        call = int(number or 0)
+        if self.running is not None:
+            self._backward_of_part(mark, *self.running)
+        elif kind == "leave":
+            self._forward_of_part(last, mark, call)
+        else:
+            self._rest(mark)
+        if kind in ("enter", "leave", "turn"):
+            self.seconds[kind == "leave"] += mark.seconds - last.seconds
+        if kind == "turn":
+            self.turn = max(0, mark.bytes - self.kept[-1])
+        if kind == "leave":
+            self.open.add(call)
+        elif kind == "back":
+            if self.running is None or self.running[0] != call:
+                self.running = (call, mark.bytes)
+        elif kind == "done" and is_last and self.running is not None and self.running[0] == call:
+            self.running = None
+        if kind in ("back", "done"):
+            self.open = {n for n in self.open if n < call or (n == call and kind == "back")}
+
+    def _forward_of_part(self, last: Mark, mark: Mark, call: int) -> None:
+        held = last.bytes - self.kept[call]
+        more = mark.peak_bytes - last.bytes - self.costs[call].forward_bytes
+        self.forward[call] = held + max(0, more)
+
+    def _backward_of_part(self, mark: Mark, call: int, start: int) -> None:
+        cost = self.costs[call]
+        held = start - self.kept[call + 1] - cost.gradient_bytes
+        more = mark.peak_bytes - self.kept[call] - held - cost.backward_bytes
+        known = self.backward[call]
+        found = held + max(0, more)
+        self.backward[call] = found if known is None else max(known, found)
+
+    def _rest(self, mark: Mark) -> None:
+        kept = 1 + max(self.open, default=-1)
+        self.rest[kept] = max(self.rest[kept], mark.peak_bytes - self.kept[kept])

@@ -1,0 +1,285 @@
+"""Runs a model whose parts are planned one by one, and whose own forward is Python as ever.
+
+Each part is called by its parent, which knows nothing of plans. So the part's module gets something to call in the
+place of its own call (``torch.nn.Module`` looks for that first, and leaves it out of copies and pickles), which looks
+whether an optimized model that has planned this part is running in this thread. Only then the planned twin runs, an
+instance that shares everything with the part. In any other case the part is called as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import InputError
+from ..graph import Graph
+from ..leaf import Leaf
+from ..plainly import is_plain, plainly
+from ..plan import Plan
+from ..runtime.module import copied, instance_around, original_class, planned_forward
+from ..runtime.runner import Planner, Runner, log
+from ..runtime.watch import attributes_restored
+from ..structures import Call
+from .guard import Attributes
+
+CALL = "_compiled_call_impl"
+"""What ``torch.nn.Module`` calls, if it is there, in the place of its own call."""
+
+
+_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _hooks_of_all() -> bool:
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
+class LatePlanner(Protocol):
+    """Plans for a submodule that is called for the first time after the model was optimized."""
+
+    def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Planner | None]: ...
+
+
+class Twin:
+    """A part with its plans.
+
+    Args:
+        module: the part.
+        planned: what runs it planned.
+        runner: its plans.
+    """
+
+    def __init__(self, module: torch.nn.Module, planned: torch.nn.Module, runner: Runner) -> None:
+        self.module = module
+        self.planned = planned
+        self.runner = runner
+        self.attributes = Attributes(module, _leaves(runner))
+        self.changed: str | None = None
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the part, hooks and all."""
+        if (changed := self.attributes.first_changed()) is not None:
+            if changed != self.changed:
+                log.warning("ogc runs a part as it is: its attribute %s is another than when it was planned", changed)
+                self.changed = changed
+            return self.module._call_impl(*args, **kwargs)
+        if not any(_hooks(self.module)) and not _hooks_of_all():
+            return self.planned._call_impl(*args, **kwargs)
+        # Hooks are given the module that they are called for: that must be the part itself.
+        attributes, thread = vars(self.module), threading.get_ident()
+
+        def forward(*given: Any, **named: Any) -> Any:
+            if threading.get_ident() != thread:
+                return original_class(self.module).forward(self.module, *given, **named)
+            attributes.pop("forward", None)
+            return self.planned.forward(*given, **named)
+
+        attributes["forward"] = forward
+        try:
+            return self.module._call_impl(*args, **kwargs)
+        finally:
+            attributes.pop("forward", None)
+
+
+def _leaves(runner: Runner) -> set[str]:
+    operations = [node for v in runner.variants if v.graph is not None for node in v.graph.program.operations]
+    return {node.target.module for node in operations if isinstance(node.target, Leaf)}
+
+
+def twin_of(module: torch.nn.Module, plans: Sequence[tuple[Graph, Plan]], planner: Planner | None) -> Twin:
+    """The planned twin of a part; the first plan is that of its sample, the others are for other kinds of calls.
+
+    Raises:
+        InputError: the forward of the part was replaced on the instance.
+    """
+    runner = Runner(module, *plans[0], planner)
+    for graph, plan in plans[1:]:
+        runner.add(module, graph, plan)
+    return _twin(module, runner)
+
+
+def _twin(module: torch.nn.Module, runner: Runner, like: torch.nn.Module | None = None) -> Twin:
+    name = f"Planned{original_class(module).__name__}"
+    planned = instance_around(module, name, {"forward": planned_forward(module, runner)}, {})
+    runner.watch(planned, like=like or module)
+    return Twin(module, planned, runner)
+
+
+class Parts:
+    """The planned parts of one optimized model.
+
+    Args:
+        twins: the parts.
+        late: by name, submodules that are planned when they are first called.
+        planner: plans those.
+    """
+
+    def __init__(
+        self, twins: Sequence[Twin], late: Mapping[str, torch.nn.Module], planner: LatePlanner | None = None
+    ) -> None:
+        self.twins = {id(twin.module): twin for twin in twins}  # which keep the modules, and with them the numbers
+        self.late = {id(module): (name, module) for name, module in late.items()}
+        self.planner = planner
+        self.lock = threading.RLock()
+        self.uninstall: Callable[[], object] = lambda: None
+        self.around: Callable[[Twin, tuple[Any, ...], dict[str, Any]], Any] | None = None
+
+    def install(self) -> None:
+        """Have the calls of the parts look here, until ``uninstall()`` or as long as this lives."""
+        modules = [*(twin.module for twin in self.twins.values()), *(module for _, module in self.late.values())]
+        for module in modules:
+            found = vars(module).get(CALL)
+            if not isinstance(found, PartCall):
+                found = vars(module)[CALL] = PartCall(module)
+            found.part_of.add(self)
+        self.uninstall = weakref.finalize(self, _uninstall, list(map(weakref.ref, modules)), weakref.ref(self))
+
+    def copy(self, memo: Mapping[int, Any]) -> Parts:
+        """The same for a deep copy of the model, whose copied modules are in ``memo``."""
+        twins = [
+            _twin(memo[id(t.module)], t.runner, like=t.planned) for t in self.twins.values() if id(t.module) in memo
+        ]
+        late = {name: memo[id(module)] for name, module in self.late.values() if id(module) in memo}
+        return Parts(twins, late, self.planner)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """In here, and in this thread, parts that are called run planned."""
+        _running.stack.append((self, _top_hooks()))
+        try:
+            yield
+        finally:
+            _running.stack.pop()
+
+    def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a part."""
+        twin = self.twins.get(id(module))
+        if twin is None:
+            twin = self._planned_late(module, args, kwargs)
+        if twin is None:
+            return module._call_impl(*args, **kwargs)
+        if self.around is not None:
+            return self.around(twin, args, kwargs)
+        return twin.call(args, kwargs)
+
+    def has(self, module: torch.nn.Module) -> bool:
+        """Whether a module is one of the parts."""
+        return id(module) in self.twins or id(module) in self.late
+
+    def _planned_late(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Twin | None:
+        """The twin of a part that is called for the first time, if it can be planned."""
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or not module.training:
+            return None
+        with self.lock:
+            name, _ = self.late.get(id(module), ("", None))
+            if not name or self.planner is None or module._forward_pre_hooks or "forward" in vars(module):
+                return self.twins.get(id(module))
+            del self.late[id(module)]
+            try:
+                with attributes_restored(module), plainly():
+                    graph, plan, planner = self.planner(module, name, Call(args, kwargs))
+                twin = twin_of(module, [(graph, plan)], planner)
+            except Exception as error:  # if the call is broken, it raises the same from the plain module
+                log.warning("ogc runs %s as it is: %s", name, str(error).partition("\n")[0])
+                return None
+            self.twins[id(module)] = twin
+            return twin
+
+
+class _Running(threading.local):
+    """The optimized models that run in this thread, innermost last, each with the hooks that it was called under."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Parts, Any]] = []
+
+
+_running = _Running()
+
+
+class PartCall:
+    """Stands in a part's module for its own call.
+
+    Attributes:
+        module: the part.
+        part_of: the optimized models that have planned it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = weakref.ref(module)
+        self.part_of: weakref.WeakSet[Parts] = weakref.WeakSet()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module()
+        assert module is not None
+        for parts, hooks in _running.stack:  # the outermost has planned for all of it
+            if parts.has(module) and not is_plain():
+                # A call under hooks of others may be repeated in the backward, where no model runs.
+                return parts.call(module, args, kwargs) if hooks == _top_hooks() else module._call_impl(*args, **kwargs)
+        return module._call_impl(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the module is no part of anything."""
+
+
+def _top_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _uninstall(modules: list[weakref.ref[torch.nn.Module]], parts: weakref.ref[Parts]) -> None:
+    gone = parts()
+    for reference in modules:
+        module = reference()
+        call = None if module is None else vars(module).get(CALL)
+        if isinstance(call, PartCall):
+            if gone is not None:
+                call.part_of.discard(gone)
+            if not list(call.part_of):  # those that are gone may still be counted
+                vars(module).pop(CALL)
+
+
+def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any]) -> torch.nn.Module:
+    """A module that shares everything with ``model``, runs its forward, and in training its parts by their plans.
+
+    Args:
+        model: the plain model.
+        parts: what is planned of it.
+        shown: attributes of the result, unless the model has some of these names.
+
+    Raises:
+        InputError: the model's forward is not that of its class.
+    """
+    original, training = original_class(model), model.training
+    of: weakref.WeakKeyDictionary[torch.nn.Module, Parts] = weakref.WeakKeyDictionary()
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = of.get(self)
+        if found is None or not _is_planned_call(self, training):
+            return original.forward(self, *args, **kwargs)
+        with found.running():
+            return original.forward(self, *args, **kwargs)
+
+    def deep_copy(self: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+        twin = copied(self, memo)
+        of[twin] = of[self].copy(memo)
+        of[twin].install()
+        return twin
+
+    def refuse_replicas(self: torch.nn.Module) -> Any:
+        raise InputError("a model that is planned in parts cannot run in a DataParallel; use DistributedDataParallel")
+
+    members = {"forward": forward, "__deepcopy__": deep_copy, "_replicate_for_data_parallel": refuse_replicas}
+    result = instance_around(model, f"Optimized{original.__name__}", members, shown)
+    of[result] = parts
+    parts.install()
+    return result
+
+
+def _is_planned_call(model: torch.nn.Module, training: bool) -> bool:
+    if is_plain() or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    return not ((training and not model.training) or torch.jit.is_tracing() or torch.compiler.is_compiling())

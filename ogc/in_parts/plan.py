@@ -1,0 +1,140 @@
+"""The plan of a model whose parts are planned one by one. Plain frozen data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ..graph import table
+from ..plan import Plan
+from ..solver import PartCost
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """One part, for one kind of calls.
+
+    Attributes:
+        name: of the submodule.
+        calls: how often a step calls it.
+        plan: its own plan.
+        cost: what that takes of the whole.
+        leaves: the modules in it that are called as they are.
+        is_late: whether the sample's forward left it out; the plan is then that of an equal part.
+    """
+
+    name: str
+    calls: int
+    plan: Plan
+    cost: PartCost
+    leaves: tuple[str, ...] = ()
+    is_late: bool = False
+
+
+@dataclass(frozen=True)
+class PlainRest:
+    """A module whose own Python runs in each step.
+
+    Attributes:
+        name: of the module; empty for the model itself.
+        why: it is not planned.
+        saved_bytes: what autograd saves for operators of its own, beside those of parts and of other such modules.
+    """
+
+    name: str
+    why: str
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class PartsPlan:
+    """The plans of all parts, and what stays plain.
+
+    Attributes:
+        parts: in the order of their first calls.
+        plain: the modules that stay plain, the model itself first.
+        peak_bytes: expected peak of a step with this plan, its forward, its backward and the gradients of its outputs.
+        plain_peak_bytes: the same for the plain model.
+        rest_bytes: what the plain modules hold from the forward to the backward.
+        part_seconds: of a plain step, in its parts.
+        rest_seconds: the same outside of them; measured, so that it varies.
+        recomputed_seconds: what the plan adds to it.
+        budget_bytes: the memory budget that was asked for, if one was.
+        is_measured: whether what the rest takes was measured; else it is not among the bytes.
+        solver: the name of the solver that chose the plans.
+    """
+
+    parts: tuple[PartPlan, ...]
+    plain: tuple[PlainRest, ...]
+    peak_bytes: int
+    plain_peak_bytes: int
+    rest_bytes: int
+    part_seconds: float
+    recomputed_seconds: float
+    rest_seconds: float = field(default=0.0, compare=False)
+    budget_bytes: int | None = None
+    is_measured: bool = True
+    solver: str = "optimal"
+
+    @property
+    def step_seconds(self) -> float:
+        """The time of the plain step."""
+        return self.part_seconds + self.rest_seconds
+
+    @property
+    def overhead(self) -> float:
+        """Recomputed time over the time of the plain step."""
+        return self.recomputed_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every part runs as it is."""
+        return all(part.plan.is_plain for part in self.parts)
+
+    def __str__(self) -> str:
+        header = [
+            "part",
+            "calls",
+            "operations",
+            "kept MB",
+            "its peak MB",
+            "plain MB",
+            "of time",
+            "recomputed",
+            "leaves",
+        ]
+        summary = (
+            f"peak {self.peak_bytes / 1e6:.1f} MB (plain {self.plain_peak_bytes / 1e6:.1f} MB), "
+            f"overhead {self.overhead:.1%}, {len(self.parts)} parts"
+        )
+        note = "" if self.is_measured else "; what is outside of the parts could not be measured and comes on top"
+        return f"{table(header, list(self._part_rows()))}\n{table(*self._plain_table())}\n{summary}{note}"
+
+    def _part_rows(self) -> Iterator[list[str]]:
+        """A row for each run of parts with the same plan."""
+        for _, group in groupby(self.parts, lambda p: (p.plan.segments, p.plan.is_plain, p.cost, p.calls, p.is_late)):
+            parts = list(group)
+            first, calls = parts[0], sum(part.calls for part in parts)
+            yield [
+                first.name if len(parts) == 1 else f"{first.name} … {parts[-1].name}",
+                f"{calls}{' (left out by the sample)' if first.is_late else ''}",
+                str(len(first.plan.graph) if first.plan.graph is not None else 0),
+                f"{first.cost.kept_bytes * calls / 1e6:.2f}",
+                f"{max(first.cost.forward_bytes, first.cost.backward_bytes) / 1e6:.2f}",
+                f"{first.plan.plain_peak_bytes / 1e6:.2f}",
+                self._share(first.plan.step_seconds * calls),
+                "plain" if first.plan.is_plain else f"{first.plan.overhead:.0%}",
+                ", ".join(first.leaves) or "-",
+            ]
+
+    def _plain_table(self) -> tuple[list[str], Sequence[Sequence[str]]]:
+        rows = [[rest.name or "the model", f"{rest.saved_bytes / 1e6:.2f}", rest.why] for rest in self.plain]
+        total = f"{self.rest_bytes / 1e6:.2f}"
+        return ["plain", "saved MB", "why"], [
+            *rows,
+            ["all of these", total, f"{self._share(self.rest_seconds)} of time"],
+        ]
+
+    def _share(self, seconds: float) -> str:
+        return f"{seconds / self.step_seconds:.0%}" if self.step_seconds else "-"

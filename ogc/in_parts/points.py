@@ -1,0 +1,105 @@
+"""The ways to run one part: plans from which the best combination is chosen.
+
+Alone, a plan is good if its peak is low. As one part among others it is good, too, if it keeps little until its
+backward, whatever that backward takes. So each plan of the frontier is also tried inside a run again of the whole part,
+which keeps nothing but what the part was given, or what is costly to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..errors import PlanError
+from ..graph import Graph
+from ..plan import Plan, Segment, recomputed
+from ..solver import PartCost, frontier, make_plan, part_cost, solve
+from ..solver.keeping import worth_keeping
+from .combine import Point
+
+POINTS = 10
+"""Peaks that the frontier of a part is looked at for."""
+
+MOST = 40
+"""Ways to run a part; more would take time for nothing."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A plan of a part, and what it costs the whole."""
+
+    plan: Plan
+    cost: PartCost
+
+    @property
+    def point(self) -> Point:
+        """The same as numbers to choose by."""
+        return Point(self.cost.kept_bytes, self.cost.forward_bytes, self.cost.backward_bytes, self.cost.seconds)
+
+
+def ways_of(graph: Graph, solver: str = "optimal") -> tuple[Way, ...]:
+    """The ways to run a part that no other way is as good as; the plain model is the last.
+
+    Args:
+        graph: of the part.
+        solver: as for :func:`ogc.solve`; with another than ``"optimal"`` its plan is the only one, beside the plain.
+    """
+    plain = solve(graph, solver="none")
+    if solver != "optimal":
+        plans: Iterable[Plan] = [] if solver == "none" else [solve(graph, solver=solver)]
+        return tuple(Way(plan, part_cost(graph, plan)) for plan in (*plans, plain))
+    found = [plan for plan in frontier(graph, points=POINTS).plans if not plan.is_plain]
+    whole = [Segment(0, len(graph))]
+    for segments, remade in [*((list(plan.segments), plan.remade) for plan in found), (whole, ())]:
+        found += _inside_a_run_again(graph, segments, remade)
+    found += _keeping_what_is_costly(graph)
+    as_it_is = Way(plain, part_cost(graph, plain))
+    return (*_best([as_it_is, *(Way(plan, part_cost(graph, plan)) for plan in found)]), as_it_is)
+
+
+def _inside_a_run_again(graph: Graph, segments: list[Segment], remade: Sequence[int]) -> Iterator[Plan]:
+    """The segments as parts of one that is run again, as far as nothing in it must run once."""
+    groups: list[list[Segment]] = [[]]
+    for segment in segments:
+        if all(op.replayable for op in graph.operations[segment.start : segment.stop]):
+            groups[-1].append(segment)
+        else:
+            groups += [[segment], []]
+    joined = [_joined(group) for group in groups if group]
+    with suppress(PlanError):
+        yield make_plan(graph, joined, "optimal", remade=remade)
+
+
+def _joined(group: list[Segment]) -> Segment:
+    first, last = group[0], group[-1]
+    if len(group) == 1 and first.parts and not first.kept:
+        return first
+    if len(group) == 1 and first.start + 1 == first.stop:
+        return first
+    return recomputed(first.start, last.stop, *group)
+
+
+def _keeping_what_is_costly(graph: Graph) -> Iterator[Plan]:
+    for kept in worth_keeping(graph):
+        with suppress(PlanError):
+            yield make_plan(graph, [recomputed(0, len(graph), kept=kept)], "optimal")
+
+
+def _best(ways: list[Way]) -> list[Way]:
+    """Those that no other is as good as in every respect, without the plain one; the most frugal first."""
+    front: list[Way] = []
+    for way in sorted(ways, key=lambda w: (w.point.seconds, w.point.kept, w.point.backward, w.point.forward)):
+        if not any(_is_as_good(other.point, way.point) for other in front):
+            front.append(way)
+    front = [way for way in front if not way.plan.is_plain]
+    return sorted(front, key=lambda w: (w.point.kept, w.point.backward))[:MOST]
+
+
+def _is_as_good(one: Point, other: Point) -> bool:
+    return (
+        one.kept <= other.kept
+        and one.forward <= other.forward
+        and one.backward <= other.backward
+        and one.seconds <= other.seconds
+    )

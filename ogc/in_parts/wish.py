@@ -1,0 +1,73 @@
+"""What was asked for, as it holds for one part of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..graph import Graph
+from ..parser import LeafModules, parse
+from ..solver import Budget
+
+ParsePart = Callable[[torch.nn.Module, Any], Graph]
+"""Parses one part, given a call of it."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """The arguments of :func:`ogc.optimize` that parts are planned by.
+
+    ``follows_own_graphs`` says whether submodules may say themselves what they compute, by ``parse_graph``.
+    """
+
+    memory_budget: Budget | None = None
+    max_overhead: float | None = None
+    solver: str = "optimal"
+    profile: str = "auto"
+    leaf_modules: LeafModules = ()
+    repeatable_leaves: LeafModules | bool | None = None
+    follows_own_graphs: bool = True
+
+    @property
+    def is_in_bytes(self) -> bool:
+        """Whether the budget is a number of bytes, whatever the sizes of the inputs."""
+        return self.memory_budget is not None and not isinstance(self.memory_budget, float)
+
+    def parser_of(self, name: str, module: torch.nn.Module) -> ParsePart:
+        """What parses the submodule of a name."""
+        options: dict[str, Any] = {
+            "parse_graph": None if self.follows_own_graphs else False,
+            "profile": self.profile,
+            "leaf_modules": _inside(self.leaf_modules, name, module),
+            "repeatable_leaves": self._repeatable(name, module),
+        }
+        return lambda module, call: parse(module, call, **options)
+
+    def asked_for(self, model: torch.nn.Module) -> list[str]:
+        """The names of the submodules that are to be called as they are."""
+        names = {entry for entry in self.leaf_modules if isinstance(entry, str)}
+        kinds = tuple(entry for entry in self.leaf_modules if isinstance(entry, type))
+        return [n for n, m in model.named_modules(remove_duplicate=False) if n and (n in names or isinstance(m, kinds))]
+
+    def _repeatable(self, name: str, module: torch.nn.Module) -> LeafModules | bool | None:
+        wanted = self.repeatable_leaves
+        if wanted is None or isinstance(wanted, bool):
+            return wanted
+        kinds = tuple(entry for entry in wanted if isinstance(entry, type))
+        around = any(isinstance(entry, str) and f"{name}.".startswith(f"{entry}.") for entry in wanted)
+        return True if around or isinstance(module, kinds) else _inside(wanted, name, module)
+
+
+def _inside(wanted: LeafModules, name: str, module: torch.nn.Module) -> list[str | type[torch.nn.Module]]:
+    """Of these names and types, those that mean something within a submodule, with names as seen from there."""
+    found: list[str | type[torch.nn.Module]] = []
+    for entry in wanted:
+        if isinstance(entry, type):
+            if any(isinstance(child, entry) for child in module.modules() if child is not module):
+                found.append(entry)
+        elif entry.startswith(f"{name}."):
+            found.append(entry.removeprefix(f"{name}."))
+    return found
