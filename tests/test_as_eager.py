@@ -214,6 +214,33 @@ class Cube(torch.autograd.Function):
         return gradient * ctx.power * x ** (ctx.power - 1), None
 
 
+class BeginsGradient(nn.Module):
+    """As speech models of transformers do, so that checkpoints have a gradient to begin with."""
+
+    def __init__(self, by_method):
+        super().__init__()
+        self.by_method = by_method
+        self.first, self.second = nn.Conv1d(1, 4, 3), nn.Conv1d(4, 4, 3)
+
+    def forward(self, x):
+        x = x[:, None]
+        if self.by_method:
+            x = x.requires_grad_()
+        else:
+            x.requires_grad = True
+        return self.second(self.first(x).tanh()).sin().mean(-1)
+
+
+@pytest.mark.parametrize("by_method", [False, True])
+def test_a_tensor_may_be_said_to_require_grad(by_method):
+    model = BeginsGradient(by_method)
+    optimised = ogc.optimize(model, X)
+    assert "aten.requires_grad_.default" in targets(optimised.graph)
+    assert_same_training(model, optimised, (X,))
+    assert_same_training(model, forced(model, X), (X,))
+    assert_same_training(nn.Sequential(model), ogc.optimize(nn.Sequential(model), X), (X,))
+
+
 def test_a_custom_function_in_the_models_own_forward_is_a_leaf_of_one_call():
     model = Net(lambda x: Cube.apply(x.sin(), 3).exp())
     optimised = ogc.optimize(model, X, verify=True)

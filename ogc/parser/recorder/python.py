@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -73,7 +73,8 @@ class Watch:
             replace(stack, torch.Tensor, name, self._text)
         for name in _HOOKS:
             replace(stack, torch.Tensor, name, self._hook)
-        replace(stack, torch.Tensor, "requires_grad_", self._changes_grad)
+        replace(stack, torch.Tensor, "requires_grad_", self._requires_grad)
+        replace(stack, torch.Tensor, "requires_grad", self._requires_grad_property)
         replace(stack, torch.Tensor, "_make_subclass", self._subclass)
         replace(stack, torch.Tensor, "data", self._data)
 
@@ -152,15 +153,19 @@ class Watch:
 
         return hook
 
-    def _changes_grad(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _requires_grad(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def requires_grad_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            before = tensor.requires_grad
-            result = method(tensor, *args, **kwargs)
-            if self.is_on and tensor.requires_grad != before:
-                self.recorder.refuse(f"calls requires_grad_ of a tensor at {user_line()}")
-            return result
+            with self.recorder.gradient_begun_at(tensor) if self.is_on else nullcontext():
+                return method(tensor, *args, **kwargs)
 
         return requires_grad_
+
+    def _requires_grad_property(self, flag: Any) -> property:
+        def put(tensor: torch.Tensor, value: bool) -> None:
+            with self.recorder.gradient_begun_at(tensor) if self.is_on else nullcontext():
+                flag.__set__(tensor, value)
+
+        return property(flag.__get__, put)
 
     def _subclass(self, method: Callable[..., Any]) -> Any:
         def make_subclass(*args: Any, **kwargs: Any) -> Any:

@@ -247,6 +247,22 @@ class Recorder:
         if self.reads and self.leaf is None and (node := self.tensors.known(tensor)) is not None:
             self.sizes_read.setdefault(node, set()).add(self.scopes.current)
 
+    @contextmanager
+    def gradient_begun_at(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Inside, Python says of a tensor whether it requires grad, which is a call of its own if that is news."""
+        before = tensor.requires_grad
+        with unseen():
+            node = self.node(tensor)
+            yield
+            if tensor.requires_grad == before:
+                return
+            if before or node.op == "get_attr":
+                self.refuse(f"changes what requires grad at {user_line()}")
+            call = self.graph.call_function(torch.ops.aten.requires_grad_.default, (node, True))
+            call.meta.update(self.scopes.here(), dims=tensor.dim())
+            self.tensors.bind(tensor, call)
+            self._note_touched(call, [tensor], [])
+
     def _note_writes(self, operator: torch._ops.OpOverload, written: list[Before]) -> None:
         for before in written:
             self.tensors.write(before.tensor)
