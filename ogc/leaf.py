@@ -91,7 +91,7 @@ class Leaf:
         module: qualified name of the submodule.
         source: file and line of the call.
         inputs: how its arguments are rebuilt from the given tensors.
-        returned: what it returned when it was traced.
+        returned: what it returned when it was recorded.
         grad: whether gradients were on.
         autocast: device types for which autocast was on, and their dtypes.
         repeatable: whether it may be called again for its backward.

@@ -144,7 +144,7 @@ def shapes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Casts are part of a traced program: autocast must not add its own."""
+    """Casts are part of a recorded program: autocast must not add its own."""
     with ExitStack() as stack:
         for kind in autocast_kinds():
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -177,7 +177,7 @@ def tensor_leaves(*trees: Any) -> list[torch.Tensor]:
 
 
 def _collect(tree: Any, found: list[torch.Tensor]) -> None:
-    # Asked for with every call of a trace, so the usual kinds are told apart here, several times faster.
+    # Asked for with every recorded call, so the usual kinds are told apart here, several times faster.
     if isinstance(tree, torch.Tensor):
         found.append(tree)
     elif type(tree) in (tuple, list, immutable_list):

@@ -1,4 +1,4 @@
-"""An operator that runs under ``torch.no_grad()``, as it did in the forward that was traced."""
+"""An operator that runs under ``torch.no_grad()``, as it did in the forward that was recorded."""
 
 from __future__ import annotations
 

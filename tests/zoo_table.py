@@ -19,7 +19,10 @@ def brief(row: Row) -> str:
 def _figures(row: Row) -> str:
     if "ogc_bytes" not in row:
         return f", {row['plain_bytes'] / 1e6:.2f} MB" if "plain_bytes" in row else ""
-    leaves = f", {row['leaves']} leaves, the largest with {row['leaf_share']:.0%}" if row.get("leaves") else ""
+    parts = f" in {row['parts']} parts" if row.get("parts", 1) > 1 else ""
+    leaves = (
+        f"{parts}, {row['leaves']} leaves, the largest with {row['leaf_share']:.0%}" if row.get("leaves") else parts
+    )
     return (
         f", {row['plain_bytes'] / 1e6:.2f} -> {row['ogc_bytes'] / 1e6:.2f} MB (predicted "
         f"{row['predicted_bytes'] / 1e6:.2f}), {row['operations']} operations{leaves}, "

@@ -116,21 +116,29 @@ def _ours(build: Callable[[], Subject]) -> tuple[Training, dict[str, Any]]:
     optimised = ogc.optimize(original, sample, profile="estimate")
     seconds = time.perf_counter() - start
     plan: Any = optimised.plan
-    program: Any = optimised.graph.program  # type: ignore[union-attr]
-    leaves = [node.target.module for node in program.operations if isinstance(node.target, Leaf)]
+    graphs: Any = optimised.graph
+    graphs = graphs if isinstance(plan, ogc.PartsPlan) else {"": graphs}
+    leaves = [leaf for name, graph in graphs.items() for leaf in _leaves_of(name, graph)]
     run = optimised if not subject.part else _with(subject.model, subject.part, optimised)
     training = train(subject, run)
     return training, {
         "ogc_bytes": training.peak,
         "predicted_plain_bytes": plan.plain_peak_bytes,
         "predicted_bytes": plan.peak_bytes,
-        "lower_bound": plan.lower_bound,
         "overhead": plan.overhead,
         "plan_seconds": seconds,
-        "operations": len(optimised.graph.operations),  # type: ignore[union-attr, arg-type]
+        "parts": len(plan.parts) if isinstance(plan, ogc.PartsPlan) else 1,
+        "operations": sum(map(len, graphs.values())),
         "leaves": len(leaves),
         **_largest(original, leaves),
     }
+
+
+def _leaves_of(part: str, graph: Any) -> list[str]:
+    """The submodules that a part calls as they are, by their names in the model."""
+    targets = [node.target for node in graph.program.operations]
+    names = [target.submodule for target in targets if isinstance(target, Leaf) and target.submodule is not None]
+    return [f"{part}.{name}" if part else name for name in names]
 
 
 def _largest(model: torch.nn.Module, leaves: list[str]) -> dict[str, Any]:

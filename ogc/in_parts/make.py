@@ -16,7 +16,7 @@ import torch
 from ..allocator import can_measure
 from ..errors import InputError, ParseError, SolveError
 from ..graph import Graph
-from ..leaf import Leaf, runs_once
+from ..leaf import Leaf
 from ..plan import Plan
 from ..solver.simulate import plain_peak
 from ..solver.solve import bytes_of, check_wish
@@ -46,12 +46,12 @@ def heavy_leaves(model: torch.nn.Module, graph: Graph, wish: Wish) -> dict[str, 
         wish: leaves that it names are not among them.
 
     Returns:
-        Nothing unless leaves that run once hold a good part of the plain peak.
+        Nothing unless leaves hold a good part of the plain peak.
     """
     asked = set(wish.asked_for(model))
     nodes = zip(graph.operations, graph.program.operations, strict=True)
-    leaves = [(op, node.target.module) for op, node in nodes if runs_once(node.target)]
-    held = [(op.internal_bytes, name) for op, name in leaves if name not in asked]
+    leaves = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, Leaf)]
+    held = [(op.internal_bytes, name) for op, name in leaves if name is not None and name not in asked]
     if wish.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
         return {}
     found = {"": "leaves in it would hold much of the memory"}

@@ -53,7 +53,7 @@ def values_of(observation: Observation) -> tuple[Value, ...]:
 
 
 def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken: dict[int, tuple[int, Any]]) -> Program:
-    """A traced program with what was seen when it ran."""
+    """A recorded program with what was seen when it ran."""
     records = observation.records
     return Program(
         graph=traced.graph,

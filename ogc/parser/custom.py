@@ -1,7 +1,7 @@
 """Graphs made by hand (``parse_graph=``): whatever form they come in, a :class:`CustomForward` runs them.
 
-It takes the place of the model's forward in front of the tracer, so that the rest of the way is one and
-the same: its operators are traced, observed and weighed like those of any model.
+It takes the place of the model's forward in front of the recorder, so that the rest of the way is one and
+the same: its operators are recorded, observed and weighed like those of any model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CustomForward:
         self._check_targets(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph, node by node, while it is being traced.
+        """Run the graph, node by node, while it is being recorded.
 
         Raises:
             ParseError: a node cannot be run; the message names it.

@@ -1,4 +1,4 @@
-"""Which submodules are leaves: those that were asked for, and the smallest that hide what no trace can hold."""
+"""Which submodules are leaves: those that were asked for, and the smallest that hide what no program can hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LeafModules = Iterable[str | type[torch.nn.Module]]
 
 
 class Leaves:
-    """The leaf modules of one model, by name; more are added as traces fail.
+    """The leaf modules of one model, by name; more are added as recordings fail.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""Runs a traced program once, operation by operation, and writes down what each one does to memory.
+"""Runs a recorded program once, operation by operation, and writes down what each one does to memory.
 
 Which storages it reads, makes and changes, which tensors autograd saves for its backward, whether it
 draws random numbers. All of it is seen, not deduced: storages are told apart by identity, writes by
@@ -416,7 +416,7 @@ def repeatable(model: torch.nn.Module) -> Iterator[None]:
     ]
     devices = cuda_devices()
     states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
-    torch.clear_autocast_cache()  # or weights that were cast before are constants of a trace
+    torch.clear_autocast_cache()  # or weights that were cast before are constants of a program
     try:
         yield
     finally:

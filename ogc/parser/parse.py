@@ -54,9 +54,9 @@ def parse(
 ) -> Graph:
     """Turn ``model`` into a weighted graph over an executable program.
 
-    The forward runs twice on copies of the sample input, each time with the memory of inference: once to
-    be traced, once operation by operation to see what each one reads, writes and saves. The second run
-    must give bitwise what the first gave. Buffers, flags and random states are afterwards as before.
+    The forward runs on copies of the sample input, each time with the memory of inference: once to be recorded,
+    once unrecorded to be the judge of that, and as a program twice, to be judged and to see what each operation
+    reads, writes and saves. All must give the same bits. Buffers, flags and random states are afterwards as before.
 
     Args:
         model: any module; it is parsed as it stands (training flags, dtypes, device).
@@ -279,11 +279,11 @@ def check_same(
     for number, (ours, theirs) in enumerate(zip(observation.outputs, traced.outputs, strict=True)):
         if not same(ours, theirs):
             raise ParseError(
-                f"replaying the traced program gives another output {number} than the model's forward; "
+                f"replaying the program gives another output {number} than the model's forward; "
                 "the forward is not deterministic, or depends on Python state that changes between calls"
             )
     if not all(same(a, b) for a, b in zip(after_trace, after_program, strict=True)):
-        raise ParseError("replaying the traced program leaves other buffers or random state than the model's forward")
+        raise ParseError("replaying the program leaves other buffers or random state than the model's forward")
 
 
 def _check_reached(what: str, ours: frozenset[Any], theirs: frozenset[Any], model: torch.nn.Module) -> None:

@@ -2,8 +2,8 @@
 
 ``transformers`` collects hidden states and attentions with such hooks, which it registers for good: a forward that was
 asked for them makes a collector, the hooks add to it while it runs, and it returns what was collected. Without a
-collector they do nothing. Where the collector comes and goes within the traced forward, all that they do is in the
-trace. Other hooks may do anything, so these are told by name.
+collector they do nothing. Where the collector comes and goes within the recorded forward, all that they do is in the
+program. Other hooks may do anything, so these are told by name.
 """
 
 from __future__ import annotations
