@@ -256,6 +256,20 @@ def test_a_function_that_was_looked_up_before_is_seen_all_the_same():
         ogc.parse(Net(lambda x: cube(x, 3)), X)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_compiled_submodule_is_a_leaf(wrapped):
+    torch._dynamo.reset()
+    inner = nn.Sequential(nn.Linear(6, 6), nn.GELU())
+    if not wrapped:
+        inner.compile(backend="eager")
+    part = torch.compile(inner, backend="eager") if wrapped else inner
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), part, nn.Sigmoid(), nn.Linear(6, 6))
+    optimised = forced(model, X)
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    assert_same_training(model, optimised, (X,), steps=2)
+
+
 def test_what_an_argument_holds_may_not_be_changed_unseen():
     class Appends(nn.Linear):
         def forward(self, x, found):

@@ -9,6 +9,7 @@ import torch
 from ..errors import InputError
 from ..structures import Call
 from .observe import is_dense
+from .recorder import is_compiled
 
 
 def check_model(model: Any) -> None:
@@ -24,8 +25,7 @@ def check_model(model: Any) -> None:
         raise InputError(
             f"model is a {kind}; optimize the module in it, model.module, and put the result into a {kind}"
         )
-    compiled = model._compiled_call_impl  # or a part of a model that is planned in parts
-    if "_orig_mod" in model._modules or not (compiled is None or hasattr(compiled, "part_of")):
+    if is_compiled(model):
         raise InputError("model was compiled, and would run compiled instead of planned; pass it without torch.compile")
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(); leave it first")

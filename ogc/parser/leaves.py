@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParseError
-from .recorder import only_records
+from .recorder import is_compiled, only_records
 from .traced import OpaqueError
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,8 @@ class Leaves:
         for name, module in self.modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self._add(name, "a torch.jit.ScriptModule")
+            elif is_compiled(module):
+                self._add(name, "runs compiled")
             elif name in hooked:
                 self._add(name, "has forward or backward hooks")
 

@@ -3,8 +3,8 @@
 A program holds for the module's submodules, hooks, parameters and buffers, for the training flags and for each
 parameter's ``requires_grad``, type, device and shape. All of these live in dictionaries that PyTorch changes
 in place, so they are found once and compared with what was seen last, without running Python for each module.
-Only where something differs is the module described anew. Scripted modules, which have no such dictionaries, are
-asked each time.
+Only where something differs is the module described anew. Scripted modules, which have no such dictionaries, and
+wrappers of compiled ones are asked each time.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Watched:
 
     def _remember(self, model: torch.nn.Module) -> None:
         # No reference to the module itself: it is the key of the weak dictionary that holds this.
-        self.scripted = [child for child in self.children if isinstance(child, torch.jit.ScriptModule)]
-        plain = [child for child in self.children if not isinstance(child, torch.jit.ScriptModule)]
+        self.scripted = [child for child in self.children if _is_wrapper(child)]
+        plain = [child for child in self.children if not _is_wrapper(child)]
         self.attributes = [vars(module) for module in chain([model], plain)]
         hooks = [found[name] for found in map(vars, self.children) for name in _HOOKS if name in found]
         members = [found[name] for found in self.attributes for name in _MEMBERS]
@@ -92,6 +92,11 @@ class Watched:
             tuple("forward" in found for found in self.attributes),
             tuple(self.scripts),
         )
+
+
+def _is_wrapper(module: torch.nn.Module) -> bool:
+    """Whether the module's flag is not its own: scripted modules, and those around compiled ones."""
+    return isinstance(module, torch.jit.ScriptModule) or "training" not in vars(module)
 
 
 def _describe_scripted(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, ...]]:

@@ -30,11 +30,13 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 @contextmanager
 def python_watched(model: torch.nn.Module, recorder: Recorder, leaves: Collection[str]) -> Iterator[Watch]:
     """``recorder`` is told of all that this thread does inside."""
-    with ExitStack() as stack:
-        watch = Watch(model, recorder, leaves)
-        watch.install(stack)
-        stack.enter_context(recorders_watched(model, _told_of_hooks(recorder)))
-        yield watch
+    watch = Watch(model, recorder, leaves)
+    try:
+        watch.install()
+        with recorders_watched(model, _told_of_hooks(recorder)):
+            yield watch
+    finally:
+        watch.places.close()
 
 
 def _told_of_hooks(recorder: Recorder) -> Callable[[str, str], object]:
@@ -52,6 +54,7 @@ class Watch:
         self.thread = threading.get_ident()
         self.draws = python_random_state()
         self.has_draws = False
+        self.places = ExitStack()
         self.is_writing_text = False
 
     @property
@@ -59,8 +62,19 @@ class Watch:
         """Whether what this thread does is to be written down."""
         return self.recorder.leaf is None and threading.get_ident() == self.thread
 
-    def install(self, stack: ExitStack) -> None:
-        """Take these places until ``stack`` is closed."""
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Inside, everything is in its own place: for compiled code, which looks at what it calls."""
+        self.places.close()
+        try:
+            with unseen():
+                yield
+        finally:
+            self.install()
+
+    def install(self) -> None:
+        """Take these places until they are closed."""
+        stack = self.places
         replace(stack, torch.nn.Module, "__call__", self._module)
         replace(stack, torch.autograd.Function, "apply", self._function)
         for name in _CONTENT:
@@ -86,7 +100,8 @@ class Watch:
             self.look_for_draws()
             try:
                 if name in self.leaves:
-                    return self.calls.module(name, call.__get__(module), args, kwargs)
+                    own = call.__get__(module)
+                    return self.calls.module(name, self._compiled(own) if is_compiled(module) else own, args, kwargs)
                 with self.recorder.scopes.inside(name):
                     result = call(module, *args, **kwargs)
                     self.look_for_draws()
@@ -96,6 +111,13 @@ class Watch:
                     self.draws = python_random_state()
 
         return module_call
+
+    def _compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def compiled_call(*args: Any, **kwargs: Any) -> Any:
+            with self.away():
+                return call(*args, **kwargs)
+
+        return compiled_call
 
     def look_for_draws(self) -> None:
         """Note whether the running module has drawn random numbers past torch."""
@@ -250,6 +272,12 @@ def seen_as_recorded(
         for name in (*_CONTENT, *_TEXT):
             replace(stack, torch.Tensor, name, aside)
         yield
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of the module run compiled code."""
+    compiled = module._compiled_call_impl  # or a part of a model that is planned in parts
+    return "_orig_mod" in module._modules or not (compiled is None or hasattr(compiled, "part_of"))
 
 
 def python_random_state() -> tuple[Any, ...]:
