@@ -33,9 +33,23 @@ def containers(value: Any, depth: int = 0) -> Iterator[Any]:
         return
     if type(value) in (list, dict, set):
         yield value
-    if len(value) <= LARGE:
-        for item in value.values() if isinstance(value, dict) else value:
+    if _length(value) <= LARGE:
+        for item in _items(value):
             yield from containers(item, depth + 1)
+
+
+def _length(value: Any) -> int:
+    """How many items a container has, whatever its class makes of ``len``."""
+    return next(kind.__len__(value) for kind in _KINDS if isinstance(value, kind))
+
+
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        return iter(dict.values(value))
+    return next(kind.__iter__(value) for kind in _KINDS if isinstance(value, kind))
+
+
+_KINDS: tuple[Any, ...] = (list, tuple, dict, set)
 
 
 def changes(
@@ -73,9 +87,9 @@ def _content(value: Any, depth: int = 0) -> Any:
         return type(value), repr(value)  # a NaN is the same as before
     if not isinstance(value, (list, tuple, dict, set)) or depth == DEEP:
         return _Itself(value)
-    if len(value) > LARGE:
-        return type(value), len(value)
+    if _length(value) > LARGE:
+        return type(value), _length(value)
     if isinstance(value, set):
         return type(value), frozenset(value)
-    items = value.items() if isinstance(value, dict) else enumerate(value)
+    items = dict.items(value) if isinstance(value, dict) else enumerate(_items(value))
     return type(value), [(key, _content(item, depth + 1)) for key, item in items]
