@@ -63,9 +63,18 @@ class Lean:
         if self.kind == "batch_norm":
             return bool(args[5]) and _by_channel(x) and channels_at_once(x) < x.shape[1]
         if self.kind in ("convolution", "max_pool2d"):
-            return x.is_contiguous() and x.dim() == 4
+            return x.dim() == 4 and _has_usual_strides(x)
         # Autograd rebases views that are written in place for its own operators only.
         return not (self.operator._schema.is_mutable and x._is_view())
+
+
+def _has_usual_strides(images: torch.Tensor) -> bool:
+    """Whether the strides are those of a new tensor.
+
+    With a size of one there are others that are contiguous too, and say that the channels come last.
+    """
+    _, channels, height, width = images.shape
+    return bool(images.stride() == (channels * height * width, height * width, width, 1))
 
 
 def lean_operator(target: Any, device: torch.device) -> Lean | None:

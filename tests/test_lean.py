@@ -110,6 +110,19 @@ def test_convolution(size, stride, padding, groups, biased):
     )
 
 
+def test_images_of_one_position_whose_channels_come_last():
+    """They are contiguous, but the gradient's strides are those of the images, by which later kernels are chosen."""
+    settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    gradients = []
+    for operator in (aten.convolution.default, lean.lean_operator(aten.convolution.default, torch.device("cpu"))):
+        torch.manual_seed(0)
+        x = torch.randn(3, 8).as_strided((3, 8, 1, 1), (8, 1, 8, 8)).requires_grad_()
+        assert x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+        result = operator(x, torch.randn(8, 8, 3, 3, requires_grad=True), None, *settings)
+        gradients.append(torch.autograd.grad(result.sin().sum(), x)[0])
+    assert torch.equal(*gradients) and gradients[0].stride() == gradients[1].stride()
+
+
 @pytest.mark.parametrize("settings", [([2, 2],), ([3, 3], [2, 2], [1, 1]), ([3, 2], [1, 2], [1, 0], [2, 1], True)])
 def test_max_pool2d(settings):
     x = torch.randn(3, 4, 11, 9).round()  # ties

@@ -231,3 +231,38 @@ def test_a_number_that_only_a_message_names_is_not_read():
     optimised = ogc.optimize(model, X)
     assert optimised.graph.program.guards is None
     assert_same_training(model, optimised, (X,))
+
+
+class DropsLayers(nn.Module):
+    """What it returns depends on chance, as where dropped layers leave no attention behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 60), nn.GELU(), nn.LayerNorm(60), nn.Linear(60, 6)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        seen = []
+        for layer in self.layers:
+            if torch.rand([]) < 0.7:
+                x = layer(x)
+                seen.append(x)
+        return x, seen
+
+
+class UsesLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drops, self.last = nn.Linear(6, 6), DropsLayers(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        x, seen = self.drops(self.first(x).sin())
+        return self.last(x + sum(seen)).sin().exp()
+
+
+def test_results_that_are_left_to_chance_stay_with_what_uses_them():
+    model, x = UsesLayers(), X.repeat(20, 1)
+    with pytest.raises(ParseError, match="returns something else by chance"):
+        ogc.parse(model, x)
+    assert_same_training(model, ogc.optimize(model, x), (x,), steps=5)  # in parts

@@ -27,11 +27,11 @@ from .measure import Measurer
 from .observe import Observation, Record, observe, state_of, untouched
 from .reached import names_of
 from .rebased import run_out_of_place
-from .recorder import FlatForward, nothing_saved
-from .repeatable import why_not_again
+from .recorder import READS, FlatForward, nothing_saved
+from .repeatable import refuse_chance, why_not_again
 from .settled import copy_settled
 from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
-from .traced import Traced, without_unused
+from .traced import OpaqueError, Traced, without_unused
 from .unfold import Unfolding
 from .weigh_leaf import weigh_leaf
 
@@ -99,10 +99,15 @@ def parse(
     kind = profile_kind(profile, home, target)
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
-    recorded = record_program(model, spec, tensors, make, leaves)
     profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
     weighing = _Weighing(model, profiler, leaves)
-    traced, observation = settle(model, recorded, tensors, target, weighing, stretches, slices)
+    while True:
+        recorded = record_program(model, spec, tensors, make, leaves)
+        try:
+            traced, observation = settle(model, recorded, tensors, target, weighing, stretches, slices)
+            break
+        except OpaqueError as problem:
+            leaves.cover(problem)
     leaves.report()
     found = find_stretches(observation.records, weighing.samplewise)
     graph = graph_of(spec, traced, observation, weighing.weights, str(target), kind)
@@ -194,6 +199,8 @@ class _Weighing:
 
     def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
         if isinstance(node.target, Leaf):
+            if record.random and node.meta[READS]:
+                refuse_chance(self.model, node, args)
             self._settle_repeats(node, args, record)
             self.weights.append(weigh_leaf(self.model, self.profiler, node, args, record))
         else:

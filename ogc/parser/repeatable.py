@@ -8,6 +8,7 @@ import torch
 
 from ..allocator import allocated_bytes, can_measure
 from ..compare import same_bits
+from ..errors import ReplayError
 from ..graph import SMALL_INTERNALS
 from ..leaf import Leaf
 from ..program import storage_of, tensor_leaves
@@ -16,9 +17,31 @@ from .attributes import attributes_of, changes
 from .leaves import hooked_modules
 from .observe import Record, untouched
 from .recorder import python_random_state, saved_until_done
+from .traced import OpaqueError
 
 FEW = 1024
 """Bytes that do not count: autograd holds numbers that were multiplied by, and tells nobody."""
+
+
+def refuse_chance(model: torch.nn.Module, node: torch.fx.Node, args: Any) -> None:
+    """Raise OpaqueError if what a leaf returns is not alike in every step, as it has to be, but left to chance.
+
+    It is called from several random states; the model is afterwards as before.
+    """
+    assert isinstance(node.target, Leaf)
+    module, given, _ = args
+    for seed in range(CHANCES):
+        with untouched(model):
+            torch.manual_seed(seed)
+            try:
+                _call(node.target, module, given)
+            except ReplayError:
+                why = "returns something else by chance"
+                raise OpaqueError(f"the leaf module {node.target.module} {why}", {node.target.module: why}) from None
+
+
+CHANCES = 16
+"""Random states that a leaf which decides by random numbers is tried from."""
 
 
 def why_not_again(model: torch.nn.Module, node: torch.fx.Node, args: Any, record: Record) -> str | None:

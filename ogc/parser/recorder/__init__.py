@@ -8,11 +8,13 @@ hold is refused, unless it happens inside a *leaf*: a submodule whose call is on
 
 from .capturing import only_records
 from .forward import FlatForward, forward_alone, nothing_saved, saved_until_done
+from .leaf_calls import READS
 from .places import scope
 from .python import is_compiled, python_random_state, seen_as_recorded
 from .record import RecordAgain, record
 
 __all__ = [
+    "READS",
     "FlatForward",
     "RecordAgain",
     "forward_alone",

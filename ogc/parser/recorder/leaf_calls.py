@@ -16,6 +16,9 @@ from .forward import saved_until_done
 from .places import user_line
 from .recorder import Recorder, version_of
 
+READS = "reads"
+"""In a leaf's ``meta``: whether Python reads numbers out of tensors in it."""
+
 
 class LeafCalls:
     """Calls leaves, and writes each call down as one node."""
@@ -84,7 +87,7 @@ class LeafCalls:
             self.count += 1
             self._check(leaf)
             node = write(leaf, nodes)
-            node.meta.update(module=name, source=source, operator=what)
+            node.meta.update({"module": name, "source": source, "operator": what, READS: name in recorder.counting})
             recorder.note_leaf(node, [tensors[number] for number in leaf.new], given)
         return result
 
