@@ -156,6 +156,7 @@ def modules_without_a_model() -> list[str]:
 def _model(name: str, keywords: dict[str, Any]) -> Subject:
     import timm
 
+    keywords = dict(keywords)  # a model is built several times
     size = keywords.pop("size", keywords.get("img_size", SIZE))
     if keywords.get("img_size") in _FIXED:
         del keywords["img_size"]
