@@ -299,7 +299,7 @@ def _zoo(runs: Sequence[Data]) -> str:
         others += [
             f"| {family} | {row['name']} | {row['verdict']}: {_reason(row['detail'])} |"
             for row in run["rows"]
-            if row["verdict"] != "equal"
+            if row["verdict"] not in ("equal", "plain cannot")
         ]
     reasons = ["| family | model | what became of it |", "|---|---|---|", *others]
     split = f"\nOf these the named part was optimised: {', '.join(parts)}.\n" if parts else ""

@@ -1,6 +1,7 @@
 """Who may import whom: parser, solver and runtime meet only in the data types."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,10 @@ def test_the_library_does_not_print():
     for path in ROOT.rglob("*.py"):
         calls = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)]
         assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"], path
+
+
+def test_all_folders_are_in_the_package():
+    """Else a fresh installation lacks some, or cannot be made."""
+    (listed,) = re.findall(r"^packages = \[(.*)\]$", (ROOT.parent / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    folders = {".".join(path.parent.relative_to(ROOT.parent).parts) for path in ROOT.rglob("__init__.py")}
+    assert set(re.findall(r'"(.*?)"', listed)) == folders
