@@ -48,13 +48,7 @@ def guards_of(recorder: Recorder, outputs: Sequence[torch.fx.Node]) -> Guards | 
     graph.output(tuple(values))
     names = [str(node.target) for node in graph.find_nodes(op="get_attr")]
     constants = {name: recorder.tensors.constants[name] for name in names if name.startswith(CONSTANT)}
-    return Guards(graph, constants, (), tuple(read.what for read in sorted_reads(recorder)))
-
-
-def sorted_reads(recorder: Recorder) -> list[Read]:
-    """What was read, in the order in which the guards compute it."""
-    order = {node: number for number, node in enumerate(recorder.graph.nodes)}
-    return sorted(recorder.reads, key=lambda read: order[read.last])
+    return Guards(graph, constants, (), tuple(read.what for read in reads))
 
 
 def _value(graph: torch.fx.Graph, copies: dict[torch.fx.Node, torch.fx.Node], read: Read) -> torch.fx.Node:
@@ -95,7 +89,8 @@ class _Slice:
             before = before or node is read.last
             if before:
                 self._include(node)
-        self.obstacle = next(filter(None, map(self._why_not, self.nodes)), "")
+        included = (node for node in recorder.graph.nodes if node in self.nodes)
+        self.obstacle = next(filter(None, map(self._why_not, included)), "")
 
     def _include(self, node: torch.fx.Node) -> None:
         touched = self.recorder.touched.get(node)
