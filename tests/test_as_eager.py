@@ -270,6 +270,17 @@ def test_a_compiled_submodule_is_a_leaf(wrapped):
     assert_same_training(model, optimised, (X,), steps=2)
 
 
+def test_a_forward_that_fails_only_while_it_is_recorded_is_refused_in_our_words():
+    def peeks(x):
+        if nn.Module.__call__ is not original:
+            raise KeyError("somebody is here")
+        return x
+
+    original = nn.Module.__call__
+    with pytest.raises(ParseError, match="fails while it is recorded: .*somebody is here"):
+        ogc.parse(Net(peeks), X)
+
+
 def test_what_an_argument_holds_may_not_be_changed_unseen():
     class Appends(nn.Linear):
         def forward(self, x, found):

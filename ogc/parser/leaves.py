@@ -48,13 +48,13 @@ class Leaves:
         """Make leaves of the modules that hide the problem, or of those around them where they are leaves already.
 
         Raises:
-            Exception: the problem itself, where only the whole model hides it.
+            ParseError: only the whole model hides it.
         """
         for name, why in problem.modules.items():
             # A module that is none of the model's is called by one that cannot be told.
             smallest = self._smallest(name) if name in self.modules else ""
             if not smallest:
-                raise problem.__cause__ or ParseError(f"{problem}{self._advice()}")
+                raise ParseError(f"{problem}{self._advice()}") from problem.__cause__
             self._add(smallest, why)
 
     def _advice(self) -> str:

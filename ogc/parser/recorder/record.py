@@ -106,7 +106,7 @@ def _run(
             outputs = flat(*tensors)
         except Exception as error:
             recorder.raise_if_leaky()  # which may be what it is about
-            if isinstance(error, OgcError) or not recorder.scopes.failed:
+            if isinstance(error, OgcError):
                 raise
             what = f"fails while it is recorded: {str(error).partition(chr(10))[0]}"
             raise OpaqueError(f"the forward {what}", {recorder.scopes.failed: what}) from error
