@@ -277,7 +277,7 @@ def test_a_forward_that_fails_only_while_it_is_recorded_is_refused_in_our_words(
         return x
 
     original = nn.Module.__call__
-    with pytest.raises(ParseError, match="fails while it is recorded: .*somebody is here"):
+    with pytest.raises(ParseError, match=r"fails while it is recorded: .*somebody is here"):
         ogc.parse(Net(peeks), X)
 
 
