@@ -126,8 +126,8 @@ class Guards:
         """The first value that is not as expected, in words; "" if there is none."""
         for now, then, what in zip(values, self.expected, self.what, strict=True):
             if not _same_value(now, then):
-                numbers = "" if isinstance(then, torch.Tensor) and then.dim() else f" gives {now} where it gave {then}"
-                return f"{what}{numbers or ' gives something else'}"
+                is_long = isinstance(then, torch.Tensor) and then.dim()
+                return f"{what} gives {'something else' if is_long else f'{now} where it gave {then}'}"
         return ""
 
 

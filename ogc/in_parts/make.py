@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from ..allocator import can_measure
-from ..errors import InputError, ParseError, SolveError
+from ..errors import ParseError, SolveError
 from ..graph import Graph
 from ..leaf import Leaf
 from ..plan import Plan
+from ..runtime.module import refuse_replaced_forward
 from ..solver.simulate import plain_peak
 from ..solver.solve import bytes_of, check_wish
 from ..structures import Call
@@ -87,11 +88,7 @@ def optimize_in_parts(
         ParseError: nothing in the model can be planned; the message says why for each part.
         SolveError: nothing fits the budget; the message says what would.
     """
-    if "forward" in vars(model):
-        raise InputError(
-            "the model's forward was replaced on the instance, so a planned one could not take its place; "
-            "put the replacement into a subclass"
-        )
+    refuse_replaced_forward(model)
     check_wish(wish.memory_budget, wish.max_overhead, wish.solver)
     planning = _Planning(model, sample_input, wish)
     with _quiet_about_leaves():

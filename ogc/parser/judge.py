@@ -158,7 +158,6 @@ class _Run:
         self.log = _Log([*inputs, *model.parameters(), *model.buffers()])
         self.outputs: list[torch.Tensor] = []
         self.output_spec: OutputSpec | None = None
-        self.requires_grad: list[bool] = []
         self.autograd: list[Any] = []
         self.state: list[torch.Tensor] = []
         self._nodes: list[Any] = []  # held until the outputs are gone
@@ -187,7 +186,6 @@ class _Run:
 
     def _finish(self, outputs: list[torch.Tensor]) -> None:
         self.outputs = [tensor.detach() for tensor in outputs]
-        self.requires_grad = [tensor.requires_grad for tensor in outputs]
         _, self._nodes = reached(outputs, self.inputs)
         self.autograd = self._described(outputs)
         self.state = state_of(self.model)

@@ -44,6 +44,15 @@ def original_class(model: torch.nn.Module) -> type[torch.nn.Module]:
     return found
 
 
+def refuse_replaced_forward(model: torch.nn.Module) -> None:
+    """Raise InputError if the model's forward is not that of its class."""
+    if "forward" in vars(model):
+        raise InputError(
+            "the model's forward was replaced on the instance, so a planned one could not take its place; "
+            "put the replacement into a subclass"
+        )
+
+
 def planned_forward(model: torch.nn.Module, runner: Runner) -> Callable[..., Any]:
     """The forward that runs what ``runner`` has for a call, or else the original one."""
     original = original_class(model)
@@ -71,11 +80,7 @@ def instance_around(
     Raises:
         InputError: the model's forward is not that of its class.
     """
-    if "forward" in vars(model):
-        raise InputError(
-            "the model's forward was replaced on the instance, so a planned one could not take its place; "
-            "put the replacement into a subclass"
-        )
+    refuse_replaced_forward(model)
     original = original_class(model)
     members = {
         "_ogc_original": original,

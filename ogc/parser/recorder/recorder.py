@@ -189,9 +189,12 @@ class Recorder:
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """What stands for the tensor."""
         found = self.tensors.node(tensor)
+        self._refuse_problems()
+        return found
+
+    def _refuse_problems(self) -> None:
         while self.tensors.problems:
             self.refuse(self.tensors.problems.pop())
-        return found
 
     def _nodes(self, given: Any) -> Any:
         """Arguments with the nodes of tensors in the places of these."""
@@ -269,8 +272,7 @@ class Recorder:
             if before.has_history and not torch.is_grad_enabled():
                 what = "writes in place, under no_grad, a tensor that requires grad"
                 self.refuse(f"{what}: {operator_name(operator)} at {user_line()}; make it out of place")
-        while self.tensors.problems:
-            self.refuse(self.tensors.problems.pop())
+        self._refuse_problems()
 
     def _note_result(self, node: torch.fx.Node, result: Any) -> None:
         if isinstance(result, torch.Tensor):
