@@ -46,7 +46,8 @@ def test_timm():
     model = timm.create_model("resnet18", num_classes=10, drop_path_rate=0.1)
     assert_same_in_less_memory(model, seeded(4, 3, 64, 64))
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10, depth=4, drop_rate=0.1)
-    assert_same_in_less_memory(model, seeded(4, 3, 64, 64))
+    # so many images that the workspace of the first convolution, which grows with the threads, is not the floor
+    assert_same_in_less_memory(model, seeded(32, 3, 64, 64))
 
 
 def test_peft():
