@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import ogc
-from ogc.allocator import peak_bytes
+from ogc.torch_state.allocator import peak_bytes
 
 MIB = 2**20
 

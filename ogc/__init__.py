@@ -1,48 +1,61 @@
 """Optimal gradient checkpointing for PyTorch: the same model in a fraction of the activation memory."""
 
-from .builder import GraphBuilder
-from .check import Checker, check
-from .check_report import CheckReport, Difference
-from .errors import CheckError, DependencyError, InputError, OgcError, ParseError, PlanError, ReplayError, SolveError
-from .graph import Graph, Operation, Value
-from .in_parts import PartsPlan
-from .optimize import apply, optimize
-from .parser import parse
-from .plan import Plan, Segment, recomputed, saved
-from .slicing import slice_batch
-from .solver import Frontier, frontier, make_plan, simulate, solve
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .builder import GraphBuilder
+    from .checking.check import Checker, check
+    from .checking.report import CheckReport, Difference
+    from .errors import (
+        CheckError,
+        DependencyError,
+        InputError,
+        OgcError,
+        ParseError,
+        PlanError,
+        ReplayError,
+        SolveError,
+    )
+    from .graph import Graph, Operation, Value
+    from .in_parts import PartsPlan
+    from .optimizing import apply, optimize
+    from .parser import parse
+    from .plan import Plan, Segment, recomputed, saved, simulate
+    from .slicing import slice_batch
+    from .solver import Frontier, frontier, make_plan, solve
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "CheckError",
-    "CheckReport",
-    "Checker",
-    "DependencyError",
-    "Difference",
-    "Frontier",
-    "Graph",
-    "GraphBuilder",
-    "InputError",
-    "OgcError",
-    "Operation",
-    "ParseError",
-    "PartsPlan",
-    "Plan",
-    "PlanError",
-    "ReplayError",
-    "Segment",
-    "SolveError",
-    "Value",
-    "apply",
-    "check",
-    "frontier",
-    "make_plan",
-    "optimize",
-    "parse",
-    "recomputed",
-    "saved",
-    "simulate",
-    "slice_batch",
-    "solve",
-]
+_HOMES = {
+    "builder": ("GraphBuilder",),
+    "checking": ("CheckReport", "Checker", "Difference", "check"),
+    "errors": (
+        *("CheckError", "DependencyError", "InputError", "OgcError"),
+        *("ParseError", "PlanError", "ReplayError", "SolveError"),
+    ),
+    "graph": ("Graph", "Operation", "Value"),
+    "in_parts": ("PartsPlan",),
+    "optimizing": ("apply", "optimize"),
+    "parser": ("parse",),
+    "plan": ("Plan", "Segment", "recomputed", "saved", "simulate"),
+    "slicing": ("slice_batch",),
+    "solver": ("Frontier", "frontier", "make_plan", "solve"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are fetched when they are asked for: the graph, its plans and the solver do without torch."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

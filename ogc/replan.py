@@ -11,9 +11,10 @@ import torch
 from .errors import ParseError, SolveError
 from .graph import Graph
 from .parser import carry_over, hooked_modules
-from .plan import Plan
-from .solver import Budget, simulate
-from .structures import Call, InputSpec
+from .plan import simulate
+from .plan.plan import Plan
+from .program.structures import Call, InputSpec
+from .solver import Budget
 
 log = logging.getLogger(__name__)
 

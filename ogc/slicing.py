@@ -10,9 +10,10 @@ import torch
 from .errors import SolveError
 from .graph import Graph
 from .parser import LeafModules, ParseGraph, parse
-from .parser.stretches import Stretch
-from .plan import Plan
-from .solver import Budget, plain_plan, simulate, solve
+from .parser.passes.stretches import Stretch
+from .plan import simulate
+from .plan.plan import Plan
+from .solver import Budget, plain_plan, solve
 
 Stretches = tuple[Stretch, ...]
 

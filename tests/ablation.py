@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ogc
 from measuring import allocate_gradients, step
 from networks import ARCHITECTURES
-from ogc.allocator import peak_bytes
-from ogc.lean import Lean, plain_operator
+from ogc.operators.lean import Lean, plain_operator
 from ogc.solver import search
+from ogc.torch_state.allocator import peak_bytes
 
 NETWORKS = {
     "resnet18": (4, None), "resnet50": (8, None), "densenet121": (4, None), "inception_v3": (4, None),

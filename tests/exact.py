@@ -19,7 +19,7 @@ Minimise ``peak`` such that
     held[n, i] = 1                            for each output i, from its making on
     sum of bytes[i] held[n, i] + bytes beside[n] taken[n] <= peak
 
-with the bytes beside what is held (results, scratch, gradients) as :mod:`ogc.solver.simulate` counts them, and
+with the bytes beside what is held (results, scratch, gradients) as :mod:`ogc.plan.simulate` counts them, and
 n+1 for n where something is let go of within the step. Once ``taken`` is chosen, the least ``held`` that will
 do is 0 or 1 by itself: leaving it continuous loses nothing.
 
@@ -41,8 +41,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from ogc.graph import Graph
-from ogc.plan import Segment
-from ogc.schedule import FORWARD, Schedule
+from ogc.plan.plan import Segment
+from ogc.plan.schedule import FORWARD, Schedule
 
 Items = frozenset[int]
 

@@ -9,10 +9,10 @@ from itertools import pairwise
 import torch
 
 import ogc
-from ogc.allocator import peak_bytes
 from ogc.graph import Graph, Operation, Value
-from ogc.plan import Segment, cut_into_segments
-from ogc.structures import OutputSpec
+from ogc.plan.plan import Segment, cut_into_segments
+from ogc.program.structures import OutputSpec
+from ogc.torch_state.allocator import peak_bytes
 
 
 def random_graph(seed: int, most: int = 8) -> Graph:

@@ -10,9 +10,9 @@ from torch import nn
 
 import ogc
 from networks import ARCHITECTURES
-from ogc.allocator import allocated_bytes, peak_bytes
-from ogc.parser.gradients import InputGradient, OperationGradients, gradient_bytes
-from ogc.program import TensorRef
+from ogc.parser.weigh.gradients import InputGradient, OperationGradients, gradient_bytes
+from ogc.program.program import TensorRef
+from ogc.torch_state.allocator import allocated_bytes, peak_bytes
 
 
 def test_the_peak_of_known_allocations():

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import ogc
 from measuring import step
 from networks import NETWORKS, PUBLISHED
-from ogc.allocator import peak_bytes
 from ogc.solver import search
+from ogc.torch_state.allocator import peak_bytes
 
 MIB = 2**20
 

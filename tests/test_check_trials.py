@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
-from ogc.check import ONE_STEP
-from ogc.check_inputs import NotVaried, another_input, smaller_batch
+from ogc.checking.check import ONE_STEP
+from ogc.checking.inputs import NotVaried, another_input, smaller_batch
 
 ALL = ("seed 1", "seed 2", "seed 3", "another input", "a smaller batch", "after an optimizer step")
 

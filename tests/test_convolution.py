@@ -8,10 +8,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ogc
-from ogc import convolution
-from ogc.allocator import peak_bytes
-from ogc.convolution import parts_of
-from ogc.lean import OPERATORS
+from ogc.operators import convolution
+from ogc.operators.convolution import parts_of
+from ogc.operators.lean import OPERATORS
+from ogc.torch_state.allocator import peak_bytes
 
 aten = torch.ops.aten
 SETTINGS = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)

@@ -16,7 +16,7 @@ from torch import nn
 import ogc
 from ogc.errors import PlanError
 from ogc.graph import PlainOperator
-from ogc.solver.simulate import lower_bound, simulate
+from ogc.plan.simulate import lower_bound, simulate
 
 
 @cache

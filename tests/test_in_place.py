@@ -8,7 +8,7 @@ from helpers import Function, assert_same_training, measured_peak, random_tree, 
 from torch import nn
 
 import ogc
-from ogc.allocator import peak_bytes
+from ogc.torch_state.allocator import peak_bytes
 
 X = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(2))
 

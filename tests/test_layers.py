@@ -1,46 +1,131 @@
-"""Who may import whom: parser, solver and runtime meet only in the data types."""
+"""The house: which room may import which, how large files and functions get, and what does without torch."""
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parent.parent / "ogc"
 
-
-def imported(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = list(path.relative_to(ROOT.parent).with_suffix("").parts[: -node.level] if node.level else [])
-            names.add(".".join([*base, *([node.module] if node.module else [])]))
-    return names
-
-
-def files(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
-
-
-@pytest.mark.parametrize(
-    ("folder", "strangers"),
-    [
-        ("parser", ("ogc.solver", "ogc.runtime", "ogc.optimize")),
-        ("solver", ("ogc.parser", "ogc.runtime", "ogc.optimize", "ogc.program", "torch")),
-        ("runtime", ("ogc.parser", "ogc.solver", "ogc.optimize")),
-    ],
+STOREYS = (
+    {"errors"},
+    {"graph", "torch_state", "builder"},
+    {"plan"},
+    {"program"},
+    {"operators"},
+    {"parser", "solver", "runtime"},
+    {"replan", "slicing"},
+    {"in_parts"},
+    {"checking"},
+    {"optimizing"},
+    {""},
 )
-def test_folders_do_not_import_one_another(folder, strangers):
-    for path in files(folder):
-        for name in imported(path):
-            assert not name.startswith(strangers), f"{path.name} imports {name}"
+"""From the ground up. A room imports from storeys below its own alone; what is called ``""`` is ogc/__init__.py."""
+
+FLAT_FILES, FILE_LINES, FUNCTION_LINES = 12, 400, 40
 
 
-def test_what_the_solver_imports_is_free_of_torch():
-    for name in ("graph.py", "plan.py", "schedule.py", "errors.py"):
-        assert not any(module.startswith("torch") for module in imported(ROOT / name))
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported(name: str) -> set[str]:
+    """All that a file imports, at its top, in functions and for type checkers alike; ours as files."""
+    found = set()
+    is_folder = FILES[name].name == "__init__.py"
+    for node in ast.walk(ast.parse(FILES[name].read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            around = name.split(".")[: None if is_folder and node.level == 1 else (is_folder - node.level or None)]
+            base = ".".join([*(around if node.level else []), *([node.module] if node.module else [])])
+            found.update(f"{base}.{a.name}" if f"{base}.{a.name}" in FILES else base for a in node.names)
+    return found
+
+
+def room(name: str) -> str:
+    return name.partition(".")[2].partition(".")[0]
+
+
+def storey(name: str) -> int:
+    (found,) = (n for n, rooms in enumerate(STOREYS) if room(name) in rooms)
+    return found
+
+
+def house() -> nx.DiGraph:
+    graph = nx.DiGraph()
+    graph.add_nodes_from(FILES)
+    graph.add_edges_from((name, other) for name in FILES for other in imported(name) if other in FILES)
+    return graph
+
+
+def test_rooms_import_from_below():
+    rising = [
+        f"{a} imports {b}" for a, b in house().edges if room(a) != room(b) and storey(a) <= storey(b) and a != "ogc"
+    ]
+    assert not rising, "\n".join(rising)
+
+
+def test_files_import_in_no_circle():
+    circles = [sorted(part) for part in nx.strongly_connected_components(house()) if len(part) > 1]
+    assert not circles
+
+
+def test_folders_are_small():
+    for folder in {path.parent for path in FILES.values()}:
+        assert len(list(folder.glob("*.py"))) <= FLAT_FILES, folder
+
+
+def test_files_and_functions_are_short():
+    long = [f"{path}: {n}" for path in FILES.values() if (n := len(path.read_text("utf-8").splitlines())) > FILE_LINES]
+    for path in FILES.values():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef) and (n := lines_of(node)) > FUNCTION_LINES:
+                long.append(f"{path}: {node.name} {n}")
+    assert not long, "\n".join(long)
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    """Those of its body, without its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return function.end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_only_the_parser_calls_what_records():
+    strangers = [a for a, b in house().edges if b.startswith("ogc.parser.recorder") and not a.startswith("ogc.parser")]
+    assert not strangers
+
+
+TORCHLESS = """
+import sys
+sys.modules["torch"] = None  # an import of it fails
+import ogc, ogc.plan, ogc.solver
+reads = [(), *((t,) for t in range(7))]
+operations = (ogc.Operation(str(t), reads=reads[t], writes=(t,), saves=(t,), forward_seconds=1.0) for t in range(8))
+graph = ogc.Graph(tuple(operations), tuple(ogc.Value(str(v), 10) for v in range(8)))
+plan = ogc.solve(graph)
+assert plan.peak_bytes < plan.plain_peak_bytes, plan
+print(plan, ogc.frontier(graph))
+"""
+
+
+def test_plans_are_found_without_torch():
+    done = subprocess.run([sys.executable, "-c", TORCHLESS], capture_output=True, text=True, cwd=ROOT.parent)
+    assert not done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("module", ["ogc", "ogc.plan", "ogc.solver"])
+def test_torch_is_loaded_where_it_is_needed_alone(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert not subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent).returncode
 
 
 def test_one_folder_records():
@@ -56,6 +141,7 @@ def test_the_library_does_not_print():
 
 def test_all_folders_are_in_the_package():
     """Else a fresh installation lacks some, or cannot be made."""
-    (listed,) = re.findall(r"^packages = \[(.*)\]$", (ROOT.parent / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    text = (ROOT.parent / "pyproject.toml").read_text("utf-8")
+    (listed,) = re.findall(r"^packages = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
     folders = {".".join(path.parent.relative_to(ROOT.parent).parts) for path in ROOT.rglob("__init__.py")}
     assert set(re.findall(r'"(.*?)"', listed)) == folders

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from ogc import lean
-from ogc.allocator import peak_bytes
-from ogc.compare import same_bits
-from ogc.lean import OPERATORS
+from ogc.operators import lean
+from ogc.operators.lean import OPERATORS
+from ogc.torch_state.allocator import peak_bytes
+from ogc.torch_state.compare import same_bits
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from torch import nn
 import benchmark
 import ogc
 from networks import NETWORKS, FactorisedReduce, SearchSpaceNetwork
-from ogc.allocator import peak_bytes
+from ogc.torch_state.allocator import peak_bytes
 
 MIB = 2**20
 

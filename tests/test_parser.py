@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
-from ogc.allocator import peak_bytes
 from ogc.errors import InputError, ParseError
-from ogc.parser.estimate import QUICK
 from ogc.parser.recorder.operators import SAME_OPERATOR
+from ogc.parser.weigh.estimate import QUICK
+from ogc.torch_state.allocator import peak_bytes
 
 
 def operation(graph, part):

@@ -19,7 +19,7 @@ import peers
 from networks import ARCHITECTURES, Tokens
 from networks.densenet_cifar import densenet_cifar
 from networks.transformers import Gpt2
-from ogc.allocator import peak_bytes
+from ogc.torch_state.allocator import peak_bytes
 from peers import Impossible, PeerRow, Split, compare, with_verdicts
 
 

@@ -18,11 +18,10 @@ from test_slicing import Wide
 import benchmark
 import ogc
 from networks import ARCHITECTURES
-from ogc import plots
-from ogc.plots import LAYERS, MIB, Timeline
-from ogc.schedule import FORWARD, Schedule
-from ogc.solver import trace
-from ogc.solver.simulate import plain_timeline
+from ogc.plan import plots, trace
+from ogc.plan.plots import LAYERS, MIB, Timeline
+from ogc.plan.schedule import FORWARD, Schedule
+from ogc.plan.simulate import plain_timeline
 
 ROOT = Path(__file__).parent.parent
 KINDS = tuple(LAYERS)

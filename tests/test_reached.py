@@ -2,7 +2,7 @@
 
 import torch
 
-from ogc.parser.reached import reached
+from ogc.parser.passes.reached import reached
 
 
 def test_inputs_are_numbers_and_parameters_themselves():

@@ -24,10 +24,10 @@ from test_leaves import (
 from torch import nn
 
 import ogc
-from ogc.allocator import peak_bytes
-from ogc.compare import fingerprint
 from ogc.errors import ReplayError
 from ogc.parser import repeatable
+from ogc.torch_state.allocator import peak_bytes
+from ogc.torch_state.compare import fingerprint
 
 CALLED_ONCE = {
     "batch norm inside": "writes a buffer, or what it is given",

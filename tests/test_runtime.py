@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ogc
-from ogc import lean
 from ogc.errors import InputError, PlanError, ReplayError
-from ogc.plan import cut_into_segments
+from ogc.operators import lean
+from ogc.plan.plan import cut_into_segments
+from ogc.plan.schedule import Schedule
 from ogc.runtime import frame
-from ogc.schedule import Schedule
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,8 +6,8 @@ from helpers import measured_peak
 from torch import nn
 
 import ogc
-from ogc.parser.stretches import slice_stretches
-from ogc.sliced import Sliced, works_by_sample
+from ogc.operators.sliced import Sliced, works_by_sample
+from ogc.parser.passes.stretches import slice_stretches
 
 aten = torch.ops.aten
 

@@ -13,14 +13,14 @@ from interval_oracle import all_flat_plans, flat_segments, weigh
 import ogc
 from ogc.errors import InputError, PlanError, SolveError
 from ogc.graph import Graph, Operation, Value
-from ogc.plan import Segment, cut_into_segments, recomputed, saved
-from ogc.schedule import Schedule
+from ogc.plan.plan import Segment, cut_into_segments, recomputed, saved
+from ogc.plan.schedule import Schedule
+from ogc.plan.simulate import lower_bound, plain_peak, simulate
 from ogc.solver.costs import NEVER, SegmentCosts, boundary_bytes
 from ogc.solver.interval import OuterLevel
 from ogc.solver.nested import NestedTable
 from ogc.solver.scales import Scale, choose_scales, narrowest
 from ogc.solver.search import Search
-from ogc.solver.simulate import lower_bound, plain_peak, simulate
 
 SEEDS = range(500)
 

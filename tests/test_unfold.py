@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import ogc
-from ogc.parser import unfold
-from ogc.schedule import Schedule
+from ogc.parser.passes import unfold
+from ogc.plan.schedule import Schedule
 from peers import _frontier_by_flops
 
 ATTENTION = "aten.scaled_dot_product_attention.default"

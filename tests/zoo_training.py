@@ -16,8 +16,8 @@ import numpy
 import torch
 
 import ogc
-from ogc.allocator import peak_bytes
-from ogc.leaf import Leaf
+from ogc.program.leaf import Leaf
+from ogc.torch_state.allocator import peak_bytes
 from tests.zoo_models import Subject
 
 STEPS = 3

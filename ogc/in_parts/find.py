@@ -21,11 +21,11 @@ from ..errors import InputError, OgcError, ParseError, add_note
 from ..graph import Graph
 from ..parser import carry_over
 from ..parser.arguments import call_arguments, copies
-from ..parser.attributes import attributes_of, changes
-from ..parser.observe import untouched
-from ..plainly import plainly
-from ..program import storage_of, tensor_leaves
-from ..structures import Call, InputSpec
+from ..parser.weigh.observe import untouched
+from ..program.program import storage_of, tensor_leaves
+from ..program.structures import Call, InputSpec
+from ..torch_state.attributes import attributes_of, changes
+from ..torch_state.plainly import plainly
 from .guard import without_unwatched
 
 Parse = Callable[[torch.nn.Module, str, Call], Graph]
@@ -75,7 +75,7 @@ def find_parts(
 
     Args:
         model: it is afterwards as before.
-        sample_input: as for :func:`ogc.optimize`.
+        sample_input: as for :func:`ogc.optimizing`.
         parse: makes the graph of a part.
         plain: modules that have to stay plain, by name, and why.
         closed: those of them in which nothing is planned either.

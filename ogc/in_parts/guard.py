@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..parser.attributes import attributes_of
+from ..torch_state.attributes import attributes_of
 
 UNWATCHED = ("training", "forward", "_compiled_call_impl")
 """Flags that plans are chosen by anyway, and what stands in the place of calls."""

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from ..allocator import can_measure
 from ..errors import ParseError, SolveError
 from ..graph import Graph
-from ..leaf import Leaf
-from ..plan import Plan
+from ..plan.plan import Plan
+from ..plan.simulate import plain_peak
+from ..program.leaf import Leaf
+from ..program.structures import Call
 from ..runtime.module import refuse_replaced_forward
-from ..solver.simulate import plain_peak
 from ..solver.solve import bytes_of, check_wish
-from ..structures import Call
+from ..torch_state.allocator import can_measure
 from .combine import Choice, Problem, Stop, fastest, least_peak, within
 from .find import Found, find_parts, is_alike
 from .measure import Around, around_calls, measure
@@ -42,7 +42,7 @@ def heavy_leaves(model: torch.nn.Module, graph: Graph, wish: Wish) -> dict[str, 
     """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
 
     Args:
-        model: as for :func:`ogc.optimize`.
+        model: as for :func:`ogc.optimizing`.
         graph: of the whole model.
         wish: leaves that it names are not among them.
 
@@ -73,9 +73,9 @@ def optimize_in_parts(
     """The same model with its parts planned, where the whole cannot be.
 
     Args:
-        model: as for :func:`ogc.optimize`.
-        sample_input: as for :func:`ogc.optimize`.
-        wish: as for :func:`ogc.optimize`.
+        model: as for :func:`ogc.optimizing`.
+        sample_input: as for :func:`ogc.optimizing`.
+        wish: as for :func:`ogc.optimizing`.
         plain: modules that have to stay plain, by name, and why; ``""`` is the model itself.
         is_wanted: whether a plan is good enough.
 

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..allocator import Mark, marked_bytes
 from ..parser.arguments import call_arguments, copies
-from ..parser.observe import untouched
-from ..parser.weigh_leaf import leaf_nodes
-from ..program import tensor_leaves
-from ..solver import PartCost
-from ..structures import InputSpec, TensorSpec
+from ..parser.weigh.leaf import leaf_nodes
+from ..parser.weigh.observe import untouched
+from ..plan import PartCost
+from ..program.program import tensor_leaves
+from ..program.structures import InputSpec, TensorSpec
+from ..torch_state.allocator import Mark, marked_bytes
 from .combine import Stop
 from .module import Parts, Twin
 
@@ -52,7 +52,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
         model: the plain model.
         optimized: the model in parts.
         parts: those of ``optimized``.
-        sample_input: as for :func:`ogc.optimize`.
+        sample_input: as for :func:`ogc.optimizing`.
     """
     spec, tensors = InputSpec.of(*call_arguments(sample_input))
     given = copies(tensors)

@@ -19,13 +19,13 @@ import torch
 
 from ..errors import InputError
 from ..graph import Graph
-from ..leaf import Leaf
-from ..plainly import is_plain, plainly
-from ..plan import Plan
+from ..plan.plan import Plan
+from ..program.leaf import Leaf
+from ..program.structures import Call
 from ..runtime.module import copied, instance_around, original_class, planned_forward
 from ..runtime.runner import Planner, Runner, log
-from ..runtime.watch import attributes_restored
-from ..structures import Call
+from ..torch_state.plainly import is_plain, plainly
+from ..torch_state.watch import attributes_restored
 from .guard import Attributes
 
 CALL = "_compiled_call_impl"

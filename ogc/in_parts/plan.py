@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ..graph import table
-from ..plan import Plan
-from ..solver import PartCost
+from ..plan import PartCost
+from ..plan.plan import Plan
 
 
 @dataclass(frozen=True)

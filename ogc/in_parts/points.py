@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan import Plan, Segment, recomputed
-from ..solver import PartCost, frontier, make_plan, part_cost, solve
+from ..plan import PartCost, part_cost
+from ..plan.plan import Plan, Segment, recomputed
+from ..solver import frontier, make_plan, solve
 from ..solver.keeping import worth_keeping
 from .combine import Point
 

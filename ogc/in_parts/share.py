@@ -12,10 +12,10 @@ import torch
 from ..errors import OgcError
 from ..graph import Graph
 from ..parser import carry_over, hooked_modules
-from ..plan import Plan
+from ..plan.plan import Plan
+from ..program.structures import Call
 from ..replan import Replanner
 from ..solver import Budget
-from ..structures import Call
 from .find import is_alike
 from .points import Way, ways_of
 from .wish import Wish

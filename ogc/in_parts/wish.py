@@ -18,7 +18,7 @@ ParsePart = Callable[[torch.nn.Module, Any], Graph]
 
 @dataclass(frozen=True)
 class Wish:
-    """The arguments of :func:`ogc.optimize` that parts are planned by.
+    """The arguments of :func:`ogc.optimizing` that parts are planned by.
 
     ``follows_own_graphs`` says whether submodules may say themselves what they compute, by ``parse_graph``.
     """

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..structures import Call
-from .observe import is_dense
+from ..program.structures import Call
 from .recorder import is_compiled
+from .weigh.observe import is_dense
 
 
 def check_model(model: Any) -> None:

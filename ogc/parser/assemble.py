@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from ..graph import Graph, Operation, PlainOperator, Value
-from ..leaf import runs_once
-from ..program import Program, TensorRef
-from ..structures import InputSpec
-from .estimate import Weights, copies_strided_gradients
-from .gradients import LiveGradients, OperationGradients, gradient_bytes
-from .observe import Observation, Record
+from ..program.leaf import runs_once
+from ..program.program import Program, TensorRef
+from ..program.structures import InputSpec
+from .passes.versions import separate_versions
 from .traced import Traced
-from .versions import separate_versions
+from .weigh.estimate import Weights, copies_strided_gradients
+from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
+from .weigh.observe import Observation, Record
 
 
 def graph_of(

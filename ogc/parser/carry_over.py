@@ -13,17 +13,17 @@ import torch
 
 from ..errors import ParseError
 from ..graph import Graph
-from ..leaf import Leaf
-from ..plainly import plainly
-from ..program import Program
-from ..sliced import Sliced
-from ..structures import InputSpec
+from ..operators.sliced import Sliced
+from ..program.leaf import Leaf
+from ..program.program import Program
+from ..program.structures import InputSpec
+from ..torch_state.plainly import plainly
 from .arguments import call_arguments, check_devices
 from .assemble import memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
-from .observe import Record
 from .parse import record_program, settle
 from .traced import called_leaves
+from .weigh.observe import Record
 
 
 @plainly()

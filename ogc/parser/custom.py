@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..builder import GraphBuilder, label_of
 from ..errors import InputError, OgcError, ParseError, add_note
-from ..program import attribute
+from ..program.program import attribute
 from .recorder import scope
 
 ParseGraph = Callable[..., Any]

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import torch
 
-from ..compare import same_bits
 from ..errors import ParseError
-from ..structures import InputSpec
+from ..program.structures import InputSpec
+from ..torch_state.attributes import attributes_of, changes
+from ..torch_state.compare import same_bits
 from .arguments import copies
-from .attributes import attributes_of, changes
 from .custom import CustomForward
 from .judge import judge
 from .leaves import Leaves
-from .observe import repeatable, state_of, untouched
 from .recorder import RecordAgain, forward_alone, record
 from .traced import OpaqueError, Traced, called_leaves
+from .weigh.observe import repeatable, state_of, untouched
 
 
 def faithful_program(

@@ -15,14 +15,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..compare import difference, fingerprint, same_bits
-from ..program import OWN, attribute, storage_of, without_autocast
-from ..structures import InputSpec, OutputSpec
+from ..program.program import OWN, attribute, storage_of, without_autocast
+from ..program.structures import InputSpec, OutputSpec
+from ..torch_state.compare import difference, fingerprint, same_bits
 from .arguments import copies
-from .observe import state_of, untouched
-from .reached import reached
+from .passes.reached import reached
 from .recorder import FlatForward, nothing_saved, seen_as_recorded
 from .traced import OpaqueError, Traced, called_leaves
+from .weigh.observe import state_of, untouched
 
 Forward = Callable[..., Any]
 

@@ -9,31 +9,31 @@ from typing import Any, Protocol
 
 import torch
 
-from ..collecting import collecting_new_only
-from ..compare import difference, same_bits
 from ..errors import ParseError
 from ..graph import Graph
-from ..leaf import Leaf
-from ..lean import lean_operator
-from ..plainly import plainly
-from ..structures import InputSpec
+from ..operators.lean import lean_operator
+from ..program.leaf import Leaf
+from ..program.structures import InputSpec
+from ..torch_state.collecting import collecting_new_only
+from ..torch_state.compare import difference, same_bits
+from ..torch_state.plainly import plainly
 from .arguments import call_arguments, check_devices, check_model, copies, device_of, profile_kind
 from .assemble import graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
-from .estimate import Estimator, Weights
 from .faithful import faithful_program
 from .leaves import LeafModules, Leaves
-from .measure import Measurer
-from .observe import Observation, Record, observe, state_of, untouched
-from .reached import names_of
-from .rebased import run_out_of_place
+from .passes.reached import names_of
+from .passes.rebased import run_out_of_place
+from .passes.settled import copy_settled
+from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stretches
+from .passes.unfold import Unfolding
 from .recorder import READS, FlatForward, nothing_saved
 from .repeatable import refuse_chance, why_not_again
-from .settled import copy_settled
-from .stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .traced import OpaqueError, Traced, without_unused
-from .unfold import Unfolding
-from .weigh_leaf import weigh_leaf
+from .weigh.estimate import Estimator, Weights
+from .weigh.leaf import weigh_leaf
+from .weigh.measure import Measurer
+from .weigh.observe import Observation, Record, observe, state_of, untouched
 
 log = logging.getLogger(__name__)
 

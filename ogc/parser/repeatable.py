@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from ..allocator import allocated_bytes, can_measure
-from ..compare import same_bits
 from ..errors import ReplayError
 from ..graph import SMALL_INTERNALS
-from ..leaf import Leaf
-from ..program import storage_of, tensor_leaves
-from ..random_state import cuda_devices, random_states, set_random_states
-from .attributes import attributes_of, changes
+from ..program.leaf import Leaf
+from ..program.program import storage_of, tensor_leaves
+from ..torch_state.allocator import allocated_bytes, can_measure
+from ..torch_state.attributes import attributes_of, changes
+from ..torch_state.compare import same_bits
+from ..torch_state.random_state import cuda_devices, random_states, set_random_states
 from .leaves import hooked_modules
-from .observe import Record, untouched
 from .recorder import python_random_state, saved_until_done
 from .traced import OpaqueError
+from .weigh.observe import Record, untouched
 
 FEW = 1024
 """Bytes that do not count: autograd holds numbers that were multiplied by, and tells nobody."""

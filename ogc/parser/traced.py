@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..errors import ParseError
-from ..leaf import Leaf
-from ..program import LIVE_ARGUMENTS, Guards, operator_name
-from ..structures import OutputSpec
+from ..program.leaf import Leaf
+from ..program.program import LIVE_ARGUMENTS, Guards, operator_name
+from ..program.structures import OutputSpec
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Traced:
         output_spec: the structure of the result.
         outputs: its tensors, detached.
         requires_grad: of each output.
-        reached: where the backward ends; see :func:`ogc.parser.reached.reached`.
+        reached: where the backward ends; see :func:`ogc.parser.passes.reached.reached`.
         guards: what Python read out of tensors on the way; the program holds as long as these are the same.
     """
 

@@ -22,9 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from ..errors import ReplayError
-from ..leaf import Leaf
-from ..program import attribute, storage_of, tensor_leaves, without_autocast
-from ..random_state import State, random_states, set_random_states
+from ..program.leaf import Leaf
+from ..program.program import attribute, storage_of, tensor_leaves, without_autocast
+from ..torch_state.random_state import State, random_states, set_random_states
 from .packed import Argument, RepeatedCall, kept, unpack
 
 KEEP = -1

@@ -18,13 +18,13 @@ from typing import Any, cast
 import torch
 
 from ..graph import Graph
-from ..leaf import Leaf, runs_once
-from ..lean import OPERATORS, Lean
-from ..plan import Plan
-from ..program import CONSTANT, LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
-from ..schedule import FORWARD, Run, Schedule
-from ..sliced import Sliced
-from ..without_grad import WithoutGrad
+from ..operators.lean import OPERATORS, Lean
+from ..operators.sliced import Sliced
+from ..plan.plan import Plan
+from ..plan.schedule import FORWARD, Run, Schedule
+from ..program.leaf import Leaf, runs_once
+from ..program.program import CONSTANT, LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
+from ..program.without_grad import WithoutGrad
 from .frame import KEEP, RunCode
 
 _serial = count()

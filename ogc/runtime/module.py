@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..graph import Graph
-from ..plan import Plan
+from ..plan.plan import Plan
 from .runner import Planner, Runner, log
 
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..compare import fingerprint
 from ..errors import ReplayError
-from ..leaf import Leaf
-from ..program import storage_of
+from ..program.leaf import Leaf
+from ..program.program import storage_of
+from ..torch_state.compare import fingerprint
 
 
 class Slots(Protocol):

@@ -14,14 +14,14 @@ import torch
 
 from ..errors import OgcError
 from ..graph import Graph
-from ..leaf import Leaf
-from ..plainly import is_plain
-from ..plan import Plan
-from ..program import without_autocast
-from ..structures import Call, InputSpec, input_tensors
+from ..plan.plan import Plan
+from ..program.leaf import Leaf
+from ..program.program import without_autocast
+from ..program.structures import Call, InputSpec, input_tensors
+from ..torch_state.plainly import is_plain
+from ..torch_state.watch import State, Watched, attributes_restored
 from .frame import Step
 from .generate import Generated, generate
-from .watch import State, Watched, attributes_restored
 
 log = logging.getLogger(__name__)
 

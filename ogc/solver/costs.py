@@ -435,7 +435,7 @@ class SegmentCosts:
         return until
 
     def _alive(self, unkept: Bools, kept: Bools) -> Bools:
-        """[t, j]: whether a recomputation up to cut j runs operation t, as in :class:`ogc.schedule.Schedule`."""
+        """[t, j]: whether a recomputation up to cut j runs operation t, as in :class:`ogc.plan.schedule.Schedule`."""
         remade = unkept & self.saved[:, None]
         alive = np.zeros((self.n, len(self.cuts)), bool)
         within = self._within()

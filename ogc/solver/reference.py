@@ -14,11 +14,11 @@ import numpy as np
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan import Segment, cut_into_segments, recomputed, saved
-from ..schedule import Schedule
+from ..plan.plan import Segment, cut_into_segments, recomputed, saved
+from ..plan.schedule import Schedule
+from ..plan.simulate import simulate
 from .division import checkpoint_places
 from .nested import MOST_TIMES
-from .simulate import simulate
 
 MAX_TRIES = 64
 """Plans that a solver chooses from at most."""

@@ -17,14 +17,14 @@ from tqdm import tqdm
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan import Segment, recomputed, saved
+from ..plan.plan import Segment, recomputed, saved
+from ..plan.simulate import lower_bound, simulate
 from .costs import Costs, SegmentCosts
 from .fronts import LABELS, SLACK
 from .interval import OuterLevel
 from .keeping import worth_keeping
 from .nested import NestedTable
 from .scales import choose_scales, narrowest
-from .simulate import lower_bound, simulate
 
 MAX_CUTS = 800
 MAX_CELLS = 3_000_000

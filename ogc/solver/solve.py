@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
 from ..graph import Graph, table
-from ..plan import Plan, Segment
+from ..plan.plan import Plan, Segment
+from ..plan.simulate import lower_bound, plain_peak, simulate
+from ..torch_state.collecting import collecting_new_only
 from .reference import REFERENCES
 from .search import Candidate, Search, weigh
-from .simulate import lower_bound, plain_peak, simulate
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -129,7 +129,7 @@ class Frontier:
             DependencyError: matplotlib is not installed.
             InputError: the path ends otherwise, or a peer is no pair of numbers.
         """
-        from ..plots import plot_frontier
+        from ..plan.plots import plot_frontier
 
         return plot_frontier(self, path, peers or {}, ax)
 

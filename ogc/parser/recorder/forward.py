@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...errors import OgcError, ParseError, add_note
-from ...structures import Given, InputSpec, OutputSpec
-from ..reached import reached
+from ...program.structures import Given, InputSpec, OutputSpec
+from ..passes.reached import reached
 from ..traced import OpaqueError
 from .places import entry
 

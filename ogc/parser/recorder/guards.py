@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...leaf import Leaf
-from ...program import CONSTANT, Guards, operator_name, shapes_of
+from ...program.leaf import Leaf
+from ...program.program import CONSTANT, Guards, operator_name, shapes_of
 from ..traced import OpaqueError
 from .operators import PACKED
 from .recorder import Read, Recorder

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ...leaf import Leaf, Returned
-from ...structures import CONSTANTS, Given, InputSpec, autocast_state
+from ...program.leaf import Leaf, Returned
+from ...program.structures import CONSTANTS, Given, InputSpec, autocast_state
 from .dispatch import unseen
 from .forward import saved_until_done
 from .places import user_line

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...program import operator_name, tensor_leaves
+from ...program.program import operator_name, tensor_leaves
 
 _OTHER_NAMES = {
     "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_aggregate
 
-from ...program import call_beside, has_history, operator_name, tensor_leaves
-from ...structures import autocast_kinds
-from ...without_grad import WithoutGrad
+from ...program.program import call_beside, has_history, operator_name, tensor_leaves
+from ...program.structures import autocast_kinds
+from ...program.without_grad import WithoutGrad
 from ..traced import OpaqueError
 from .dispatch import Call, dispatched_to, unseen
 from .operators import OPENED, complete, deciding, tells_content, usual_name

@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...program import CONSTANT, storage_of
+from ...program.program import CONSTANT, storage_of
 from .places import user_line
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .check_inputs import Arguments, NotVaried
-from .check_report import Difference
-from .check_restore import Snapshot, generators_of, set_seed
-from .compare import difference, distance, same_bits
-from .program import tensor_leaves
-from .random_state import random_states
+from ..program.program import tensor_leaves
+from ..torch_state.compare import difference, distance, same_bits
+from ..torch_state.random_state import random_states
+from .inputs import Arguments, NotVaried
+from .report import Difference
+from .restore import Snapshot, generators_of, set_seed
 
 Results = list[tuple[str, Any]]
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from .check_inputs import Arguments
-from .compare import identical
-from .parser.observe import untouched
-from .random_state import cuda_devices
+from ..parser.weigh.observe import untouched
+from ..torch_state.compare import identical
+from ..torch_state.random_state import cuda_devices
+from .inputs import Arguments
 
 
 class Snapshot:

@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from .errors import PlanError
-from .graph import Graph, table
+from ..errors import PlanError
+from ..graph import Graph, table
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -22,8 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from tqdm import tqdm
 
-from ..leaf import Leaf
-from ..program import (
+from ...program.leaf import Leaf
+from ...program.program import (
     LIVE_ARGUMENTS,
     Saved,
     TensorRef,
@@ -34,11 +34,11 @@ from ..program import (
     tensor_leaves,
     without_autocast,
 )
-from ..random_state import State, cuda_devices, random_states, same_states, set_random_states
-from .attributes import TABLES, attributes, containers
+from ...torch_state.attributes import TABLES, attributes, containers
+from ...torch_state.random_state import State, cuda_devices, random_states, same_states, set_random_states
+from ..passes.reached import reached
+from ..traced import Traced
 from .gradients import Rebase
-from .reached import reached
-from .traced import Traced
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], "Record"], None]
 

@@ -16,11 +16,11 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DependencyError, InputError, PlanError
-from .graph import Graph, Operation
+from ..errors import DependencyError, InputError, PlanError
+from ..graph import Graph, Operation
 from .plan import Plan, Segment
 from .schedule import FORWARD, Schedule
-from .solver.simulate import Event, plain_timeline, trace
+from .simulate import Event, plain_timeline, trace
 
 try:
     import matplotlib
@@ -32,7 +32,7 @@ except ImportError as error:
     raise DependencyError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
 
 if TYPE_CHECKING:
-    from .solver.solve import Frontier
+    from ..solver.solve import Frontier
 
 MIB = 2**20
 FORMATS = (".png", ".svg", ".pdf")
@@ -48,7 +48,7 @@ LAYERS = {
     "gradients": ("gradients", GREEN),
     "working": ("the running operation itself", PURPLE),
 }
-"""The kinds of bytes of :class:`ogc.solver.Moment`, from the bottom of the picture, with label and colour."""
+"""The kinds of bytes of :class:`ogc.plan.Moment`, from the bottom of the picture, with label and colour."""
 
 Location = str | PathLike[str] | None
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .errors import ReplayError
+from ..errors import ReplayError
 from .structures import Given, InputSpec, OutputSpec, TensorSpec
 
 

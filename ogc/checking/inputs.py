@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .compare import identical
-from .program import tensor_leaves
+from ..program.program import tensor_leaves
+from ..torch_state.compare import identical
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""

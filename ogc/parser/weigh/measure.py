@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ..allocator import allocated_bytes, can_measure
-from ..lean import Lean
+from ...operators.lean import Lean
+from ...torch_state.allocator import allocated_bytes, can_measure
+from ..passes.rebased import REBASED
 from .calls import Call
 from .estimate import Estimator, Weights, call_key
 from .observe import Record
-from .rebased import REBASED
 
 REPEATS = 3
 LONG_SECONDS = 0.05

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ..program.program import without_autocast
 from .lean import Lean
 from .parts import even_parts, part_by_part
-from .program import without_autocast
 
 aten = torch.ops.aten
 

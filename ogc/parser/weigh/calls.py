@@ -9,8 +9,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from ..allocator import allocated_bytes, peak_bytes
-from ..program import LIVE_ARGUMENTS, has_history, operator_name, tensor_leaves
+from ...program.program import LIVE_ARGUMENTS, has_history, operator_name, tensor_leaves
+from ...torch_state.allocator import allocated_bytes, peak_bytes
 
 
 class Call:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..lean import out_of_place
+from ...operators.lean import out_of_place
 from .versions import is_elementwise, saves_result
 
 REBASED = "rebased"

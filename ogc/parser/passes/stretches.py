@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import torch
 
-from ..errors import InputError
-from ..lean import out_of_place
-from ..sliced import HEAVY, Sliced, works_by_sample
-from .observe import Record
+from ...errors import InputError
+from ...operators.lean import out_of_place
+from ...operators.sliced import HEAVY, Sliced, works_by_sample
+from ..weigh.observe import Record
 
 Stretch = tuple[str, str]
 """Names of the first and the last operation."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..program import TensorRef
+from ...program.program import TensorRef
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..lean import out_of_place, plain_operator
-from ..program import TensorRef
-from .observe import Observation, Record
+from ...operators.lean import out_of_place, plain_operator
+from ...program.program import TensorRef
+from ..weigh.observe import Observation, Record
 
 
 def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:

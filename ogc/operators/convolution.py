@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.backends import mkldnn
 
+from ..program.program import without_autocast
 from .parts import even_parts, part_by_part
-from .program import without_autocast
 
 aten = torch.ops.aten
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from .check import ONE_STEP
+from .checking.check import ONE_STEP
 from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
 from .in_parts import PartsPlan, Wish, heavy_leaves, optimize_in_parts
 from .parser import LeafModules, ParseGraph, hooked_modules, parse
 from .parser.arguments import call_arguments
 from .parser.custom import parse_graph_of
-from .parser.observe import get_attribute
-from .plan import Plan
+from .parser.weigh.observe import get_attribute
+from .plan.plan import Plan
 from .replan import Replanner
 from .runtime import optimized_module
 from .slicing import slice_batch
@@ -59,7 +59,7 @@ def optimize(
         repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
         verify: run one step of the result and one of the plain model on the sample input and compare them. That takes
-            the time and the memory of a plain step; :func:`ogc.check` tries more.
+            the time and the memory of a plain step; :func:`ogc.checking.check` tries more.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by

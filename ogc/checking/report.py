@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .errors import CheckError
+from ..errors import CheckError
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What :func:`ogc.check` found; true if nothing differs.
+    """What :func:`ogc.checking.check` found; true if nothing differs.
 
     Attributes:
         compared: how many tensors and other results were compared, over everything that was tried.

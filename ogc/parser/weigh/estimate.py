@@ -24,17 +24,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..allocator import can_measure
-from ..lean import INDEX_BYTES, Lean, channels_at_once, images_at_once, repeats_exactly
-from ..program import has_history, operator_name, storage_of, tensor_leaves
-from ..random_state import cuda_devices
-from ..sliced import Sliced
-from ..without_grad import WithoutGrad
+from ...operators.lean import INDEX_BYTES, Lean, channels_at_once, images_at_once, repeats_exactly
+from ...operators.sliced import Sliced
+from ...program.program import has_history, operator_name, storage_of, tensor_leaves
+from ...program.without_grad import WithoutGrad
+from ...torch_state.allocator import can_measure
+from ...torch_state.random_state import cuda_devices
+from ..passes.rebased import COPIES, REBASED
 from .calls import Call, measured_bytes, own_argument
 from .convolution import ConvolutionBytes, estimated, has_rule, in_parts, measured, with_partial_sums
 from .gradients import InputGradient
 from .observe import Record, is_dense
-from .rebased import COPIES, REBASED
 
 
 @dataclass(frozen=True)

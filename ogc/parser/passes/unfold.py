@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from ..compare import same_bits
-from ..program import call_beside, tensor_leaves
-from .calls import own_argument
-from .estimate import call_key
+from ...program.program import call_beside, tensor_leaves
+from ...torch_state.compare import same_bits
+from ..weigh.calls import own_argument
+from ..weigh.estimate import call_key
 
 aten = torch.ops.aten
 

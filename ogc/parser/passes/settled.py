@@ -10,8 +10,8 @@ import operator
 
 import torch
 
-from ..program import TensorRef, call_beside
-from .observe import Observation
+from ...program.program import TensorRef, call_beside
+from ..weigh.observe import Observation
 
 FAR = 10
 """Operations between the last write and the last use from which on a copy is made."""

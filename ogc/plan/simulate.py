@@ -1,7 +1,7 @@
 """The judge: a replay of forward and backward that counts every live byte of a plan.
 
 It shares no code with any solver and is in turn judged by the allocator. It goes through the steps of
-:class:`ogc.schedule.Schedule` one by one and counts copies of values from the step that makes them to the
+:class:`ogc.plan.schedule.Schedule` one by one and counts copies of values from the step that makes them to the
 last that needs them, saved internal tensors, temporaries of each operation, outputs, and the gradients
 alive during each backward. A value is counted once however many hold it.
 """
@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan import Plan, Segment
-from ..schedule import FORWARD, Run, Schedule, Step
+from .plan import Plan, Segment
+from .schedule import FORWARD, Run, Schedule, Step
 
 AnyMemory = TypeVar("AnyMemory", bound="_Memory")
 

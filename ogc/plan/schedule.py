@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from .errors import PlanError
-from .graph import Graph
+from ..errors import PlanError
+from ..graph import Graph
 from .plan import Segment, check_segments
 
 FORWARD = 0

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..allocator import allocated_bytes
-from ..convolution import is_product, parts_of
+from ...operators.convolution import is_product, parts_of
+from ...torch_state.allocator import allocated_bytes
 
 _WITHOUT_RULE_FLOPS = 2e7  # below this, a call is measured: in less time than matters, as few networks have many such
 _SUMS_FLOPS = 5e8  # per thread, of a call that is run for what threads sum in
