@@ -63,6 +63,27 @@ def test_any_nested_plan_is_bitwise_the_plain_model(name, seed):
     assert_same_training(model, ogc.apply(model, graph, plan), given, steps=2)
 
 
+class Largest(nn.Module):
+    """Of the maximum, the forward needs the values alone, the backward the indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)).reshape(-1, 4, 4).max(-1)[0]).relu()
+
+
+def test_a_result_that_only_the_backward_needs_may_be_kept():
+    model, x = Largest(), torch.randn(8, 16)
+    graph = ogc.parse(model, x)
+    stop = len(graph)
+    (results,) = (op.writes for op in graph.operations if op.target == "aten.max.dim")
+    plan = ogc.make_plan(graph, [ogc.recomputed(0, stop, ogc.recomputed(0, stop, kept=results))])
+    report = ogc.check(model, ogc.apply(model, graph, plan), x)
+    assert report.ok, report
+
+
 def test_inputs_that_require_grad_get_the_same_gradient():
     model = Residual()
     x = images().requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +59,10 @@ def called_leaves(graph: torch.fx.Graph) -> set[str]:
 
 
 def without_unused(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy without calls that nothing uses and that have no effect."""
+    """A copy without calls that nothing uses and that have no effect.
+
+    An operator's own results all stay, each by its number: its backward may need those that the forward does not.
+    """
     needed: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
         if (
@@ -68,9 +72,17 @@ def without_unused(graph: torch.fx.Graph) -> torch.fx.Graph:
         ):
             needed.add(node)
             needed.update(node.all_input_nodes)
+    needed.update(node for node in graph.nodes if _is_own_result(node) and node.args[0] in needed)
     result = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in graph.nodes:
         if node in needed:
             copies[node] = result.node_copy(node, copies.__getitem__)
     return result
+
+
+def _is_own_result(node: torch.fx.Node) -> bool:
+    """Whether a node is one of several tensors that an operator returns, not an entry of a list that it returns."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], torch.fx.Node):
+        return False
+    return len(getattr(getattr(node.args[0].target, "_schema", None), "returns", ())) > 1
