@@ -9,7 +9,7 @@ from models import CASES
 from torch import nn
 
 import ogc
-from networks import ARCHITECTURES
+from benchmarks.networks import ARCHITECTURES
 from ogc.allocator import allocated_bytes, peak_bytes
 from ogc.parser.gradients import InputGradient, OperationGradients, gradient_bytes
 from ogc.program import TensorRef

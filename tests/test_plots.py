@@ -17,7 +17,7 @@ from test_slicing import Wide
 
 import benchmark
 import ogc
-from networks import ARCHITECTURES
+from benchmarks.networks import ARCHITECTURES
 from ogc import plots
 from ogc.plots import LAYERS, MIB, Timeline
 from ogc.schedule import FORWARD, Schedule
