@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 import ogc
-from measuring import (
+from benchmarks.measuring import (
     MIB,
     CheckFailed,
     allocate_gradients,
@@ -43,10 +43,10 @@ from measuring import (
     measure,
     timed,
 )
-from networks import ARCHITECTURES, PUBLISHED
+from benchmarks.networks import ARCHITECTURES, PUBLISHED
+from benchmarks.peers import Comparison, compare
 from ogc.graph import table
 from ogc.solver import SOLVERS
-from peers import Comparison, compare
 
 CPU_BATCH_SIZE = 4
 

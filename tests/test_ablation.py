@@ -1,10 +1,10 @@
 """Other orders of a program are the same program."""
 
 import torch
-from ablation import in_another_order
 from torch import nn
 
 import ogc
+from benchmarks.ablation import in_another_order
 
 
 class Branches(nn.Module):

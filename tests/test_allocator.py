@@ -9,7 +9,7 @@ from models import CASES
 from torch import nn
 
 import ogc
-from networks import ARCHITECTURES
+from benchmarks.networks import ARCHITECTURES
 from ogc.parser.weigh.gradients import InputGradient, OperationGradients, gradient_bytes
 from ogc.program.program import TensorRef
 from ogc.torch_state.allocator import allocated_bytes, peak_bytes

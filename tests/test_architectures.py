@@ -8,13 +8,13 @@ from statistics import geometric_mean
 import pytest
 import torch
 from helpers import assert_same_training, loss_of, trace_of_training
-from result_tables import files, rows
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.flop_counter import FlopCounterMode
 
 import ogc
-from measuring import step
-from networks import NETWORKS, PUBLISHED
+from benchmarks.measuring import step
+from benchmarks.networks import NETWORKS, PUBLISHED
+from benchmarks.tables import files, rows
 from ogc.solver import search
 from ogc.torch_state.allocator import peak_bytes
 

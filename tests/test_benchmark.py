@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import benchmark
-import measuring
 import ogc
-from networks import ARCHITECTURES
+from benchmarks import measuring
+from benchmarks.networks import ARCHITECTURES
 
+ROOT = Path(measuring.__file__).parents[1]
 SMALL = ["--arch", "resnet18", "--device", "cpu", "--batch-size", "2", "--image-size", "64", "--iterations", "1"]
 
 
@@ -63,7 +64,7 @@ def test_the_default_batch_on_cpu_is_small_and_the_output_says_so(capsys):
 
 FRESH_PAGES = """
 import resource, torch
-from measuring import give_back_freed_memory, keep_freed_memory
+from benchmarks.measuring import give_back_freed_memory, keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -81,7 +82,7 @@ print(faults())
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
 def test_freed_memory_can_be_kept():
     script = [sys.executable, "-c", FRESH_PAGES]
-    done = subprocess.run(script, capture_output=True, text=True, check=True, cwd=Path(measuring.__file__).parent)
+    done = subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT)
     given_back, kept, given_back_later = map(int, done.stdout.split())
     assert min(given_back, given_back_later) > 10 * kept
 

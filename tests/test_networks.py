@@ -9,7 +9,7 @@ from torch import nn
 
 import benchmark
 import ogc
-from networks import NETWORKS, FactorisedReduce, SearchSpaceNetwork
+from benchmarks.networks import NETWORKS, FactorisedReduce, SearchSpaceNetwork
 from ogc.torch_state.allocator import peak_bytes
 
 MIB = 2**20

@@ -3,24 +3,22 @@
 import json
 from collections import OrderedDict
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from result_tables import beating
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import benchmark
-import measuring
 import ogc
-import peers
-from networks import ARCHITECTURES, Tokens
-from networks.densenet_cifar import densenet_cifar
-from networks.transformers import Gpt2
+from benchmarks import measuring, peers
+from benchmarks.networks import ARCHITECTURES, Tokens
+from benchmarks.networks.densenet_cifar import densenet_cifar
+from benchmarks.networks.transformers import Gpt2
+from benchmarks.peers import Impossible, PeerRow, Split, compare, with_verdicts
+from benchmarks.tables import RESULTS, beating
 from ogc.torch_state.allocator import peak_bytes
-from peers import Impossible, PeerRow, Split, compare, with_verdicts
 
 
 def gpt():
@@ -291,7 +289,7 @@ def test_options_that_do_not_go_with_it(options, message, capsys):
 
 COMPARISONS = [
     pytest.param(comparison["rows"], id=f"{path.stem}-{comparison['arch']}")
-    for path in sorted((Path(__file__).parent / "results").glob("*_compare*.json"))
+    for path in sorted((RESULTS).glob("*_compare*.json"))
     for comparison in json.loads(path.read_text())["rows"]
 ]
 

@@ -17,7 +17,7 @@ from test_slicing import Wide
 
 import benchmark
 import ogc
-from networks import ARCHITECTURES
+from benchmarks.networks import ARCHITECTURES
 from ogc.plan import plots, trace
 from ogc.plan.plots import LAYERS, MIB, Timeline
 from ogc.plan.schedule import FORWARD, Schedule

@@ -1,4 +1,4 @@
-"""What published architectures do that small models of these tests do not: found by ``tests/zoo.py``."""
+"""What published architectures do that small models of these tests do not: found by ``benchmarks/zoo``."""
 
 import numpy
 import pytest

@@ -5,7 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import result_tables
+
+from benchmarks import tables
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,7 +24,7 @@ def test_there_are_examples_and_two_commands():
 
 
 def test_the_table_is_that_of_the_results():
-    assert result_tables.inserted(TEXT) == TEXT, "run python tests/result_tables.py"
+    assert tables.inserted(TEXT) == TEXT, "run python -m benchmarks.tables"
 
 
 def test_every_file_a_reader_is_sent_to_is_there():

@@ -1,22 +1,23 @@
-"""RESULTS.md says what the committed results say."""
+"""docs/results.md says what the committed results say."""
 
 import json
 import re
 
 import pytest
-import result_tables
-from result_tables import ROOT, document, files, rows
 
-TEXT = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+from benchmarks import tables
+from benchmarks.tables import ROOT, document, files, rows
+
+TEXT = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
 
 def test_the_document_is_that_of_the_results():
-    assert document() == TEXT, "run python tests/result_tables.py"
+    assert document() == TEXT, "run python -m benchmarks.tables"
 
 
 def test_it_has_every_row_and_every_command():
     assert len(rows()) == 18
-    for path in result_tables.RESULTS.glob("*.json"):
+    for path in tables.RESULTS.glob("*.json"):
         assert f"`{path.name}`: `{json.loads(path.read_text())['command']}`" in TEXT
     for name in {row["arch"] for row in rows()}:
         assert f"| {name} |" in TEXT
@@ -41,7 +42,7 @@ def test_every_table_is_rectangular():
 @pytest.fixture
 def on_cpus(tmp_path):
     """The folder of the results that were measured on CPUs."""
-    for path in result_tables.RESULTS.glob("*.json"):
+    for path in tables.RESULTS.glob("*.json"):
         if not path.name.startswith("cuda"):
             (tmp_path / path.name).write_text(path.read_text())
     return tmp_path
@@ -72,7 +73,7 @@ def test_cuda_has_its_place(on_cpus):
 )
 def test_predictions_hold_on_cuda(row):
     assert row["predicted_bytes"] == pytest.approx(row["ogc_bytes"], rel=0.05)
-    assert row["predicted_overhead"] == pytest.approx(result_tables.more_time(row), abs=0.05)
+    assert row["predicted_overhead"] == pytest.approx(tables.more_time(row), abs=0.05)
 
 
 def test_other_tools_have_their_place(on_cpus):
@@ -109,12 +110,12 @@ def test_each_part_of_the_search_gains_somewhere_and_peaks_are_as_predicted():
 def test_a_model_that_is_not_equal_is_not_passed_over():
     (run,) = files("zoo_timm.json")
     different = {"name": "x", "verdict": "different", "detail": "output 0 of step 0"}
-    found = result_tables._zoo([run | {"rows": [*run["rows"], different]}])
+    found = tables._zoo([run | {"rows": [*run["rows"], different]}])
     assert "| timm | x | different: output 0 of step 0 |" in found
-    with pytest.raises(AssertionError, match="say so in RESULTS"):
-        result_tables._zoo([run | {"rows": [*run["rows"], different | {"verdict": "almost"}]}])
+    with pytest.raises(AssertionError, match="say so in docs/results"):
+        tables._zoo([run | {"rows": [*run["rows"], different | {"verdict": "almost"}]}])
 
 
 def test_reasons_are_short():
     error = "ParseError: numbers: bool() of a tensor at /a/b/site-packages/x.py:1; item() of a tensor at y.py:2. Do so."
-    assert result_tables._reason(error) == "ParseError: numbers: bool() of a tensor at x.py:1 and 1 more place"
+    assert tables._reason(error) == "ParseError: numbers: bool() of a tensor at x.py:1 and 1 more place"

@@ -6,11 +6,11 @@ from helpers import assert_same_training
 from torch import nn
 
 import ogc
-from networks import ARCHITECTURES, PUBLISHED, Tokens
-from networks.densenet_cifar import densenet_cifar
-from networks.stacks import Additions, linear_relu
-from networks.transformers import Bert, Gpt2
-from networks.unet import UNet
+from benchmarks.networks import ARCHITECTURES, PUBLISHED, Tokens
+from benchmarks.networks.densenet_cifar import densenet_cifar
+from benchmarks.networks.stacks import Additions, linear_relu
+from benchmarks.networks.transformers import Bert, Gpt2
+from benchmarks.networks.unet import UNet
 
 # torchvision's own counts (GoogLeNet's without auxiliary classifiers), those of the published BERT-base with pooler,
 # GPT-2 small and DenseNet-BC (100, 12), and of U-Net with padding, batch norm, three channels and two classes.

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import ogc
+from benchmarks.peers import _frontier_by_flops
 from ogc.parser.passes import unfold
 from ogc.plan.schedule import Schedule
-from peers import _frontier_by_flops
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 

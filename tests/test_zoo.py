@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import ogc
-from tests.zoo_models import Subject, seeded
-from tests.zoo_table import summary, table
-from tests.zoo_training import difference, row_of, tensors_in, train
+from benchmarks.zoo.models import Subject, seeded
+from benchmarks.zoo.table import summary, table
+from benchmarks.zoo.training import difference, row_of, tensors_in, train
 
 
 class Small(nn.Module):

@@ -16,9 +16,9 @@ import numpy
 import torch
 
 import ogc
+from benchmarks.zoo.models import Subject
 from ogc.program.leaf import Leaf
 from ogc.torch_state.allocator import peak_bytes
-from tests.zoo_models import Subject
 
 STEPS = 3
 SEED = 3
@@ -45,7 +45,7 @@ def digest(value: object) -> str:
         return repr(value)
     tensor = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     content = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    content.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    content.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
     return content.hexdigest()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.zoo_models.diffusers_inputs import (
+from benchmarks.zoo.models.diffusers.inputs import (
     BATCH,
     CODER,
     CONDITIONED,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tests.zoo_models import seeded
-from tests.zoo_models.calls import BATCH, LENGTH, Maker
-from tests.zoo_models.shrink import VOCABULARY, tiny
+from benchmarks.zoo.models import seeded
+from benchmarks.zoo.models.calls import BATCH, LENGTH, Maker
+from benchmarks.zoo.models.shrink import VOCABULARY, tiny
 
 _RESNET: dict[str, Any] = {
     "use_timm_backbone": False,

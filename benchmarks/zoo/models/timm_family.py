@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.zoo_models import Build, Subject, seeded
+from benchmarks.zoo.models import Build, Subject, seeded
 
 BATCH = 4
 SIZE = 96

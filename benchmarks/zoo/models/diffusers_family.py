@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from tests.zoo_models import Build, Subject, seeded
-from tests.zoo_models.diffusers_coders import CODERS
-from tests.zoo_models.diffusers_transformers import TRANSFORMERS
+from benchmarks.zoo.models import Build, Subject, seeded
+from benchmarks.zoo.models.diffusers.coders import CODERS
+from benchmarks.zoo.models.diffusers.transformers import TRANSFORMERS
 
 _MODELS = {**CODERS, **TRANSFORMERS}
 

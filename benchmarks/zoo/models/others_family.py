@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zoo_models import Build, Subject, seeded
+from benchmarks.zoo.models import Build, Subject, seeded
 
 BATCH = 2
 NODES, EDGES = 24, 72

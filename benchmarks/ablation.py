@@ -1,6 +1,6 @@
 """What each part of the search gains: the same questions with one part left out, by simulator and allocator.
 
-    OMP_NUM_THREADS=1 python tests/ablation.py
+    OMP_NUM_THREADS=1 python -m benchmarks.ablation
 
 Each plan is run once, on the CPU, for its peak. Another order of the program is tried by writing the model's
 operations down in it, as a module of its own: parsed, planned and run like any other. It needs torchvision.
@@ -14,7 +14,6 @@ import logging
 import os
 import platform
 import random
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -26,14 +25,13 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import ogc
-from measuring import allocate_gradients, step
-from networks import ARCHITECTURES
 from ogc.operators.lean import Lean, plain_operator
 from ogc.solver import search
 from ogc.torch_state.allocator import peak_bytes
+
+from .measuring import allocate_gradients, step
+from .networks import ARCHITECTURES
 
 NETWORKS = {
     "resnet18": (4, None), "resnet50": (8, None), "densenet121": (4, None), "inception_v3": (4, None),
@@ -42,7 +40,7 @@ NETWORKS = {
 }  # fmt: skip
 """Batch sizes, and sizes of the input where not the usual."""
 
-WISHES: dict[str, dict[str, float]] = {
+WISHES: dict[str, dict[str, Any]] = {
     "least peak": {},
     "20% more time": {"max_overhead": 0.2},
     "5% more time": {"max_overhead": 0.05},
@@ -69,7 +67,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     rows = [row for name in options.names or NETWORKS for row in rows_of(name, *NETWORKS[name])]
     environment = {
-        "command": f"python tests/ablation.py{''.join(f' {name}' for name in options.names)}",
+        "command": f"python -m benchmarks.ablation{''.join(f' {name}' for name in options.names)}",
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
@@ -167,7 +165,8 @@ def _written_down(model: nn.Module, graph: fx.Graph, operations: list[fx.Node]) 
         copy = copies[node] = written.node_copy(node, copies.__getitem__)
         if isinstance(copy.target, Lean):  # it is put in again when this is parsed
             copy.target = plain_operator(copy.target)
-            copy.args = copy.args[: len(copy.target._schema.arguments)]
+            arguments: Any = copy.target
+            copy.args = copy.args[: len(arguments._schema.arguments)]
     return fx.GraphModule(model, written).train()
 
 

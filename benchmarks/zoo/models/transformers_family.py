@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from tests.zoo_models import Build, Subject
-from tests.zoo_models.calls import Maker, ways
-from tests.zoo_models.heads import classes_by_task, has_text
-from tests.zoo_models.settings import own_ways, settings_of
-from tests.zoo_models.shrink import tiny
+from benchmarks.zoo.models import Build, Subject
+from benchmarks.zoo.models.calls import Maker, ways
+from benchmarks.zoo.models.heads import classes_by_task, has_text
+from benchmarks.zoo.models.settings import own_ways, settings_of
+from benchmarks.zoo.models.shrink import tiny
 
 
 def models() -> dict[str, Build]:
@@ -62,6 +62,6 @@ def _model(kind: str, name: str) -> torch.nn.Module:
 
 
 def _try(model: torch.nn.Module, batch: dict[str, Any]) -> None:
-    from tests.zoo_training import loss_of
+    from benchmarks.zoo.training import loss_of
 
     loss_of(model(**batch)).backward()

@@ -9,11 +9,12 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from tests.zoo_models import seeded
+from benchmarks.zoo.models import seeded
 
 BATCH = 2
 LENGTH = 48
@@ -275,7 +276,7 @@ def ways(maker: Maker) -> list[tuple[str, Batch]]:
         found.append((alone, maker.text))
     if "pixel_values" in names and "input_ids" not in names:
         sizes = (None, 64, 224, 96)
-        found += [("", lambda step, size=size: maker.image(step, size)) for size in sizes]
+        found += [("", partial(maker.image, size=size)) for size in sizes]
     if names & {"pixel_values_videos", "pixel_values"}:
         found.append(("", maker.video))
     if "input_features" in names:

@@ -37,7 +37,7 @@ Build = Callable[[], Subject]
 
 def family(name: str) -> dict[str, Build]:
     """The models of a family, in the order to try them."""
-    found: dict[str, Build] = importlib.import_module(f"tests.zoo_models.{name}_family").models()
+    found: dict[str, Build] = importlib.import_module(f"benchmarks.zoo.models.{name}_family").models()
     return found
 
 

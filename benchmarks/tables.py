@@ -1,4 +1,4 @@
-"""Writes RESULTS.md and the README's table from tests/results: ``python tests/result_tables.py``."""
+"""Writes docs/results.md and the README's table from benchmarks/results: ``python -m benchmarks.tables``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "tests" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 START, END = "<!-- results -->\n", "<!-- end of results -->"
 MIB = 2**20
 
@@ -46,8 +46,8 @@ def markdown() -> str:
         f"{_table(header, cells)}\nPeak of the allocator over one step, {_devices(rows())}, torch "
         f"{files('cpu_published*.json')[0]['versions']['torch']}, float32, all outputs, gradients and buffers equal "
         f"bit by bit. Geometric mean of ours over published: {_ratio(rows()):.2f}. The published figures were measured "
-        "on a GPU; CPU kernels add temporaries of their own (see Limits). [RESULTS.md](RESULTS.md) has the rest: "
-        "solvers side by side, slices, small batches, a hundred other models, and the commands.\n"
+        "on a GPU; CPU kernels add temporaries of their own (see Limits). [docs/results.md](docs/results.md) has the "
+        "rest: solvers side by side, slices, small batches, a hundred other models, and the commands.\n"
     )
 
 
@@ -58,17 +58,17 @@ def inserted(text: str) -> str:
     return f"{before}{START}{markdown()}{END}{after}"
 
 
-# -- RESULTS.md -----------------------------------------------------------------------------------------------
+# -- docs/results.md -----------------------------------------------------------------------------------------------
 
 
 def document(folder: Path = RESULTS) -> str:
-    """RESULTS.md, whole."""
+    """docs/results.md, whole."""
     parts = [(title, text, writer, files(pattern, folder)) for title, pattern, text, writer in PARTS]
     everything = [run for *_, runs in parts for run in runs]
     lines = [
         "# Results",
         "",
-        "Written by `python tests/result_tables.py` from `tests/results`; nothing here is typed by hand. Memory is",
+        "Written by `python -m benchmarks.tables` from `benchmarks/results`; nothing here is typed by hand. Memory is",
         "the allocator's peak over one step (forward, `sum().backward()`, gradients of parameters already there)",
         "above what was allocated before it, in MiB (2^20 bytes). *More FLOPs* counts those of the whole step, by",
         "PyTorch's own counter; *recomputed* is the simulator's share of a plain step's time. In every row outputs,",
@@ -254,7 +254,7 @@ def beating(found: Sequence[Data]) -> set[str]:
 def _ablation(runs: Sequence[Data]) -> str:
     """A row for each network and wish; a column for each part that is left out."""
     found = [row for run in runs for row in run["rows"]]
-    by_question: dict[tuple[Data, ...], dict[str, Data]] = {}
+    by_question: dict[Any, dict[str, Data]] = {}
     for row in found:
         shape = "×".join(map(str, row["input_shape"]))
         by_question.setdefault((row["arch"], shape, row["wish"], row["plain_bytes"]), {})[row["without"]] = row
@@ -287,7 +287,7 @@ def _zoo(runs: Sequence[Data]) -> str:
         cuts = [1 - row["ogc_bytes"] / row["plain_bytes"] for row in measured]
         kinds = [row["verdict"] for row in run["rows"]]
         unknown = {kind for kind in kinds if kind not in KINDS}
-        assert not unknown, f"{run['file']} has rows that are {unknown}: say so in RESULTS.md"
+        assert not unknown, f"{run['file']} has rows that are {unknown}: say so in docs/results.md"
         cells.append([
             *(family, len(kinds), *(kinds.count(kind) for kind in KINDS)),
             sum(row.get("leaf_share", 0) >= 0.5 for row in measured),
@@ -351,15 +351,15 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "On CUDA",
         "cuda_published*.json",
         "The published table where it was measured, by `python benchmark.py --arch all --device cuda:0 --batch-size "
-        "published --json tests/results/cuda_published.json`: what the simulator and the profiler predict, and what "
-        "the allocator and the clock say.",
+        "published --json benchmarks/results/cuda_published.json`: what the simulator and the profiler predict, and "
+        "what the allocator and the clock say.",
         _on_cuda,
     ),
     (
         "Other tools on CUDA",
         "cuda_compare*.json",
         "By `python benchmark.py --arch resnet50 densenet121 gpt2_small unet --device cuda:0 --compare --json "
-        "tests/results/cuda_compare.json`.",
+        "benchmarks/results/cuda_compare.json`.",
         _compared,
     ),
     ("At batch 4", "cpu_batch_4.json", "The same as the published table, where activations are small.", _small),
@@ -432,7 +432,7 @@ def _devices(found: Sequence[Data]) -> str:
 def main() -> None:
     readme = ROOT / "README.md"
     readme.write_text(inserted(readme.read_text(encoding="utf-8")), encoding="utf-8")
-    (ROOT / "RESULTS.md").write_text(document(), encoding="utf-8")
+    (ROOT / "docs" / "results.md").write_text(document(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Optimises other people's models and compares three training steps with the plain model's, bit by bit.
 
-    python tests/zoo.py --family torchvision resnet18 vit_b_16
-    OMP_NUM_THREADS=1 python tests/zoo.py --family transformers
-    python tests/zoo.py --family others --plain-only
+    python -m benchmarks.zoo --family torchvision resnet18 vit_b_16
+    OMP_NUM_THREADS=1 python -m benchmarks.zoo --family transformers
+    python -m benchmarks.zoo --family others --plain-only
 
 Each model is built small from its configuration, on the CPU, and tried in a process of its own that has --seconds and
 --gigabytes. A row is written as soon as it is there; one that the same code gave before stays, but for --again.
-What a family needs is said in tests/zoo_models/; the largest of torchvision's models take --gigabytes 14.
+What a family needs is said in benchmarks/zoo/models/; the largest of torchvision's models take --gigabytes 14.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import platform
 import resource
-import sys
 import warnings
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -29,13 +28,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.zoo.models import FAMILIES, Build, family
+from benchmarks.zoo.table import brief, summary, table
+from benchmarks.zoo.training import STEPS, row_of
 
-from tests.zoo_models import FAMILIES, Build, family
-from tests.zoo_table import brief, summary, table
-from tests.zoo_training import STEPS, row_of
-
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
@@ -48,7 +45,9 @@ def main() -> None:
     if options.list:
         print("\n".join(names))
         return
-    path = options.json or (None if options.plain_only else ROOT / "tests" / "results" / f"zoo_{options.family}.json")
+    path = options.json or (
+        None if options.plain_only else ROOT / "benchmarks" / "results" / f"zoo_{options.family}.json"
+    )
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path and path.exists() else {}
     code = _code()
     for name in names:
@@ -66,7 +65,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: the whole family")
     parser.add_argument("--family", choices=FAMILIES, default="torchvision")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: tests/results/zoo_<family>.json")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/zoo_<family>.json")
     parser.add_argument("--seconds", type=float, default=120.0, help="a model that takes longer is not tried")
     parser.add_argument("--gigabytes", type=float, default=6.0, help="memory that a model may take")
     parser.add_argument("--plain-only", action="store_true", help="only see which models can be built and trained")
@@ -123,7 +122,7 @@ def _try(build: Build, plain_only: bool, gigabytes: float, pipe: Connection) -> 
 
 def _write(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
     environment = {
-        "command": f"python tests/zoo.py --family {name}",  # perhaps in groups of models
+        "command": f"python -m benchmarks.zoo --family {name}",  # perhaps in groups of models
         "versions": {"torch": torch.__version__, **_versions(name), "python": platform.python_version()},
         "steps": STEPS,
         "threads": torch.get_num_threads(),

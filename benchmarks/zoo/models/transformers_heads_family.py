@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.zoo_models import Build
-from tests.zoo_models.heads import classes_by_task
-from tests.zoo_models.transformers_family import build
+from benchmarks.zoo.models import Build
+from benchmarks.zoo.models.heads import classes_by_task
+from benchmarks.zoo.models.transformers_family import build
 
 
 def models() -> dict[str, Build]:

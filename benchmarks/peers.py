@@ -28,12 +28,13 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 from tqdm import tqdm
 
 import ogc
-from measuring import MIB, CheckFailed, Measured, Run, allocate_gradients, as_before, measure, step, timed
-from networks import Architecture
 from ogc.graph import table
 from ogc.solver import SOLVERS
 from ogc.torch_state.allocator import peak_bytes
 from ogc.torch_state.compare import same_bits
+
+from .measuring import MIB, CheckFailed, Measured, Run, allocate_gradients, as_before, measure, step, timed
+from .networks import Architecture
 
 OVERHEAD = 0.2
 """The share of a plain step's time that one of our rows may recompute."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.zoo_models.diffusers_inputs import (
+from benchmarks.zoo.models.diffusers.inputs import (
     BATCH,
     CONDITIONED,
     CROSS,

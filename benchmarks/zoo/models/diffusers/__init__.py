@@ -1,0 +1,1 @@
+"""The parts that :mod:`benchmarks.zoo.models.diffusers_family` is made of."""
