@@ -1,5 +1,7 @@
 """Operators that meta tensors cannot stand in for: they are weighed on real ones."""
 
+import logging
+
 import pytest
 import torch
 from helpers import forced
@@ -7,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
+from ogc.parser.weigh import estimate
 
 TOKENS = torch.randint(0, 20, (4, 8), generator=torch.Generator().manual_seed(0))
 
@@ -48,6 +51,31 @@ def test_operators_without_a_kernel_for_meta_tensors(kind, profile):
     optimised = ogc.optimize(model, TOKENS, profile=profile)
     assert ogc.check(model, optimised, TOKENS).ok
     assert all(op.backward_seconds > 0 for op in optimised.graph.operations if "ctc" in op.target)
+
+
+def test_what_fails_on_shapes_alone_is_named_in_the_log(caplog, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("broken")
+
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
+    monkeypatch.setitem(estimate.QUICK, torch.ops.aten.relu.default, broken)
+    with caplog.at_level(logging.INFO, "ogc"):
+        graph = ogc.parse(model, x)
+        ogc.optimize(Packed(), TOKENS)
+    assert graph.operations[-1].backward_bytes and graph.operations[-1].forward_seconds
+    told = {record.args[0]: record for record in caplog.records if "is weighed on real tensors" in record.message}
+    assert told[torch.ops.aten.relu.default].levelname == "WARNING"
+    assert "RuntimeError('broken')" in told[torch.ops.aten.relu.default].message
+    assert told[torch.ops.aten._pack_padded_sequence.default].levelname == "INFO"  # as is known of it
+
+
+def test_a_device_without_rates_is_named_once(caplog):
+    estimate.rates_of.cache_clear()
+    for _ in range(2):
+        graph = ogc.parse(nn.Linear(3, 3), torch.randn(2, 3), device="meta")
+    (record,) = caplog.records
+    assert record.getMessage() == "ogc has no rates for meta: it estimates times with those of CUDA"
+    assert graph.step_seconds == ogc.parse(nn.Linear(3, 3), torch.randn(2, 3), device="cuda").step_seconds
 
 
 @pytest.mark.parametrize("profile", ["estimate", "measure"])

@@ -235,7 +235,9 @@ def test_long_and_empty_graphs_are_drawn():
     empty = ogc.solve(ogc.Graph((), ()))
     empty.plot()
     empty.draw()
-    ogc.frontier(ogc.Graph((), ())).plot()
+    curve = ogc.frontier(ogc.Graph((), ()))
+    curve.plot()
+    assert str(curve).splitlines()[1].split() == ["0.0", "-", "0.0%", "0"]
 
 
 # -- plans remember their graph, not its program -----------------------------------------------------------------

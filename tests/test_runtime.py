@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import linecache
 import random
+import traceback
 import weakref
 from contextlib import contextmanager
 
@@ -416,6 +418,23 @@ def test_a_step_leaves_nothing_behind():
         assert frames and all(ref() is None for ref in frames), "a reference cycle keeps a frame"
     finally:
         gc.enable()
+
+
+def test_the_text_of_a_plan_is_there_for_tracebacks_as_long_as_the_plan_is():
+    def plans_with_text():
+        gc.collect()
+        return {name for name in linecache.cache if name.startswith("<ogc plan")}
+
+    before, model, tokens = plans_with_text(), Attention(), torch.zeros(2, 10, dtype=torch.long)
+    graph = ogc.parse(model, tokens)
+    for plan in ogc.frontier(graph).plans:
+        ogc.apply(model, graph, plan)
+    assert plans_with_text() <= before
+    optimised = forced(model, tokens)
+    with pytest.raises(IndexError) as caught:
+        optimised(tokens + 1000)
+    assert plans_with_text() - before
+    assert any("embedding" in line for line in traceback.format_exception(caught.value) if "<ogc plan" in line)
 
 
 def test_a_forward_that_is_never_followed_by_a_backward_leaves_nothing_behind():

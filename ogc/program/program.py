@@ -63,8 +63,8 @@ class Program:
         inputs: how the arguments flatten, with the values of those that are no tensors.
         outputs: how the result is rebuilt from the tensors of the output node.
         saves: for each operation, what autograd saves, in order.
-        tensors: for each operation, the requires_grad flag of each tensor it returns.
         storages: the value number of each program tensor that is a value.
+        differentiable: the program tensors that a backward through them leads on from.
         random: operations that draw random numbers.
         out_of_place: for operations that may take over a value's storage, the operator that does not.
         guards: what Python read out of tensors; the program holds where it is the same. None if nothing was read.

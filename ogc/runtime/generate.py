@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 import math
 import operator
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +53,7 @@ def generate(graph: Graph, plan: Plan) -> Generated:
     filename = f"<ogc plan {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
     exec(compile(source, filename, "exec"), names)
+    weakref.finalize(names["forward"], linecache.cache.pop, filename, None)  # goes with all that it names
     runs = {writer.number: writer.code(names[f"run_{writer.number}"]) for writer in again}
     return Generated(source, names["forward"], runs)
 

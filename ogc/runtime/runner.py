@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import logging
 import time
 import weakref
@@ -194,12 +193,10 @@ class Runner:
         alike = [v for v in variants if v.is_carried == variant.is_carried and v is not self.sample]
         if len(alike) > (SHAPES if variant.is_carried else PLANS):
             variants.remove(alike[-1])
-            self._forget(alike[-1], variants)
+            self._forget(alike[-1])
         self.variants = variants
 
-    def _forget(self, variant: Variant, others: list[Variant]) -> None:
-        if variant.code is not None and all(variant.code is not other.code for other in others):
-            linecache.cache.pop(variant.code.forward.__code__.co_filename, None)
+    def _forget(self, variant: Variant) -> None:
         if variant.is_carried:
             self._tell(
                 f"ogc meets more than {SHAPES} shapes of inputs and checks those that it forgot anew; "

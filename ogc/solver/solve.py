@@ -137,7 +137,7 @@ class Frontier:
         rows = [
             [
                 f"{plan.peak_bytes / 1e6:.1f}",
-                f"{plan.peak_bytes / plan.plain_peak_bytes:.1%}",
+                f"{plan.peak_bytes / plan.plain_peak_bytes:.1%}" if plan.plain_peak_bytes else "-",
                 f"{plan.overhead:.1%}",
                 str(max((segment.depth for segment in plan.segments), default=0)),
             ]
