@@ -48,7 +48,7 @@ LAYERS = {
     "gradients": ("gradients", GREEN),
     "working": ("the running operation itself", PURPLE),
 }
-"""The kinds of bytes of :class:`ogc.solver.Moment`, from the bottom of the picture, with label and colour."""
+"""The kinds of bytes of :class:`ogc.plan.Moment`, from the bottom of the picture, with label and colour."""
 
 Location = str | PathLike[str] | None
 
