@@ -1,4 +1,4 @@
-"""README's examples run, its table is that of the committed results, CI runs its test command."""
+"""Examples of README and docs run, README's table is that of the committed results, CI runs its test command."""
 
 import re
 import subprocess
@@ -10,17 +10,29 @@ from benchmarks import tables
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [
+    pytest.param(example, id=f"{page.name} {number}")
+    for page in PAGES
+    for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
+]
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_examples_run(number):
-    exec(compile(EXAMPLES[number], f"README example {number}", "exec"), {})
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_run(example):
+    exec(compile(example, "example", "exec"), {})
 
 
 def test_there_are_examples_and_two_commands():
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) >= 5
     assert len(re.findall(r"```bash\n", TEXT)) == 2
+
+
+def test_pages_are_as_short_as_their_readers_time():
+    sizes = {page.name: len(page.read_bytes()) for page in PAGES}
+    assert sizes.pop("README.md") <= 8 * 1024
+    assert max(sizes.values()) <= 15 * 1024
+    assert len((ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()) <= 40
 
 
 def test_the_table_is_that_of_the_results():
@@ -28,8 +40,9 @@ def test_the_table_is_that_of_the_results():
 
 
 def test_every_file_a_reader_is_sent_to_is_there():
-    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
-        assert (ROOT / target).is_file(), target
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
+            assert (page.parent / target).is_file(), f"{page.name}: {target}"
 
 
 def test_ci_runs_the_test_command():
