@@ -9,7 +9,7 @@ import linecache
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -19,14 +19,14 @@ from typing import Any, cast
 import torch
 
 from ..graph import Graph
-from ..operators.lean import OPERATORS, Lean
+from ..operators.lean import OPERATORS
 from ..operators.sliced import Sliced
 from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run, Schedule
 from ..program.leaf import Leaf, runs_once
-from ..program.program import CONSTANT, LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
-from ..program.without_grad import WithoutGrad
+from ..program.program import Program, Saved, TensorRef
 from .frame import KEEP, RunCode
+from .statements import argument, call_of, let_go, live_arguments, statement, takes_notes, view_of
 
 _serial = count()
 
@@ -209,7 +209,7 @@ class _ForwardWriter:
         leaves = sorted((leaf, n) for n, run in enumerate(self.layout.schedule.runs) for leaf in run.leaves)
         for (start, stop), number in leaves:
             lines += [f"    {line}" for line in self._leaf(start, stop, number)]
-        lines.append(f"    return [{', '.join(_argument(node) for node in output.args[0])}]")
+        lines.append(f"    return [{', '.join(argument(node) for node in output.args[0])}]")
         return "\n".join(lines) + "\n"
 
     def _leaf(self, start: int, stop: int, number: int) -> list[str]:
@@ -219,13 +219,13 @@ class _ForwardWriter:
         lines += [f"with frame_{number}:", *(f"    {line}" for line in body)] if number else body
         for n in reversed(self.closed.get(stop, [])):
             lines.append(self._close(n))
-        freed = _let_go(self.frees.get((stop, True), [])).removeprefix("; ")
+        freed = let_go(self.frees.get((stop, True), [])).removeprefix("; ")
         return [*lines, *([freed] if freed else [])]
 
     def _operation(self, t: int, number: int) -> list[str]:
         node = self.layout.operations[t]
-        freed = _let_go(self.frees.get((t, False), []))
-        lines = [_statement(node, self.layout.target(FORWARD, t))]
+        freed = let_go(self.frees.get((t, False), []))
+        lines = [statement(node, self.layout.target(FORWARD, t))]
         if number and self.layout.is_repeated(number, t):
             lines = [self._repeated(t, number)]
         elif isinstance(node.target, Leaf):
@@ -244,7 +244,7 @@ class _ForwardWriter:
         assert isinstance(node.target, Leaf)
         made = (self.layout.program.storages[TensorRef(node.name, k)] for k in range(len(node.target.new)))
         results = [k for k, value in enumerate(made) if self.layout.schedule.source(number, value) == FORWARD]
-        return f"{node.name} = frame_{number}.call({t}, {_call(node)}, stays={_argument(stays)}, results={results})"
+        return f"{node.name} = frame_{number}.call({t}, {call_of(node)}, stays={argument(stays)}, results={results})"
 
     def _open(self, number: int) -> str:
         parent = self.layout.schedule.runs[number].parent
@@ -295,10 +295,10 @@ class _RunWriter:
         freed = self._frees()
         for node in self.nodes:
             t = self.layout.position[node]
-            text = _view(node) or _statement(node, self.layout.target(self.number, t), again=t)
+            text = view_of(node) or statement(node, self.layout.target(self.number, t), again=t)
             if self.layout.is_repeated(self.number, t):
-                text = f"{node.name} = frame.call_again({t}, {_call(node)})"
-            frees = _let_go(freed.get(node, []))
+                text = f"{node.name} = frame.call_again({t}, {call_of(node)})"
+            frees = let_go(freed.get(node, []))
             if t in self.layout.program.random and t in self.run.program:
                 lines += [f"    with frame.random({t}):", f"        {text}"]
                 lines += [f"    {frees.removeprefix('; ')}"] if frees else []
@@ -359,7 +359,7 @@ class _RunWriter:
         notes = {
             place: t
             for place, (t, k) in enumerate(flat)
-            if t in layout.repeated and _takes_notes(layout.operations[t]) and saves[t][k] == Saved()
+            if t in layout.repeated and takes_notes(layout.operations[t]) and saves[t][k] == Saved()
         }
         return RunCode(
             number=self.number,
@@ -376,78 +376,5 @@ class _RunWriter:
         if isinstance(node.target, Leaf):  # and what its module holds, unless a view is all that is made
             state = cast(list[torch.fx.Node], node.args[2])
             return state if self.layout.is_repeated(self.number, self.layout.position[node]) else []
-        live = _live_arguments(node)
+        live = live_arguments(node)
         return [n for n in node.all_input_nodes if n not in live]
-
-
-def _live_arguments(node: torch.fx.Node) -> list[Any]:
-    positions = LIVE_ARGUMENTS.get(operator_name(node.target), ())
-    return [node.args[p] for p in positions if p < len(node.args) and isinstance(node.args[p], torch.fx.Node)]
-
-
-def _view(node: torch.fx.Node) -> str | None:
-    """The statement that makes what a leaf returned, a view of an argument, anew."""
-    if not isinstance(node.target, Leaf) or (view := node.target.view) is None:
-        return None
-    number, layout = view
-    given = node.args[1]
-    assert isinstance(given, list)
-    return f"{node.name} = {_argument(given[number])}.as_strided{layout!r}"
-
-
-def _takes_notes(node: torch.fx.Node) -> bool:
-    """Whether the operator, run again, makes use of the internal tensors that it saved."""
-    return isinstance(node.target, Lean) and node.target.kind == "batch_norm"
-
-
-def _call(node: torch.fx.Node) -> str:
-    """The arguments of a call of a leaf: itself, its module, the tensors that it is given."""
-    assert isinstance(node.target, Leaf)
-    return f"{node.target.name}, {_argument(node.args[0])}, {_argument(node.args[1])}"
-
-
-def _statement(node: torch.fx.Node, target: Any, again: int | None = None) -> str:
-    """The statement that runs an operation; ``again`` is its number where it has run before."""
-    if isinstance(target, Leaf):
-        return f"{node.name} = {target.name}({_argument(node.args[0])}, {_argument(node.args[1])})"
-    if isinstance(target, WithoutGrad):
-        return f"with torch.no_grad(): {_statement(node, target.operator, again)}"
-    cloned = _live_arguments(node) if again is not None else []
-    arguments = [_argument(a) + (".clone()" if any(a is c for c in cloned) else "") for a in node.args]
-    if again is not None and _takes_notes(node):
-        arguments.append(f"*frame.notes({again})")
-    arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
-    if isinstance(target, Lean):
-        function = f"lean.{target.__name__}"
-    elif isinstance(target, Sliced):
-        function = target.name
-    elif isinstance(target, torch._ops.OpOverload):
-        function = f"torch.ops.{target}"
-    else:
-        function = f"operator.{target.__name__}"
-    return f"{node.name} = {function}({', '.join(arguments)})"
-
-
-def _argument(value: Any) -> str:
-    if isinstance(value, torch.fx.Node):
-        if value.op != "get_attr":
-            return value.name
-        target = str(value.target)
-        return target if target.startswith(CONSTANT) else _attribute(target)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_argument(item) for item in value)}]"
-    if isinstance(value, torch.device):
-        return f"torch.device({str(value)!r})"
-    return repr(value)
-
-
-def _attribute(path: str) -> str:
-    text = "self"
-    for part in path.split("."):
-        text = f"{text}.{part}" if part.isidentifier() else f"getattr({text}, {part!r})"
-    return text
-
-
-def _let_go(nodes: Iterable[torch.fx.Node]) -> str:
-    names = list(dict.fromkeys(node.name for node in nodes))
-    return f"; {' = '.join(names)} = None" if names else ""

@@ -1,0 +1,90 @@
+"""The text of single statements of a planned forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..operators.lean import Lean
+from ..operators.sliced import Sliced
+from ..program.leaf import Leaf
+from ..program.program import CONSTANT, LIVE_ARGUMENTS, operator_name
+from ..program.without_grad import WithoutGrad
+
+
+def live_arguments(node: torch.fx.Node) -> list[Any]:
+    """Those of its arguments that the operator updates and its own result does not depend on."""
+    positions = LIVE_ARGUMENTS.get(operator_name(node.target), ())
+    return [node.args[p] for p in positions if p < len(node.args) and isinstance(node.args[p], torch.fx.Node)]
+
+
+def view_of(node: torch.fx.Node) -> str | None:
+    """The statement that makes what a leaf returned, a view of an argument, anew."""
+    if not isinstance(node.target, Leaf) or (view := node.target.view) is None:
+        return None
+    number, layout = view
+    given = node.args[1]
+    assert isinstance(given, list)
+    return f"{node.name} = {argument(given[number])}.as_strided{layout!r}"
+
+
+def takes_notes(node: torch.fx.Node) -> bool:
+    """Whether the operator, run again, makes use of the internal tensors that it saved."""
+    return isinstance(node.target, Lean) and node.target.kind == "batch_norm"
+
+
+def call_of(node: torch.fx.Node) -> str:
+    """The arguments of a call of a leaf: itself, its module, the tensors that it is given."""
+    assert isinstance(node.target, Leaf)
+    return f"{node.target.name}, {argument(node.args[0])}, {argument(node.args[1])}"
+
+
+def statement(node: torch.fx.Node, target: Any, again: int | None = None) -> str:
+    """The statement that runs an operation; ``again`` is its number where it has run before."""
+    if isinstance(target, Leaf):
+        return f"{node.name} = {target.name}({argument(node.args[0])}, {argument(node.args[1])})"
+    if isinstance(target, WithoutGrad):
+        return f"with torch.no_grad(): {statement(node, target.operator, again)}"
+    cloned = live_arguments(node) if again is not None else []
+    arguments = [argument(a) + (".clone()" if any(a is c for c in cloned) else "") for a in node.args]
+    if again is not None and takes_notes(node):
+        arguments.append(f"*frame.notes({again})")
+    arguments += [f"{key}={argument(value)}" for key, value in node.kwargs.items()]
+    if isinstance(target, Lean):
+        function = f"lean.{target.__name__}"
+    elif isinstance(target, Sliced):
+        function = target.name
+    elif isinstance(target, torch._ops.OpOverload):
+        function = f"torch.ops.{target}"
+    else:
+        function = f"operator.{target.__name__}"
+    return f"{node.name} = {function}({', '.join(arguments)})"
+
+
+def argument(value: Any) -> str:
+    """The text of an argument, nodes by their names and tensors of the model by their paths."""
+    if isinstance(value, torch.fx.Node):
+        if value.op != "get_attr":
+            return value.name
+        target = str(value.target)
+        return target if target.startswith(CONSTANT) else _attribute(target)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(argument(item) for item in value)}]"
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    return repr(value)
+
+
+def _attribute(path: str) -> str:
+    text = "self"
+    for part in path.split("."):
+        text = f"{text}.{part}" if part.isidentifier() else f"getattr({text}, {part!r})"
+    return text
+
+
+def let_go(nodes: Iterable[torch.fx.Node]) -> str:
+    """What to put behind a statement, so that these names hold nothing after it."""
+    names = list(dict.fromkeys(node.name for node in nodes))
+    return f"; {' = '.join(names)} = None" if names else ""
