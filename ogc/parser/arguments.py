@@ -8,7 +8,7 @@ import torch
 
 from ..errors import InputError
 from ..program.structures import Call
-from .recorder import is_compiled
+from ..torch_state.hooks import is_compiled
 from .weigh.observe import is_dense
 
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..builder import GraphBuilder, label_of
 from ..errors import InputError, OgcError, ParseError, add_note
 from ..program.program import attribute
-from .recorder import scope
+from .forward.location import scope
 
 ParseGraph = Callable[..., Any]
 

@@ -12,11 +12,15 @@ from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
 from .arguments import copies
 from .custom import CustomForward
+from .forward.flat import forward_alone
 from .judge import judge
 from .leaves import Leaves
-from .recorder import RecordAgain, forward_alone, record
-from .traced import OpaqueError, Traced, called_leaves
+from .recorder import record
+from .traced import FrontEnd, OpaqueError, RecordAgain, Traced, called_leaves
 from .weigh.observe import repeatable, state_of, untouched
+
+front_end: FrontEnd = record
+"""The one in use."""
 
 
 def faithful_program(
@@ -35,7 +39,7 @@ def faithful_program(
         try:
             with untouched(model):
                 before = attributes_of(model)
-                traced = record(model, spec, copies(tensors), forward, leaves.names, is_careful)
+                traced = front_end(model, spec, copies(tensors), forward, leaves.names, is_careful=is_careful)
                 after = state_of(model)
                 called = called_leaves(traced.graph)
                 changed = dict(changes(before, after_attributes := attributes_of(model), called))

@@ -19,9 +19,10 @@ from ..program.program import OWN, attribute, storage_of, without_autocast
 from ..program.structures import InputSpec, OutputSpec
 from ..torch_state.compare import difference, fingerprint, same_bits
 from .arguments import copies
+from .forward.flat import FlatForward, nothing_saved
+from .forward.patches import seen_as_recorded
 from .passes.reached import reached
-from .recorder import FlatForward, nothing_saved, seen_as_recorded
-from .traced import OpaqueError, Traced, called_leaves
+from .traced import ON_CONSTANTS, OpaqueError, Traced, called_leaves
 from .weigh.observe import state_of, untouched
 
 Forward = Callable[..., Any]
@@ -84,7 +85,7 @@ class _Log(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _IGNORED or self.is_paused:
+        if function in ON_CONSTANTS or self.is_paused:
             return function(*args, **kwargs)
         given = self._described((args, kwargs), is_known=False)
         result = function(*args, **kwargs)
@@ -145,10 +146,6 @@ class _Log(TorchDispatchMode):
         return known[0]
 
 
-_IGNORED = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.default}
-"""What PyTorch does with a tensor that it makes of Python's data, and comes to nothing."""
-
-
 class _Run:
     """One run under a log, and what came of it."""
 
@@ -161,7 +158,6 @@ class _Run:
         self.autograd: list[Any] = []
         self.state: list[torch.Tensor] = []
         self._nodes: list[Any] = []  # held until the outputs are gone
-        self._flat: FlatForward | None = None
 
     def seen(self, leaves: Collection[str]) -> AbstractContextManager[None]:
         """What runs inside is seen as a recorder sees it."""
@@ -169,7 +165,7 @@ class _Run:
 
     def run_forward(self, forward: Forward, spec: InputSpec) -> None:
         """Run what eager runs."""
-        flat = self._flat = FlatForward(forward, spec)
+        flat = FlatForward(forward, spec)
         with nothing_saved(self.log.saved), self.log:
             outputs = flat(*self.inputs)
         self.output_spec = flat.output_spec

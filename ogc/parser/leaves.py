@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParseError
-from .recorder import is_compiled, only_records
+from ..torch_state.hooks import is_compiled, only_collects
 from .traced import OpaqueError
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def refuse_root_hooks(model: torch.nn.Module) -> None:
 def hooked_modules(modules: Mapping[str, torch.nn.Module]) -> set[str]:
     """The names of those that have forward or backward hooks, but for such as are part of the model's forward."""
     kinds = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return {name for name, module in modules.items() if any(kinds(module)) and not only_records(module)}
+    return {name for name, module in modules.items() if any(kinds(module)) and not only_collects(module)}
 
 
 def _is_within(name: str, modules: Iterable[str]) -> bool:

@@ -21,15 +21,15 @@ from .arguments import call_arguments, check_devices, check_model, copies, devic
 from .assemble import graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
+from .forward.flat import FlatForward
 from .leaves import LeafModules, Leaves
 from .passes.reached import names_of
 from .passes.rebased import run_out_of_place
 from .passes.settled import copy_settled
 from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .passes.unfold import Unfolding
-from .recorder import READS, FlatForward, nothing_saved
 from .repeatable import refuse_chance, why_not_again
-from .traced import OpaqueError, Traced, without_unused
+from .traced import READS, OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator, Weights
 from .weigh.leaf import weigh_leaf
 from .weigh.measure import Measurer
@@ -244,8 +244,8 @@ def _check_custom(
 ) -> Traced:
     """A graph made by hand must do what the model's forward does. Its outputs get the forward's structure."""
     plain = FlatForward(model.forward, spec)
-    with untouched(model), nothing_saved():
-        plain(*copies(tensors))
+    with untouched(model):
+        plain.run(copies(tensors))
         after_plain = state_of(model)
     if len(traced.outputs) != len(plain.outputs):
         raise ParseError(

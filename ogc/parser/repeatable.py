@@ -13,9 +13,9 @@ from ..program.program import storage_of, tensor_leaves
 from ..torch_state.allocator import allocated_bytes, can_measure
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
-from ..torch_state.random_state import cuda_devices, random_states, set_random_states
+from ..torch_state.random_state import cuda_devices, python_random_state, random_states, set_random_states
+from .forward.flat import saved_until_done
 from .leaves import hooked_modules
-from .recorder import python_random_state, saved_until_done
 from .traced import OpaqueError
 from .weigh.observe import Record, untouched
 

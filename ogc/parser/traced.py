@@ -1,17 +1,56 @@
-"""What a front end gives, whatever reads the forward: a program, or why there is none."""
+"""The contract of a front end: what it is given, and what it gives, a program or why there is none."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..errors import ParseError
 from ..program.leaf import Leaf
 from ..program.program import LIVE_ARGUMENTS, Guards, operator_name
-from ..program.structures import OutputSpec
+from ..program.structures import InputSpec, OutputSpec
+
+READS = "reads"
+"""In the ``meta`` of a leaf's node: whether Python reads numbers out of tensors in it."""
+
+ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.default}
+"""What PyTorch calls on a tensor that it makes of Python's data: nothing comes of it, and no program has it."""
+
+
+class FrontEnd(Protocol):
+    """Turns a forward into a program; :mod:`ogc.parser.faithful` names the one in use and has its program judged."""
+
+    def __call__(
+        self,
+        model: torch.nn.Module,
+        spec: InputSpec,
+        tensors: list[torch.Tensor],
+        forward: Callable[..., Any] | None = None,
+        leaves: Collection[str] = (),
+        is_careful: bool = False,
+    ) -> Traced:
+        """Run ``model``, or ``forward`` in its place, once on ``tensors`` and return what it computed.
+
+        Gradients are on, but nothing is saved for a backward: memory is that of inference.
+
+        Args:
+            model: the module; its buffers, attributes and the random states change as in one forward.
+            spec: how the arguments are rebuilt from ``tensors``.
+            tensors: the tensors among the arguments of the call.
+            forward: what is to be recorded, if not the model's forward.
+            leaves: names of submodules to call as they are, each call one node, a :class:`~ogc.program.leaf.Leaf`.
+            is_careful: look closer, at the cost of time; so asked for by :class:`RecordAgain`.
+
+        Raises:
+            OpaqueError: the forward does what no program can hold; modules named by it would have to be leaves.
+            ParseError: the forward cannot be represented faithfully; the message names file and line.
+            RecordAgain: it has turned out how to write it down; to be called again from the state before.
+            Exception: whatever the model's own forward raises, with a note saying so.
+        """
 
 
 @dataclass(frozen=True)
@@ -35,6 +74,14 @@ class Traced:
     requires_grad: list[bool] = field(default_factory=list)
     reached: frozenset[Any] = frozenset()
     guards: Guards | None = None
+
+
+class RecordAgain(Exception):
+    """It has turned out how the forward is to be recorded; ``is_careful`` if slowly, to see where something happens."""
+
+    def __init__(self, is_careful: bool) -> None:
+        super().__init__()
+        self.is_careful = is_careful
 
 
 class OpaqueError(ParseError):

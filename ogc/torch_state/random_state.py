@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,3 +35,9 @@ def cuda_devices() -> tuple[torch.device, ...]:
     """All there are, once CUDA is in use."""
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     return tuple(torch.device("cuda", index) for index in range(count))
+
+
+def python_random_state() -> tuple[Any, ...]:
+    """Where the random streams of Python and numpy are."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), *rest

@@ -11,13 +11,11 @@ import torch
 
 from ...program.leaf import Leaf, Returned
 from ...program.structures import CONSTANTS, Given, InputSpec, autocast_state
+from ..forward.flat import saved_until_done
+from ..forward.location import user_line
+from ..traced import READS
 from .dispatch import unseen
-from .forward import saved_until_done
-from .places import user_line
 from .recorder import Recorder, version_of
-
-READS = "reads"
-"""In a leaf's ``meta``: whether Python reads numbers out of tensors in it."""
 
 
 class LeafCalls:

@@ -3,27 +3,22 @@ methods of tensors by which Python gets hold of their content, hooks, memory or 
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import numpy
 import torch
-import torch.utils.checkpoint
 
-from .capturing import recorders_watched
+from ...torch_state.hooks import collectors_watched, is_compiled
+from ...torch_state.random_state import python_random_state
+from ..forward.location import user_line
+from ..forward.patches import CONTENT, TEXT, checkpoint_nothing, replace
 from .dispatch import unseen
-from .forward import Pack, saved_until_done
 from .leaf_calls import LeafCalls
-from .places import user_line
 from .recorder import Recorder
 
-_CONTENT = ("tolist", "numpy", "__array__", "__dlpack__")
 _SIZES = ("size", "numel", "nelement", "__len__")
-_TEXT = ("__repr__", "__format__")  # messages name tensors; nothing comes of it
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 
@@ -33,7 +28,7 @@ def python_watched(model: torch.nn.Module, recorder: Recorder, leaves: Collectio
     watch = Watch(model, recorder, leaves)
     try:
         watch.install()
-        with recorders_watched(model, _told_of_hooks(recorder)):
+        with collectors_watched(model, _told_of_hooks(recorder)):
             yield watch
     finally:
         watch.places.close()
@@ -77,13 +72,13 @@ class Watch:
         stack = self.places
         replace(stack, torch.nn.Module, "__call__", self._module)
         replace(stack, torch.autograd.Function, "apply", self._function)
-        for name in _CONTENT:
+        for name in CONTENT:
             replace(stack, torch.Tensor, name, self._content)
-        _checkpoint_nothing(stack)
+        checkpoint_nothing(stack)
         for name in _SIZES:
             replace(stack, torch.Tensor, name, self._size)
         replace(stack, torch.Tensor, "shape", lambda shape: property(self._size(shape.__get__)))
-        for name in _TEXT:
+        for name in TEXT:
             replace(stack, torch.Tensor, name, self._text)
         for name in _HOOKS:
             replace(stack, torch.Tensor, name, self._hook)
@@ -205,82 +200,3 @@ class Watch:
             data.__set__(tensor, value)
 
         return property(lambda tensor: data.__get__(tensor), put)
-
-
-def _checkpoint_nothing(stack: ExitStack) -> None:
-    """What ``torch.utils.checkpoint`` runs is planned like anything else, unless it is reentrant."""
-
-    def make(around: Callable[..., Any]) -> Callable[..., Any]:
-        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-            yield
-
-        return generator
-
-    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"):
-        if hasattr(torch.utils.checkpoint, name):  # which of them is called depends on torch's version
-            replace(stack, torch.utils.checkpoint, name, make)
-
-
-def replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Put what ``make`` returns for an attribute of a class or module in its place until ``stack`` is closed."""
-    own = vars(owner).get(name)
-    known = own if own is not None else next(vars(kind)[name] for kind in owner.__mro__ if name in vars(kind))
-    found = make(known)
-    if not isinstance(found, (staticmethod, classmethod, property)):
-        found = wraps(known)(found)
-    if own is None:
-        stack.callback(delattr, owner, name)
-    else:
-        stack.callback(setattr, owner, name, own)
-    setattr(owner, name, found)
-
-
-@contextmanager
-def seen_as_recorded(
-    model: torch.nn.Module, leaves: Collection[str], told: Pack, paused: Callable[[], AbstractContextManager[None]]
-) -> Iterator[None]:
-    """A forward that nobody records is seen as a recorder would see it.
-
-    Args:
-        model: the model.
-        leaves: names of submodules, which have what they save as long as they run, whatever else is saved.
-        told: called with each tensor that leaves save.
-        paused: entered while tensors become text, or Python gets hold of their content.
-    """
-    modules = {model.get_submodule(name) for name in leaves}
-
-    def in_leaves(call: Callable[..., Any]) -> Callable[..., Any]:
-        def module_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module not in modules:
-                return call(module, *args, **kwargs)
-            with saved_until_done(told):
-                return call(module, *args, **kwargs)
-
-        return module_call
-
-    def aside(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with paused():
-                return method(*args, **kwargs)
-
-        return call
-
-    with ExitStack() as stack:
-        if modules:
-            replace(stack, torch.nn.Module, "__call__", in_leaves)
-        _checkpoint_nothing(stack)
-        for name in (*_CONTENT, *_TEXT):
-            replace(stack, torch.Tensor, name, aside)
-        yield
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calls of the module run compiled code."""
-    compiled = module._compiled_call_impl  # or a part of a model that is planned in parts
-    return "_orig_mod" in module._modules or not (compiled is None or hasattr(compiled, "part_of"))
-
-
-def python_random_state() -> tuple[Any, ...]:
-    """Where the random streams of Python and numpy are."""
-    name, keys, *rest = numpy.random.get_state(legacy=True)
-    return random.getstate(), name, numpy.asarray(keys).tobytes(), *rest

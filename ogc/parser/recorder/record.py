@@ -11,22 +11,14 @@ from ...errors import OgcError, ParseError
 from ...program.leaf import Leaf
 from ...program.program import OWN, call_beside
 from ...program.structures import InputSpec
-from ..traced import OpaqueError, Traced
+from ..forward.flat import FlatForward, nothing_saved
+from ..forward.location import scopes_in_use
+from ..traced import OpaqueError, RecordAgain, Traced
 from ..weigh.observe import writing
 from .dispatch import dispatched_to
-from .forward import FlatForward, nothing_saved
 from .guards import guards_of
-from .places import scopes_in_use
 from .python import python_watched
 from .recorder import Recorder
-
-
-class RecordAgain(Exception):
-    """It has turned out how the forward is to be recorded; ``is_careful`` if slowly, to see where something happens."""
-
-    def __init__(self, is_careful: bool) -> None:
-        super().__init__()
-        self.is_careful = is_careful
 
 
 def record(
@@ -37,22 +29,9 @@ def record(
     leaves: Collection[str] = (),
     is_careful: bool = False,
 ) -> Traced:
-    """Run ``model``, or ``forward`` in its place, once on ``tensors`` and return what it computed.
+    """A :class:`~ogc.parser.traced.FrontEnd`.
 
-    Gradients are on, but nothing is saved for a backward: memory is that of inference.
-
-    Args:
-        model: the module.
-        spec: how the arguments are rebuilt from ``tensors``.
-        tensors: the tensors among the arguments of the call.
-        leaves: names of submodules to call as they are.
-        is_careful: look at the random states of Python and numpy before each call, which takes time.
-
-    Raises:
-        OpaqueError: the forward does what no program can hold; modules named by the error would have to be leaves.
-        ParseError: the forward cannot be represented faithfully; the message names file and line.
-        RecordAgain: it has turned out how to write it down; to be called again with the same arguments.
-        Exception: whatever the model's own forward raises, with a note saying so.
+    It is careful by a look at the random states of Python and numpy before each call, which takes time.
     """
     recorder = Recorder(model, tensors, leaves)
     flat = FlatForward(model.forward if forward is None else forward, spec)
@@ -111,6 +90,7 @@ def _run(
             what = f"fails while it is recorded: {str(error).partition(chr(10))[0]}"
             raise OpaqueError(f"the forward {what}", {recorder.scopes.failed: what}) from error
         watch.look_for_draws()
+    flat.finish(outputs, tensors)
     return outputs, watch.has_draws
 
 

@@ -13,17 +13,14 @@ from torch.fx.node import map_aggregate
 from ...program.program import call_beside, has_history, operator_name, tensor_leaves
 from ...program.structures import autocast_kinds
 from ...program.without_grad import WithoutGrad
-from ..traced import OpaqueError
+from ..forward.location import Scopes, user_line
+from ..traced import ON_CONSTANTS, OpaqueError
 from .dispatch import Call, dispatched_to, unseen
 from .operators import OPENED, complete, deciding, tells_content, usual_name
-from .places import Scopes, user_line
 from .tensors import Tensors
 
 _casting: set[torch._ops.OpOverload] = set()
 """Operators that are made of such as autocast casts: where it is on, they are written down in parts."""
-
-_ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.default}
-"""What PyTorch does with a tensor that it makes of Python's data, and comes to nothing."""
 
 
 class Read(NamedTuple):
@@ -202,7 +199,7 @@ class Recorder:
 
     def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Before], result: Any) -> None:
         operator, results = call.operator, tensor_leaves(result)
-        if operator in _ON_CONSTANTS and given[0][0] in self.tensors.fresh:
+        if operator in ON_CONSTANTS and given[0][0] in self.tensors.fresh:
             self.tensors.bind(result, given[0][0])
             return
         is_number = result is not None and not results

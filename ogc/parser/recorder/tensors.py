@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...program.program import CONSTANT, storage_of
-from .places import user_line
+from ..forward.location import user_line
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 

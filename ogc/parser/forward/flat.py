@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +13,20 @@ from ...errors import OgcError, ParseError, add_note
 from ...program.structures import Given, InputSpec, OutputSpec
 from ..passes.reached import reached
 from ..traced import OpaqueError
-from .places import entry
+from .location import entry
 
 Pack = Callable[[torch.Tensor], object]
 
 
 class FlatForward:
-    """A forward as a function of a flat list of tensors. It remembers what it returned."""
+    r"""A forward as a function of a flat list of tensors.
+
+    Attributes:
+        output_spec: the structure of what it returned last.
+        outputs: the tensors of that, detached; this and what follows once it was :meth:`finish`\ ed.
+        requires_grad: of each output.
+        reached: where their backward ends; see :func:`~ogc.parser.passes.reached.reached`.
+    """
 
     def __init__(self, forward: Callable[..., Any], spec: InputSpec) -> None:
         self.forward = forward
@@ -46,10 +53,18 @@ class FlatForward:
         self.output_spec, outputs = OutputSpec.of(result, given)
         if not outputs:
             raise ParseError("the model's forward returns no tensor; there is nothing to train")
+        return outputs
+
+    def finish(self, outputs: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        """Look at the outputs of a call with these tensors; apart from it, as calls may be watched."""
         self.outputs = [tensor.detach() for tensor in outputs]
         self.requires_grad = [tensor.requires_grad for tensor in outputs]
         self.reached, self.graph = reached(outputs, tensors)
-        return outputs
+
+    def run(self, tensors: list[torch.Tensor]) -> None:
+        """Call it, with gradients on and nothing saved, and look at the outputs."""
+        with nothing_saved():
+            self.finish(self(*tensors), tensors)
 
 
 def forward_alone(
@@ -57,8 +72,7 @@ def forward_alone(
 ) -> tuple[OutputSpec, list[torch.Tensor]]:
     """The structure and the tensors that the model's forward returns, with gradients on and nothing saved."""
     flat = FlatForward(model.forward, spec)
-    with nothing_saved():
-        flat(*tensors)
+    flat.run(tensors)
     assert flat.output_spec is not None
     return flat.output_spec, flat.outputs
 

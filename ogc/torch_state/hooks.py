@@ -1,9 +1,9 @@
-"""Hooks that do nothing but hand what a module returns to the forward around it.
+"""What runs with a module besides its own forward: hooks, and compiled code in its place.
 
-``transformers`` collects hidden states and attentions with such hooks, which it registers for good: a forward that was
-asked for them makes a collector, the hooks add to it while it runs, and it returns what was collected. Without a
-collector they do nothing. Where the collector comes and goes within the recorded forward, all that they do is in the
-program. Other hooks may do anything, so these are told by name.
+``transformers`` collects hidden states and attentions with hooks that it registers for good: a forward that was asked
+for them makes a collector, the hooks add to it while it runs, and it returns what was collected. Without a collector
+they do nothing. Where the collector comes and goes within the recorded forward, all that they do is in the program.
+Other hooks may do anything, so these are told by name.
 """
 
 from __future__ import annotations
@@ -21,20 +21,26 @@ _NAMES = {f"install_output_{verb}_hook.<locals>.output_capturing_hook" for verb 
 _OTHER_KINDS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_always_called")
 
 
-def only_records(module: torch.nn.Module) -> bool:
-    """Whether all hooks that the module has, if any, are such, and no forward that runs now has a collector."""
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of the module run compiled code."""
+    compiled = module._compiled_call_impl  # or a part of a model that is planned in parts
+    return "_orig_mod" in module._modules or not (compiled is None or hasattr(compiled, "part_of"))
+
+
+def only_collects(module: torch.nn.Module) -> bool:
+    """Whether all hooks of a module, if any, collect for the forward around it, and no collector is waiting now."""
     hooks = list(module._forward_hooks.values())
     has_others = any(getattr(module, kind) for kind in _OTHER_KINDS)
-    return not has_others and all(_is_recorder(hook) and _collector(hook) is None for hook in hooks)
+    return not has_others and all(_collects(hook) and _collector(hook) is None for hook in hooks)
 
 
 @contextmanager
-def recorders_watched(model: torch.nn.Module, told: Told) -> Iterator[None]:
-    """``told(module, why)`` is called where hooks run for whom the forward that is recorded made no collector."""
+def collectors_watched(model: torch.nn.Module, told: Told) -> Iterator[None]:
+    """``told(module, why)`` is called where collecting hooks of submodules run without a collector."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             for key, hook in module._forward_hooks.items():
-                if name and _is_recorder(hook):
+                if name and _collects(hook):
                     stack.callback(module._forward_hooks.__setitem__, key, hook)
                     module._forward_hooks[key] = _watched(hook, name, told)
         yield
@@ -49,7 +55,7 @@ def _watched(hook: Callable[..., Any], name: str, told: Told) -> Callable[..., A
     return call
 
 
-def _is_recorder(hook: Any) -> bool:
+def _collects(hook: Any) -> bool:
     named = getattr(hook, "__module__", "") == _MODULE and getattr(hook, "__qualname__", "") in _NAMES
     return named and hasattr(hook.__globals__.get("_active_collector"), "get")
 

@@ -1,0 +1,86 @@
+"""What takes the place of torch's own functions while a forward is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from .flat import Pack, saved_until_done
+
+CONTENT = ("tolist", "numpy", "__array__", "__dlpack__")
+"""Methods of tensors by which Python gets hold of what they hold."""
+
+TEXT = ("__repr__", "__format__")
+"""Methods that turn tensors into text, for messages: nothing that a forward computes comes of it."""
+
+
+def checkpoint_nothing(stack: ExitStack) -> None:
+    """What ``torch.utils.checkpoint`` runs is planned like anything else, unless it is reentrant."""
+
+    def make(around: Callable[..., Any]) -> Callable[..., Any]:
+        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+            yield
+
+        return generator
+
+    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"):
+        if hasattr(torch.utils.checkpoint, name):  # which of them is called depends on torch's version
+            replace(stack, torch.utils.checkpoint, name, make)
+
+
+def replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Put what ``make`` returns for an attribute of a class or module in its place until ``stack`` is closed."""
+    own = vars(owner).get(name)
+    known = own if own is not None else next(vars(kind)[name] for kind in owner.__mro__ if name in vars(kind))
+    found = make(known)
+    if not isinstance(found, (staticmethod, classmethod, property)):
+        found = wraps(known)(found)
+    if own is None:
+        stack.callback(delattr, owner, name)
+    else:
+        stack.callback(setattr, owner, name, own)
+    setattr(owner, name, found)
+
+
+@contextmanager
+def seen_as_recorded(
+    model: torch.nn.Module, leaves: Collection[str], told: Pack, paused: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """A forward that nobody records is seen as a recorder would see it.
+
+    Args:
+        model: the model.
+        leaves: names of submodules, which have what they save as long as they run, whatever else is saved.
+        told: called with each tensor that leaves save.
+        paused: entered while tensors become text, or Python gets hold of their content.
+    """
+    modules = {model.get_submodule(name) for name in leaves}
+
+    def in_leaves(call: Callable[..., Any]) -> Callable[..., Any]:
+        def module_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module not in modules:
+                return call(module, *args, **kwargs)
+            with saved_until_done(told):
+                return call(module, *args, **kwargs)
+
+        return module_call
+
+    def aside(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with paused():
+                return method(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        if modules:
+            replace(stack, torch.nn.Module, "__call__", in_leaves)
+        checkpoint_nothing(stack)
+        for name in (*CONTENT, *TEXT):
+            replace(stack, torch.Tensor, name, aside)
+        yield
