@@ -17,16 +17,22 @@ With ``create_graph=True`` every backward is PyTorch's, so that it can be differ
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .convolution import convolved, gradient_of_images, parts_of, untouched
+
+log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
@@ -35,6 +41,9 @@ CHUNK_BYTES = 1 << 20
 
 INDEX_BYTES = 8
 """Of each of PyTorch's indices."""
+
+REPEATS = 3
+"""How often the holders of a gradient are counted before the counts are believed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +88,10 @@ def _has_usual_strides(images: torch.Tensor) -> bool:
 
 def lean_operator(target: Any, device: torch.device) -> Lean | None:
     """The drop-in for an operator on a device, if there is one."""
-    _holders_when_ours()  # counted now, outside of any backward
     found = OPERATORS.get(target)
     if found is None or (found.kind != "elementwise" and device.type != "cpu"):
+        return None
+    if found.kind in ("elementwise", "batch_norm") and not _holders_when_ours():  # counted outside of any backward
         return None
     return found
 
@@ -373,7 +383,7 @@ def _is_ours(gradient: torch.Tensor) -> bool:
     """Whether the gradient covers its storage once and nobody but the calling backward holds either.
 
     Call it before anything else in a backward: it compares with the reference counts of a gradient that
-    nobody else holds, at that place. They differ between releases of PyTorch, so they are looked up once. A
+    nobody else holds, at that place. They differ between releases of PyTorch and Python, so they are looked up. A
     gradient that came through a view, such as that of a linear layer on more than two dimensions, has a base
     that only it holds.
     """
@@ -394,13 +404,44 @@ def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
     return (*holders, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
 
 
-@cache
-def _holders_when_ours() -> tuple[tuple[int, ...], ...]:
-    """The counts of a gradient that is no view, and of one that is."""
-    found = []
+_when_ours: set[tuple[int, ...]] = set()
+
+
+def _holders_when_ours() -> set[tuple[int, ...]]:
+    """The counts of a gradient that is no view, and of one that is; none as long as others hold whatever there is.
+
+    They are counted in a thread of its own, out of sight of tracers and torch's modes, which are each thread's, and
+    believed where each time gives the same and all of it is gone afterwards: nobody else was among the holders.
+    """
+    if not _when_ours:
+        found: list[set[tuple[int, ...]]] = []
+        thread = threading.Thread(target=_count_holders, args=(found,), daemon=True)
+        thread.start()
+        thread.join()
+        if len(found) == REPEATS and all(counts == found[0] for counts in found):
+            _when_ours.update(found[0])
+        if not _when_ours:
+            log.warning("gradients are not written over others: something holds what autograd makes, as tracers may")
+    return _when_ours
+
+
+def _count_holders(found: list[set[tuple[int, ...]]]) -> None:
+    sys.settrace(None)  # debuggers set one for each new thread
+    sys.setprofile(None)
+    for _ in range(REPEATS):
+        found.append(_holders_in_backward())
+
+
+def _holders_in_backward() -> set[tuple[int, ...]]:
+    """The counts of fresh gradients; none if somebody holds one of them afterwards."""
+    counts: set[tuple[int, ...]] = set()
+    gone: list[Callable[[], bool]] = []
 
     def look(gradient: torch.Tensor) -> None:
-        found.append(_holders(gradient))
+        counts.add(_holders(gradient))
+        tensors = [weakref.ref(t) for t in (gradient, gradient._base) if t is not None]
+        gone.append(lambda: all(tensor() is None for tensor in tensors))
+        gone.append(StorageWeakRef(gradient.untyped_storage()).expired)
 
     class Probe(torch.autograd.Function):
         @staticmethod
@@ -410,13 +451,12 @@ def _holders_when_ours() -> tuple[tuple[int, ...], ...]:
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             look(gradient)
-            return gradient
+            return gradient.clone()
 
-    with torch.enable_grad():
-        x = torch.ones(2, requires_grad=True)
-        torch.autograd.grad((Probe.apply(x * 2) * 3).sum(), x)
-        torch.autograd.grad((Probe.apply(x * 2).view(2, 1) * 3).sum(), x)
-    return tuple(found)
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad((Probe.apply(x * 2) * 3).sum(), x)
+    torch.autograd.grad((Probe.apply(x * 2).view(2, 1) * 3).sum(), x)
+    return counts if all(is_gone() for is_gone in gone) else set()
 
 
 OPERATORS: dict[Any, Lean] = {
