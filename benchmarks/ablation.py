@@ -9,14 +9,14 @@ operations down in it, as a module of its own: parsed, planned and run like any 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
-import os
-import platform
 import random
+import shlex
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,8 +30,10 @@ from ogc.operators.lean import Lean, plain_operator
 from ogc.solver import search
 from ogc.torch_state.allocator import peak_bytes
 
-from .measuring import allocate_gradients, step
+from .measuring import allocate_gradients, environment, step, write_json
 from .networks import ARCHITECTURES
+from .row import Failure
+from .suites import RESULTS
 
 NETWORKS = {
     "resnet18": (4, None), "resnet50": (8, None), "densenet121": (4, None), "inception_v3": (4, None),
@@ -58,22 +60,27 @@ def without() -> Iterator[tuple[str, AbstractContextManager[Any]]]:
     yield "remade values", patch.object(search, "POLISHING", 0)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(NETWORKS)}")
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "ablation.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "ablation.json")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    rows = [row for name in options.names or NETWORKS for row in rows_of(name, *NETWORKS[name])]
-    environment = {
-        "command": f"python -m benchmarks.ablation{''.join(f' {name}' for name in options.names)}",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
-    options.json.write_text(json.dumps({**environment, "rows": rows}, indent=1) + "\n")
+    command = shlex.join(["python", "-m", "benchmarks.ablation", *sys.argv[1:]])
+    data = environment(command, torch.device("cpu"), seed=0, keeps_freed_memory=False)
+    rows: list[dict[str, Any]] = []
+    failed: list[Failure] = []
+    for name in options.names or NETWORKS:
+        try:
+            for row in rows_of(name, *NETWORKS[name]):
+                rows.append(row)
+                write_json(options.json, {**data, "failed": [], "rows": rows})
+        except Exception as error:  # the other networks are tried all the same
+            failed.append(Failure(name, f"{type(error).__name__}: {error}", status=4))
+            print(failed[-1], file=sys.stderr)
+    write_json(options.json, {**data, "failed": [asdict(failure) for failure in failed], "rows": rows})
+    return failed[0].status if failed else 0
 
 
 def rows_of(name: str, batch_size: int, size: int | None) -> Iterator[dict[str, Any]]:
@@ -171,4 +178,4 @@ def _written_down(model: nn.Module, graph: fx.Graph, operations: list[fx.Node]) 
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

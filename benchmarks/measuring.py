@@ -7,12 +7,15 @@ model or anything called like it that trains the same parameters.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 import ogc
 from ogc.torch_state.allocator import peak_bytes
+from ogc.torch_state.compare import same_bits
 
 MIB = 2**20
 
@@ -63,6 +67,35 @@ class FlopCounter(TorchDispatchMode):
 
 class CheckFailed(Exception):
     """A model of ours computed something else than the plain one."""
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Deterministic kernels where there are any, as before afterwards.
+
+    On CUDA the backward of adaptive average pooling has none: there PyTorch warns where it would raise, and that one
+    warning is left out. What differs from step to step then, :func:`unrepeatable` finds out.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "adaptive_avg_pool2d_backward_cuda does not have a deterministic")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
+def without_fills() -> Iterator[None]:
+    """Deterministic algorithms do not fill new memory, which the step of a user does not either."""
+    settings: Any = torch.utils.deterministic
+    before = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        settings.fill_uninitialized_memory = before
 
 
 @dataclass(frozen=True)
@@ -116,14 +149,26 @@ def measure(model: torch.nn.Module, run: Run, inputs: torch.Tensor, seed: int) -
     return Measured(peak, counter.total, tensors)
 
 
+def unrepeatable(model: torch.nn.Module, inputs: torch.Tensor, seed: int, plain: Measured) -> tuple[str, ...]:
+    """Names of the tensors of which a second plain step gives other bits: they say nothing of another model.
+
+    None where every kernel is deterministic.
+    """
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        return ()
+    again = measure(model, model, inputs, seed)
+    return tuple(name for name, value in plain.tensors.items() if not same_bits(value, again.tensors[name]))
+
+
 def timed(run: Run, inputs: torch.Tensor) -> float:
     """Seconds of a step."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if inputs.is_cuda else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    step(run, inputs)
-    synchronize()
-    return time.perf_counter() - start
+    with without_fills():
+        synchronize()
+        start = time.perf_counter()
+        step(run, inputs)
+        synchronize()
+        return time.perf_counter() - start
 
 
 def keep_freed_memory() -> bool:
@@ -167,6 +212,14 @@ def environment(command: str, device: torch.device, seed: int, keeps_freed_memor
         },
         "seed": seed,
     }
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Whole or not at all; folders are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def device_name(device: torch.device) -> str:

@@ -4,17 +4,19 @@ import json
 import platform
 import subprocess
 import sys
-from pathlib import Path
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import benchmark
 import ogc
-from benchmarks import measuring
+from benchmarks import bench, measuring, running
 from benchmarks.networks import ARCHITECTURES
+from benchmarks.suites import ROOT
 
-ROOT = Path(measuring.__file__).parents[1]
 SMALL = ["--arch", "resnet18", "--device", "cpu", "--batch-size", "2", "--image-size", "64", "--iterations", "1"]
 
 
@@ -87,8 +89,15 @@ def test_freed_memory_can_be_kept():
     assert min(given_back, given_back_later) > 10 * kept
 
 
+@pytest.mark.parametrize("options", [[], ["--suite", "quick", "--arch", "resnet18"]])
+def test_either_architectures_or_a_suite(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(options)
+    assert "say either --arch, or --suite or --only" in capsys.readouterr().err
+
+
 def test_all_are_the_eighteen_published():
-    assert len(benchmark._options(["--arch", "all"]).arch) == 18
+    assert len(benchmark.options_of(["--arch", "all"]).arch) == 18
 
 
 def test_the_list_has_every_architecture_with_its_input(capsys):
@@ -149,20 +158,149 @@ def test_out_of_memory_says_what_would_fit(capsys, monkeypatch):
     def full(*arguments, **keywords):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(benchmark, "_check", full)
+    monkeypatch.setattr(bench, "check", full)
     assert benchmark.main(SMALL) == 3
     error = capsys.readouterr().err
     assert "out of memory at batch size 2 on cpu" in error
     assert "samples would fit the plain model" in error
 
 
-def test_an_error_that_is_not_about_memory_comes_through(monkeypatch):
-    def broken(*arguments, **keywords):
-        raise RuntimeError("something else")
+class Broken(torch.nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("the plain model is broken")
 
-    monkeypatch.setattr(benchmark, "_check", broken)
-    with pytest.raises(RuntimeError, match="something else"):
-        benchmark.main(SMALL)
+
+def test_a_row_that_fails_loses_no_other(capsys, monkeypatch, tmp_path):
+    broken = replace(ARCHITECTURES["resnet34"], build=lambda: Broken(2, 2))
+    monkeypatch.setitem(ARCHITECTURES, "resnet34", broken)
+    check, calls = bench.check, []
+
+    def fails_first(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise measuring.CheckFailed("output 0 differs")
+        return check(*arguments)
+
+    monkeypatch.setattr(bench, "check", fails_first)
+    path = tmp_path / "new" / "out.json"
+    options = ["--arch", "resnet34", "resnet18", "--solver", "chen", "none", "--json", str(path)]
+    assert benchmark.main([*SMALL, *options]) == 4
+    printed = capsys.readouterr()
+    reasons = ["resnet34: RuntimeError: the plain model is broken", "resnet18, chen: CHECK FAILED: output 0 differs"]
+    for text in (printed.out, printed.err):
+        assert all(reason in text for reason in reasons)
+    data = json.loads(path.read_text())
+    assert [(row["arch"], row["solver"]) for row in data["rows"]] == [("resnet18", "none")]
+    assert [(failed["name"], failed["status"]) for failed in data["failed"]] == [("resnet34", 4), ("resnet18, chen", 1)]
+
+
+def test_results_are_written_after_each_row(monkeypatch, tmp_path):
+    path, check, seen = tmp_path / "out.json", bench.check, []
+
+    def reads(*arguments):
+        seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return check(*arguments)
+
+    monkeypatch.setattr(bench, "check", reads)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main([*SMALL, "--solver", "none", "chen", "uniform", "--json", str(path)])
+    assert seen == [0, 1, 2]
+    assert len(json.loads(path.read_text())["rows"]) == 2
+
+
+def test_without_a_terminal_there_is_a_line_for_each_row_and_no_bar():
+    script = [sys.executable, "-W", "ignore", "benchmark.py", *SMALL, "--solver", "optimal", "none"]
+    done = subprocess.run(script, capture_output=True, check=True, cwd=ROOT)
+    assert b"\r" not in done.stdout + done.stderr
+    lines = [line for line in done.stderr.decode().splitlines() if not line.startswith("[W")]  # PyTorch's own
+    assert [line.split(":")[0] for line in lines] == ["resnet18, optimal", "resnet18, none"]
+
+
+def test_bars_of_ogc_are_for_terminals_alone(capsys):
+    with running.plain_progress():
+        assert list(tqdm([1, 2], "weigh operations", delay=0, mininterval=0)) == [1, 2]
+    assert capsys.readouterr().err == ""
+    list(tqdm([1, 2], "weigh operations", delay=0, mininterval=0))
+    assert "weigh operations" in capsys.readouterr().err
+
+
+# -- kernels that are not deterministic ---------------------------------------------------------------------------
+
+POOLING = (
+    "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set "
+    "'torch.use_deterministic_algorithms(True, warn_only=True)'."
+)
+
+
+def test_on_cuda_one_kernel_may_differ_and_only_its_warning_is_left_out():
+    before = torch.is_deterministic_algorithms_warn_only_enabled()
+    with measuring.deterministic(torch.device("cuda")):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        warnings.warn(POOLING, UserWarning, stacklevel=1)
+        with pytest.warns(UserWarning, match="adaptive_max"):
+            warnings.warn(POOLING.replace("adaptive_avg", "adaptive_max"), UserWarning, stacklevel=1)
+    assert torch.is_deterministic_algorithms_warn_only_enabled() == before
+    with measuring.deterministic(torch.device("cpu")):
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    with pytest.raises(UserWarning):
+        warnings.warn(POOLING, UserWarning, stacklevel=1)
+
+
+class Moody(torch.nn.Module):
+    """Its second branch gives other numbers each time, as a kernel that adds atomically does."""
+
+    def __init__(self):
+        super().__init__()
+        self.steady, self.moody = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        return self.steady(x), self.moody(x * self.steps)
+
+
+def test_what_two_plain_steps_differ_in_is_named_and_not_compared():
+    model, x = Moody(), torch.randn(3, 4)
+    measuring.allocate_gradients(model)
+    with measuring.deterministic(torch.device("cuda")):
+        checked = bench.check(model, model, x, seed=0, tolerance=0.0)
+        assert checked.unrepeatable == ("output 1", "gradient of moody.weight")
+
+        def wrong(inputs):
+            first, second = model(inputs)
+            return first + 1, second
+
+        with pytest.raises(measuring.CheckFailed, match="output 0 differs"):
+            bench.check(model, wrong, x, seed=0, tolerance=0.0)
+    with (
+        measuring.deterministic(torch.device("cpu")),
+        pytest.raises(measuring.CheckFailed, match="output 1 differs"),
+    ):
+        bench.check(model, model, x, seed=0, tolerance=0.0)
+
+
+def test_a_row_says_what_was_not_compared(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "unrepeatable", lambda *_: ("output 0", *(f"gradient of {n}" for n in "abc")))
+    path = tmp_path / "out.json"
+    assert benchmark.main([*SMALL, "--json", str(path)]) == 0
+    said = "resnet18, optimal: not compared, as two plain steps differ there: output 0, gradient of a, gradient of b"
+    assert f"{said} and 1 more" in capsys.readouterr().out
+    assert len(json.loads(path.read_text())["rows"][0]["unrepeatable"]) == 4
+
+
+def test_memory_is_not_filled_while_a_step_is_timed(monkeypatch):
+    settings, seen = torch.utils.deterministic, []
+    assert settings.fill_uninitialized_memory
+    monkeypatch.setattr(measuring, "step", lambda *_: seen.append(settings.fill_uninitialized_memory))
+    measuring.timed(torch.nn.Identity(), torch.ones(1))
+    assert seen == [False] and settings.fill_uninitialized_memory
+    monkeypatch.setattr(measuring, "step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        measuring.timed(torch.nn.Identity(), torch.ones(1))
+    assert settings.fill_uninitialized_memory
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

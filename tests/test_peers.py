@@ -12,12 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import benchmark
 import ogc
-from benchmarks import measuring, peers
+from benchmarks import measuring
 from benchmarks.networks import ARCHITECTURES, Tokens
 from benchmarks.networks.densenet_cifar import densenet_cifar
 from benchmarks.networks.transformers import Gpt2
-from benchmarks.peers import Impossible, PeerRow, Split, compare, with_verdicts
-from benchmarks.tables import RESULTS, beating
+from benchmarks.peers import Comparison, PeerRow, compare, ours, ways, with_verdicts
+from benchmarks.peers.comparing import differences
+from benchmarks.peers.ways import Impossible, Split
+from benchmarks.suites import RESULTS
+from benchmarks.summaries import beating
 from ogc.torch_state.allocator import peak_bytes
 
 
@@ -37,7 +40,7 @@ def row(name, peak, flops, **fields):
 
 @pytest.fixture(autouse=True)
 def few_points(monkeypatch):
-    monkeypatch.setattr(peers, "POINTS", 6)
+    monkeypatch.setattr(ours, "POINTS", 6)
 
 
 # -- verdicts -------------------------------------------------------------------------------------------
@@ -71,7 +74,7 @@ def test_checkpointed_blocks_are_those_made_by_hand():
     model, tokens = gpt()
     measuring.allocate_gradients(model)
     found = measuring.measure(
-        model, peers.around_blocks(ARCHITECTURES["gpt2_small"], model, peers._checkpointed), tokens, 0
+        model, ways.around_blocks(ARCHITECTURES["gpt2_small"], model, ways.checkpointed), tokens, 0
     )
 
     def by_hand(x):
@@ -84,18 +87,18 @@ def test_checkpointed_blocks_are_those_made_by_hand():
     plain = measuring.measure(model, model, tokens, 0)
     assert found.peak == expected < plain.peak
     assert found.flops > plain.flops
-    assert peers._differences(plain, found) == (0.0, ())
+    assert differences(plain, found) == (0.0, ())
     assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_selective_checkpoints_recompute_no_flops():
     model, tokens = gpt()
     measuring.allocate_gradients(model)
-    run = peers.around_blocks(ARCHITECTURES["gpt2_small"], model, peers._selectively_checkpointed)
+    run = ways.around_blocks(ARCHITECTURES["gpt2_small"], model, ways.selectively_checkpointed)
     plain, found = (measuring.measure(model, r, tokens, 0) for r in (model, run))
     assert found.flops == plain.flops
     assert found.peak < plain.peak
-    assert peers._differences(plain, found) == (0.0, ())
+    assert differences(plain, found) == (0.0, ())
 
 
 def test_stages_end_with_a_pool():
@@ -106,7 +109,7 @@ def test_stages_end_with_a_pool():
         seen.append(layer)
         return layer
 
-    run = peers.around_blocks(ARCHITECTURES["vgg11"], model, noted)
+    run = ways.around_blocks(ARCHITECTURES["vgg11"], model, noted)
     assert torch.equal(run(images), model(images))
     assert [[type(child).__name__ for child in stage] for stage in seen] == [
         ["Conv2d", "ReLU", "MaxPool2d"],
@@ -119,7 +122,7 @@ def test_the_best_split_is_the_one_with_the_least_peak():
     architecture, model, x = ARCHITECTURES["linear_relu_100"], nn.Sequential(), torch.randn(256, 16)
     model.extend(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(9))
     measuring.allocate_gradients(model)
-    best = peers.best_sequential(architecture, model, x)
+    best = ways.best_sequential(architecture, model, x)
     peaks = {n: peak_bytes(lambda: measuring.step(Split(best.layers, n), x), "cpu") for n in range(2, 10)}  # noqa: B023
     assert len(best.layers) == 9
     assert best.detail == f"{best.number} splits of 9 layers"
@@ -128,15 +131,15 @@ def test_the_best_split_is_the_one_with_the_least_peak():
 
 def test_what_writes_over_its_input_stays_with_the_layer_before():
     layers = [nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True), nn.ReLU(), nn.Flatten()]
-    assert [type(layer).__name__ for layer in peers._joined(layers)] == ["Sequential", "ReLU", "Flatten"]
+    assert [type(layer).__name__ for layer in ways.joined(layers)] == ["Sequential", "ReLU", "Flatten"]
 
 
 def test_the_models_own_switch_is_off_again():
     model, images = densenet_cifar(22).train(), torch.randn(2, 3, 32, 32)
     measuring.allocate_gradients(model)
-    plain, found = (measuring.measure(model, r, images, 0) for r in (model, peers.memory_efficient(model)))
+    plain, found = (measuring.measure(model, r, images, 0) for r in (model, ways.memory_efficient(model)))
     assert found.peak < plain.peak
-    assert peers._differences(plain, found) == (0.0, ("buffers",))  # statistics move twice
+    assert differences(plain, found) == (0.0, ("buffers",))  # statistics move twice
     assert not any(getattr(module, "memory_efficient", False) for module in model.modules())
 
 
@@ -146,7 +149,7 @@ def test_compiled_with_less_for_activations_computes_more():
     measuring.allocate_gradients(model)
     plain = measuring.measure(model, model, tokens, 0)
     flops = [
-        measuring.measure(model, peers.compiled(model, tokens, budget, "aot_eager"), tokens, 0).flops
+        measuring.measure(model, ways.compiled(model, tokens, budget, "aot_eager"), tokens, 0).flops
         for budget in (0.0, 1.0)
     ]
     assert flops[0] > flops[1] == plain.flops
@@ -157,10 +160,10 @@ def test_compiled_with_less_for_activations_computes_more():
     [
         (
             "additions_100000",
-            lambda known, model, x: peers.around_blocks(known, model, peers._checkpointed),
+            lambda known, model, x: ways.around_blocks(known, model, ways.checkpointed),
             "no submodules that are its blocks",
         ),
-        ("unet", peers.best_sequential, "no sequence: features are read across"),
+        ("unet", ways.best_sequential, "no sequence: features are read across"),
     ],
 )
 def test_what_does_not_apply_says_why(name, make, message):
@@ -192,7 +195,7 @@ def test_a_gradient_that_differs_is_told_from_other_tensors():
     tensors = {"output 0": torch.ones(2), "gradient of w": torch.tensor([1.0, -4.0]), "buffer b": torch.zeros(1)}
     plain = measuring.Measured(1, 1, tensors)
     other = replace(plain, tensors=tensors | {"gradient of w": torch.tensor([2.0, -4.0]), "buffer b": torch.ones(1)})
-    assert peers._differences(plain, other) == (0.25, ("buffers",))
+    assert differences(plain, other) == (0.25, ("buffers",))
 
 
 # -- ours -----------------------------------------------------------------------------------------------
@@ -204,7 +207,7 @@ def test_the_smallest_plan_with_no_more_flops_recomputes_whatever_has_none():
     graph = ogc.parse(model, torch.randn(2, 3, 32, 32), profile="estimate")
     plain = ogc.solve(graph, solver="none")
     rows = [row(name, plain.peak_bytes, plain.step_flops) for name in ("plain", "peer")]
-    plans = {name: plan for name, plan, _ in peers._our_plans(graph, rows)}
+    plans = {name: plan for name, plan, _ in ours.our_plans(graph, rows)}
     (found,) = [plan for name, plan in plans.items() if "FLOPs of peer" in name]
     assert found.recomputed_flops == 0
     by_time = [plan.peak_bytes for plan in ogc.frontier(graph).plans if not plan.recomputed_flops]
@@ -212,7 +215,7 @@ def test_the_smallest_plan_with_no_more_flops_recomputes_whatever_has_none():
 
 
 def test_a_graph_without_flops_has_no_frontier_by_flops():
-    assert peers._frontier_by_flops(ogc.parse(nn.Sequential(nn.Tanh(), nn.PReLU()), torch.randn(2, 3))) == []
+    assert ours.frontier_by_flops(ogc.parse(nn.Sequential(nn.Tanh(), nn.PReLU()), torch.randn(2, 3))) == []
 
 
 # -- all of it ------------------------------------------------------------------------------------------
@@ -230,13 +233,13 @@ def test_a_comparison():
         "plain", "blocks", "sequential", "selective", "compile 0.5", "chen", "uniform", "binomial", "feng-huang",
     ]  # fmt: skip
     assert "no_such_backend" in rows["compile 0.5"].reason
-    ours = [r for r in found.rows if r.is_ours and not r.reason]
-    assert any(r.name.startswith("ogc: least peak") for r in ours)
-    for r in ours:
+    planned = [r for r in found.rows if r.is_ours and not r.reason]
+    assert any(r.name.startswith("ogc: least peak") for r in planned)
+    for r in planned:
         assert (r.deviation, r.differs) == (0.0, ())
         assert r.predicted_bytes == pytest.approx(r.peak_bytes, rel=0.03)
     for peer in ("blocks", "sequential"):
-        (at_its_memory,) = [r for r in ours if "memory of" in r.name and peer in r.name.split("memory of")[1]]
+        (at_its_memory,) = [r for r in planned if "memory of" in r.name and peer in r.name.split("memory of")[1]]
         assert at_its_memory.peak_bytes <= rows[peer].peak_bytes
         assert at_its_memory.flops <= rows[peer].flops
     text = str(found)
@@ -244,12 +247,54 @@ def test_a_comparison():
     assert "did not run, see below" in text and "compile 0.5: " in text
 
 
-def test_other_numbers_from_a_plan_of_ours_are_an_error(monkeypatch):
+def test_other_numbers_from_a_plan_are_a_row_that_failed_beside_the_others(monkeypatch):
     model, tokens = gpt()
-    apply = ogc.apply
-    monkeypatch.setattr(ogc, "apply", lambda *arguments: lambda x: 2 * apply(*arguments)(x))
-    with pytest.raises(measuring.CheckFailed, match="chen: not the plain model's outputs"):
-        compare("gpt2_small", ARCHITECTURES["gpt2_small"], model, tokens, iterations=1)
+    apply, seen = ogc.apply, []
+
+    def wrong_once(*arguments):
+        right = apply(*arguments)
+        seen.append(1)
+        return (lambda x: 2 * right(x)) if len(seen) == 1 else right
+
+    monkeypatch.setattr(ogc, "apply", wrong_once)
+    found = compare("gpt2_small", ARCHITECTURES["gpt2_small"], model, tokens, iterations=1)
+    (failed,) = [r for r in found.rows if r.failed]
+    assert (failed.name, failed.reason) == ("chen", "CheckFailed: not the plain model's outputs")
+    assert {"uniform", "binomial", "feng-huang"} <= {r.name for r in found.rows if r.peak_bytes}
+
+
+def test_a_gradient_that_is_not_a_number_is_a_difference():
+    plain, other = ({"gradient of a": torch.tensor([1.0, x])} for x in (2.0, float("nan")))
+    assert differences(measuring.Measured(1, 1, plain), measuring.Measured(1, 1, other)) == (float("inf"), ())
+
+
+def test_what_two_plain_steps_differ_in_is_not_compared_and_the_comparison_says_so(monkeypatch):
+    plain, other = ({"gradient of a": torch.tensor([x]), "output 0": torch.tensor([x])} for x in (1.0, 2.0))
+    both = measuring.Measured(1, 1, plain), measuring.Measured(1, 1, other)
+    assert differences(*both, left_out=["gradient of a"]) == (0.0, ("outputs",))
+    said = str(Comparison("net", (1,), (row("plain", 8, 4, seconds=1.0, plain_seconds=1.0),), ("gradient of a",)))
+    assert said.endswith("not compared, as two plain steps differ there: gradient of a")
+
+
+def test_a_comparison_that_fails_in_one_row_is_written_and_the_status_says_so(monkeypatch, capsys, tmp_path):
+    model, _ = gpt()
+    small = replace(ARCHITECTURES["gpt2_small"], build=lambda: model, input=Tokens(16, 50))
+    monkeypatch.setitem(ARCHITECTURES, "gpt2_small", small)
+    solve = ogc.solve
+
+    def fails(graph, **wish):
+        if wish.get("solver") == "uniform":
+            raise RuntimeError("no plan today")
+        return solve(graph, **wish)
+
+    monkeypatch.setattr(ogc, "solve", fails)
+    path = tmp_path / "out.json"
+    options = ["--device", "cpu", "--batch-size", "2", "--iterations", "1", "--compile-budgets", "--json", str(path)]
+    assert benchmark.main(["--arch", "gpt2_small", "--compare", *options]) == 1
+    assert "gpt2_small, uniform: RuntimeError: no plan today" in capsys.readouterr().err
+    data = json.loads(path.read_text())
+    assert data["failed"] == [{"name": "gpt2_small, uniform", "reason": "RuntimeError: no plan today", "status": 1}]
+    assert {"blocks", "binomial"} <= {r["name"] for r in data["rows"][0]["rows"] if r["peak_bytes"]}
 
 
 def test_the_command(capsys, tmp_path, monkeypatch):
@@ -289,7 +334,7 @@ def test_options_that_do_not_go_with_it(options, message, capsys):
 
 COMPARISONS = [
     pytest.param(comparison["rows"], id=f"{path.stem}-{comparison['arch']}")
-    for path in sorted((RESULTS).glob("*_compare*.json"))
+    for path in sorted(RESULTS.glob("compare/*.json"))
     for comparison in json.loads(path.read_text())["rows"]
 ]
 
@@ -321,8 +366,8 @@ def test_checkpointed_blocks_and_sequences_are_dominated_by_ours(data):
     rows = {r.name: r for r in rows_of(data)}
     for name in ("blocks", "sequential"):
         peer = rows[name]
-        ours = [r for r in rows.values() if r.is_ours]
-        dominated = any(r.peak_bytes <= peer.peak_bytes and r.flops <= peer.flops for r in ours)
+        planned = [r for r in rows.values() if r.is_ours]
+        dominated = any(r.peak_bytes <= peer.peak_bytes and r.flops <= peer.flops for r in planned)
         assert dominated if peer.peak_bytes else peer.reason
 
 

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from benchmarks import tables
-from benchmarks.tables import ROOT, document, files, rows
+from benchmarks.suites import FULL, RESULTS, ROOT
+from benchmarks.summaries import more_time, reason, zoo
+from benchmarks.tables import document, files, rows
 
 TEXT = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
@@ -15,12 +16,13 @@ def test_the_document_is_that_of_the_results():
     assert document() == TEXT, "run python -m benchmarks.tables"
 
 
-def test_it_has_every_row_and_every_command():
+def test_it_has_every_row_and_every_command_and_is_short():
     assert len(rows()) == 18
-    for path in tables.RESULTS.glob("*.json"):
-        assert f"`{path.name}`: `{json.loads(path.read_text())['command']}`" in TEXT
+    for run in FULL:
+        assert re.search(rf"`python benchmark.py --suite full --only[^`]* {run.name}\b", TEXT), run.name
     for name in {row["arch"] for row in rows()}:
-        assert f"| {name} |" in TEXT
+        assert TEXT.count(f"\n| {name} |") >= 3  # published, batch 4, solvers
+    assert len(TEXT.encode()) <= 15_000
 
 
 def test_the_readme_says_of_slices_what_was_measured():
@@ -42,9 +44,11 @@ def test_every_table_is_rectangular():
 @pytest.fixture
 def on_cpus(tmp_path):
     """The folder of the results that were measured on CPUs."""
-    for path in tables.RESULTS.glob("*.json"):
+    for path in RESULTS.rglob("*.json"):
         if not path.name.startswith("cuda"):
-            (tmp_path / path.name).write_text(path.read_text())
+            copy = tmp_path / path.relative_to(RESULTS)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_text(path.read_text())
     return tmp_path
 
 
@@ -63,7 +67,9 @@ def test_cuda_has_its_place(on_cpus):
     (run,) = files("cpu_published_1.json")
     found = run["rows"][0] | {"device": "NVIDIA H200", "plain_seconds": 1.0, "ogc_seconds": 1.2}
     (on_cpus / "cuda_published.json").write_text(json.dumps(run | {"rows": [found]}))
-    assert "| resnet18 | 256 | NVIDIA H200 | 5351 | 1816 | 66% | 11.1% | 0 | 20.0% | " in document(on_cpus)
+    text = document(on_cpus)
+    assert "| resnet18 | 256 | NVIDIA H200 | 5351 | 1816 | 66% | 11.1% | 0.00% | 20.0% | " in text
+    assert "`python benchmark.py --suite cuda --only published`; " in text
 
 
 @pytest.mark.parametrize(
@@ -73,11 +79,11 @@ def test_cuda_has_its_place(on_cpus):
 )
 def test_predictions_hold_on_cuda(row):
     assert row["predicted_bytes"] == pytest.approx(row["ogc_bytes"], rel=0.05)
-    assert row["predicted_overhead"] == pytest.approx(tables.more_time(row), abs=0.05)
+    assert row["predicted_overhead"] == pytest.approx(more_time(row), abs=0.05)
 
 
 def test_other_tools_have_their_place(on_cpus):
-    for path in on_cpus.glob("*compare*.json"):
+    for path in on_cpus.glob("compare/*.json"):
         path.unlink()
     place = "## Other tools side by side"
     assert document(on_cpus).split(place)[1].split("\n## ")[0].rstrip().endswith("Not measured yet.")
@@ -85,15 +91,33 @@ def test_other_tools_have_their_place(on_cpus):
         "name": "plain", "detail": "", "is_ours": False, "reason": "", "peak_bytes": 8 << 20, "flops": 100,
         "seconds": 1.0, "plain_seconds": 1.0, "deviation": 0.0, "recomputed_share": None, "dominated_by": "",
     }  # fmt: skip
-    ours = row | {"name": "ogc", "detail": "least", "is_ours": True, "peak_bytes": 4 << 20, "recomputed_share": 0.5}
-    failed = row | {"name": "torch.compile", "reason": "no compiler | here"}
+    ours = row | {"name": "ogc", "is_ours": True, "peak_bytes": 4 << 20, "recomputed_share": 0.5, "seconds": 1.2}
+    ours |= {"flops": 150}
+    peer = row | {"name": "blocks", "peak_bytes": 6 << 20, "flops": 130, "seconds": 1.5}
+    failed = row | {"name": "torch.compile", "reason": "no compiler | here", "peak_bytes": 0}
     (file,) = files("cpu_sliced.json")
-    comparison = {"arch": "tiny", "input_shape": [2, 3], "rows": [row, ours, failed]}
-    (on_cpus / "cpu_compare_tiny.json").write_text(json.dumps(file | {"rows": [comparison]}))
+    comparison = {"arch": "tiny", "input_shape": [2, 3], "rows": [row, ours, peer, failed]}
+    (on_cpus / "compare" / "cpu_tiny.json").write_text(json.dumps(file | {"rows": [comparison]}))
     found = document(on_cpus).split(place)[1].split("\n## ")[0]
-    assert "### tiny, input 2×3" in found
-    assert "| **ogc**, least | 4 | 50% | 0.0% | 1.00× | 0 | 50.0% | – |" in found
-    assert "| torch.compile | not run: no compiler / here |" in found
+    assert "| tiny | 2×3 | 8 | blocks | 6 at 1.50× | – | 4 at 1.20× |" in found
+    assert "No peer beats a plan of ours in bytes and FLOPs." in found
+    comparison["rows"].append(ours | {"name": "ogc: FLOPs of blocks", "peak_bytes": 5 << 20, "flops": 120})
+    comparison["rows"][1] |= {"dominated_by": "blocks"}
+    (on_cpus / "compare" / "cpu_tiny.json").write_text(json.dumps(file | {"rows": [comparison]}))
+    found = document(on_cpus).split(place)[1].split("\n## ")[0]
+    assert "| tiny | 2×3 | 8 | blocks | 6 at 1.50× | 5 at 1.20× | 4 at 1.20× |" in found
+    assert "**Plans of ours are beaten by a peer**: blocks of tiny" in found
+
+
+def test_rows_that_failed_and_tensors_that_were_not_compared_are_named(on_cpus):
+    path = on_cpus / "cpu_batch_4.json"
+    data = json.loads(path.read_text())
+    data["failed"] = [{"name": "vgg19, optimal", "reason": "out of memory", "status": 3}]
+    data["rows"][0]["unrepeatable"] = ["output 0", "gradient of x"]
+    path.write_text(json.dumps(data))
+    found = document(on_cpus).split("## At batch 4")[1].split("\n## ")[0]
+    assert "* vgg19, optimal failed: out of memory" in found
+    assert f"* {data['rows'][0]['arch']}: 2 tensors differ between two plain steps and were not compared" in found
 
 
 def test_each_part_of_the_search_gains_somewhere_and_peaks_are_as_predicted():
@@ -108,14 +132,14 @@ def test_each_part_of_the_search_gains_somewhere_and_peaks_are_as_predicted():
 
 
 def test_a_model_that_is_not_equal_is_not_passed_over():
-    (run,) = files("zoo_timm.json")
+    (run,) = files("zoo/timm.json")
     different = {"name": "x", "verdict": "different", "detail": "output 0 of step 0"}
-    found = tables._zoo([run | {"rows": [*run["rows"], different]}])
-    assert "| timm | x | different: output 0 of step 0 |" in found
+    found = zoo([run | {"rows": [*run["rows"], different]}])
+    assert "| timm | 107 | 106 | 0 | 1 | " in found and "* timm, x: different: output 0 of step 0" in found
     with pytest.raises(AssertionError, match="say so in docs/results"):
-        tables._zoo([run | {"rows": [*run["rows"], different | {"verdict": "almost"}]}])
+        zoo([run | {"rows": [*run["rows"], different | {"verdict": "almost"}]}])
 
 
 def test_reasons_are_short():
     error = "ParseError: numbers: bool() of a tensor at /a/b/site-packages/x.py:1; item() of a tensor at y.py:2. Do so."
-    assert tables._reason(error) == "ParseError: numbers: bool() of a tensor at x.py:1 and 1 more place"
+    assert reason(error) == "ParseError: numbers: bool() of a tensor at x.py:1 and 1 more place"

@@ -1,6 +1,6 @@
 """What the benchmark trains: architectures by name, and those of them that torchvision does not have."""
 
-from .architectures import ARCHITECTURES, PUBLISHED, Architecture, Published
+from .architectures import ARCHITECTURES, PUBLISHED, Architecture, Published, listed
 from .inputs import Images, Tokens, Vectors
 from .search_space import NETWORKS, FactorisedReduce, SearchSpaceNetwork
 
@@ -15,4 +15,5 @@ __all__ = [
     "SearchSpaceNetwork",
     "Tokens",
     "Vectors",
+    "listed",
 ]

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ogc.graph import table
+
 from .densenet_cifar import densenet_cifar
 from .inputs import Images, Tokens, Vectors
 from .search_space import NETWORKS
@@ -262,3 +264,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         Additions, Vectors(1), 64, "", _additions,
     ),
 }  # fmt: skip
+
+
+def listed() -> str:
+    """All of them, as a table."""
+    header = ["name", "published", "input", "batch size", "description"]
+    rows = [
+        [name, "yes" if known.published else "no", str(known.input), str(known.batch_size), known.description]
+        for name, known in ARCHITECTURES.items()
+    ]
+    return table(header, rows)

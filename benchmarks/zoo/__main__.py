@@ -17,8 +17,9 @@ import json
 import logging
 import multiprocessing
 import os
-import platform
 import resource
+import shlex
+import sys
 import warnings
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
@@ -28,14 +29,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.measuring import environment, write_json
+from benchmarks.suites import RESULTS, ROOT
 from benchmarks.zoo.models import FAMILIES, Build, family
 from benchmarks.zoo.table import brief, summary, table
-from benchmarks.zoo.training import STEPS, row_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.zoo.training import SEED, STEPS, row_of
 
 
-def main() -> None:
+def main() -> int:
     options = _options()
     _quiet()
     builds = family(options.family)
@@ -44,10 +45,8 @@ def main() -> None:
         raise SystemExit(f"{options.family} has no model named {', '.join(unknown)}; --list shows those it has")
     if options.list:
         print("\n".join(names))
-        return
-    path = options.json or (
-        None if options.plain_only else ROOT / "benchmarks" / "results" / f"zoo_{options.family}.json"
-    )
+        return 0
+    path = options.json or (None if options.plain_only else RESULTS / "zoo" / f"{options.family}.json")
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path and path.exists() else {}
     code = _code()
     for name in names:
@@ -59,13 +58,14 @@ def main() -> None:
             _write(path, options.family, (rows[n] for n in builds if n in rows))
     found = [rows[name] for name in names if name in rows]
     print(table(found), summary(options.family, found), sep="\n")
+    return 1 if any(row["verdict"] in ("different", "error") for row in found) else 0
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: the whole family")
     parser.add_argument("--family", choices=FAMILIES, default="torchvision")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/zoo_<family>.json")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/zoo/<family>.json")
     parser.add_argument("--seconds", type=float, default=120.0, help="a model that takes longer is not tried")
     parser.add_argument("--gigabytes", type=float, default=6.0, help="memory that a model may take")
     parser.add_argument("--plain-only", action="store_true", help="only see which models can be built and trained")
@@ -121,18 +121,10 @@ def _try(build: Build, plain_only: bool, gigabytes: float, pipe: Connection) -> 
 
 
 def _write(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
-    environment = {
-        "command": f"python -m benchmarks.zoo --family {name}",  # perhaps in groups of models
-        "versions": {"torch": torch.__version__, **_versions(name), "python": platform.python_version()},
-        "steps": STEPS,
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
-    content = json.dumps({**environment, "rows": list(rows)}, indent=1) + "\n"
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(content)
-    unfinished.replace(path)
+    command = shlex.join(["python", "-m", "benchmarks.zoo", *sys.argv[1:]])
+    data = environment(command, torch.device("cpu"), SEED, keeps_freed_memory=False)
+    versions = {**data["versions"], **_versions(name)}
+    write_json(path, {**data, "versions": versions, "steps": STEPS, "rows": list(rows)})
 
 
 def _versions(name: str) -> dict[str, str]:
@@ -146,4 +138,4 @@ def _versions(name: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Plans, checks and times a model beside the plain one: a row for each solver."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import ogc
+
+from .measuring import MIB, CheckFailed, allocate_gradients, device_name, measure, timed, unrepeatable
+from .networks import ARCHITECTURES
+from .row import Row
+
+CPU_BATCH_SIZE = 4
+
+SLICED_TOLERANCE = 1e-2
+"""Most by which a tensor may differ from the plain model's where the batch is sliced, relative to its largest entry."""
+
+
+def batch_size_of(name: str, device: torch.device, options: argparse.Namespace) -> int:
+    batch_size = options.batch_size or (CPU_BATCH_SIZE if device.type == "cpu" else "published")
+    return ARCHITECTURES[name].batch_size if batch_size == "published" else int(batch_size)
+
+
+def build(name: str, device: torch.device, options: argparse.Namespace) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The model in training mode, and a batch."""
+    architecture = ARCHITECTURES[name]
+    torch.manual_seed(options.seed)
+    model = architecture.build().to(device).train()
+    return model, architecture.input.sample(batch_size_of(name, device, options), options.size).to(device)
+
+
+class Bench:
+    """One architecture, parsed once. Attributes: ``graph``; ``plans``, of the rows so far, by solver."""
+
+    def __init__(self, name: str, device: torch.device, options: argparse.Namespace) -> None:
+        self.name, self.options = name, options
+        self.architecture = ARCHITECTURES[name]
+        total = 1 + len(options.solver) * (2 + options.iterations) + bool(options.plot)
+        self.progress = tqdm(total=total, desc=f"{name}: parse", leave=False, disable=None)
+        self.model, self.inputs = build(name, device, options)
+        start = time.perf_counter()
+        self.graph = ogc.parse(self.model, self.inputs, profile=options.profile)
+        self.parse_seconds = time.perf_counter() - start
+        allocate_gradients(self.model)
+        self.plans: dict[str, ogc.Plan] = {}
+
+    def _stage(self, what: str) -> None:
+        self.progress.update()
+        self.progress.set_description(f"{self.name}: {what}")
+
+    def row(self, solver: str) -> Row:
+        """Plan, check and time one solver's model.
+
+        Raises:
+            CheckFailed: it computes other numbers than the plain model.
+        """
+        self._stage(f"solve ({solver})")
+        start = time.perf_counter()
+        graph, plan = self._solve(solver)
+        solve_seconds = time.perf_counter() - start
+        at_theirs = self._at_theirs() if solver == "optimal" else None
+        self._stage("check and memory")
+        optimised = ogc.apply(self.model, graph, plan)
+        tolerance = SLICED_TOLERANCE if graph is not self.graph else 0.0
+        checked = check(self.model, optimised, self.inputs, self.options.seed, tolerance)
+        plain_times, ogc_times = [], []
+        for number in range(self.options.iterations):
+            self._stage(f"timed step {number + 1}")
+            plain_times.append(timed(self.model, self.inputs))
+            ogc_times.append(timed(optimised, self.inputs))
+        self.plans[solver] = plan
+        return Row(
+            arch=self.name,
+            solver=solver,
+            device=device_name(self.inputs.device),
+            batch_size=len(self.inputs),
+            input_shape=tuple(self.inputs.shape),
+            plain_bytes=checked.peaks[0],
+            ogc_bytes=checked.peaks[1],
+            predicted_plain_bytes=plan.plain_peak_bytes,
+            predicted_bytes=plan.peak_bytes,
+            plain_seconds=median(plain_times),
+            ogc_seconds=median(ogc_times),
+            predicted_overhead=plan.overhead,
+            plain_flops=checked.flops[0],
+            ogc_flops=checked.flops[1],
+            segments=len(plan.rows),
+            recomputed_segments=sum(row[3] == "recomputed" for row in plan.rows),
+            parse_seconds=self.parse_seconds,
+            solve_seconds=solve_seconds,
+            overhead_at_theirs=at_theirs.overhead if at_theirs else None,
+            flops_at_theirs=at_theirs.flops_overhead if at_theirs else None,
+            batch_slices=self.options.batch_slices,
+            deviation=checked.deviation,
+            published=asdict(self.architecture.published) if self.architecture.published else None,
+            unrepeatable=checked.unrepeatable,
+        )
+
+    def _at_theirs(self) -> ogc.Plan | None:
+        """Our plan that fits into the published memory, where the batch is the published one."""
+        known = self.architecture
+        if known.published is None or not known.is_published(len(self.inputs), self.inputs.shape[-1]):
+            return None
+        return ogc.solve(self.graph, memory_budget=known.published.theirs * MIB)
+
+    def _solve(self, solver: str) -> tuple[ogc.Graph, ogc.Plan]:
+        """The plan that the options ask for, and its graph; by default our least peak at the published overhead."""
+        options = self.options
+
+        def plan(**wish: Any) -> tuple[ogc.Graph, ogc.Plan]:
+            if options.batch_slices > 1:
+                return ogc.slice_batch(self.model, self.inputs, self.graph, slices=options.batch_slices, **wish)
+            return self.graph, ogc.solve(self.graph, **wish)
+
+        if solver != "optimal":
+            return self.graph, ogc.solve(self.graph, solver=solver)
+        if options.memory_budget is not None or options.max_overhead is not None:
+            return plan(memory_budget=options.memory_budget, max_overhead=options.max_overhead)
+        if self.architecture.published is None:
+            return plan()
+        published = limit = self.architecture.published.overhead
+        for _ in range(4):  # counted in time and in FLOPs
+            found = plan(max_overhead=limit)
+            if found[1].flops_overhead <= published:
+                break
+            limit *= 0.97 * published / found[1].flops_overhead
+        return found
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Peak bytes and FLOPs of the plain and the optimised step, and the most by which their tensors differ.
+
+    The difference is a share of the tensor's largest entry. Tensors in which two plain steps differ are left out.
+    """
+
+    peaks: tuple[int, ...]
+    flops: tuple[int, ...]
+    deviation: float
+    unrepeatable: tuple[str, ...]
+
+
+def check(
+    model: torch.nn.Module, optimised: torch.nn.Module, inputs: torch.Tensor, seed: int, tolerance: float
+) -> Checked:
+    """One step of each from the same state; raises CheckFailed where they differ by more than the tolerance."""
+    plain = measure(model, model, inputs, seed)
+    left_out = unrepeatable(model, inputs, seed, plain)
+    ours = measure(model, optimised, inputs, seed)
+    deviation = 0.0
+    for name, value in plain.tensors.items():
+        other = ours.tensors[name]
+        if name in left_out or torch.equal(value, other):
+            continue
+        distance = (value.double() - other.double()).abs().max().item()
+        share = distance / max(value.double().abs().max().item(), 1e-300)
+        deviation = max(deviation, share)
+        if not share <= tolerance:
+            raise CheckFailed(f"{name} differs by at most {distance:.3g}, {share:.3g} of its largest entry")
+    return Checked((plain.peak, ours.peak), (plain.flops, ours.flops), deviation, left_out)
+
+
+def draw(folder: Path, name: str, graph: ogc.Graph, plans: Mapping[str, ogc.Plan]) -> None:
+    """The first solver's memory over a step and graph, and the frontier with all other solvers' plans."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = plans[next(iter(plans))]
+    curve = ogc.frontier(graph)
+    peers = {solver: (plan.peak_bytes, plan.overhead) for solver, plan in plans.items() if solver != "none"}
+    if "optimal" in peers:
+        peers = {"this plan": peers.pop("optimal"), **peers}
+    for ending in ("png", "svg"):
+        first.plot(folder / f"{name}_timeline.{ending}")
+        curve.plot(folder / f"{name}_frontier.{ending}", peers=peers)
+        first.draw(folder / f"{name}_graph.{ending}")

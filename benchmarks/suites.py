@@ -1,0 +1,117 @@
+"""Lists of runs that make all results again from nothing; making.py runs them and writes the documents.
+
+A run is one process that writes one file. ``full`` writes what is committed in ``benchmarks/results``, docs/results.md
+and the README's table, in less than three hours on two cores. ``quick`` makes a little of every kind of result in
+``build/quick``, in less than ten minutes. ``cuda`` is what is still to be measured.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Attributes: ``name``; ``arguments`` of Python, without --json; the ``file`` that it writes into the results."""
+
+    name: str
+    arguments: str
+    file: str
+
+    def command(self, folder: Path) -> list[str]:
+        path = folder / self.file
+        shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        return [sys.executable, *shlex.split(self.arguments), "--json", str(shown)]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Attributes: ``runs``, the longest first; how many run ``at_once``; the ``folder`` to write to."""
+
+    runs: tuple[Run, ...]
+    at_once: int = 2
+    folder: Path = RESULTS
+
+
+SMALL = "benchmark.py --device cpu --iterations 1 --arch"
+PUBLISHED = "benchmark.py --device cpu --iterations 1 --batch-size published --arch"
+COMPARE = "benchmark.py --device cpu --iterations 1 --compare --arch"
+SOLVERS = "--solver optimal none chen uniform binomial feng-huang"
+ZOO = "-m benchmarks.zoo --again --seconds 300 --family"
+
+TORCHVISION = """
+    alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s googlenet inception_v3 maxvit_t mnasnet1_0
+    mobilenet_v2 mobilenet_v3_large mobilenet_v3_small regnet_x_400mf regnet_x_3_2gf regnet_y_400mf regnet_y_3_2gf
+    resnet18 resnet34 resnet50 resnet101 resnext50_32x4d shufflenet_v2_x0_5 shufflenet_v2_x1_0 squeezenet1_0
+    squeezenet1_1 swin_t swin_v2_t vgg11 vgg11_bn vit_b_16 vit_b_32 wide_resnet50_2 quantized_googlenet
+    quantized_inception_v3 quantized_mobilenet_v2 quantized_mobilenet_v3_large quantized_resnet18 quantized_resnet50
+    quantized_shufflenet_v2_x1_0 deeplabv3_mobilenet_v3_large deeplabv3_resnet50 fcn_resnet50
+    lraspp_mobilenet_v3_large mc3_18 mvit_v1_b r2plus1d_18 r3d_18 s3d swin3d_t raft_small
+    fasterrcnn_mobilenet_v3_large_320_fpn fasterrcnn_resnet50_fpn fcos_resnet50_fpn keypointrcnn_resnet50_fpn
+    maskrcnn_resnet50_fpn retinanet_resnet50_fpn ssd300_vgg16 ssdlite320_mobilenet_v3_large
+"""
+"""Every family of torchvision, by its smaller models."""
+
+FULL = (
+    Run("solvers", f"{SMALL} all {SOLVERS}", "cpu_solvers.json"),
+    Run("published_2", f"{PUBLISHED} densenet121 densenet169 densenet161 alexnet vgg11 vgg13", "cpu_published_2.json"),
+    Run(
+        "published_3", f"{PUBLISHED} vgg16 vgg19 nasnet_cifar10 amoebanet_cifar10 darts_cifar10", "cpu_published_3.json"
+    ),
+    Run("ablation", "-m benchmarks.ablation", "ablation.json"),
+    Run(
+        "published_1",
+        f"{PUBLISHED} resnet18 resnet34 resnet50 resnet101 resnet152 inception_v3 densenet201",
+        "cpu_published_1.json",
+    ),
+    Run("zoo_transformers", f"{ZOO} transformers", "zoo/transformers.json"),
+    Run("sliced", f"{PUBLISHED} vgg16 --batch-slices 8", "cpu_sliced.json"),
+    Run("zoo_torchvision", f"{ZOO} torchvision {' '.join(TORCHVISION.split())}", "zoo/torchvision.json"),
+    Run("compare_resnet50", f"{COMPARE} resnet50 --batch-size 8", "compare/cpu_resnet50.json"),
+    Run("zoo_timm", f"{ZOO} timm", "zoo/timm.json"),
+    Run("compare_gpt2_small", f"{COMPARE} gpt2_small --batch-size 4 --size 128", "compare/cpu_gpt2_small.json"),
+    Run("batch_4", f"{SMALL} all --batch-size 4", "cpu_batch_4.json"),
+    Run("compare_densenet121", f"{COMPARE} densenet121 --batch-size 8", "compare/cpu_densenet121.json"),
+    Run("compare_unet", f"{COMPARE} unet --batch-size 1", "compare/cpu_unet.json"),
+    Run("compare_convnext_tiny", f"{COMPARE} convnext_tiny --batch-size 2", "compare/cpu_convnext_tiny.json"),
+    Run("zoo_others", f"{ZOO} others", "zoo/others.json"),
+    Run("compare_resnet18", f"{COMPARE} resnet18 --batch-size 8", "compare/cpu_resnet18.json"),
+    Run("zoo_diffusers", f"{ZOO} diffusers", "zoo/diffusers.json"),
+    Run(
+        "compare_mobilenet_v3_large",
+        f"{COMPARE} mobilenet_v3_large --batch-size 4",
+        "compare/cpu_mobilenet_v3_large.json",
+    ),
+    Run("zoo_peft", f"{ZOO} peft", "zoo/peft.json"),
+)
+
+QUICK = (
+    Run("compare", f"{COMPARE} resnet18 --batch-size 2 --size 96 --compile-backend aot_eager", "compare/cpu.json"),
+    Run("zoo", f"{ZOO} torchvision resnet18 mobilenet_v3_small quantized_resnet18 r3d_18", "zoo/torchvision.json"),
+    Run("ablation", "-m benchmarks.ablation resnet18", "ablation.json"),
+    Run("published", f"{PUBLISHED} darts_cifar10", "cpu_published.json"),
+    Run("solvers", f"{SMALL} resnet18 {SOLVERS}", "cpu_solvers.json"),
+    Run("batch_4", f"{SMALL} resnet18 resnet50 vgg11 densenet121 --batch-size 4", "cpu_batch_4.json"),
+    Run("sliced", f"{SMALL} alexnet --batch-slices 4", "cpu_sliced.json"),
+)
+
+CUDA = (
+    Run("published", "benchmark.py --device cuda:0 --batch-size published --arch all", "cuda_published.json"),
+    Run(
+        "compare",
+        "benchmark.py --device cuda:0 --compare --arch resnet50 densenet121 gpt2_small unet",
+        "compare/cuda.json",
+    ),
+)
+
+SUITES = {
+    "quick": Suite(QUICK, folder=ROOT / "build" / "quick"),
+    "full": Suite(FULL),
+    "cuda": Suite(CUDA, at_once=1),
+}

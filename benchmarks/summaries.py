@@ -1,0 +1,263 @@
+"""The tables of docs/results.md: one for each question, made of the rows that the runs wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+MIB = 2**20
+
+Data = dict[str, Any]
+
+
+def published(runs: Sequence[Data]) -> str:
+    header = (
+        "model | batch | plain | ogc | cut | more FLOPs | recomputed | published | ours / published "
+        "| published overhead | recomputed at the published memory"
+    )
+    found = in_order(runs)
+    cells = [
+        [
+            *(row["arch"], row["batch_size"], mib(row["plain_bytes"]), mib(row["ogc_bytes"]), cut(row)),
+            *(more_flops(row), f"{row['predicted_overhead']:.1%}", row["published"]["theirs"]),
+            f"{row['ogc_bytes'] / MIB / row['published']['theirs']:.2f}",
+            *(f"{row['published']['overhead']:.0%}", f"{row['overhead_at_theirs']:.1%}"),
+        ]
+        for row in found
+    ]
+    if not found:
+        return ""
+    return (
+        f"{table(header, cells)}\nGeometric mean of ours over published: {ratio(found):.2f}. Within the published "
+        f"memory, of our overhead over the published one (at least 1 % each): {_overhead_ratio(found, 'overhead')} by "
+        f"recomputed time, {_overhead_ratio(found, 'flops')} by FLOPs. The largest error of a predicted peak: "
+        f"{max(map(_error, found)):.2%}.\n"
+    )
+
+
+def _overhead_ratio(found: Sequence[Data], kind: str) -> str:
+    key = f"{kind}_at_theirs"
+    shares = [max(0.01, row[key]) / row["published"]["overhead"] for row in found if row.get(key) is not None]
+    return f"{geometric_mean(shares):.2f} over {len(shares)} models" if shares else "not counted"
+
+
+def small(runs: Sequence[Data]) -> str:
+    header = "model | plain | ogc | cut | more FLOPs | recomputed | parse s | solve s"
+    cells = [
+        [
+            *(row["arch"], mib(row["plain_bytes"]), mib(row["ogc_bytes"]), cut(row), more_flops(row)),
+            *(f"{row['predicted_overhead']:.1%}", f"{row['parse_seconds']:.1f}", f"{row['solve_seconds']:.1f}"),
+        ]
+        for row in in_order(runs)
+    ]
+    return table(header, cells)
+
+
+def solvers(runs: Sequence[Data]) -> str:
+    found = in_order(runs)
+    names = list(dict.fromkeys(row["solver"] for row in found))
+    by_name: dict[str, dict[str, Data]] = {}
+    for row in found:
+        by_name.setdefault(row["arch"], {})[row["solver"]] = row
+
+    def cell(of: dict[str, Data], solver: str) -> str:
+        if solver not in of:
+            return "–"
+        row = of[solver]
+        return mib(row["ogc_bytes"]) + ("" if solver == "none" else f" at {more_flops(row)}")
+
+    cells = [[name, *(cell(of, solver) for solver in names)] for name, of in by_name.items()]
+    return table(" | ".join(["model", *names]), cells)
+
+
+def compared(runs: Sequence[Data]) -> str:
+    """A row for each network: the best of the others, and ours."""
+    header = "model | input | plain | other tool | its peak | ogc with no more FLOPs | ogc, least peak"
+    cells, better = [], []
+    for comparison in (comparison for run in runs for comparison in run["rows"]):
+        rows = [row for row in comparison["rows"] if not row["reason"]]
+        ours = [row for row in rows if row["is_ours"]]
+        peer = min((row for row in rows[1:] if row["recomputed_share"] is None), key=_peak, default=None)
+        within = min((row for row in ours if peer and row["flops"] <= peer["flops"]), key=_peak, default=None)
+        better += [f"{name} of {comparison['arch']}" for name in sorted(beating(rows))]
+        cells.append([
+            *(comparison["arch"], "×".join(map(str, comparison["input_shape"])), mib(rows[0]["peak_bytes"])),
+            *(peer["name"] if peer else "–", _measured(peer), _measured(within)),
+            _measured(min(ours, key=_peak, default=None)),
+        ])  # fmt: skip
+    said = "**Plans of ours are beaten by a peer**: " + ", ".join(better) if better else "No peer beats a plan of ours"
+    return f"{table(header, cells)}\n{said} in bytes and FLOPs.\n" if cells else ""
+
+
+def _peak(row: Data) -> int:
+    return int(row["peak_bytes"])
+
+
+def _measured(row: Data | None) -> str:
+    if row is None:
+        return "–"
+    return mib(row["peak_bytes"]) + (
+        f" at {row['seconds'] / row['plain_seconds']:.2f}×" if row["plain_seconds"] else ""
+    )
+
+
+def beating(rows: Sequence[Data]) -> set[str]:
+    """Peers that dominate a plan of ours, by their names in a comparison."""
+    theirs = {row["name"] for row in rows if not row["is_ours"]}
+    return {row["dominated_by"] for row in rows if row["is_ours"]} & theirs
+
+
+def sliced(runs: Sequence[Data], whole: Sequence[Data]) -> str:
+    at_once = {row["arch"]: row for row in whole}
+    header = (
+        "model | batch | slices | plain | ogc, whole batch | ogc, sliced | cut | more FLOPs | recomputed "
+        "| published | most a tensor is off"
+    )
+    cells = [
+        [
+            *(row["arch"], row["batch_size"], row["batch_slices"], mib(row["plain_bytes"])),
+            mib(at_once[row["arch"]]["ogc_bytes"]) if _is_same(at_once.get(row["arch"]), row) else "–",
+            *(mib(row["ogc_bytes"]), cut(row), more_flops(row), f"{row['predicted_overhead']:.1%}"),
+            *(row["published"]["theirs"], f"{row['deviation']:.1e}"),
+        ]
+        for row in in_order(runs)
+    ]
+    return table(header, cells)
+
+
+def _is_same(whole: Data | None, row: Data) -> bool:
+    return whole is not None and whole["input_shape"] == row["input_shape"]
+
+
+def ablation(runs: Sequence[Data]) -> str:
+    """A row for each part that is left out; a column for each wish."""
+    found = [row for run in runs for row in run["rows"]]
+    whole = {(row["arch"], row["wish"]): row["peak_bytes"] for row in found if row["without"] == "nothing"}
+    wishes = list(dict.fromkeys(row["wish"] for row in found))
+    more: dict[str, dict[str, list[float]]] = {}
+    for row in found:
+        share = row["peak_bytes"] / whole[row["arch"], row["wish"]] - 1
+        more.setdefault(row["without"], {}).setdefault(row["wish"], []).append(share)
+    more.pop("nothing", None)
+
+    def cell(shares: list[float]) -> str:
+        return f"{min(shares):+.0%} to {max(shares):+.0%}, {median(shares):+.0%}" if shares else "–"
+
+    names = {"program order": "in another order"}
+    cells = [
+        [names.get(part, f"without {part}"), *(cell(of.get(wish, [])) for wish in wishes)] for part, of in more.items()
+    ]
+    networks = list(dict.fromkeys(row["arch"] for row in found))
+    return table(" | ".join(["search", *wishes]), cells) + (f"\nOf {', '.join(networks)}.\n" if cells else "")
+
+
+def zoo(runs: Sequence[Data]) -> str:
+    """How many models of each family come out bitwise, and what becomes of the others."""
+    header = (
+        "family | models | equal | plain cannot | not equal | cut of at least 25% | median cut | above the plain peak "
+        "| median recomputed | median planning s"
+    )
+    cells, others = [], []
+    for run in runs:
+        family = Path(run["file"]).stem
+        measured = [row for row in run["rows"] if "ogc_bytes" in row]
+        cuts = [1 - row["ogc_bytes"] / row["plain_bytes"] for row in measured]
+        kinds = [row["verdict"] for row in run["rows"]]
+        unknown = {kind for kind in kinds if kind not in KINDS}
+        assert not unknown, f"{run['file']} has rows that are {unknown}: say so in docs/results.md"
+        counts = [kinds.count("equal"), kinds.count("plain cannot")]
+        cells.append([
+            *(family, len(kinds), *counts, len(kinds) - sum(counts)),
+            *(f"{sum(cut >= 0.25 for cut in cuts)} of {len(cuts)}", f"{median(cuts):.0%}" if cuts else "–"),
+            sum(cut < 0 for cut in cuts),
+            f"{median(row['overhead'] for row in measured):.0%}" if cuts else "–",
+            f"{median(row['plan_seconds'] for row in measured):.1f}" if cuts else "–",
+        ])  # fmt: skip
+        others += [
+            f"* {family}, {row['name']}: {row['verdict']}: {reason(row['detail'])}"
+            for row in run["rows"]
+            if row["verdict"] not in ("equal", "plain cannot")
+        ]
+    listed = "\n".join(["\nNot equal:\n", *others]) + "\n" if others else ""
+    return f"{table(header, cells)}{listed}" if cells else ""
+
+
+KINDS = ("equal", "different", "refused", "error", "not tried", "plain cannot")
+
+
+def reason(error: str) -> str:
+    """The first sentence, the first place of many, paths without the machine's folders."""
+    text = re.sub(r"\S*site-packages/", "", error.split(". ")[0]).replace("|", "/").rstrip(".")
+    places = text.split("; ")
+    if len(places) > 1 and " of a tensor at " in places[1]:
+        return f"{places[0]} and {len(places) - 1} more place{'s' if len(places) > 2 else ''}"
+    return text
+
+
+def on_cuda(runs: Sequence[Data]) -> str:
+    header = (
+        "model | batch | device | plain | ogc | cut | more FLOPs | predicted peak, off by | more time | predicted "
+        "| published | ours / published | published overhead"
+    )
+    found = in_order(runs)
+    cells = [
+        [
+            *(row["arch"], row["batch_size"], row["device"], mib(row["plain_bytes"]), mib(row["ogc_bytes"])),
+            *(cut(row), more_flops(row), f"{_error(row):.2%}", f"{more_time(row):.1%}"),
+            *(f"{row['predicted_overhead']:.1%}", row["published"]["theirs"]),
+            f"{row['ogc_bytes'] / MIB / row['published']['theirs']:.2f}",
+            f"{row['published']['overhead']:.0%}",
+        ]
+        for row in found
+    ]
+    mean = f"\nGeometric mean of ours over published: {ratio(found):.2f}.\n" if found else ""
+    return table(header, cells) + mean
+
+
+# -- cells ----------------------------------------------------------------------------------------------------
+
+
+def in_order(runs: Sequence[Data]) -> list[Data]:
+    """All rows by the published table's families."""
+    found = [row for run in runs for row in run["rows"]]
+    return sorted(found, key=lambda row: (row["arch"][:3], len(row["arch"]), row["arch"]))
+
+
+def table(header: str, cells: Iterable[Sequence[object]]) -> str:
+    """Markdown; empty without rows."""
+    names = header.split(" | ")
+    lines = [f"| {header} |", "|" + "---|" * len(names)]
+    for row in cells:
+        assert len(row) == len(names), row
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def mib(size: float) -> str:
+    return f"{size / MIB:.0f}"
+
+
+def cut(row: Data) -> str:
+    return f"{1 - row['ogc_bytes'] / row['plain_bytes']:.0%}"
+
+
+def more_flops(row: Data) -> str:
+    return f"{row['ogc_flops'] / row['plain_flops'] - 1:.1%}"
+
+
+def more_time(row: Data) -> float:
+    """Measured overhead, as a share of the plain step."""
+    return float(row["ogc_seconds"] / row["plain_seconds"] - 1)
+
+
+def _error(row: Data) -> float:
+    """How far off the predicted peak is."""
+    return float(abs(row["predicted_bytes"] / row["ogc_bytes"] - 1))
+
+
+def ratio(found: Sequence[Data]) -> float:
+    """Geometric mean of ours over published."""
+    return geometric_mean(row["ogc_bytes"] / MIB / row["published"]["theirs"] for row in found)

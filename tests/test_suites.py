@@ -1,0 +1,101 @@
+"""Suites: what they list is what is committed, and a run that fails loses no other."""
+
+import json
+import shlex
+
+import pytest
+
+import benchmark
+from benchmarks import making
+from benchmarks.networks import PUBLISHED
+from benchmarks.suites import FULL, QUICK, RESULTS, SUITES, Run, Suite
+from benchmarks.tables import PARTS
+
+COMMITTED = sorted(path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.json"))
+
+
+def test_every_committed_file_is_one_that_a_suite_writes():
+    full, cuda = ({run.file for run in SUITES[name].runs} for name in ("full", "cuda"))
+    assert full <= set(COMMITTED) <= full | cuda
+
+
+@pytest.mark.parametrize(
+    "run", [run for run in FULL if run.arguments.startswith("benchmark.py")], ids=lambda run: run.name
+)
+def test_committed_rows_are_those_that_the_suite_measures(run):
+    options = benchmark.options_of(shlex.split(run.arguments)[1:])
+    rows = json.loads((RESULTS / run.file).read_text())["rows"]
+    assert {row["arch"] for row in rows} == set(options.arch)
+    for row in rows:
+        size = {"published": PUBLISHED[row["arch"]].batch_size} if options.batch_size == "published" else {}
+        assert row["input_shape"][0] == size.get("published", options.batch_size or 4)
+        assert row.get("batch_slices", 1) == options.batch_slices
+        assert row.get("solver", "optimal") in options.solver
+
+
+@pytest.mark.parametrize("run", [run for run in FULL if " torchvision " in run.arguments], ids=lambda run: run.name)
+def test_committed_models_are_those_that_the_suite_tries(run):
+    names = run.arguments.split(" torchvision ")[1].split()
+    assert {row["name"] for row in json.loads((RESULTS / run.file).read_text())["rows"]} == set(names)
+
+
+def test_names_and_files_are_told_apart():
+    for suite in SUITES.values():
+        assert len({run.name for run in suite.runs}) == len({run.file for run in suite.runs}) == len(suite.runs)
+
+
+def test_quick_makes_every_kind_of_result_that_full_makes(tmp_path):
+    for run in QUICK:
+        path = tmp_path / run.file
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    for title, pattern, _, _ in PARTS:
+        if "CUDA" not in title:
+            assert list(tmp_path.glob(pattern)), title
+
+
+ROW = {"arch": "net", "wish": "least peak", "without": "nothing", "peak_bytes": 2, "plain_bytes": 3}
+WRITES = f"""
+import json, sys
+from benchmarks.measuring import environment, write_json
+from pathlib import Path
+import torch
+data = environment("it", torch.device("cpu"), 0, False)
+write_json(Path(sys.argv[2]), {{**data, "rows": [{ROW}, {{**{ROW}, "without": "luck", "peak_bytes": 3}}]}})
+"""
+
+
+@pytest.fixture
+def suite(monkeypatch, tmp_path):
+    runs = (
+        Run("fails", "-c 'raise SystemExit(\"there is no luck\")'", "zoo/luck.json"),
+        Run("ablation", f"-c {shlex.quote(WRITES)}", "ablation.json"),
+    )
+    monkeypatch.setitem(SUITES, "full", Suite(runs, folder=tmp_path / "results"))
+    return tmp_path / "results"
+
+
+def test_a_run_that_fails_loses_no_other_and_what_it_wrote_earlier_is_gone(suite, capsys):
+    old = suite / "zoo" / "luck.json"
+    old.parent.mkdir(parents=True)
+    old.write_text("measured long ago")
+    assert benchmark.main(["--suite", "full"]) == 1
+    said = capsys.readouterr().out
+    assert "fails: failed with status 1:\n  there is no luck" in said and "failed: fails" in said
+    assert not old.exists()
+    text = (suite / "results.md").read_text()
+    assert "| without luck | +50% to +50%, +50% |" in text
+    assert "`python benchmark.py --suite full --only ablation`" in text
+
+
+def test_single_runs(suite, capsys, tmp_path):
+    assert benchmark.main(["--only", "ablation", "--results", str(tmp_path / "elsewhere")]) == 0
+    assert (tmp_path / "elsewhere" / "ablation.json").exists() and not suite.exists()
+    assert benchmark.main(["--only", "ablatoin"]) == 2
+    assert "the suite 'full' has no run named ablatoin; it has fails, ablation" in capsys.readouterr().err
+
+
+def test_a_suite_runs_with_one_thread_and_says_where_its_files_belong():
+    command = FULL[0].command(RESULTS)
+    assert command[-2:] == ["--json", f"benchmarks/results/{FULL[0].file}"]
+    assert making.SUITES["full"].at_once == 2
