@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if options.plot:
         try:
-            from ogc.plan import plots  # noqa: F401
+            from ogc.plan.pictures import canvas  # noqa: F401
         except ogc.DependencyError as error:
             print(f"--plot: {error}", file=sys.stderr)
             return 2
