@@ -70,7 +70,7 @@ def _refusal(options: argparse.Namespace, device: torch.device) -> str:
         return "benchmark.py needs torchvision: pip install torchvision"
     if options.plot:
         try:
-            from ogc.plan import plots  # noqa: F401
+            from ogc.plan.pictures import canvas  # noqa: F401
         except ogc.DependencyError as error:
             return f"--plot: {error}"
     return ""

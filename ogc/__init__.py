@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .in_parts import PartsPlan
     from .optimizing import apply, optimize
     from .parser import parse
-    from .plan import Plan, Segment, recomputed, saved, simulate
+    from .plan import Decisions, Fate, Frontier, Plan, Segment, make_plan, recomputed, saved, simulate
     from .slicing import slice_batch
-    from .solver import Frontier, frontier, make_plan, solve
+    from .solver import frontier, solve
 
 __version__ = "0.1.0"
 
@@ -40,9 +40,12 @@ _HOMES = {
     "in_parts": ("PartsPlan",),
     "optimizing": ("apply", "optimize"),
     "parser": ("parse",),
-    "plan": ("Plan", "Segment", "recomputed", "saved", "simulate"),
+    "plan": (
+        *("Decisions", "Fate", "Frontier", "Plan", "Segment"),
+        *("make_plan", "recomputed", "saved", "simulate"),
+    ),
     "slicing": ("slice_batch",),
-    "solver": ("Frontier", "frontier", "make_plan", "solve"),
+    "solver": ("frontier", "solve"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

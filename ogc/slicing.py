@@ -11,9 +11,8 @@ from .errors import SolveError
 from .graph import Graph
 from .parser import LeafModules, ParseGraph, parse
 from .parser.passes.stretches import Stretch
-from .plan import simulate
-from .plan.plan import Plan
-from .solver import Budget, plain_plan, solve
+from .plan import Plan, plain_plan, simulate
+from .solver import Budget, solve
 
 Stretches = tuple[Stretch, ...]
 

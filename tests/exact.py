@@ -41,7 +41,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from ogc.graph import Graph
-from ogc.plan.plan import Segment
+from ogc.plan.decisions import Decisions, Segment
 from ogc.plan.schedule import FORWARD, Schedule
 
 Items = frozenset[int]
@@ -125,7 +125,7 @@ def offered(graph: Graph, passes: int, in_forward: bool) -> Iterator[Step]:
 
 def steps_of(graph: Graph, segments: Sequence[Segment]) -> Iterator[Step]:
     """The steps of a plan."""
-    for step in Schedule(graph, segments).steps:
+    for step in Schedule(graph, Decisions.of(segments)).steps:
         phase = "backward" if step.is_backward else "forward" if step.run == FORWARD else "again"
         yield Step(phase, step.operation, 0 if step.during is None else graph.operations[step.during].gradient_bytes)
 

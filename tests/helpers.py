@@ -10,7 +10,7 @@ import torch
 
 import ogc
 from ogc.graph import Graph, Operation, Value
-from ogc.plan.plan import Segment, cut_into_segments
+from ogc.plan.decisions import Segment, cut_into_segments
 from ogc.program.structures import OutputSpec
 from ogc.torch_state.allocator import peak_bytes
 

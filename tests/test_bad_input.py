@@ -329,8 +329,14 @@ CASES = [
         for name, value, segments in [
             ("no value", 99, [ogc.recomputed(0, 6, kept=[99])]),
             ("another segment's value", 0, [ogc.saved(0, 3), ogc.recomputed(3, 6, kept=[0])]),
-            ("what is saved", 0, [ogc.Segment(0, 6, kept=(0,))]),
+            ("what is saved", 0, [ogc.Segment(0, 6, fates=((0, ogc.Fate.KEPT),))]),
         ]
+    ),
+    Case(
+        "remake no value",
+        PlanError,
+        "value 99, which the graph lacks",
+        lambda model: ogc.make_plan(GRAPH, [ogc.saved(0, 6)], remade=[99]),
     ),
     Case(
         "apply without program", PlanError, "no program to run", lambda model: ogc.apply(model, GRAPH, ogc.solve(GRAPH))

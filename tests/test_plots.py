@@ -18,8 +18,9 @@ from test_slicing import Wide
 import benchmark
 import ogc
 from benchmarks.networks import ARCHITECTURES
-from ogc.plan import plots, trace
-from ogc.plan.plots import LAYERS, MIB, Timeline
+from ogc.plan import Decisions, trace
+from ogc.plan.pictures.canvas import MIB, mib
+from ogc.plan.pictures.timeline import LAYERS, Timeline
 from ogc.plan.schedule import FORWARD, Schedule
 from ogc.plan.simulate import plain_timeline
 
@@ -34,6 +35,14 @@ def plans_of_random_graphs(count):
             yield ogc.make_plan(graph, random_tree(graph, random.Random(seed)))
         except ogc.PlanError:
             continue
+
+
+def timeline_of(plan):
+    return Timeline.of(plan.graph, plan.decisions)
+
+
+def checkpoints(plan):
+    return Schedule(plan.graph, plan.decisions).checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +71,7 @@ def test_the_kinds_of_bytes_add_up_to_the_simulators_at_every_event():
 
 def test_the_timeline_peaks_where_the_plan_does():
     for plan in plans_of_random_graphs(200):
-        timeline = Timeline.of(plan)
+        timeline = timeline_of(plan)
         assert timeline.total.max() == plan.peak_bytes
         assert timeline.plain[1].max() == plan.plain_peak_bytes
         assert len(timeline.edges) == len(timeline.total) + 1
@@ -70,7 +79,7 @@ def test_the_timeline_peaks_where_the_plan_does():
 
 
 def steps(plan):
-    return Schedule(plan.graph, plan.segments).steps
+    return Schedule(plan.graph, plan.decisions).steps
 
 
 def test_the_kinds_on_a_chain():
@@ -88,24 +97,24 @@ def test_the_kinds_on_a_chain():
 def test_checkpoints_are_what_runs_start_from():
     graph = chain([10, 20, 30, 40, 50, 60])
     plan = ogc.make_plan(graph, [ogc.recomputed(0, 2), ogc.recomputed(2, 4), ogc.saved(4, 6)])
-    assert plots.checkpoints(plan) == {1}
+    assert checkpoints(plan) == {1}
     moments = trace(graph, plan)
     assert max(moment.checkpoints for moment in moments) == 20
     for plan in plans_of_random_graphs(200):
-        schedule = Schedule(plan.graph, plan.segments)
+        schedule = Schedule(plan.graph, plan.decisions)
         read = {
             v
             for step in steps(plan)
             for run, v in schedule.reads(step)
             if run == FORWARD != step.run and plan.graph.values[v].bytes
         }
-        assert read <= plots.checkpoints(plan)
+        assert read <= schedule.checkpoints
 
 
 def test_a_plain_plan_has_the_plain_models_timeline(resnet):
     plan = ogc.solve(resnet.graph, solver="none")
     assert tuple(moment.event for moment in trace(resnet.graph, plan)) == plain_timeline(resnet.graph)
-    timeline = Timeline.of(plan)
+    timeline = timeline_of(plan)
     assert timeline.total.tolist() == timeline.plain[1].tolist()
     assert timeline.total.max() == plan.peak_bytes == plan.plain_peak_bytes
     plan.plot()
@@ -115,7 +124,7 @@ def test_a_plain_plan_has_the_plain_models_timeline(resnet):
 @pytest.mark.parametrize("wish", [{}, {"max_overhead": 0.3}, {"memory_budget": 0.6}])
 def test_the_timeline_peaks_where_the_allocator_says(resnet, wish):
     plan = ogc.solve(resnet.graph, **wish)
-    timeline = Timeline.of(plan)
+    timeline = timeline_of(plan)
     assert timeline.total.max() == plan.peak_bytes
     optimised = ogc.apply(resnet.model, resnet.graph, plan)
     assert timeline.total.max() == pytest.approx(measured_peak(optimised, (resnet.images,)), rel=0.03)
@@ -126,10 +135,10 @@ def test_a_sliced_graph_shows_the_plain_peak_alone():
     model, x = Wide(), torch.randn(10, 3, 32, 32)
     graph, plan = ogc.slice_batch(model, x, ogc.parse(model, x), slices=4)
     assert graph.plain_peak_bytes
-    timeline = Timeline.of(plan)
+    timeline = timeline_of(plan)
     assert timeline.plain is None
     assert timeline.total.max() == plan.peak_bytes
-    assert f"plain model, peak {plots._mib(plan.plain_peak_bytes)}" in texts(plan.plot())
+    assert f"plain model, peak {mib(plan.plain_peak_bytes)}" in texts(plan.plot())
     with pytest.raises(ogc.PlanError, match="runs slice by slice"):
         trace(graph, ogc.solve(graph, solver="none"))
 
@@ -167,7 +176,7 @@ def test_the_graph_names_every_operation_and_checkpoint(resnet):
     plan = ogc.solve(resnet.graph, max_overhead=0.3)
     found = texts(plan.draw())
     assert found.count("convolution") == sum(op.target == "aten.convolution.default" for op in resnet.graph.operations)
-    sizes = [plots._mib(resnet.graph.values[v].bytes) for v in plots.checkpoints(plan)]
+    sizes = [mib(resnet.graph.values[v].bytes) for v in checkpoints(plan)]
     assert sizes and set(sizes) <= set(found)
     assert "layer1.0.conv1" in found
 
@@ -249,7 +258,7 @@ def test_a_plan_is_pickled_and_copied_with_its_graph_but_no_program(resnet):
     for twin in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert twin == plan
         assert twin.graph == plan.graph and twin.graph.program is None
-        assert Timeline.of(twin).total.tolist() == Timeline.of(plan).total.tolist()
+        assert timeline_of(twin).total.tolist() == timeline_of(plan).total.tolist()
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
@@ -272,7 +281,7 @@ def test_a_peer_that_is_no_point_is_refused(point):
 
 
 def test_a_plan_without_its_graph_is_refused():
-    plan = ogc.Plan((), 0, 0, 0, 0.0, 0, 0.0, 0)
+    plan = ogc.Plan(Decisions(()), 0, 0, 0, 0.0, 0, 0.0, 0)
     for picture in (plan.plot, plan.draw):
         with pytest.raises(ogc.PlanError, match="does not know its graph"):
             picture()

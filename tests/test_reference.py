@@ -15,7 +15,7 @@ import ogc
 from ogc.errors import InputError
 from ogc.graph import Graph
 from ogc.plan import simulate
-from ogc.plan.plan import saved
+from ogc.plan.decisions import saved
 from ogc.solver import SOLVERS
 from ogc.solver.reference import REFERENCES, _all_but_last, _revolve, chen, uniform
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ogc
 from ogc.errors import InputError, PlanError, ReplayError
 from ogc.operators import lean
-from ogc.plan.plan import cut_into_segments
+from ogc.plan.decisions import Decisions, cut_into_segments
 from ogc.plan.schedule import Schedule
 from ogc.runtime import frame
 
@@ -129,7 +129,7 @@ def test_each_run_is_carried_out_once_and_in_order(seed, monkeypatch):
     graph = ogc.parse(model, images())
     segments = random_tree(graph, random.Random(seed))
     optimised = ogc.apply(model, graph, ogc.make_plan(graph, segments))
-    expected = [n for n, run in enumerate(Schedule(graph, segments).runs) if n and run.program]
+    expected = [n for n, run in enumerate(Schedule(graph, Decisions.of(segments)).runs) if n and run.program]
     ran = []
     original = frame.Frame._run
     monkeypatch.setattr(frame.Frame, "_run", lambda self: (original(self), ran.append(self.code.number)))

@@ -13,7 +13,7 @@ from interval_oracle import all_flat_plans, flat_segments, weigh
 import ogc
 from ogc.errors import InputError, PlanError, SolveError
 from ogc.graph import Graph, Operation, Value
-from ogc.plan.plan import Segment, cut_into_segments, recomputed, saved
+from ogc.plan.decisions import Decisions, Segment, cut_into_segments, recomputed, saved
 from ogc.plan.schedule import Schedule
 from ogc.plan.simulate import lower_bound, plain_peak, simulate
 from ogc.solver.costs import NEVER, SegmentCosts, boundary_bytes
@@ -71,7 +71,7 @@ def test_what_a_backward_lets_go_of_early_is_not_counted_twice():
 
 def program(graph, start, stop):
     segments = [s for s in (saved(0, start), recomputed(start, stop), saved(stop, len(graph))) if s.start < s.stop]
-    return Schedule(graph, segments).runs[1].program
+    return Schedule(graph, Decisions.of(segments)).runs[1].program
 
 
 def test_a_run_leaves_out_what_the_backward_does_not_need():
@@ -113,7 +113,7 @@ def test_an_operation_without_internal_tensors_asks_for_none():
         ),
         (Value("x", 8), Value("y", 8), Value("z", 8)),
     )
-    steps = Schedule(graph, [recomputed(0, 3), saved(3, 4)]).steps
+    steps = Schedule(graph, Decisions.of([recomputed(0, 3), saved(3, 4)])).steps
     assert [(step.operation, step.during) for step in steps if step.during is not None] == [(0, 1), (1, 1), (2, 1)]
 
 
@@ -333,7 +333,7 @@ def test_nothing_is_below_the_lower_bound(seed):
     for _ in range(10):
         try:
             tree, remade = random_tree(graph, rng), random_values(graph, rng)
-            assert simulate(graph, tree, remade).peak_bytes >= bound
+            assert simulate(graph, Decisions.of(tree).remaking(remade)).peak_bytes >= bound
         except PlanError:
             continue
 
@@ -343,9 +343,9 @@ def test_a_value_that_is_remade_is_not_there_between_its_uses():
     skip = Operation(**{**vars(free.operations[3]), "reads": (2, 1), "saves": (*free.operations[3].saves, 1)})
     graph = Graph((*free.operations[:3], skip, *free.operations[4:]), free.values)
     segments = [recomputed(0, 2), recomputed(2, 4), saved(4, 6)]
-    assert [run.program for run in Schedule(graph, segments).runs[1:]] == [(2,), (0,)]
-    assert [run.program for run in Schedule(graph, segments, [1]).runs[1:]] == [(1, 2), (0,)]
-    kept, remade = simulate(graph, segments), simulate(graph, segments, [1])
+    assert [run.program for run in Schedule(graph, Decisions.of(segments)).runs[1:]] == [(2,), (0,)]
+    assert [run.program for run in Schedule(graph, Decisions.of(segments).remaking([1])).runs[1:]] == [(1, 2), (0,)]
+    kept, remade = simulate(graph, segments), simulate(graph, Decisions.of(segments).remaking([1]))
     # Value 1 is gone after operation 3, and value 0 stays in its place, from which it is made again.
     assert [event.bytes for event in kept.timeline[:6]] == [1, 10, 10, 11, 18, 26]
     assert [event.bytes for event in remade.timeline[:6]] == [1, 10, 11, 12, 10, 18]
@@ -383,7 +383,7 @@ def test_an_operation_that_must_not_run_twice_stays_in_a_saved_segment():
         free.values,
     )
     plan = ogc.solve(bound)
-    assert not any({5, 6} & set(run.program) for run in Schedule(bound, plan.segments).runs[1:])
+    assert not any({5, 6} & set(run.program) for run in Schedule(bound, plan.decisions).runs[1:])
     assert ogc.solve(free).peak_bytes < plan.peak_bytes < plan.plain_peak_bytes
 
 
@@ -431,7 +431,7 @@ def test_what_is_costly_to_make_is_kept_and_the_rest_runs_again():
     operations = tuple(map(operation, range(40)))
     graph = Graph(operations, tuple(Value(f"v{t}", 64 if t % 2 else 8) for t in range(40)))
     plan = ogc.solve(graph, memory_budget=0.45)
-    again = {t for run in Schedule(graph, plan.segments).runs[1:] for t in run.program}
+    again = {t for run in Schedule(graph, plan.decisions).runs[1:] for t in run.program}
     assert any(segment.kept for segment in plan.segments)
     assert again and all(t % 2 for t in again)
 
@@ -450,7 +450,7 @@ def test_internal_tensors_are_kept_with_the_results_of_a_costly_operation():
 
     graph = Graph(tuple(map(operation, range(40))), tuple(Value(f"v{t}", 4 if t % 4 == 0 else 64) for t in range(40)))
     plan = ogc.solve(graph, memory_budget=0.45)
-    again = {t for run in Schedule(graph, plan.segments).runs[1:] for t in run.program}
+    again = {t for run in Schedule(graph, plan.decisions).runs[1:] for t in run.program}
     assert again and all(t % 4 for t in again)
 
 
@@ -468,7 +468,7 @@ def test_what_is_kept_need_not_be_saved_to_spare_the_operation_that_makes_it():
         size += [8, 64, 64, 64]
     graph = Graph(tuple(operations), tuple(Value(f"v{n}", bytes_) for n, bytes_ in enumerate(size)))
     plan = ogc.solve(graph, memory_budget=0.3)
-    again = {t for run in Schedule(graph, plan.segments).runs[1:] for t in run.program}
+    again = {t for run in Schedule(graph, plan.decisions).runs[1:] for t in run.program}
     assert again and all(t % 4 for t in again)
 
 

@@ -75,7 +75,7 @@ def test_its_products_are_kept_and_the_rest_is_made_again():
     graph = ogc.parse(nn.TransformerEncoder(encoder, 4), torch.randn(4, 64, 64))
     plans = [plan for plan in frontier_by_flops(graph) if not plan.recomputed_flops]
     plan = min(plans, key=lambda plan: plan.peak_bytes)
-    again = {graph.operations[t].target for run in Schedule(graph, plan.segments).runs[1:] for t in run.program}
+    again = {graph.operations[t].target for run in Schedule(graph, plan.decisions).runs[1:] for t in run.program}
     assert "aten.dropout.default" in again
     assert {"aten.mul.Scalar", "aten._safe_softmax.default"} & again  # which of them differs with torch's program
     assert not {"aten.linear.default", "aten.bmm.default"} & again

@@ -69,7 +69,7 @@ def frontier_by_flops(graph: ogc.Graph) -> list[ogc.Plan]:
         for op in graph.operations
     )
     plans = ogc.frontier(replace(graph, operations=operations), points=POINTS).plans
-    return [ogc.make_plan(graph, plan.segments, plan.solver, remade=plan.remade) for plan in plans]
+    return [ogc.make_plan(graph, plan.decisions, plan.solver) for plan in plans]
 
 
 def _size(plan: ogc.Plan) -> tuple[int, float]:
@@ -86,7 +86,7 @@ def _by_plan(
         if plan is None:
             groups[entry[:2]] = [entry]
         elif not plan.is_plain:
-            groups.setdefault((plan.segments, plan.remade), []).append(entry)
+            groups.setdefault(plan.decisions, []).append(entry)
     rows = []
     for group in groups.values():
         kinds: dict[str, list[str]] = {}

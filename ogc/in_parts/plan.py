@@ -113,7 +113,7 @@ class PartsPlan:
 
     def _part_rows(self) -> Iterator[list[str]]:
         """A row for each run of parts with the same plan."""
-        for _, group in groupby(self.parts, lambda p: (p.plan.segments, p.plan.is_plain, p.cost, p.calls, p.is_late)):
+        for _, group in groupby(self.parts, lambda p: (p.plan.decisions, p.cost, p.calls, p.is_late)):
             parts = list(group)
             first, calls = parts[0], sum(part.calls for part in parts)
             yield [

@@ -7,15 +7,14 @@ which keeps nothing but what the part was given, or what is costly to make.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan import PartCost, part_cost
-from ..plan.plan import Plan, Segment, recomputed
-from ..solver import frontier, make_plan, solve
+from ..plan import Decisions, PartCost, Plan, Segment, make_plan, part_cost, recomputed, saved
+from ..solver import frontier, solve
 from ..solver.keeping import worth_keeping
 from .combine import Point
 
@@ -51,25 +50,24 @@ def ways_of(graph: Graph, solver: str = "optimal") -> tuple[Way, ...]:
         plans: Iterable[Plan] = [] if solver == "none" else [solve(graph, solver=solver)]
         return tuple(Way(plan, part_cost(graph, plan)) for plan in (*plans, plain))
     found = [plan for plan in frontier(graph, points=POINTS).plans if not plan.is_plain]
-    whole = [Segment(0, len(graph))]
-    for segments, remade in [*((list(plan.segments), plan.remade) for plan in found), (whole, ())]:
-        found += _inside_a_run_again(graph, segments, remade)
+    for decisions in [*(plan.decisions for plan in found), Decisions((saved(0, len(graph)),))]:
+        found += _inside_a_run_again(graph, decisions)
     found += _keeping_what_is_costly(graph)
     as_it_is = Way(plain, part_cost(graph, plain))
     return (*_best([as_it_is, *(Way(plan, part_cost(graph, plan)) for plan in found)]), as_it_is)
 
 
-def _inside_a_run_again(graph: Graph, segments: list[Segment], remade: Sequence[int]) -> Iterator[Plan]:
+def _inside_a_run_again(graph: Graph, decisions: Decisions) -> Iterator[Plan]:
     """The segments as parts of one that is run again, as far as nothing in it must run once."""
     groups: list[list[Segment]] = [[]]
-    for segment in segments:
+    for segment in decisions.segments:
         if all(op.replayable for op in graph.operations[segment.start : segment.stop]):
             groups[-1].append(segment)
         else:
             groups += [[segment], []]
-    joined = [_joined(group) for group in groups if group]
+    joined = tuple(_joined(group) for group in groups if group)
     with suppress(PlanError):
-        yield make_plan(graph, joined, "optimal", remade=remade)
+        yield make_plan(graph, replace(decisions, segments=joined), "optimal")
 
 
 def _joined(group: list[Segment]) -> Segment:

@@ -1,17 +1,29 @@
-"""What a solver decides, what that means step by step, and what it costs: plain data and its judge, free of torch."""
+"""What a solver decides, what that means step by step, and what it costs: plain data and its judge, free of torch.
 
-from .plan import Plan, Segment, recomputed, saved
-from .simulate import Event, Moment, PartCost, Simulation, lower_bound, part_cost, simulate, trace
+The files build on one another in this order: decisions, schedule, simulate, trace, pictures, plan, frontier.
+"""
+
+from .decisions import Decisions, Fate, Segment, recomputed, saved
+from .frontier import Frontier
+from .part_cost import PartCost, part_cost
+from .plan import Plan, make_plan, plain_plan
+from .simulate import Event, Simulation, lower_bound, simulate
+from .trace import Moment, trace
 
 __all__ = [
+    "Decisions",
     "Event",
+    "Fate",
+    "Frontier",
     "Moment",
     "PartCost",
     "Plan",
     "Segment",
     "Simulation",
     "lower_bound",
+    "make_plan",
     "part_cost",
+    "plain_plan",
     "recomputed",
     "saved",
     "simulate",

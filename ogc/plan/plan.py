@@ -1,15 +1,17 @@
-"""The plan: which stretches of the program are saved and which are run again. Plain frozen data."""
+"""The plan: what is decided, with what the simulator says of it. Plain frozen data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
 from ..graph import Graph, table
+from .decisions import Decisions, Segment, saved
+from .schedule import Schedule
+from .simulate import lower_bound, plain_peak, simulate
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -17,60 +19,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .schedule import Schedule
-
-
-@dataclass(frozen=True, order=True)
-class Segment:
-    """Operations ``start`` to ``stop - 1``, between two cuts.
-
-    Without ``parts`` the segment is saved: it runs as under plain autograd. With them it is recomputed:
-    its first run keeps only what later segments need, and before its backward it is run again as its
-    parts say, each of which may in turn be saved or recomputed. One level of checkpointing is a segment
-    with one saved part. Its first run may also keep some values that only it needs, ``kept``: what makes
-    them is then not run again.
-    """
-
-    start: int
-    stop: int
-    parts: tuple[Segment, ...] = ()
-    kept: tuple[int, ...] = ()
-
-    @property
-    def depth(self) -> int:
-        """How many times the deepest part is run again."""
-        return 1 + max(part.depth for part in self.parts) if self.parts else 0
-
-
-def saved(start: int, stop: int) -> Segment:
-    """A segment that is kept as plain autograd keeps it."""
-    return Segment(start, stop)
-
-
-def recomputed(start: int, stop: int, *parts: Segment, kept: Iterable[int] = ()) -> Segment:
-    """A segment that is run again, through ``parts`` or, without them, at once, but for the values ``kept``."""
-    return Segment(start, stop, parts or (Segment(start, stop),), tuple(sorted(kept)))
-
 
 @dataclass(frozen=True)
 class Plan:
-    """Segments that cover the program, with what the simulator says of them.
+    """What is decided, with what the simulator says of it.
 
     Attributes:
-        segments: in program order.
+        decisions: the segments and the fates of single values.
         peak_bytes: simulated peak of live activations over forward and backward.
         plain_peak_bytes: the same for the model without checkpoints.
         lower_bound: bytes below which no plan of any kind can peak.
         step_seconds, step_flops: of the plain step (forward and backward).
         recomputed_seconds, recomputed_flops: what the plan adds to it.
         solver: the name of the solver that chose it.
-        is_plain: whether the model itself should be run: no plan was needed, or none is better.
-        remade: values that are not kept where they cross a cut: what needs them later makes them again.
         budget_bytes: the memory budget that was asked for, if one was.
         graph: what the plan was made for; pickled and copied without its program.
     """
 
-    segments: tuple[Segment, ...]
+    decisions: Decisions
     peak_bytes: int
     plain_peak_bytes: int
     lower_bound: int
@@ -79,19 +45,30 @@ class Plan:
     recomputed_seconds: float
     recomputed_flops: int
     solver: str = ""
-    is_plain: bool = False
-    remade: tuple[int, ...] = ()
     budget_bytes: int | None = None
     graph: Graph | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments that are saved or recomputed, in program order."""
+        return self.decisions.segments
+
+    @property
+    def remade(self) -> tuple[int, ...]:
+        """The values that are not kept where they cross a cut: what needs them later makes them again."""
+        return self.decisions.remade
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model itself should be run: no plan was needed, or none is better."""
+        return self.decisions.is_plain
 
     @cached_property
     def rows(self) -> tuple[tuple[str, ...], ...]:
         """The segments as they are printed, those of a sub-plan below it; none without a graph."""
-        from .schedule import Schedule
-
         if self.graph is None:
             return ()
-        return tuple(_rows(self.graph, Schedule(self.graph, self.segments, self.remade), self.segments))
+        return tuple(_rows(self.graph, Schedule(self.graph, self.decisions), self.segments))
 
     @property
     def overhead(self) -> float:
@@ -120,9 +97,9 @@ class Plan:
             InputError: the path ends otherwise.
             PlanError: the plan has no graph, or is plain where the graph is not the plain model's.
         """
-        from .plots import plot_plan
+        from .pictures.timeline import Timeline, plot_timeline
 
-        return plot_plan(self, path, ax)
+        return plot_timeline(Timeline.of(self._drawn_graph, self.decisions), self.budget_bytes, path, ax)
 
     def draw(self, path: str | PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
         """The graph from top to bottom: operations in order, segments as bands, checkpoints marked.
@@ -136,9 +113,15 @@ class Plan:
             InputError: the path ends otherwise.
             PlanError: the plan has no graph.
         """
-        from .plots import draw_plan
+        from .pictures.graph import draw_graph
 
-        return draw_plan(self, path, ax)
+        return draw_graph(self._drawn_graph, self.decisions, path, ax)
+
+    @property
+    def _drawn_graph(self) -> Graph:
+        if self.graph is None:
+            raise PlanError("the plan does not know its graph, so there is nothing to draw; make it with ogc.make_plan")
+        return self.graph
 
     def __getstate__(self) -> dict[str, Any]:
         graph = self.graph and replace(self.graph, program=None)
@@ -177,29 +160,46 @@ def _rows(
             yield from _rows(graph, schedule, segment.parts, child, f"{name}.")
 
 
-def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[Segment, ...]:
-    """Segments between consecutive ``cuts``, each recomputed at once or saved."""
-    return tuple(
-        recomputed(a, b) if again else saved(a, b) for (a, b), again in zip(pairwise(cuts), recompute, strict=True)
+def plain_plan(graph: Graph) -> Plan:
+    """The plan that runs the model as it is."""
+    peak = plain_peak(graph)
+    return Plan(
+        decisions=Decisions((saved(0, len(graph)),) if len(graph) else (), is_plain=True),
+        peak_bytes=peak,
+        plain_peak_bytes=peak,
+        lower_bound=lower_bound(graph),
+        step_seconds=graph.step_seconds,
+        step_flops=graph.step_flops,
+        recomputed_seconds=0.0,
+        recomputed_flops=0,
+        solver="none",
+        graph=graph,
     )
 
 
-def check_segments(graph: Graph, segments: Sequence[Segment]) -> None:
-    """Raise PlanError unless the segments cover the graph and are cut where it may be cut, at every level."""
-    allowed = set(graph.cuts)
-    _check_level(graph, allowed, segments, 0, len(graph))
+def make_plan(
+    graph: Graph, decisions: Decisions | Iterable[Segment], solver: str = "by hand", *, remade: Iterable[int] = ()
+) -> Plan:
+    """The plan of what has been decided, weighed by the simulator.
 
+    Args:
+        graph: the weighted graph.
+        decisions: or segments alone, which cover the operations in order; see :func:`ogc.saved` and
+            :func:`ogc.recomputed`.
+        solver: the name of what chose them.
+        remade: values that are not kept where they cross a cut either.
 
-def _check_level(graph: Graph, allowed: set[int], segments: Sequence[Segment], start: int, stop: int) -> None:
-    edges = [start, *(s.stop for s in segments)]
-    if [s.start for s in segments] != edges[:-1] or edges[-1] != stop:
-        raise PlanError(f"the segments do not cover operations {start} to {stop - 1} in order")
-    for segment in segments:
-        if segment.stop <= segment.start or segment.stop not in allowed:
-            raise PlanError(f"position {segment.stop} is no cut of this graph after {segment.start}; see Graph.cuts")
-        for v in segment.kept:
-            made = 0 <= v < len(graph.values) and segment.start <= graph.producers[v] < segment.stop
-            if not (made and segment.parts):
-                raise PlanError(f"segment {segment.start}-{segment.stop - 1} does not make value {v} again")
-        if segment.parts:
-            _check_level(graph, allowed, segment.parts, segment.start, segment.stop)
+    Raises:
+        PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
+            that must not.
+    """
+    decided = Decisions.of(decisions).remaking(remade)
+    cost = simulate(graph, decided)
+    return replace(
+        plain_plan(graph),
+        decisions=replace(decided, is_plain=False),
+        peak_bytes=cost.peak_bytes,
+        recomputed_seconds=cost.recomputed_seconds,
+        recomputed_flops=cost.recomputed_flops,
+        solver=solver,
+    )

@@ -12,14 +12,14 @@ the bytes of exactly this, the runtime executes exactly this.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from ..errors import PlanError
 from ..graph import Graph
-from .plan import Segment, check_segments
+from .decisions import Decisions, Fate, Segment
 
 FORWARD = 0
 
@@ -31,7 +31,7 @@ class Run:
     Attributes:
         start, stop: the stretch of the program.
         parent: the run in whose sub-plan this one is; None for the forward.
-        kept: values inside that the run does not make again, because a run around it keeps them.
+        fates: of values, in this run; what is decided around it goes before what is decided inside.
         leaves: saved segments (start, stop) whose backward this run supplies, in program order.
         children: the runs of its recomputed parts, in program order.
         program: operations that are run, in order; those whose results nobody needs are left out.
@@ -42,7 +42,7 @@ class Run:
     start: int
     stop: int
     parent: int | None = None
-    kept: frozenset[int] = frozenset()
+    fates: Mapping[int, Fate] = field(default_factory=dict)
     leaves: list[tuple[int, int]] = field(default_factory=list)
     children: list[int] = field(default_factory=list)
     program: tuple[int, ...] = ()
@@ -69,17 +69,16 @@ class Schedule:
     whatever is run again.
 
     Raises:
-        PlanError: the segments are not a plan for the graph, or an operation would run twice that must not.
+        PlanError: the decisions do not fit the graph, or an operation would run twice that must not.
     """
 
-    def __init__(self, graph: Graph, segments: Sequence[Segment], remade: Collection[int] = ()) -> None:
-        check_segments(graph, segments)
+    def __init__(self, graph: Graph, decisions: Decisions) -> None:
+        decisions.check(graph)
         self.graph = graph
-        self.remade = frozenset(remade)
-        self.runs: list[Run] = [Run(0, len(graph))]
-        self.keeps_internals = graph.keeps_internals_with({v for segment in segments for v in segment.kept})
+        self.runs: list[Run] = [Run(0, len(graph), fates=dict(decisions.fates))]
+        self.keeps_internals = graph.keeps_internals_with(decisions.kept)
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
-        self._visit(FORWARD, segments)
+        self._visit(FORWARD, decisions.segments)
         for run in reversed(self.runs[1:]):
             self._write_program(run)
         forward = self.runs[FORWARD]
@@ -91,7 +90,8 @@ class Schedule:
         for segment in reversed(segments):
             if segment.parts:
                 child = len(self.runs)
-                self.runs.append(Run(segment.start, segment.stop, number, run.kept.union(segment.kept)))
+                fates = {**dict(segment.fates), **run.fates} if segment.fates else run.fates
+                self.runs.append(Run(segment.start, segment.stop, number, fates))
                 run.children.insert(0, child)
                 self._visit(child, segment.parts)
             else:
@@ -101,18 +101,15 @@ class Schedule:
     def _write_program(self, run: Run) -> None:
         """Find what must be run again, from what is needed backwards. Children come first."""
         graph, ops = self.graph, self.graph.operations
-        producers, last_writes, last_uses = graph.producers, graph.last_writes, graph.last_uses
-
-        def is_remade(v: int) -> bool:  # what else is used beyond the stretch is still there from then
-            inside = producers[v] >= run.start and last_uses[v] < run.stop
-            return v in self.remade or (inside and v not in run.kept)
+        producers, last_writes = graph.producers, graph.last_writes
+        is_remade = partial(self._is_remade, run)
 
         in_leaves = [t for start, stop in run.leaves for t in range(start, stop)]
         saved = {v for t in in_leaves for v in ops[t].saves}
         needed = saved.union(*(self.runs[child].needs for child in run.children))
         wanted = {v for v in needed if is_remade(v)}
         alive = {t for t in in_leaves if ops[t].internal_bytes and not self.keeps_internals[t]}
-        first = min([run.start, *(producers[v] for v in wanted)]) if self.remade else run.start
+        first = min([run.start, *(producers[v] for v in wanted)])
         complete = False
         while not complete:
             complete, t = True, run.stop
@@ -125,8 +122,7 @@ class Schedule:
                     wanted |= more
                     for v in more:
                         complete &= last_writes[v] <= t  # in-place operations may ask for writers behind them
-                        if self.remade:
-                            first = min(first, producers[v])
+                        first = min(first, producers[v])
         for t in alive:
             if not ops[t].replayable:
                 raise PlanError(f"operation {ops[t].name} must not run twice")
@@ -134,6 +130,22 @@ class Schedule:
         run.made = frozenset(v for t in run.program for v in ops[t].writes if last_writes[v] in alive and is_remade(v))
         read = {v for t in run.program for v in ops[t].reads if t > last_writes[v]}
         run.needs = frozenset((read | needed) - run.made)
+
+    def _is_remade(self, run: Run, v: int) -> bool:
+        """Whether a run that needs a value makes it again, rather than find it still there."""
+        match run.fates.get(v):
+            case None:  # what is used beyond the stretch is there from then
+                return self.graph.producers[v] >= run.start and self.graph.last_uses[v] < run.stop
+            case Fate.KEPT:
+                return False
+            case Fate.REMADE:
+                return True
+
+    @cached_property
+    def checkpoints(self) -> frozenset[int]:
+        """The values of the forward that some run starts from."""
+        found = ((run.parent, v) for run in self.runs for v in run.needs)
+        return frozenset(v for parent, v in found if parent is not None and self.source(parent, v) == FORWARD)
 
     def source(self, number: int, value: int) -> int:
         """The run whose copy of ``value`` run ``number`` uses: itself if it makes one, else the last before it."""

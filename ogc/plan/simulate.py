@@ -8,16 +8,15 @@ alive during each backward. A value is counted once however many hold it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from ..errors import PlanError
 from ..graph import Graph
-from .plan import Plan, Segment
-from .schedule import FORWARD, Run, Schedule, Step
+from .decisions import Decided, Decisions, Segment, saved
+from .schedule import FORWARD, Schedule, Step
 
-AnyMemory = TypeVar("AnyMemory", bound="_Memory")
+AnyMemory = TypeVar("AnyMemory", bound="Memory")
 
 
 class Event(NamedTuple):
@@ -48,68 +47,6 @@ class Simulation:
         return max(self.timeline, key=lambda event: event.bytes)
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What the bytes alive at one event are; a value is counted once, however many hold it.
-
-    Attributes:
-        event: which operation ran, and all bytes alive.
-        checkpoints: values of the forward that some run again starts from.
-        recomputed: values and internal tensors made by a run again.
-        saved: everything else that the forward made: what saved segments need for their backward, outputs,
-            and values on their way from one operation to the next.
-        gradients: gradients of activations that were there before the operation began.
-        working: what the operation itself adds while it runs: temporaries, and gradients it is making.
-    """
-
-    event: Event
-    checkpoints: int
-    recomputed: int
-    saved: int
-    gradients: int
-    working: int
-
-
-@dataclass(frozen=True)
-class PartCost:
-    """What a plan takes where the graph is one part of a model.
-
-    What it returns goes on to the rest of the model, which holds it or does not: it is counted until the forward ends
-    and, if the plan needs it afterwards, from there.
-
-    Attributes:
-        kept_bytes: alive between its forward and its backward.
-        forward_bytes, backward_bytes: most bytes alive in its forward, and from there on.
-        seconds: recomputed.
-        gradient_bytes: gradients that are there when its backward starts, of all that it returns.
-    """
-
-    kept_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    seconds: float
-    gradient_bytes: int
-
-
-def part_cost(graph: Graph, plan: Plan) -> PartCost:
-    """What ``plan`` takes where the model that the graph was parsed from is a part of another.
-
-    Raises:
-        PlanError: as :func:`simulate` does.
-    """
-    memory = _Part(_schedule(graph.with_plain_operators if plan.is_plain else graph, plan, ()))
-    _replay(memory)
-    forward = [event.bytes for event in memory.timeline[: len(graph)]]
-    behind = [event.bytes for event in memory.timeline[len(graph) :]]
-    return PartCost(
-        kept_bytes=memory.kept_bytes,
-        forward_bytes=max(forward, default=0),
-        backward_bytes=max(behind, default=0),
-        seconds=plan.recomputed_seconds,
-        gradient_bytes=memory.graph.operations[-1].gradient_bytes if len(graph) else 0,
-    )
-
-
 def plain_peak(graph: Graph) -> int:
     """Simulated peak of the plain model in bytes: everything saved, every backward PyTorch's own."""
     if graph.plain_peak_bytes is not None:
@@ -124,8 +61,8 @@ def plain_timeline(graph: Graph) -> tuple[Event, ...] | None:
     return tuple(_plain(graph).timeline) if len(graph) else ()
 
 
-def _plain(graph: Graph) -> _Memory:
-    return _replay(_Memory(Schedule(graph.with_plain_operators, (Segment(0, len(graph)),))))
+def _plain(graph: Graph) -> Memory:
+    return replay(Memory(Schedule(graph.with_plain_operators, Decisions((saved(0, len(graph)),)))))
 
 
 def lower_bound(graph: Graph) -> int:
@@ -133,13 +70,12 @@ def lower_bound(graph: Graph) -> int:
     return max(graph.operation_bounds, default=0)
 
 
-def simulate(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int] = ()) -> Simulation:
+def simulate(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Simulation:
     """Replay one forward and backward of ``plan``.
 
     Args:
         graph: the weighted graph.
-        plan: a plan, or its segments, for this graph.
-        remade: as in :class:`ogc.Plan`, where only segments are given.
+        plan: a plan, its decisions, or segments alone, for this graph.
 
     Returns:
         Peak bytes, the time (seconds) and FLOPs that are recomputed, and one event per operation run.
@@ -147,8 +83,8 @@ def simulate(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[in
     Raises:
         PlanError: the segments do not cover the graph, or one runs an operation again that must not be.
     """
-    schedule = _schedule(graph, plan, remade)
-    memory = _replay(_Memory(schedule))
+    schedule = Schedule(graph, Decisions.of(plan))
+    memory = replay(Memory(schedule))
     again = [t for run in schedule.runs[1:] for t in run.program]
     return Simulation(
         peak_bytes=max(memory.peak_bytes, 0),
@@ -161,42 +97,14 @@ def simulate(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[in
     )
 
 
-def trace(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int] = ()) -> tuple[Moment, ...]:
-    """The timeline of :func:`simulate`, with what the bytes of each event are.
-
-    Args:
-        graph: the weighted graph.
-        plan: a plan, or its segments, for this graph. A plan that ``is_plain`` runs PyTorch's own backwards.
-        remade: as in :class:`ogc.Plan`, where only segments are given.
-
-    Returns:
-        One moment per event of ``simulate(graph, plan).timeline``, the same events in the same order; for a plan
-        that ``is_plain``, those of the plain model. Their largest total is the peak.
-
-    Raises:
-        PlanError: as :func:`simulate` does, or the plan is plain and the graph's operations are not the plain
-            model's.
-    """
-    is_plain = isinstance(plan, Plan) and plan.is_plain
-    if is_plain and graph.plain_peak_bytes is not None:
-        raise PlanError("this graph runs slice by slice, so it has no timeline of the plain model")
-    return tuple(_replay(_Trace(_schedule(graph.with_plain_operators if is_plain else graph, plan, remade))).moments)
-
-
-def _schedule(graph: Graph, plan: Plan | Iterable[Segment], remade: Collection[int]) -> Schedule:
-    if isinstance(plan, Plan):
-        return Schedule(graph, plan.segments, plan.remade)
-    return Schedule(graph, tuple(plan), remade)
-
-
-def _replay(memory: AnyMemory) -> AnyMemory:
+def replay(memory: AnyMemory) -> AnyMemory:
     """Carry out all steps."""
     for number, step in enumerate(memory.schedule.steps):
         memory.take(number, step)
     return memory
 
 
-class _Memory:
+class Memory:
     """The bytes alive from step to step."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -269,88 +177,3 @@ class _Memory:
         peak = self.peak_event
         stayed = [v for (_, v), first in self.live.items() if first <= peak]
         return tuple(sorted(stayed + [v for v, first, gone in self.gone if first <= peak < gone]))
-
-
-class _Part(_Memory):
-    """The same where the rest of the model decides how long the outputs stay."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        super().__init__(schedule)
-        self.returned: list[tuple[int, int]] = []
-        self.kept_bytes = 0
-
-    def take(self, number: int, step: Step) -> None:
-        """Carry out one step."""
-        super().take(number, step)
-        if number == len(self.graph) - 1:
-            for copy in self.returned:
-                self._drop(copy)
-            self.kept_bytes = self.live_bytes + self.internal_bytes
-
-    def _drop_all(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Drop these copies, but the outputs when the forward is over."""
-        for run, value in copies:
-            if run == FORWARD and self.graph.values[value].is_output and len(self.timeline) <= len(self.graph):
-                self.returned.append((run, value))
-            else:
-                self._drop((run, value))
-
-
-class _Trace(_Memory):
-    """The bytes alive from step to step, and what they are."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        super().__init__(schedule)
-        self.moments: list[Moment] = []
-        self.kept = {v for run in schedule.runs[1:] for v in run.needs if _is_checkpoint(schedule, run, v)}
-        self.kept_bytes = 0
-        self.again_bytes = 0
-
-    def take(self, number: int, step: Step) -> None:
-        """Carry out one step."""
-        before = self.internal_bytes
-        super().take(number, step)
-        if self.schedule.keepers[step.operation] != FORWARD:
-            self.again_bytes += self.internal_bytes - before
-
-    def _add(self, copy: tuple[int, int]) -> None:
-        before = self.live_bytes
-        super()._add(copy)
-        self._count(copy, self.live_bytes - before)
-
-    def _drop(self, copy: tuple[int, int]) -> None:
-        before = self.live_bytes
-        super()._drop(copy)
-        self._count(copy, self.live_bytes - before)
-
-    def _count(self, copy: tuple[int, int], change: int) -> None:
-        if copy[0] != FORWARD:
-            self.again_bytes += change
-        elif copy[1] in self.kept:
-            self.kept_bytes += change
-
-    def _record(self, phase: str, step: Step, extra: int) -> None:
-        super()._record(phase, step, extra)
-        op = self.graph.operations[step.operation]
-        forward = again = 0  # internal tensors that are being made
-        if step.is_backward:
-            gradients = min(op.gradient_bytes, extra)
-        elif step.run == FORWARD:
-            gradients, forward = 0, op.internal_bytes
-        else:
-            assert step.during is not None
-            gradients, again = self.graph.operations[step.during].gradient_bytes, op.internal_bytes
-        moment = Moment(
-            event=self.timeline[-1],
-            checkpoints=self.kept_bytes,
-            recomputed=self.again_bytes + again,
-            saved=self.live_bytes + self.internal_bytes - self.kept_bytes - self.again_bytes + forward,
-            gradients=gradients,
-            working=extra - gradients - forward - again,
-        )
-        self.moments.append(moment)
-
-
-def _is_checkpoint(schedule: Schedule, run: Run, value: int) -> bool:
-    assert run.parent is not None
-    return schedule.source(run.parent, value) == FORWARD

@@ -44,7 +44,7 @@ class Generated:
 
 def generate(graph: Graph, plan: Plan) -> Generated:
     """Generate and compile the code that runs ``plan`` over ``graph.program``."""
-    layout = _Layout(graph, Schedule(graph, plan.segments, plan.remade))
+    layout = _Layout(graph, Schedule(graph, plan.decisions))
     again = [_RunWriter(layout, number) for number in range(1, len(layout.schedule.runs))]
     source = "\n\n".join([_ForwardWriter(layout).text(), *(writer.text() for writer in again)])
     names: dict[str, Any] = {"torch": torch, "operator": operator, "lean": _LEAN, "inf": math.inf, "nan": math.nan}

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SolveError
-from ..plan.plan import Segment, recomputed, saved
+from ..plan.decisions import Segment, recomputed, saved
 from .costs import AGAIN, NEVER, SAVED, Costs, Ints
 from .fronts import LABELS, SLACK, Ways
 from .nested import NestedTable

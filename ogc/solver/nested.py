@@ -30,7 +30,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from ..plan.plan import Segment, recomputed, saved
+from ..plan.decisions import Segment, recomputed, saved
 from .costs import NEVER, Ints, NestedCosts
 from .scales import Scale
 

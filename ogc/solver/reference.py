@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan.plan import Segment, cut_into_segments, recomputed, saved
+from ..plan.decisions import Decisions, Segment, cut_into_segments, recomputed, saved
 from ..plan.schedule import Schedule
 from ..plan.simulate import simulate
 from .division import checkpoint_places
@@ -95,7 +95,7 @@ def _may_run_again(graph: Graph, segment: Segment) -> bool:
         return True
     around = (saved(0, segment.start), segment, saved(segment.stop, len(graph)))
     try:
-        Schedule(graph, [s for s in around if s.start < s.stop])
+        Schedule(graph, Decisions(tuple(s for s in around if s.start < s.stop)))
     except PlanError:
         return False
     return True

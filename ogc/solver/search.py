@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, pairwise, product
 
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan.plan import Segment, recomputed, saved
+from ..plan.decisions import Decisions, Segment, cut_into_segments, recomputed, saved
 from ..plan.simulate import lower_bound, simulate
 from .costs import Costs, SegmentCosts
 from .fronts import LABELS, SLACK
@@ -80,26 +80,23 @@ STEP = 1.4
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """A plan with its simulated peak, the time and FLOPs that it recomputes, and the values alive at the peak."""
+    """Decisions with their simulated peak, the time and FLOPs recomputed, and the values alive at the peak."""
 
     peak_bytes: int
     seconds: float
-    segments: tuple[Segment, ...]
-    remade: tuple[int, ...] = ()
+    decisions: Decisions
     flops: int = 0
     peak_values: tuple[int, ...] = field(default=(), compare=False)
 
 
-def weigh(graph: Graph, segments: tuple[Segment, ...], remade: tuple[int, ...] = ()) -> Candidate:
-    """A plan with what the simulator says of it.
+def weigh(graph: Graph, decisions: Decisions) -> Candidate:
+    """What the simulator says of the decisions.
 
     Raises:
         PlanError: as :func:`ogc.simulate` does.
     """
-    cost = simulate(graph, segments, remade)
-    return Candidate(
-        cost.peak_bytes, cost.recomputed_seconds, segments, remade, cost.recomputed_flops, cost.peak_values
-    )
+    cost = simulate(graph, decisions)
+    return Candidate(cost.peak_bytes, cost.recomputed_seconds, decisions, cost.recomputed_flops, cost.peak_values)
 
 
 class Search:
@@ -186,8 +183,8 @@ class Search:
         asked = POLISHING // max(1, len(self.graph)) ** 2
         while asked > 0:
             before = best
-            segments = before.segments
-            kept = [v for v in before.peak_values if not self.graph.values[v].is_output and v not in before.remade]
+            segments, remade = before.decisions.segments, before.decisions.remade
+            kept = [v for v in before.peak_values if not self.graph.values[v].is_output and v not in remade]
             kept.sort(key=lambda v: -self.graph.values[v].bytes)
             joined = [
                 (*segments[:number], recomputed(first.start, second.stop), *segments[number + 2 :])
@@ -210,24 +207,24 @@ class Search:
 
         What that does not take for its peak is kept and saved after all, as far as it takes less time.
         """
-        segments = tuple(recomputed(start, stop) for start, stop in pairwise(self.graph.cuts))
-        values = [v for v, value in enumerate(self.graph.values) if not value.is_output]
-        if len(segments) + len(values) > FINEST // max(1, len(self.graph)) ** 2:
+        graph = self.graph
+        cuts = graph.cuts
+        values = [v for v, value in enumerate(graph.values) if not value.is_output]
+        if len(cuts) - 1 + len(values) > FINEST // max(1, len(graph)) ** 2:
             return best
+        segments = cut_into_segments(cuts, [True] * (len(cuts) - 1))
         try:
-            found = weigh(self.graph, segments, tuple(values))
+            found = weigh(graph, Decisions(segments).remaking(values))
         except PlanError:  # an operation would run twice that must not
             return best
         if found.peak_bytes >= best.peak_bytes:
             return best
         for value in values:
-            kept = tuple(v for v in found.remade if v != value)
-            found = min(found, weigh(self.graph, found.segments, kept))
+            found = min(found, weigh(graph, found.decisions.leaving(value)))
         for number, segment in enumerate(segments):
-            others = found.segments[:number], found.segments[number + 1 :]
-            found = min(
-                found, weigh(self.graph, (*others[0], saved(segment.start, segment.stop), *others[1]), found.remade)
-            )
+            others = list(found.decisions.segments)
+            others[number] = saved(segment.start, segment.stop)
+            found = min(found, weigh(graph, replace(found.decisions, segments=tuple(others))))
         return found
 
     def _selective(self) -> Iterator[Candidate]:
@@ -247,14 +244,14 @@ class Search:
                 recomputed(start, stop, kept=by_place[first:last])
                 for (start, stop), (first, last) in zip(pairwise(cuts), pairwise(edges), strict=True)
             )
-            remade = tuple(v for v, value in enumerate(graph.values) if not value.is_output and v not in kept)
+            remade = (v for v, value in enumerate(graph.values) if not value.is_output and v not in kept)
             with suppress(PlanError):  # an operation would run twice that must not
-                yield weigh(graph, segments, remade)
+                yield weigh(graph, Decisions(segments).remaking(remade))
 
     def _remaking(self, segments: tuple[Segment, ...], lost: tuple[int, ...], plan: Candidate) -> Candidate:
         """The plan with these segments instead and these values remade too, or the plan itself if that cannot be."""
         try:
-            return weigh(self.graph, segments, tuple(sorted({*plan.remade, *lost})))
+            return weigh(self.graph, replace(plan.decisions, segments=segments).remaking(lost))
         except PlanError:  # an operation would run twice that must not
             return plan
 
@@ -265,7 +262,7 @@ class Search:
 
     def _weigh(self, segments: tuple[Segment, ...]) -> Candidate:
         if segments not in self.seen:
-            self.seen[segments] = weigh(self.graph, segments)
+            self.seen[segments] = weigh(self.graph, Decisions(segments))
         return self.seen[segments]
 
     def _level(self, peak: int) -> OuterLevel:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from ..errors import InputError, SolveError
-from ..graph import Graph, table
-from ..plan.plan import Plan, Segment
-from ..plan.simulate import lower_bound, plain_peak, simulate
+from ..graph import Graph
+from ..plan import Frontier, Plan, make_plan, plain_plan, simulate
 from ..torch_state.collecting import collecting_new_only
 from .reference import REFERENCES
-from .search import Candidate, Search, weigh
-
-if TYPE_CHECKING:
-    from os import PathLike
-
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from .search import Candidate, Search
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -105,47 +98,6 @@ def _reference_plan(graph: Graph, solver: str) -> Plan:
     return make_plan(graph, REFERENCES[solver](graph), solver)
 
 
-@dataclass(frozen=True)
-class Frontier:
-    """The curve of memory against overhead: each plan is faster and larger than the one before."""
-
-    plans: tuple[Plan, ...]
-
-    def plot(
-        self,
-        path: str | PathLike[str] | None = None,
-        *,
-        peers: Mapping[str, tuple[int, float]] | None = None,
-        ax: Axes | None = None,
-    ) -> Figure:
-        """Memory against overhead, with the plain model and the lower bound, and other methods as named points.
-
-        Args:
-            path: where to save the picture, ending in .png, .svg or .pdf.
-            peers: by name, the peak in bytes and the overhead as a share of the plain step.
-            ax: matplotlib axes to draw on, instead of a new figure.
-
-        Raises:
-            DependencyError: matplotlib is not installed.
-            InputError: the path ends otherwise, or a peer is no pair of numbers.
-        """
-        from ..plan.plots import plot_frontier
-
-        return plot_frontier(self, path, peers or {}, ax)
-
-    def __str__(self) -> str:
-        rows = [
-            [
-                f"{plan.peak_bytes / 1e6:.1f}",
-                f"{plan.peak_bytes / plan.plain_peak_bytes:.1%}" if plan.plain_peak_bytes else "-",
-                f"{plan.overhead:.1%}",
-                str(max((segment.depth for segment in plan.segments), default=0)),
-            ]
-            for plan in self.plans
-        ]
-        return table(["peak MB", "of plain", "overhead", "levels"], rows)
-
-
 @collecting_new_only()
 def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) -> Frontier:
     """Plans from the least peak to the plain model.
@@ -223,51 +175,12 @@ def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
     )
 
 
-def plain_plan(graph: Graph) -> Plan:
-    """The plan that runs the model as it is."""
-    peak = plain_peak(graph)
-    segments = (Segment(0, len(graph)),) if len(graph) else ()
-    return Plan(
-        segments=segments,
-        peak_bytes=peak,
-        plain_peak_bytes=peak,
-        lower_bound=lower_bound(graph),
-        step_seconds=graph.step_seconds,
-        step_flops=graph.step_flops,
-        recomputed_seconds=0.0,
-        recomputed_flops=0,
-        solver="none",
-        is_plain=True,
-        graph=graph,
-    )
-
-
-def make_plan(
-    graph: Graph, segments: Sequence[Segment], solver: str = "by hand", *, remade: Iterable[int] = ()
-) -> Plan:
-    """The plan of the given segments, weighed by the simulator.
-
-    Args:
-        graph: the weighted graph.
-        segments: they cover the operations in order; see :func:`ogc.saved` and :func:`ogc.recomputed`.
-        solver: the name of what chose them.
-        remade: values that are not kept where they cross a cut; see :class:`ogc.Plan`.
-
-    Raises:
-        PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
-            that must not.
-    """
-    return _plan_of(graph, weigh(graph, tuple(segments), tuple(sorted(remade))), solver, plain_plan(graph))
-
-
 def _plan_of(graph: Graph, found: Candidate, solver: str, plain: Plan) -> Plan:
     return replace(
         plain,
-        segments=found.segments,
+        decisions=found.decisions,
         peak_bytes=found.peak_bytes,
         recomputed_seconds=found.seconds,
         recomputed_flops=found.flops,
         solver=solver,
-        is_plain=False,
-        remade=found.remade,
     )

@@ -1,0 +1,155 @@
+"""What a plan decides: where the program is cut, which segments run again, and the fates of single values.
+
+Plain frozen data. What follows from it, which operations run again and when each value is let go of, is the matter of
+:mod:`ogc.plan.schedule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import chain, pairwise
+from typing import Protocol
+
+from ..errors import PlanError
+from ..graph import Graph
+
+
+class Fate(IntEnum):
+    """What is decided of a value by itself.
+
+    A value without a fate is kept where it crosses a cut, and made again by a run of the segment that alone uses it.
+    """
+
+    KEPT = 1
+    """Kept although a recomputed segment alone uses it: what makes it is not run again for that segment."""
+    REMADE = 2
+    """Not kept although it crosses a cut: every run that needs it makes it again, however far back that lies."""
+
+
+Fates = tuple[tuple[int, Fate], ...]
+"""Values and their fates, by ascending value."""
+
+
+@dataclass(frozen=True, order=True)
+class Segment:
+    """Operations ``start`` to ``stop - 1``, between two cuts.
+
+    Without ``parts`` the segment is saved: it runs as under plain autograd. With them it is recomputed:
+    its first run keeps only what later segments need, and before its backward it is run again as its
+    parts say, each of which may in turn be saved or recomputed. One level of checkpointing is a segment
+    with one saved part. ``fates`` hold in the runs of this segment and of its parts.
+    """
+
+    start: int
+    stop: int
+    parts: tuple[Segment, ...] = ()
+    fates: Fates = ()
+
+    @property
+    def depth(self) -> int:
+        """How many times the deepest part is run again."""
+        return 1 + max(part.depth for part in self.parts) if self.parts else 0
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The values that the first run keeps although the segment alone uses them, ascending."""
+        return _with(Fate.KEPT, self.fates)
+
+
+class Decided(Protocol):
+    """What has decisions, as an :class:`ogc.Plan` does."""
+
+    @property
+    def decisions(self) -> Decisions:
+        """All that it decides."""
+
+
+@dataclass(frozen=True, order=True)
+class Decisions:
+    """All that a plan decides.
+
+    Attributes:
+        segments: in program order; they cover the program.
+        fates: of single values, in every run.
+        is_plain: whether the model itself is to be run, by PyTorch's own operators.
+    """
+
+    segments: tuple[Segment, ...]
+    fates: Fates = ()
+    is_plain: bool = False
+
+    @classmethod
+    def of(cls, plan: Decided | Decisions | Iterable[Segment]) -> Decisions:
+        """The decisions of a plan, or those that consist of segments alone."""
+        if isinstance(plan, Decisions):
+            return plan
+        return cls(tuple(plan)) if isinstance(plan, Iterable) else plan.decisions
+
+    def remaking(self, values: Iterable[int]) -> Decisions:
+        """These decisions, but with the values :attr:`Fate.REMADE`."""
+        fates = {**dict(self.fates), **dict.fromkeys(values, Fate.REMADE)}
+        return replace(self, fates=tuple(sorted(fates.items())))
+
+    def leaving(self, value: int) -> Decisions:
+        """These decisions, but with no fate for the value."""
+        return replace(self, fates=tuple((v, fate) for v, fate in self.fates if v != value))
+
+    @property
+    def remade(self) -> tuple[int, ...]:
+        """The values that are not kept where they cross a cut, ascending."""
+        return _with(Fate.REMADE, self.fates)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The values that the forward keeps although a recomputed segment alone uses them."""
+        return frozenset(_with(Fate.KEPT, chain(self.fates, *(segment.fates for segment in self.segments))))
+
+    def check(self, graph: Graph) -> None:
+        """See whether they can be carried out.
+
+        Raises:
+            PlanError: the segments do not cover the graph, or are not cut where it may be cut, at some level; or a
+                fate is none that the value can have there.
+        """
+        _check_level(graph, set(graph.cuts), self.segments, 0, len(graph))
+        for v, _ in self.fates:
+            if not 0 <= v < len(graph.values):
+                raise PlanError(f"the plan decides on value {v}, which the graph lacks")
+
+
+def saved(start: int, stop: int) -> Segment:
+    """A segment that is kept as plain autograd keeps it."""
+    return Segment(start, stop)
+
+
+def recomputed(start: int, stop: int, *parts: Segment, kept: Iterable[int] = ()) -> Segment:
+    """A segment that is run again, through ``parts`` or, without them, at once, but for the values ``kept``."""
+    return Segment(start, stop, parts or (Segment(start, stop),), tuple((v, Fate.KEPT) for v in sorted(kept)))
+
+
+def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[Segment, ...]:
+    """Segments between consecutive ``cuts``, each recomputed at once or saved."""
+    return tuple(
+        recomputed(a, b) if again else saved(a, b) for (a, b), again in zip(pairwise(cuts), recompute, strict=True)
+    )
+
+
+def _with(wanted: Fate, fates: Iterable[tuple[int, Fate]]) -> tuple[int, ...]:
+    return tuple(v for v, fate in fates if fate is wanted)
+
+
+def _check_level(graph: Graph, allowed: set[int], segments: Sequence[Segment], start: int, stop: int) -> None:
+    edges = [start, *(s.stop for s in segments)]
+    if [s.start for s in segments] != edges[:-1] or edges[-1] != stop:
+        raise PlanError(f"the segments do not cover operations {start} to {stop - 1} in order")
+    for segment in segments:
+        if segment.stop <= segment.start or segment.stop not in allowed:
+            raise PlanError(f"position {segment.stop} is no cut of this graph after {segment.start}; see Graph.cuts")
+        for v, _ in segment.fates:
+            made = 0 <= v < len(graph.values) and segment.start <= graph.producers[v] < segment.stop
+            if not (made and segment.parts):
+                raise PlanError(f"segment {segment.start}-{segment.stop - 1} does not make value {v} again")
+        if segment.parts:
+            _check_level(graph, allowed, segment.parts, segment.start, segment.stop)

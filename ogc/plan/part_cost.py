@@ -1,0 +1,75 @@
+"""What a plan of one part of a model costs the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..graph import Graph
+from .plan import Plan
+from .schedule import FORWARD, Schedule, Step
+from .simulate import Memory, replay
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """What a plan takes where the graph is one part of a model.
+
+    What it returns goes on to the rest of the model, which holds it or does not: it is counted until the forward ends
+    and, if the plan needs it afterwards, from there.
+
+    Attributes:
+        kept_bytes: alive between its forward and its backward.
+        forward_bytes, backward_bytes: most bytes alive in its forward, and from there on.
+        seconds: recomputed.
+        gradient_bytes: gradients that are there when its backward starts, of all that it returns.
+    """
+
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    seconds: float
+    gradient_bytes: int
+
+
+def part_cost(graph: Graph, plan: Plan) -> PartCost:
+    """What ``plan`` takes where the model that the graph was parsed from is a part of another.
+
+    Raises:
+        PlanError: as :func:`ogc.simulate` does.
+    """
+    memory = replay(_Part(Schedule(graph.with_plain_operators if plan.is_plain else graph, plan.decisions)))
+    forward = [event.bytes for event in memory.timeline[: len(graph)]]
+    behind = [event.bytes for event in memory.timeline[len(graph) :]]
+    return PartCost(
+        kept_bytes=memory.kept_bytes,
+        forward_bytes=max(forward, default=0),
+        backward_bytes=max(behind, default=0),
+        seconds=plan.recomputed_seconds,
+        gradient_bytes=memory.graph.operations[-1].gradient_bytes if len(graph) else 0,
+    )
+
+
+class _Part(Memory):
+    """The bytes alive from step to step where the rest of the model decides how long the outputs stay."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule)
+        self.returned: list[tuple[int, int]] = []
+        self.kept_bytes = 0
+
+    def take(self, number: int, step: Step) -> None:
+        """Carry out one step."""
+        super().take(number, step)
+        if number == len(self.graph) - 1:
+            for copy in self.returned:
+                self._drop(copy)
+            self.kept_bytes = self.live_bytes + self.internal_bytes
+
+    def _drop_all(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Drop these copies, but the outputs when the forward is over."""
+        for run, value in copies:
+            if run == FORWARD and self.graph.values[value].is_output and len(self.timeline) <= len(self.graph):
+                self.returned.append((run, value))
+            else:
+                self._drop((run, value))
