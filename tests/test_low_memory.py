@@ -1,11 +1,16 @@
 """Operators whose backward needs less memory: PyTorch's bits, and never a gradient that somebody else holds."""
 
 import itertools
+import sys
+import threading
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ogc.operators import normalization, pooling
+from ogc.operators import holders, normalization, pooling
 from ogc.operators.elementwise import WrittenOver
 from ogc.operators.registry import low_memory_form, registered
 from ogc.torch_state.allocator import peak_bytes
@@ -332,3 +337,62 @@ def test_known_statistics_are_tried_on_the_cpu_whatever_the_default_device():
     normalization._normalizes_bitwise.cache_clear()
     with torch.device("meta"):
         assert normalization.repeats_exactly(x, weight, None)
+
+
+class _Keeps(TorchDispatchMode):
+    """Holds all that PyTorch computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.kept.append(function(*args, **(kwargs or {})))
+        return self.kept[-1]
+
+
+@contextmanager
+def tracing():
+    """Looks at the variables of whatever is called, as debuggers do, in each new thread too."""
+
+    def trace(frame, event, argument):
+        assert isinstance(frame.f_locals, dict)
+        return trace
+
+    before = sys.gettrace(), threading.gettrace()
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before[0])
+        threading.settrace(before[1])
+
+
+@contextmanager
+def keeping(wrapped):
+    """Holds ``wrapped(tensor)`` of every gradient that a backward is counted for, in whatever thread."""
+    kept, original = [], holders._holders
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holders, "_holders", lambda gradient: (kept.append(wrapped(gradient)), original(gradient))[1])
+        yield
+
+
+@pytest.mark.parametrize("holder", [_Keeps, tracing, partial(keeping, lambda t: t), partial(keeping, torch.detach)])
+def test_who_holds_gradients_when_they_are_first_counted_does_not_make_shared_ones_ours(holder, monkeypatch):
+    expected = holders.holders_when_ours()
+    monkeypatch.setattr(holders, "_when_ours", set())
+    with holder():
+        assert holders.holders_when_ours() in (expected, set())
+        low_memory_relu = low_memory_form(aten.relu.default, CPU)
+        assert (low_memory_relu is None) == (not holders._when_ours)
+
+    x = torch.randn(4, 8, requires_grad=True)
+    for wrapped in (lambda gradient: gradient, torch.detach):
+        kept = []
+        y = FORMS[aten.relu.default](x * 1)
+        y.grad_fn.register_prehook(lambda given, kept=kept, wrapped=wrapped: kept.append(wrapped(given[0])))
+        torch.autograd.grad((y * 3).sum(), x)
+        assert torch.equal(kept[0], torch.full_like(x, 3))
+    assert low_memory_form(aten.relu.default, CPU) is FORMS[aten.relu.default]  # counted anew once they are gone
+    assert holders.holders_when_ours() == expected

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from .low_memory import LowMemory, is_ours
+from .holders import is_ours
+from .low_memory import LowMemory
 from .registry import Arguments, Operator, like, register
 from .weights import Use, Weights
 
@@ -20,6 +21,7 @@ class WrittenOver(LowMemory):
     """An operator whose backward may write over the gradient that it is given."""
 
     cpu_only = False
+    writes_over = True
 
     def apply(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self.function.apply(*args, keywords)

@@ -6,14 +6,13 @@ With ``create_graph=True`` every backward is PyTorch's, so that it can be differ
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
+from .holders import holders_when_ours
 from .weights import Use, Weights
 
 
@@ -25,6 +24,8 @@ class LowMemory(ABC):
     function: type[torch.autograd.Function]
 
     cpu_only: ClassVar[bool] = True
+    writes_over: ClassVar[bool] = False
+    """Whether its backward writes over the gradient that it is given."""
     starts: ClassVar[int] = 1
     """How many arguments, from the first on, may want a gradient; it pays if one of them does."""
     saves_less: ClassVar[bool] = False
@@ -50,6 +51,11 @@ class LowMemory(ABC):
         """The call itself; most have no arguments by name."""
         return self.function.apply(*args)
 
+    def is_for(self, device: torch.device) -> bool:
+        """Whether it may stand for the operator in programs on a device."""
+        # Holders are counted here, outside of any backward.
+        return (device.type == "cpu" or not self.cpu_only) and (not self.writes_over or bool(holders_when_ours()))
+
     def pays(self, *args: Any) -> bool:
         """Whether a call with these arguments runs the function, not the operator itself."""
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in args[: self.starts])
@@ -71,56 +77,3 @@ class LowMemory(ABC):
 def plain_operator(target: Any) -> Any:
     """PyTorch's operator, where a drop-in stands for it."""
     return target.operator if isinstance(target, LowMemory) else target
-
-
-# -- whose gradient it is ---------------------------------------------------------------------------------
-
-
-def is_ours(gradient: torch.Tensor) -> bool:
-    """Whether the gradient covers its storage once and nobody but the calling backward holds either.
-
-    Call it before anything else in a backward: it compares with the reference counts of a gradient that
-    nobody else holds, at that place. They differ between releases of PyTorch, so they are looked up once. A
-    gradient that came through a view, such as that of a linear layer on more than two dimensions, has a base
-    that only it holds.
-    """
-    holders = _holders(gradient)
-    return bool(holders) and holders in holders_when_ours()
-
-
-def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
-    base = gradient._base
-    whole = gradient.is_contiguous() and (base is None or base.numel() == gradient.numel())
-    if type(gradient) is not torch.Tensor or not whole:
-        return ()
-    # By its address: ``untyped_storage()`` would leave a holder behind, and autograd would no longer add in place.
-    storage = torch._C._storage_Use_Count(torch._C._storage_address(gradient))  # type: ignore[attr-defined]
-    holders = sys.getrefcount(gradient), gradient._use_count(), storage  # type: ignore[attr-defined]
-    if base is None:
-        return holders
-    return (*holders, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
-
-
-@cache
-def holders_when_ours() -> tuple[tuple[int, ...], ...]:
-    """The counts of a gradient that is no view, and of one that is."""
-    found = []
-
-    def look(gradient: torch.Tensor) -> None:
-        found.append(_holders(gradient))
-
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            look(gradient)
-            return gradient
-
-    with torch.enable_grad():
-        x = torch.ones(2, requires_grad=True)
-        torch.autograd.grad((Probe.apply(x * 2) * 3).sum(), x)
-        torch.autograd.grad((Probe.apply(x * 2).view(2, 1) * 3).sum(), x)
-    return tuple(found)

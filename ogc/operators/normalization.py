@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .low_memory import LowMemory, is_ours
+from .holders import is_ours
+from .low_memory import LowMemory
 from .registry import Operator, like, register
 from .weights import Use, Weights
 
@@ -29,6 +30,7 @@ _REPEATED_SHARE = 0.5
 class BatchNorm(LowMemory):
     """Batch norm by channels."""
 
+    writes_over = True
     takes_notes = True
     copies_strided_gradients = False
 

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import InputError
 from ..program.without_grad import WithoutGrad
-from .low_memory import LowMemory, holders_when_ours, plain_operator
+from .low_memory import LowMemory, plain_operator
 from .weights import Use, Weights
 
 Arguments = Sequence[Any]
@@ -97,9 +97,8 @@ def of(target: Any) -> Operator:
 
 def low_memory_form(target: Any, device: torch.device) -> LowMemory | None:
     """The drop-in for an operator on a device, if there is one."""
-    holders_when_ours()  # counted now, outside of any backward
     form = None if isinstance(target, LowMemory) else of(target).low_memory
-    return None if form is None or (form.cpu_only and device.type != "cpu") else form
+    return form if form is not None and form.is_for(device) else None
 
 
 def live_positions(target: Any) -> tuple[int, ...]:
