@@ -28,7 +28,7 @@ class Value:
 
 @dataclass(frozen=True)
 class PlainOperator:
-    """What an operator takes as PyTorch runs it, where a leaner one stands for it."""
+    """What an operator takes as PyTorch runs it, where a low-memory form stands for it."""
 
     saves: tuple[int, ...]
     internal_bytes: int

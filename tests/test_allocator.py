@@ -10,7 +10,8 @@ from torch import nn
 
 import ogc
 from benchmarks.networks import ARCHITECTURES
-from ogc.parser.weigh.gradients import InputGradient, OperationGradients, gradient_bytes
+from ogc.operators.weights import InputGradient
+from ogc.parser.weigh.gradients import OperationGradients, gradient_bytes
 from ogc.program.program import TensorRef
 from ogc.torch_state.allocator import allocated_bytes, peak_bytes
 

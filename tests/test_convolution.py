@@ -8,9 +8,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ogc
-from ogc.operators import convolution
-from ogc.operators.convolution import parts_of
-from ogc.operators.lean import OPERATORS
+from ogc.operators.convolution import parts as convolution
+from ogc.operators.convolution.parts import parts_of
+from ogc.operators.registry import of
 from ogc.torch_state.allocator import peak_bytes
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def test_all_kinds_give_the_same_bits(name, dtype, frozen):
 
     # Of a square; of a mean, expanded; of a part of something larger.
     for loss in (lambda y: (y * y).sum(), lambda y: y.mean((2, 3)).sum(), lambda y: torch.cat([y, y], 1).exp().sum()):
-        plain, ours = (found(run, loss) for run in (aten.convolution.default, OPERATORS[aten.convolution.default]))
+        plain, ours = (found(run, loss) for run in (aten.convolution.default, of(aten.convolution.default).low_memory))
         assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(plain, ours, strict=True))
 
 
@@ -132,7 +132,9 @@ def test_forward_and_gradient_of_the_images_take_less():
         gradient = torch.ones_like(results[0])
         return forward, peak_bytes(lambda: torch.autograd.grad(results.pop(), images, gradient), "cpu")
 
-    for ours, plain in zip(peaks(OPERATORS[aten.convolution.default]), peaks(aten.convolution.default), strict=True):
+    for ours, plain in zip(
+        peaks(of(aten.convolution.default).low_memory), peaks(aten.convolution.default), strict=True
+    ):
         assert x.nbytes < ours < 1.4 * x.nbytes < plain
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import ogc
 from ogc.errors import InputError, ParseError
+from ogc.operators.registry import of
 from ogc.parser.recorder.operators import SAME_OPERATOR
-from ogc.parser.weigh.estimate import QUICK
 from ogc.torch_state.allocator import peak_bytes
 
 
@@ -95,9 +95,9 @@ def test_batch_norm_on_meta_tensors_is_as_pytorch_finds_it(shape, dtype, trainin
         weight, mean = (torch.empty(shape[1], device="meta") for _ in range(2))
         args = (image, weight, weight, mean, mean, training, 0.1, 1e-5)
         result = forward(*args)
-        assert described(QUICK[forward](*args)) == described(result)
+        assert described(of(forward).on_meta(*args)) == described(result)
         args = (result[0], image, weight, mean, mean, *result[1:], training, 1e-5, [True, False, True])
-        assert described(QUICK[backward](*args)) == described(backward(*args))
+        assert described(of(backward).on_meta(*args)) == described(backward(*args))
 
 
 @pytest.mark.parametrize("channels", [1, 4])
@@ -114,9 +114,9 @@ def test_convolution_on_meta_tensors_is_as_pytorch_finds_it(
     for image in (plain, plain.transpose(1, -1).contiguous().transpose(1, -1)):
         for some in (settings, (*settings[:2], [dilation] * dims, *settings[3:])):
             result = forward(image, kernel, None, *some)
-            assert described([QUICK[forward](image, kernel, None, *some)]) == described([result])
+            assert described([of(forward).on_meta(image, kernel, None, *some)]) == described([result])
             args = (result, image, kernel, [6], *some, [True, True, False])
-            assert described(QUICK[backward](*args)) == described(backward(*args))
+            assert described(of(backward).on_meta(*args)) == described(backward(*args))
 
 
 @pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
@@ -134,7 +134,7 @@ def test_simple_operators_on_meta_tensors_are_as_pytorch_finds_them(first, order
             *((aten.cat.default, tensors) for tensors in (([x],), ([x, y], 1), ([x, x], -1), ([x, flat], 2))),
         ]
         for operator, args in calls:
-            assert described([QUICK[operator](*args)]) == described([operator(*args)])
+            assert described([of(operator).on_meta(*args)]) == described([operator(*args)])
 
 
 def test_export_to_networkx_is_a_dag_over_all_operations():

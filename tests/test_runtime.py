@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ogc
 from ogc.errors import InputError, PlanError, ReplayError
-from ogc.operators import lean
+from ogc.operators import normalization
 from ogc.plan.decisions import Decisions, cut_into_segments
 from ogc.plan.schedule import Schedule
 from ogc.runtime import frame
@@ -196,7 +196,7 @@ def test_the_plan_and_the_code_can_be_read():
     text = str(optimised.plan)
     assert "recomputed" in text and "overhead" in text
     assert "def forward(self, step, input_0):" in optimised.code
-    assert "lean.convolution(" in optimised.code
+    assert "low_memory.convolution(" in optimised.code
     assert "stem.0" in str(optimised.graph)
 
 
@@ -249,7 +249,7 @@ class Normalizations(TorchDispatchMode):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_statistics_of_batch_norm_are_computed_once_where_they_are_there(lost, monkeypatch):
-    monkeypatch.setattr(lean, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(normalization, "CHUNK_BYTES", 64)
     model = nn.Sequential(
         *(layer for _ in range(4) for layer in (nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU(True)))
     )
@@ -266,7 +266,7 @@ def test_statistics_of_batch_norm_are_computed_once_where_they_are_there(lost, m
 
 
 def test_notes_go_with_the_graph(monkeypatch):
-    monkeypatch.setattr(lean, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(normalization, "CHUNK_BYTES", 64)
     model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
     steps = []
     monkeypatch.setattr(frame.Step, "__init__", _remembering(frame.Step.__init__, steps))

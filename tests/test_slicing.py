@@ -6,7 +6,8 @@ from helpers import measured_peak
 from torch import nn
 
 import ogc
-from ogc.operators.sliced import Sliced, works_by_sample
+from ogc.operators.registry import of
+from ogc.operators.sliced import Sliced
 from ogc.parser.passes.stretches import slice_stretches
 
 aten = torch.ops.aten
@@ -161,15 +162,15 @@ def test_gradients_and_their_gradients_are_right(layers):
 def test_what_works_by_sample():
     x, weight = torch.randn(4, 3, 8, 8), torch.randn(2, 3, 3, 3)
     settings = None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
-    assert works_by_sample(aten.convolution.default, (x, weight, *settings))
-    assert not works_by_sample(aten.convolution.default, (x[0], weight, *settings))
-    assert works_by_sample(aten.layer_norm.default, (x, [8, 8]))
-    assert not works_by_sample(aten.layer_norm.default, (x[0, 0], [8, 8]))
-    assert not works_by_sample(aten.flatten.using_ints, (x, 0, -1))
-    assert works_by_sample(aten.flatten.using_ints, (x, 1, -1))
-    assert not works_by_sample(aten.linear.default, (x[0, 0, 0], weight))
-    assert not works_by_sample(aten.batch_norm.default, (x,))
-    assert not works_by_sample(aten.max_pool2d.default, (x[0],))
+    assert of(aten.convolution.default).by_sample((x, weight, *settings))
+    assert not of(aten.convolution.default).by_sample((x[0], weight, *settings))
+    assert of(aten.layer_norm.default).by_sample((x, [8, 8]))
+    assert not of(aten.layer_norm.default).by_sample((x[0, 0], [8, 8]))
+    assert not of(aten.flatten.using_ints).by_sample((x, 0, -1))
+    assert of(aten.flatten.using_ints).by_sample((x, 1, -1))
+    assert not of(aten.linear.default).by_sample((x[0, 0, 0], weight))
+    assert not of(aten.batch_norm.default).by_sample((x,))
+    assert not of(aten.max_pool2d.default).by_sample((x[0],))
 
 
 def test_bad_input(wide):

@@ -10,7 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import ogc
 from benchmarks.peers.ours import frontier_by_flops
-from ogc.parser.passes import unfold
+from ogc.operators import products
+from ogc.parser.passes.unfold import unfolds
 from ogc.plan.schedule import Schedule
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -94,15 +95,15 @@ def test_what_is_not_made_of_these_operators_stays_whole(change):
     query = torch.randn(2, change.get("heads", 3), 5, 8, dtype=change.get("dtype", torch.float32))
     query = query.flatten(0, 1) if "dims" in change else query
     arguments = (query, query, query, None, change.get("dropout", 0.1))
-    assert unfold.unfolds(unfold.ATTENTION, arguments, {}) is None
+    assert unfolds(torch.ops.aten.scaled_dot_product_attention.default, arguments, {}) is None
 
 
 def test_what_turns_out_to_differ_stays_whole(monkeypatch):
     query = torch.randn(2, 3, 5, 8, requires_grad=True)
     arguments = (query, query, query, None, 0.1)
-    assert unfold.unfolds(unfold.ATTENTION, arguments, {}) is not None
-    monkeypatch.setattr(unfold.math, "sqrt", lambda number: number**0.5 * 1.01)
-    assert unfold.unfolds(unfold.ATTENTION, arguments, {}) is None
+    assert unfolds(torch.ops.aten.scaled_dot_product_attention.default, arguments, {}) is not None
+    monkeypatch.setattr(products.math, "sqrt", lambda number: number**0.5 * 1.01)
+    assert unfolds(torch.ops.aten.scaled_dot_product_attention.default, arguments, {}) is None
 
 
 def test_a_plan_is_carried_over_to_other_sizes(caplog):

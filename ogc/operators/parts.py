@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import prod
 
 import torch
 
@@ -26,3 +28,25 @@ def part_by_part(parts: Sequence[slice], run: Callable[[slice], torch.Tensor]) -
         del found
     assert result is not None
     return result
+
+
+def untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor whose memory is promised but never used.
+
+    Some gradients depend on the shape of an operator's input alone, but their operators ask for a tensor.
+    """
+    if device.type == "meta":
+        return torch.empty(1, dtype=dtype, device=device).expand(shape)
+    pages = mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize))
+    return torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape)
+
+
+def has_usual_strides(images: torch.Tensor) -> bool:
+    """Whether these are images, a batch of them, and the strides those of a new tensor.
+
+    With a size of one there are others that are contiguous too, and say that the channels come last.
+    """
+    if images.dim() != 4:
+        return False
+    _, channels, height, width = images.shape
+    return bool(images.stride() == (channels * height * width, height * width, width, 1))

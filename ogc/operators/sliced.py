@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from ..program.program import without_autocast
-from .lean import Lean
+from .low_memory import LowMemory
 from .parts import even_parts, part_by_part
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +58,7 @@ class Sliced:
         output = graph.graph_copy(self.graph, {})
         graph.output(output)
         for node in graph.nodes:
-            if isinstance(node.target, Lean) and node.target.kind != "max_pool2d":
+            if isinstance(node.target, LowMemory) and not node.target.saves_less:
                 node.target = node.target.operator
         return replace(self, graph=graph)
 
@@ -114,40 +112,3 @@ def _differentiable(
     wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
     found = iter(torch.autograd.grad(stretch.run(tensors), wanted, gradient, create_graph=True))
     return [next(found) if need else None for need in needs]
-
-
-# -- which operators work sample by sample --------------------------------------------------------------------
-
-HEAVY = {aten.convolution.default, aten.linear.default, aten.addmm.default}
-"""Operators whose backward does not need their result, and whose time makes a stretch worth its name."""
-
-_UNARY = {
-    aten.relu.default, aten.relu_.default, aten.sigmoid.default, aten.tanh.default, aten.silu.default,
-    aten.silu_.default, aten.gelu.default, aten.elu.default, aten.leaky_relu.default, aten.leaky_relu_.default,
-    aten.hardtanh.default, aten.hardtanh_.default, aten.hardswish.default, aten.hardswish_.default,
-    aten.hardsigmoid.default, aten.softplus.default,
-}  # fmt: skip
-
-_BY_SAMPLE = {
-    aten.max_pool2d.default, aten.avg_pool2d.default, aten.adaptive_avg_pool2d.default, aten.linear.default,
-    aten.convolution.default, aten.layer_norm.default, aten.flatten.using_ints,
-}  # fmt: skip
-
-
-def works_by_sample(operator: Any, args: Sequence[Any]) -> bool:
-    """Whether a call treats the samples along the first axis of its first argument one by one.
-
-    Further tensors among its arguments are parameters to it, the same for each sample.
-    """
-    if operator in _UNARY:
-        return bool(args[0].dim() > 1)
-    if operator not in _BY_SAMPLE:
-        return False
-    x = args[0]
-    if operator is aten.convolution.default:
-        return bool(x.dim() == args[1].dim())
-    if operator is aten.layer_norm.default:
-        return bool(x.dim() > len(args[1]))
-    if operator is aten.flatten.using_ints:
-        return bool(x.dim() > 1 and len(args) > 1 and args[1] % x.dim() > 0)
-    return bool(x.dim() == 4 or (operator is aten.linear.default and x.dim() > 1))

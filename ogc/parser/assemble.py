@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..graph import Graph, Operation, PlainOperator, Value
+from ..operators.registry import copies_strided_gradients
+from ..operators.weights import Weights
 from ..program.leaf import runs_once
 from ..program.program import Program, TensorRef
 from ..program.structures import InputSpec
 from .passes.versions import separate_versions
 from .traced import Traced
-from .weigh.estimate import Weights, copies_strided_gradients
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
 from .weigh.observe import Observation, Record
 
@@ -25,11 +26,11 @@ def graph_of(
     taken = versions_of(traced.graph, observation)
     ends = [TensorRef(node.name, 0) for node in _returned(traced.graph)]
     returned = [observation.rebased.get(ref, ref) for ref in ends]
-    lean = gradient_bytes([_gradients(r, w) for r, w in zip(records, weights, strict=True)], returned)
+    live = gradient_bytes([_gradients(r, w) for r, w in zip(records, weights, strict=True)], returned)
     plain = gradient_bytes([_gradients(r, w.plain or w) for r, w in zip(records, weights, strict=True)], returned)
     seen = memory_of(records, taken)
     operations = tuple(
-        _operation(*of_one, observation.storages) for of_one in zip(records, weights, lean, plain, seen, strict=True)
+        _operation(*of_one, observation.storages) for of_one in zip(records, weights, live, plain, seen, strict=True)
     )
     program = program_of(spec, traced, observation, taken)
     return Graph(operations, values_of(observation), program, device, kind)
@@ -93,13 +94,13 @@ def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> l
 def _operation(
     record: Record,
     weights: Weights,
-    lean: LiveGradients,
+    live: LiveGradients,
     plain_gradients: LiveGradients,
     seen: dict[str, Any],
     storages: Mapping[TensorRef, int],
 ) -> Operation:
     node = record.node
-    ours = PlainOperator(seen["saves"], _internal_bytes(record, weights), weights.scratch_bytes, lean.during)
+    ours = PlainOperator(seen["saves"], _internal_bytes(record, weights), weights.scratch_bytes, live.during)
     theirs = weights.plain or weights
     given = (record.arguments[n] for n in theirs.saved_arguments)
     saves = {storages[ref] for ref in given if ref is not None and ref in storages}.difference(ours.saves)
@@ -113,10 +114,10 @@ def _operation(
         source=node.meta.get("source", ""),
         internal_bytes=ours.internal_bytes,
         scratch_bytes=weights.scratch_bytes,
-        gradient_bytes=lean.before,
-        backward_bytes=lean.during,
-        late_bytes=lean.late,
-        plain=None if plain == ours and not lean.late else plain,
+        gradient_bytes=live.before,
+        backward_bytes=live.during,
+        late_bytes=live.late,
+        plain=None if plain == ours and not live.late else plain,
         forward_seconds=weights.forward_seconds,
         backward_seconds=weights.backward_seconds,
         forward_flops=weights.forward_flops,
@@ -141,7 +142,7 @@ def _gradients(record: Record, weights: Weights) -> OperationGradients:
         gradients=weights.gradients,
         working_bytes=weights.working_bytes,
         late_bytes=weights.late_bytes,
-        copies_strided=copies_strided_gradients(record.node),
+        copies_strided=copies_strided_gradients(record.node.target),
         sources=tuple(record.sources),
     )
     return found if record.rebase is None else found.through_base(record.rebase)

@@ -11,7 +11,8 @@ import torch
 
 from ..errors import ParseError
 from ..graph import Graph
-from ..operators.lean import lean_operator
+from ..operators.registry import low_memory_form
+from ..operators.weights import Weights
 from ..program.leaf import Leaf
 from ..program.structures import InputSpec
 from ..torch_state.collecting import collecting_new_only
@@ -30,7 +31,7 @@ from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stre
 from .passes.unfold import Unfolding
 from .repeatable import refuse_chance, why_not_again
 from .traced import READS, OpaqueError, Traced, without_unused
-from .weigh.estimate import Estimator, Weights
+from .weigh.estimate import Estimator
 from .weigh.leaf import weigh_leaf
 from .weigh.measure import Measurer
 from .weigh.observe import Observation, Record, observe, state_of, untouched
@@ -161,7 +162,7 @@ def settle(
     """
     program = without_unused(recorded.traced.graph)
     run_out_of_place(program)
-    make_lean(program, device)
+    use_low_memory(program, device)
     unfolding = Unfolding()
 
     def visit(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
@@ -266,13 +267,13 @@ def _check_custom(
     return replace(traced, output_spec=plain.output_spec)
 
 
-def make_lean(graph: torch.fx.Graph, device: torch.device) -> None:
+def use_low_memory(graph: torch.fx.Graph, device: torch.device) -> None:
     """Put operators whose backward needs less memory in the places of those that they stand for."""
     for node in graph.nodes:
-        lean = lean_operator(node.target, device)
-        if lean is not None:
+        form = low_memory_form(node.target, device)
+        if form is not None:
             node.meta["operator"] = node.target
-            node.target = lean
+            node.target = form
 
 
 def check_same(

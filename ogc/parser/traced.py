@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ParseError
+from ..operators.registry import live_positions
 from ..program.leaf import Leaf
-from ..program.program import LIVE_ARGUMENTS, Guards, operator_name
+from ..program.program import Guards
 from ..program.structures import InputSpec, OutputSpec
 
 READS = "reads"
@@ -96,7 +97,7 @@ def has_effects(operator: Any) -> bool:
     """Whether a call does more than it returns: it writes, checks, draws random numbers, or may do anything."""
     schema, tags = getattr(operator, "_schema", None), getattr(operator, "tags", ())
     changes = bool(schema and (schema.is_mutable or not schema.returns)) or isinstance(operator, Leaf)
-    return changes or operator_name(operator) in LIVE_ARGUMENTS or torch.Tag.nondeterministic_seeded in tags
+    return changes or bool(live_positions(operator)) or torch.Tag.nondeterministic_seeded in tags
 
 
 def called_leaves(graph: torch.fx.Graph) -> set[str]:

@@ -16,13 +16,6 @@ from torch.utils import _pytree as pytree
 
 from .structures import InputSpec, OutputSpec, autocast_kinds
 
-LIVE_ARGUMENTS = {"batch_norm": (3, 4), "instance_norm": (3, 4)}
-"""Operators that update running statistics which their own result does not depend on: argument positions.
-
-Running such an operator again on copies of these arguments gives the same result and changes nothing.
-"""
-
-
 CONSTANT = "_ogc_constant_"
 """How the names begin of tensors that are no attribute of the model."""
 

@@ -19,18 +19,16 @@ from typing import Any, cast
 import torch
 
 from ..graph import Graph
-from ..operators.lean import OPERATORS
+from ..operators.low_memory import LowMemory
 from ..operators.sliced import Sliced
 from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run, Schedule
 from ..program.leaf import Leaf, runs_once
 from ..program.program import Program, Saved, TensorRef
 from .frame import KEEP, RunCode
-from .statements import argument, call_of, let_go, live_arguments, statement, takes_notes, view_of
+from .statements import argument, call_of, let_go, live_nodes, statement, takes_notes, view_of
 
 _serial = count()
-
-_LEAN = SimpleNamespace(**{lean.__name__: lean for lean in OPERATORS.values()})
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,17 @@ def generate(graph: Graph, plan: Plan) -> Generated:
     layout = _Layout(graph, Schedule(graph, plan.decisions))
     again = [_RunWriter(layout, number) for number in range(1, len(layout.schedule.runs))]
     source = "\n\n".join([_ForwardWriter(layout).text(), *(writer.text() for writer in again)])
-    names: dict[str, Any] = {"torch": torch, "operator": operator, "lean": _LEAN, "inf": math.inf, "nan": math.nan}
+    targets = [*(node.target for node in graph.program.operations), *graph.program.out_of_place.values()]
+    forms = SimpleNamespace(**{t.__name__: t for t in targets if isinstance(t, LowMemory)})
+    names: dict[str, Any] = {
+        "torch": torch,
+        "operator": operator,
+        "low_memory": forms,
+        "inf": math.inf,
+        "nan": math.nan,
+    }
     names.update(graph.program.constants)
-    names.update({n.target.name: n.target for n in graph.program.operations if isinstance(n.target, (Leaf, Sliced))})
+    names.update({target.name: target for target in targets if isinstance(target, (Leaf, Sliced))})
     filename = f"<ogc plan {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
     exec(compile(source, filename, "exec"), names)
@@ -376,5 +382,5 @@ class _RunWriter:
         if isinstance(node.target, Leaf):  # and what its module holds, unless a view is all that is made
             state = cast(list[torch.fx.Node], node.args[2])
             return state if self.layout.is_repeated(self.number, self.layout.position[node]) else []
-        live = live_arguments(node)
+        live = live_nodes(node)
         return [n for n in node.all_input_nodes if n not in live]

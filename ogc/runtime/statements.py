@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from ..operators.lean import Lean
+from ..operators.low_memory import LowMemory
+from ..operators.registry import live_arguments
 from ..operators.sliced import Sliced
 from ..program.leaf import Leaf
-from ..program.program import CONSTANT, LIVE_ARGUMENTS, operator_name
+from ..program.program import CONSTANT
 from ..program.without_grad import WithoutGrad
 
 
-def live_arguments(node: torch.fx.Node) -> list[Any]:
+def live_nodes(node: torch.fx.Node) -> list[Any]:
     """Those of its arguments that the operator updates and its own result does not depend on."""
-    positions = LIVE_ARGUMENTS.get(operator_name(node.target), ())
-    return [node.args[p] for p in positions if p < len(node.args) and isinstance(node.args[p], torch.fx.Node)]
+    return [live for live in live_arguments(node.target, node.args) if isinstance(live, torch.fx.Node)]
 
 
 def view_of(node: torch.fx.Node) -> str | None:
@@ -32,7 +32,7 @@ def view_of(node: torch.fx.Node) -> str | None:
 
 def takes_notes(node: torch.fx.Node) -> bool:
     """Whether the operator, run again, makes use of the internal tensors that it saved."""
-    return isinstance(node.target, Lean) and node.target.kind == "batch_norm"
+    return isinstance(node.target, LowMemory) and node.target.takes_notes
 
 
 def call_of(node: torch.fx.Node) -> str:
@@ -47,13 +47,13 @@ def statement(node: torch.fx.Node, target: Any, again: int | None = None) -> str
         return f"{node.name} = {target.name}({argument(node.args[0])}, {argument(node.args[1])})"
     if isinstance(target, WithoutGrad):
         return f"with torch.no_grad(): {statement(node, target.operator, again)}"
-    cloned = live_arguments(node) if again is not None else []
+    cloned = live_nodes(node) if again is not None else []
     arguments = [argument(a) + (".clone()" if any(a is c for c in cloned) else "") for a in node.args]
     if again is not None and takes_notes(node):
         arguments.append(f"*frame.notes({again})")
     arguments += [f"{key}={argument(value)}" for key, value in node.kwargs.items()]
-    if isinstance(target, Lean):
-        function = f"lean.{target.__name__}"
+    if isinstance(target, LowMemory):
+        function = f"low_memory.{target.__name__}"
     elif isinstance(target, Sliced):
         function = target.name
     elif isinstance(target, torch._ops.OpOverload):

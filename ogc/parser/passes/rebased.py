@@ -2,24 +2,21 @@
 
 Instance norm returns a view of what batch norm made. Where such a view is written in place, autograd differentiates
 the write as one to the whole storage, which takes three more copies of it (``CopySlices`` in
-torch/csrc/autograd/functions/tensor.cpp), and the lean backward cannot take its place.
+torch/csrc/autograd/functions/tensor.cpp), and a low-memory backward cannot take its place.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...operators.lean import out_of_place
-from .versions import is_elementwise, saves_result
+from ...operators.registry import is_elementwise, of, out_of_place
+from .versions import saves_result
 
 REBASED = "rebased"
 """In a node's ``meta``: the plain model runs it in place, on a view."""
 
 COPIES = 3
 """Most copies of what was written that are made in the backward, beside the gradient that it is given."""
-
-_RETURNS_VIEW = {torch.ops.aten.instance_norm.default}
-"""Operators of their own results that are views all the same, and dense."""
 
 
 def run_out_of_place(graph: torch.fx.Graph) -> None:
@@ -29,7 +26,7 @@ def run_out_of_place(graph: torch.fx.Graph) -> None:
     """
     for node in graph.nodes:
         given = node.args[0] if node.op == "call_function" and node.args else None
-        if not isinstance(given, torch.fx.Node) or given.target not in _RETURNS_VIEW:
+        if not isinstance(given, torch.fx.Node) or not of(given.target).returns_view:
             continue
         twin = out_of_place(node.target)
         is_random = torch.Tag.nondeterministic_seeded in getattr(twin, "tags", ())

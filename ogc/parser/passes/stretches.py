@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 
 from ...errors import InputError
-from ...operators.lean import out_of_place
-from ...operators.sliced import HEAVY, Sliced, works_by_sample
+from ...operators.registry import of, out_of_place
+from ...operators.sliced import Sliced
 from ..weigh.observe import Record
 
 Stretch = tuple[str, str]
@@ -68,9 +68,9 @@ def _trimmed(records: Sequence[Record], first: int, last: int) -> Stretch | None
     """
     while first < last and _operator(records[first].node)._schema.is_mutable:
         first += 1
-    while first < last and _operator(records[last - 1].node) in HEAVY:
+    while first < last and of(_operator(records[last - 1].node)).is_heavy:
         last -= 1
-    if not any(_operator(record.node) in HEAVY for record in records[first:last]):
+    if not any(of(_operator(record.node)).is_heavy for record in records[first:last]):
         return None
     return records[first].node.name, records[last - 1].node.name
 
@@ -82,7 +82,7 @@ def _operator(node: torch.fx.Node) -> torch._ops.OpOverload:
 
 def is_samplewise(node: torch.fx.Node, args: Sequence[object]) -> bool:
     """Whether the call can be part of a stretch."""
-    return not node.kwargs and works_by_sample(_operator(node), args)
+    return not node.kwargs and of(_operator(node)).by_sample(args)
 
 
 def slice_stretches(graph: torch.fx.Graph, stretches: Sequence[Stretch], slices: int) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...operators.lean import out_of_place, plain_operator
+from ...operators.low_memory import plain_operator
+from ...operators.registry import is_elementwise, of, out_of_place
 from ...program.program import TensorRef
 from ..weigh.observe import Observation, Record
 
@@ -73,11 +74,7 @@ def _has_same_backward(node: torch.fx.Node, twin: Any) -> bool:
     What a result was computed from is gone when it is written in place, so some gradients are computed from the result
     there, but by other formulas from the operand out of place (``elu_``).
     """
-    return plain_operator(twin) in _FROM_EITHER or saves_result(node, node.target) == saves_result(node, twin)
-
-
-_FROM_EITHER = {torch.ops.aten.leaky_relu.default, torch.ops.aten.hardtanh.default}
-"""Only whether it is in a range counts, and operand and result are in it together."""
+    return of(twin).from_either or saves_result(node, node.target) == saves_result(node, twin)
 
 
 def saves_result(node: torch.fx.Node, target: Any) -> bool:
@@ -97,16 +94,6 @@ def saves_result(node: torch.fx.Node, target: Any) -> bool:
 
 def _never_unpacked(packed: None) -> torch.Tensor:
     raise AssertionError
-
-
-def is_elementwise(target: Any) -> bool:
-    """Whether the result is laid out as what it is computed from; a cumulative sum, for one, is not."""
-    operator = plain_operator(target)
-    return torch.Tag.pointwise in getattr(operator, "tags", ()) or operator in _NOT_TAGGED
-
-
-_NOT_TAGGED = {torch.ops.aten.hardswish.default, torch.ops.aten.leaky_relu.default}
-"""Elementwise, though some releases do not say so."""
 
 
 def _only_the_chain(

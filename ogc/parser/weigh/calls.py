@@ -9,7 +9,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from ...program.program import LIVE_ARGUMENTS, has_history, operator_name, tensor_leaves
+from ...operators.registry import live_arguments
+from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, peak_bytes
 
 
@@ -19,7 +20,7 @@ class Call:
     def __init__(self, node: torch.fx.Node, args: Any, kwargs: Any, in_place: bool) -> None:
         self.target: Any = node.target
         self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
-        live = [args[p] for p in LIVE_ARGUMENTS.get(operator_name(node.target), ()) if p < len(args)]
+        live = live_arguments(node.target, args)
         self.copied = [any(leaf is one for one in live) or in_place for leaf in self.leaves]
         self.result: Any = None
         self.saved: list[torch.Tensor] = []
@@ -81,3 +82,18 @@ def measured_bytes(call: Call) -> tuple[int, int]:
             return scratch, 0
         # Prepared once more under the eyes of the profiler: what several operators saved goes one by one.
         return scratch, allocated_bytes(call.backward, "cpu", partial(call.prepare, with_gradients=True))[0]
+
+
+def call_key(target: Any, args: Any, kwargs: Any) -> Any:
+    """What two calls must share to cost the same."""
+    return target, _described(args), _described(kwargs)
+
+
+def _described(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tuple(tree.shape), tree.stride(), tree.dtype, tree.requires_grad
+    if isinstance(tree, (tuple, list)):
+        return tuple(map(_described, tree))
+    if isinstance(tree, dict):
+        return tuple((key, _described(item)) for key, item in tree.items())
+    return type(tree), tree

@@ -16,26 +16,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ...operators.weights import InputGradient
 from ...program.program import TensorRef
-
-
-@dataclass(frozen=True)
-class InputGradient:
-    """The gradient that an operation's backward returns for one of its tensor arguments.
-
-    ``shares`` is the number of the output whose gradient it shares storage with; else it is new and
-    ``group`` numbers the operation's new storages, of ``bytes`` each. With ``reuses`` it is written over that
-    output's gradient where that is contiguous and nobody else's.
-    """
-
-    argument: int
-    bytes: int
-    shares: int | None
-    group: int = 0
-    dense: bool = True
-    contiguous: bool = True
-    reuses: int | None = None
-    is_view: bool = False  # of what was computed: nothing is added to it in place
 
 
 @dataclass(frozen=True)

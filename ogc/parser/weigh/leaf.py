@@ -9,11 +9,13 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...operators.weights import Weights
 from ...program.leaf import Leaf
 from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
-from .estimate import Estimator, Weights, input_gradients, metered
+from .estimate import Estimator, input_gradients
 from .measure import Measurer
+from .meter import metered
 from .observe import Record, untouched
 
 
@@ -32,12 +34,12 @@ def weigh_leaf(
         record: what it was seen to do.
     """
     home = next(model.parameters()).device
-    rates = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates
+    seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
     assert isinstance(node.target, Leaf)
     call = _Call(node.target, args, in_place=record.in_place)
     with untouched(model):
         call.prepare()
-        forward = metered(rates, call.forward)
+        forward = metered(seconds, call.forward)
         call.prepare()
         peak, held = forward.peak_bytes, forward.held_bytes
         if can_measure(home):  # else what PyTorch's operators allocate has to do
@@ -52,7 +54,7 @@ def weigh_leaf(
             weights = replace(weights, forward_seconds=profiler.measure(call.prepare, call.forward)[1])
         if not call.prepare_backward():
             return weights
-        backward = metered(rates, call.backward)
+        backward = metered(seconds, call.backward)
         call.prepare()
         working = backward.peak_bytes
         if can_measure(home):

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from ...operators.lean import Lean
+from ...operators.low_memory import LowMemory
+from ...operators.weights import Weights
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ..passes.rebased import REBASED
-from .calls import Call
-from .estimate import Estimator, Weights, call_key
+from .calls import Call, call_key
+from .estimate import Estimator
 from .observe import Record
 
 REPEATS = 3
@@ -55,13 +56,12 @@ class Measurer:
             weights = replace(weights, repeat_seconds=min(seconds, weights.forward_seconds))
         if call.ends() and call.starts:
             peak, seconds = self.measure(lambda: call.prepare(with_gradients=True), call.backward)
-            # A lean backward is measured as one, in circumstances that it may not meet: more than was
+            # A low-memory backward is measured as one, in circumstances that it may not meet: more than was
             # estimated is news, less is not.
             known = estimate.plain is not None and peak <= max(estimate.working_bytes, estimate.late_bytes)
             working = estimate.working_bytes if known else peak
             again = weights.forward_seconds if estimate.again_seconds else 0.0
-            if isinstance(node.target, Lean) and node.target.kind == "convolution":
-                # Whatever the estimate says, neither half of it takes more than the whole was seen to.
+            if isinstance(node.target, LowMemory) and node.target.has_two_phases:
                 working = min(working, peak)
                 weights = replace(weights, late_bytes=min(weights.late_bytes, peak))
             weights = replace(

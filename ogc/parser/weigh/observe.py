@@ -22,14 +22,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from tqdm import tqdm
 
+from ...operators.registry import live_arguments
 from ...program.leaf import Leaf
 from ...program.program import (
-    LIVE_ARGUMENTS,
     Saved,
     TensorRef,
     attribute,
     has_history,
-    operator_name,
     storage_of,
     tensor_leaves,
     without_autocast,
@@ -236,9 +235,9 @@ class _Observer:
 
     def _record_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
         harmless = {
-            args[position].untyped_storage()._cdata
-            for position in LIVE_ARGUMENTS.get(operator_name(record.node.target), ())
-            if position < len(args) and isinstance(args[position], torch.Tensor)
+            live.untyped_storage()._cdata
+            for live in live_arguments(record.node.target, args)
+            if isinstance(live, torch.Tensor)
         }
         for tensor in written:
             value = self.storages.value(tensor)

@@ -1,4 +1,4 @@
-"""Operators with a leaner backward: PyTorch's bits, less memory, and never a gradient that somebody else holds."""
+"""Operators whose backward needs less memory: PyTorch's bits, and never a gradient that somebody else holds."""
 
 import itertools
 import sys
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ogc.operators import lean
-from ogc.operators.lean import OPERATORS
+from ogc.operators import holders, normalization, pooling
+from ogc.operators.elementwise import WrittenOver
+from ogc.operators.registry import low_memory_form, registered
 from ogc.torch_state.allocator import peak_bytes
 from ogc.torch_state.compare import same_bits
 
@@ -19,7 +20,8 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 
 CONVOLUTIONS = list(itertools.product([1, 3, 5], [1, 2], [0, 2], [1, 4]))
-ELEMENTWISE = [op for op, found in OPERATORS.items() if found.kind == "elementwise"]
+FORMS = {operator.target: operator.low_memory for operator in registered() if operator.low_memory is not None}
+ELEMENTWISE = [target for target, form in FORMS.items() if isinstance(form, WrittenOver)]
 
 
 def gradients(operator, tensors, *settings, after=lambda y: (y * y).sum()):
@@ -32,13 +34,14 @@ def gradients(operator, tensors, *settings, after=lambda y: (y * y).sum()):
 
 def assert_same_bits(operator, tensors, *settings, **options):
     plain = gradients(operator, tensors, *settings, **options)
-    ours = gradients(OPERATORS[operator], tensors, *settings, **options)
+    ours = gradients(FORMS[operator], tensors, *settings, **options)
     assert all(same_bits(a, b) and a.stride() == b.stride() for a, b in zip(plain, ours, strict=True))
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(lean, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(normalization, "CHUNK_BYTES", 2000)
+    monkeypatch.setattr(pooling, "CHUNK_BYTES", 2000)
 
 
 @pytest.mark.parametrize("operator", ELEMENTWISE, ids=str)
@@ -52,7 +55,7 @@ def test_elementwise(operator, layout):
 
 def test_keywords_reach_the_backward():
     x = torch.randn(50, requires_grad=True)
-    for function in (aten.gelu.default, OPERATORS[aten.gelu.default]):
+    for function in (aten.gelu.default, FORMS[aten.gelu.default]):
         (found,) = torch.autograd.grad((function(x * 1, approximate="tanh") ** 2).sum(), x)
         expected = torch.autograd.grad((torch.nn.functional.gelu(x, approximate="tanh") ** 2).sum(), x)[0]
         assert torch.equal(found, expected)
@@ -70,7 +73,7 @@ def test_batch_norm(shape, affine):
         x = torch.randn(shape)
         stats = [[t.clone() for t in running] for _ in range(2)]
         plain = gradients(aten.batch_norm.default, [x, *weights], *stats[0], training, 0.1, 1e-5, True)
-        ours = gradients(OPERATORS[aten.batch_norm.default], [x, *weights], *stats[1], training, 0.1, 1e-5, True)
+        ours = gradients(FORMS[aten.batch_norm.default], [x, *weights], *stats[1], training, 0.1, 1e-5, True)
         for a, b in zip([*plain, *stats[0]], [*ours, *stats[1]], strict=True):
             assert torch.equal(a, b)
 
@@ -79,17 +82,17 @@ def test_batch_norm(shape, affine):
 @pytest.mark.parametrize("shape", [(4, 8, 9, 7), (2, 17, 3, 3), (5, 6, 10), (2, 3, 4, 5, 6), (3, 40, 1, 2)])
 @pytest.mark.parametrize("affine", [(1, 1), (1, 0), (0, 1), (0, 0)])
 def test_batch_norm_again_takes_the_statistics_that_it_is_given(shape, affine, dtype, monkeypatch):
-    monkeypatch.setattr(lean, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(normalization, "CHUNK_BYTES", 1)
     x = (torch.randn(shape, dtype=dtype) * 5 + 3).requires_grad_()
     weights = [torch.randn(shape[1], dtype=dtype) if has else None for has in affine]
-    operator, saved = OPERATORS[aten.batch_norm.default], []
+    operator, saved = FORMS[aten.batch_norm.default], []
     settings = (torch.zeros(shape[1], dtype=dtype), torch.ones(shape[1], dtype=dtype), True, 0.1, 1e-5, True)
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed):
         first = operator(x, *weights, *settings)
     statistics = saved[-2:]
     running = settings[0].clone()
     assert torch.equal(operator(x, *weights, *settings, *statistics), first)
-    exact = lean.repeats_exactly(x, *weights)
+    exact = normalization.repeats_exactly(x, *weights)
     assert exact == (dtype is not torch.bfloat16)
     assert torch.equal(settings[0], running) == exact  # which are none of its business the second time
 
@@ -101,7 +104,7 @@ def test_batch_norm_again_is_computed_anew_where_the_bits_may_differ(change):
         x, weight = x.contiguous(memory_format=torch.channels_last), weight.contiguous()
     if change == "mixed":
         x, weight = x.bfloat16(), weight.contiguous()
-    assert not lean.repeats_exactly(x, weight, None)
+    assert not normalization.repeats_exactly(x, weight, None)
 
 
 @pytest.mark.parametrize(("size", "stride", "padding", "groups"), CONVOLUTIONS)
@@ -119,7 +122,7 @@ def test_images_of_one_position_whose_channels_come_last():
     """They are contiguous, but the gradient's strides are those of the images, by which later kernels are chosen."""
     settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     gradients = []
-    for operator in (aten.convolution.default, lean.lean_operator(aten.convolution.default, torch.device("cpu"))):
+    for operator in (aten.convolution.default, low_memory_form(aten.convolution.default, torch.device("cpu"))):
         torch.manual_seed(0)
         x = torch.randn(3, 8).as_strided((3, 8, 1, 1), (8, 1, 8, 8)).requires_grad_()
         assert x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
@@ -146,7 +149,7 @@ def test_max_pool2d_saves_places_in_windows(width, kernel, dtype):
     assert_same_bits(aten.max_pool2d.default, [x], *settings)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
-        result = OPERATORS[aten.max_pool2d.default](x.requires_grad_(), *settings)
+        result = FORMS[aten.max_pool2d.default](x.requires_grad_(), *settings)
     assert [(t.dtype, t.shape) for t in saved] == [(dtype, result.shape)]
 
 
@@ -162,7 +165,7 @@ def transposed(y):
 
 
 @pytest.mark.parametrize("after", [concatenated, transposed, lambda y: y.mean((2, 3)).pow(2).sum()])
-@pytest.mark.parametrize("operator", [*ELEMENTWISE, *list(OPERATORS)[-3:]], ids=str)
+@pytest.mark.parametrize("operator", FORMS, ids=str)
 def test_a_gradient_that_is_not_contiguous(operator, after):
     x, settings, weights = torch.randn(4, 12, 16, 16), (), []
     if operator is aten.batch_norm.default:
@@ -201,7 +204,7 @@ def test_a_gradient_that_somebody_holds_is_left_alone(operator):
         return [*found, *kept]
 
     for watch in ("nobody", "the caller's", "retain_grad", "hook", "prehook", "asked for"):
-        plain, ours = results(operator, watch), results(OPERATORS[operator], watch)
+        plain, ours = results(operator, watch), results(FORMS[operator], watch)
         assert len(plain) == len(ours)
         assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)), watch
 
@@ -232,7 +235,7 @@ def test_a_gradient_whose_base_somebody_holds_is_left_alone(watch):
         assert torch.equal(gradient, copy)
         return found
 
-    plain, ours = results(aten.relu.default), results(OPERATORS[aten.relu.default])
+    plain, ours = results(aten.relu.default), results(FORMS[aten.relu.default])
     assert len(plain) == len(ours)
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
@@ -248,7 +251,7 @@ def test_the_backward_needs_less_behind_a_view_too():
         del hidden
         return peak_bytes(lambda: torch.autograd.grad(loss, start), CPU)
 
-    ours, plain = OPERATORS[aten.relu.default], aten.relu.default
+    ours, plain = FORMS[aten.relu.default], aten.relu.default
     flat = x.flatten(0, 1)
     assert peak(ours, x) == peak(ours, flat) < peak(plain, flat)
 
@@ -262,7 +265,7 @@ def test_double_backward(operator):
         (first,) = torch.autograd.grad((function(x * 1, *settings) ** 3).sum(), x, create_graph=True)
         return torch.autograd.grad((first**2).sum(), x)[0]
 
-    assert torch.equal(second(operator), second(OPERATORS[operator]))
+    assert torch.equal(second(operator), second(FORMS[operator]))
 
 
 def test_second_gradients_of_convolution_and_pooling():
@@ -275,7 +278,7 @@ def test_second_gradients_of_convolution_and_pooling():
         return torch.autograd.grad(sum((t**2).sum() for t in first), [x, weight])
 
     plain = second(aten.convolution.default, aten.max_pool2d.default)
-    ours = second(OPERATORS[aten.convolution.default], OPERATORS[aten.max_pool2d.default])
+    ours = second(FORMS[aten.convolution.default], FORMS[aten.max_pool2d.default])
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
@@ -294,7 +297,7 @@ def test_the_backward_needs_less():
 
     plain = [aten.convolution.default, aten.batch_norm.default, aten.relu.default]
     expected = peak(*plain)
-    assert peak(*(OPERATORS[op] for op in plain)) < expected - 0.9 * size
+    assert peak(*(FORMS[op] for op in plain)) < expected - 0.9 * size
 
 
 @pytest.mark.parametrize("operator", ELEMENTWISE, ids=str)
@@ -302,7 +305,7 @@ def test_autograd_still_adds_to_the_gradient_in_place(operator):
     """A backward that asks who holds its gradient must not itself become a holder."""
     x = torch.randn(4, 5, requires_grad=True)
     start = x * 1.0
-    loss = (OPERATORS[operator](start + torch.cos(start)) * 3).sum()
+    loss = (FORMS[operator](start + torch.cos(start)) * 3).sum()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
         loss.backward()
     names = [event.name for event in seen.events()]
@@ -324,16 +327,16 @@ def test_a_gradient_of_another_layout_is_not_written_over(operator, shape):
         result = (run(middle).contiguous().view(shape) * torch.arange(360.0).view(shape)).sum()
         return torch.autograd.grad(result, start)[0], strides
 
-    (plain, plain_strides), (ours, our_strides) = found(operator), found(OPERATORS[operator])
+    (plain, plain_strides), (ours, our_strides) = found(operator), found(FORMS[operator])
     assert torch.equal(plain, ours)
     assert our_strides == plain_strides
 
 
 def test_known_statistics_are_tried_on_the_cpu_whatever_the_default_device():
     x, weight = torch.randn(4, 8, 9, 7), torch.randn(8)
-    lean._normalizes_bitwise.cache_clear()
+    normalization._normalizes_bitwise.cache_clear()
     with torch.device("meta"):
-        assert lean.repeats_exactly(x, weight, None)
+        assert normalization.repeats_exactly(x, weight, None)
 
 
 class _Keeps(TorchDispatchMode):
@@ -369,27 +372,27 @@ def tracing():
 @contextmanager
 def keeping(wrapped):
     """Holds ``wrapped(tensor)`` of every gradient that a backward is counted for, in whatever thread."""
-    kept, original = [], lean._holders
+    kept, original = [], holders._holders
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lean, "_holders", lambda gradient: (kept.append(wrapped(gradient)), original(gradient))[1])
+        patch.setattr(holders, "_holders", lambda gradient: (kept.append(wrapped(gradient)), original(gradient))[1])
         yield
 
 
 @pytest.mark.parametrize("holder", [_Keeps, tracing, partial(keeping, lambda t: t), partial(keeping, torch.detach)])
 def test_who_holds_gradients_when_they_are_first_counted_does_not_make_shared_ones_ours(holder, monkeypatch):
-    expected = lean._holders_when_ours()
-    monkeypatch.setattr(lean, "_when_ours", set())
+    expected = holders.holders_when_ours()
+    monkeypatch.setattr(holders, "_when_ours", set())
     with holder():
-        assert lean._holders_when_ours() in (expected, set())
-        lean_relu = lean.lean_operator(aten.relu.default, CPU)
-        assert (lean_relu is None) == (not lean._when_ours)
+        assert holders.holders_when_ours() in (expected, set())
+        low_memory_relu = low_memory_form(aten.relu.default, CPU)
+        assert (low_memory_relu is None) == (not holders._when_ours)
 
     x = torch.randn(4, 8, requires_grad=True)
     for wrapped in (lambda gradient: gradient, torch.detach):
         kept = []
-        y = OPERATORS[aten.relu.default](x * 1)
+        y = FORMS[aten.relu.default](x * 1)
         y.grad_fn.register_prehook(lambda given, kept=kept, wrapped=wrapped: kept.append(wrapped(given[0])))
         torch.autograd.grad((y * 3).sum(), x)
         assert torch.equal(kept[0], torch.full_like(x, 3))
-    assert lean.lean_operator(aten.relu.default, CPU) is OPERATORS[aten.relu.default]  # counted anew once they are gone
-    assert lean._holders_when_ours() == expected
+    assert low_memory_form(aten.relu.default, CPU) is FORMS[aten.relu.default]  # counted anew once they are gone
+    assert holders.holders_when_ours() == expected

@@ -9,18 +9,16 @@ parts, before it is believed.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
 from torch.backends import mkldnn
 
-from ..program.program import without_autocast
-from .parts import even_parts, part_by_part
+from ...program.program import without_autocast
+from ..parts import even_parts, part_by_part, untouched
 
 aten = torch.ops.aten
 
@@ -116,17 +114,6 @@ def _is_pointwise(images: tuple[int, ...], kernel: tuple[int, ...], settings: Se
     stride, padding, dilation, transposed, _, groups = settings
     ones = all(size == 1 for size in (*kernel[2:], *stride, *dilation, groups))
     return len(images) == 4 and ones and not transposed and not any(padding)
-
-
-def untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor whose memory is promised but never used.
-
-    Some gradients depend on the shape of an operator's input alone, but their operators ask for a tensor.
-    """
-    if device.type == "meta":
-        return torch.empty(1, dtype=dtype, device=device).expand(shape)
-    pages = mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize))
-    return torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape)
 
 
 @cache

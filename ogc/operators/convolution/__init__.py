@@ -1,0 +1,101 @@
+"""Convolution, and on a CPU its low-memory form.
+
+That takes a few images at a time, but for the weights' gradient, which it computes first, and lets go of its saved
+input before it allocates the input's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..low_memory import LowMemory
+from ..parts import has_usual_strides
+from ..registry import Operator, register
+from ..weights import Use, Weights
+from .parts import convolved, gradient_of_images, parts_of
+from .workspace import hidden_bytes, hidden_bytes_of_backward, weigh, weigh_in_parts
+
+aten = torch.ops.aten
+
+
+class Convolution(LowMemory):
+    """Convolution by images."""
+
+    starts = 2
+    has_two_phases = True
+
+    def suits(self, *args: Any) -> bool:
+        return has_usual_strides(args[0])
+
+    def weights(self, use: Use, plain: Weights) -> Weights:
+        return weigh_in_parts(use, plain)
+
+
+class _Function(torch.autograd.Function):
+    """``aten.convolution``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any
+    ) -> torch.Tensor:
+        ctx.settings = (None if bias is None else list(bias.shape), *settings)
+        ctx.save_for_backward(x, weight)
+        return convolved(parts_of(x, weight, bias, *settings), x, weight, bias, *settings)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_input, *of_weights = ctx.needs_input_grad[:3]
+        nothing = (None,) * (len(ctx.settings) - 1)
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [of_input, *of_weights])
+            return (*found, *nothing)
+        weights = (None, None)
+        if any(of_weights):
+            weights = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [False, *of_weights])[1:]
+        parts, like = parts_of(x, weight, *ctx.settings), (x.shape, x.dtype, x.device)
+        ctx.maybe_clear_saved_tensors()  # not where the graph is retained
+        del x
+        images = gradient_of_images(parts, gradient, like, weight, *ctx.settings) if of_input else None
+        return (images, *weights, *nothing)
+
+
+def _on_meta(image: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, *settings: Any) -> torch.Tensor:
+    stride, padding, dilation, transposed, *_ = settings
+    is_short = not len(stride) == len(padding) == len(dilation) == image.dim() - 2
+    if is_short or transposed or not _is_plain(image) or not _is_plain(kernel):
+        return aten.convolution.default(image, kernel, bias, *settings)
+    sizes = zip(image.shape[2:], kernel.shape[2:], stride, padding, dilation, strict=True)
+    steps = [(size + 2 * pad - skip * (width - 1) - 1) // step + 1 for size, width, step, pad, skip in sizes]
+    return image.new_empty((image.shape[0], kernel.shape[0], *steps))
+
+
+def _backward_on_meta(
+    gradient: torch.Tensor, image: torch.Tensor, kernel: torch.Tensor, bias_sizes: list[int] | None, *rest: Any
+) -> tuple[torch.Tensor | None, ...]:
+    if not _is_plain(image) or not _is_plain(kernel):
+        return aten.convolution_backward.default(gradient, image, kernel, bias_sizes, *rest)
+    shapes = (image.shape, kernel.shape, bias_sizes or ())
+    return tuple(gradient.new_empty(shape) if want else None for shape, want in zip(shapes, rest[-1], strict=True))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether nobody takes it for channels_last."""
+    return tensor.is_contiguous() and tensor.shape[1] > 1
+
+
+register(
+    Operator(
+        aten.convolution.default,
+        Convolution(aten.convolution.default, _Function),
+        by_sample=lambda args: bool(args[0].dim() == args[1].dim()),
+        is_heavy=True,
+        weigh=weigh,
+        hidden_bytes=hidden_bytes,
+        on_meta=_on_meta,
+        copies_strided_gradients=True,
+    ),
+    Operator(aten.convolution_backward.default, hidden_bytes=hidden_bytes_of_backward, on_meta=_backward_on_meta),
+)

@@ -1,0 +1,216 @@
+"""What a convolution on a CPU allocates beside its operands, underneath the dispatcher.
+
+oneDNN copies operands to blocked layouts of its own and results back; which it chooses depends on shapes and on the
+machine. For large dense convolutions of stride 1 there is a rule, read off the allocator for torch 2.11 to 2.15;
+only what several threads sum the gradient of the weight in is found by running it. Others (patches, strides,
+dilation, groups, few channels) have no rule: they are run, each by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...torch_state.allocator import allocated_bytes
+from ..weights import Use, Weights
+from .parts import is_product, parts_of
+
+aten = torch.ops.aten
+
+_WITHOUT_RULE_FLOPS = 2e7
+"""Below this, a call is measured: in less time than matters, as few networks have many such."""
+
+_SUMS_FLOPS = 5e8
+"""Per thread, of a call that is run for what threads sum in."""
+
+_NEGLIGIBLE = 0.005
+"""Of what the gradient of the weight takes."""
+
+_OF_INPUT = (True, False, False)
+"""Which gradients are wanted, where it is that of the input alone."""
+
+
+@dataclass(frozen=True)
+class ConvolutionBytes:
+    """Most bytes allocated at once.
+
+    Attributes:
+        image: those of the input, which its gradient takes as well.
+        scratch: in the forward, beside the result.
+        weights_phase: for the gradient of the weight, that included.
+        input_phase: for the gradient of the input, that included.
+    """
+
+    image: int
+    scratch: int
+    weights_phase: int
+    input_phase: int
+
+    @property
+    def backward(self) -> int:
+        """For both gradients in one call, which finds that of the input first."""
+        return max(self.input_phase, self.image + self.weights_phase) if self.input_phase else self.weights_phase
+
+
+def weigh(use: Use) -> Weights:
+    """The weights of PyTorch's convolution on a CPU."""
+    sizes = use.once(_of_the_whole)
+    working = sizes.backward if use.weights.gradients else 0
+    return replace(use.weights, scratch_bytes=sizes.scratch, working_bytes=working)
+
+
+def weigh_in_parts(use: Use, plain: Weights) -> Weights:
+    """The weights of a low-memory convolution: the gradient of the weight first, then that of the input in parts."""
+    sizes = _in_parts(use.once(_of_the_whole), use.args, use.result_bytes, use.weights.forward_flops, use.can_run)
+    weights = replace(plain, scratch_bytes=sizes.scratch)
+    wanted = {gradient.argument for gradient in plain.gradients}
+    if 0 not in wanted:
+        return weights
+    if 1 not in wanted:
+        return replace(weights, working_bytes=sizes.input_phase)
+    late = _bytes_of(use.args[1:2]) + sizes.input_phase
+    return replace(weights, working_bytes=sizes.weights_phase, late_bytes=late)
+
+
+def hidden_bytes(args: Sequence[Any], outputs: list[torch.Tensor]) -> int:
+    """Bytes that a low-memory convolution allocates at once beyond its result, by the rule."""
+    result = _bytes_of(outputs)
+    return _in_parts(_sizes(args, result), args, result).scratch
+
+
+def hidden_bytes_of_backward(args: Sequence[Any], outputs: list[torch.Tensor]) -> int:
+    """The same of its backward, from the arguments of ``aten.convolution_backward``."""
+    result = _bytes_of(args[:1])
+    sizes = _in_parts(_sizes(args[1:], result), args[1:], result)
+    late = _bytes_of(args[2:3]) + (sizes.input_phase if args[-1][0] else 0)
+    return max(sizes.weights_phase, late) - _bytes_of(outputs)
+
+
+def _of_the_whole(use: Use) -> ConvolutionBytes:
+    wanted = [n in {gradient.argument for gradient in use.weights.gradients} for n in range(3)]
+    return _sizes(use.args, use.result_bytes, use.weights.forward_flops, use.can_run, wanted)
+
+
+def _sizes(
+    args: Sequence[Any], result: int, flops: int = 0, can_run: bool = False, wanted: Sequence[bool] = _OF_INPUT
+) -> ConvolutionBytes:
+    """By the rule, or by running the call where that is wrong.
+
+    Args:
+        args: those of ``aten.convolution``; the sizes of a bias will do.
+        result: bytes of its result.
+        flops: of its forward.
+        can_run: whether it can be run.
+        wanted: whether the input, the weight and the bias get gradients.
+    """
+    if can_run and not _has_rule(args[0], args[1], args[3:9], flops):
+        return _measured(args, wanted)
+    sizes = _estimated(args[0], args[1], result, args[3:9])
+    if can_run and wanted[1]:
+        sizes = _with_partial_sums(sizes, args, result, flops)
+    return sizes if wanted[0] else replace(sizes, input_phase=0)
+
+
+def _in_parts(
+    whole: ConvolutionBytes, args: Sequence[Any], result: int, flops: int = 0, can_run: bool = False
+) -> ConvolutionBytes:
+    """The same for a low-memory convolution, which runs forward and makes the gradient of its input part by part."""
+    parts = parts_of(*args[:9])
+    if len(parts) == 1:
+        return whole
+    samples = max(part.stop - part.start for part in parts)
+    of_part = result * samples // len(args[0])
+    part = _sizes((args[0][:samples], *args[1:]), of_part, flops * samples // len(args[0]), can_run)
+    inputs = whole.image + part.input_phase if whole.input_phase else 0
+    return replace(whole, scratch=of_part + part.scratch, input_phase=inputs)
+
+
+def _estimated(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: Any) -> ConvolutionBytes:
+    """By the rule, from operands, the bytes of the result and the operator's arguments from the stride on."""
+    x, w = _bytes_of([image]), _bytes_of([kernel])
+    if is_product(image, kernel, settings):
+        return ConvolutionBytes(x, 0, w, x)
+    copies = 3 if any(step > 1 for step in settings[0]) else 2
+    weights = w + result if kernel.shape[1] < 16 else max(x + result + w, 2 * w)
+    return ConvolutionBytes(x, max(x + w, result), weights, max(x + result + w, copies * x))
+
+
+def _has_rule(image: torch.Tensor, kernel: torch.Tensor, settings: Any, flops: int) -> bool:
+    """Whether the estimate is right for a call with so many FLOPs."""
+    stride, _, dilation, transposed, _, groups = settings
+    if is_product(image, kernel, settings):
+        return True
+    return (
+        flops > _WITHOUT_RULE_FLOPS
+        and image.dtype == torch.float32
+        and image.dim() == 4
+        and all(t.is_contiguous() for t in (image, kernel))
+        and not transposed
+        and all(step == 1 for step in (*stride, *dilation, groups))
+        and all(size <= 3 for size in kernel.shape[2:])
+        and all(channels % 16 == 0 for channels in kernel.shape[:2])
+    )
+
+
+def _with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], result: int, flops: int) -> ConvolutionBytes:
+    """The estimate, and what threads allocate that each sum the gradient of the weight over a part of the batch.
+
+    How they divide the work depends on the machine. It is found by running the call, unless a sum per thread is
+    nothing beside the rest; a long one with fewer images, which may be too few to be divided as the batch is.
+
+    Args:
+        sizes: by the rule.
+        args: those of ``aten.convolution``.
+        result: bytes of its result.
+        flops: of the forward.
+    """
+    image, kernel, bias = args[:3]
+    threads = torch.get_num_threads()
+    if threads == 1 or threads * kernel.numel() * kernel.element_size() < _NEGLIGIBLE * sizes.weights_phase:
+        return sizes
+    few = image[: max(1, int(len(image) * threads * _SUMS_FLOPS / flops))]
+    shape = aten.convolution.default(few.to("meta"), kernel.to("meta"), None, *args[3:]).shape
+    run = _backward_bytes((few, *args[1:]), torch.ones(shape, dtype=few.dtype), [False, True, bias is not None])
+    sums = run - _estimated(few, kernel, result // len(image) * len(few), args[3:9]).weights_phase
+    return replace(sizes, weights_phase=sizes.weights_phase + max(0, sums))
+
+
+@torch.no_grad()
+def _measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
+    """By running the call, forward and backward.
+
+    Args:
+        args: those of ``aten.convolution``.
+        wanted: whether the input, the weight and the bias get gradients.
+    """
+    image, kernel, bias = args[:3]
+    found: list[torch.Tensor] = []
+
+    def forward() -> None:
+        found.append(aten.convolution.default(image, kernel, bias, *args[3:]))
+
+    peak, result = allocated_bytes(forward, "cpu")
+    gradient = torch.ones_like(found.pop())
+    weights = _backward_bytes(args, gradient, [False, *wanted[1:]])
+    inputs = _backward_bytes(args, gradient, [wanted[0], False, False])
+    return ConvolutionBytes(_bytes_of([image]), peak - result, weights, inputs)
+
+
+@torch.no_grad()
+def _backward_bytes(args: Sequence[Any], gradient: torch.Tensor, wanted: list[bool]) -> int:
+    """Most bytes allocated while the gradients of the input, the weight and the bias are made, as far as wanted."""
+    image, kernel, bias = args[:3]
+    sizes = None if bias is None else list(bias.shape)
+    found: list[Any] = []
+
+    def backward() -> None:
+        found[:] = aten.convolution_backward.default(gradient, image, kernel, sizes, *args[3:], wanted)
+
+    return allocated_bytes(backward, "cpu", found.clear)[0] if any(wanted) else 0
+
+
+def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

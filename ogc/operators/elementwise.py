@@ -1,0 +1,101 @@
+"""Elementwise operators.
+
+Their low-memory forms write their input's gradient over their result's, where that is whole and nobody else's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .holders import is_ours
+from .low_memory import LowMemory
+from .registry import Arguments, Operator, like, register
+from .weights import Use, Weights
+
+aten = torch.ops.aten
+
+
+class WrittenOver(LowMemory):
+    """An operator whose backward may write over the gradient that it is given."""
+
+    cpu_only = False
+    writes_over = True
+
+    def apply(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        return self.function.apply(*args, keywords)
+
+    def suits(self, *args: Any) -> bool:
+        # Autograd rebases views that are written in place for its own operators only.
+        return not (self.operator._schema.is_mutable and args[0]._is_view())
+
+    def weights(self, use: Use, plain: Weights) -> Weights:
+        return plain.written_over()
+
+
+def _low_memory(
+    operator: torch._ops.OpOverload, backward: torch._ops.OpOverloadPacket, saves: str, *constants: Any
+) -> WrittenOver:
+    """Of an operator whose backward is ``backward(gradient, saved, *constants)``, element by element."""
+    again_differentiable = _silu_backward if backward is aten.silu_backward else backward.default
+
+    class Elementwise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
+            result: torch.Tensor = operator(x, **keywords)
+            if operator._schema.is_mutable:
+                ctx.mark_dirty(x)
+            ctx.keywords = keywords
+            ctx.save_for_backward(result if saves == "result" else x)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            in_place = is_ours(gradient)
+            arguments = (gradient, *ctx.saved_tensors, *constants)
+            if torch.is_grad_enabled():
+                return again_differentiable(*arguments, **ctx.keywords), None
+            if in_place and gradient.stride() == arguments[1].stride():
+                return backward.grad_input(*arguments, **ctx.keywords, grad_input=gradient), None
+            return backward.default(*arguments, **ctx.keywords), None
+
+    return WrittenOver(operator, Elementwise)
+
+
+def _silu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What autograd uses where silu's own backward, which has no derivative, would not do."""
+    sigmoid = x.sigmoid()
+    return gradient * sigmoid * (1 + x * (1 - sigmoid))
+
+
+def _has_samples(args: Arguments) -> bool:
+    return bool(args[0].dim() > 1)
+
+
+def _threshold_backward(gradient: torch.Tensor, result: torch.Tensor, *rest: Any) -> torch.Tensor:
+    alike = gradient.is_contiguous() and result.is_contiguous() and gradient.dtype == result.dtype
+    return like(gradient) if alike else aten.threshold_backward.default(gradient, result, *rest)
+
+
+def _unary(target: Any, *low_memory: Any, **special: Any) -> Operator:
+    """One that has a low-memory form, if it is told what there is to know of that, and works sample by sample."""
+    form = _low_memory(target, *low_memory) if low_memory else None
+    return Operator(target, form, by_sample=_has_samples, **special)
+
+
+register(
+    _unary(aten.relu.default, aten.threshold_backward, "result", 0, on_meta=like),
+    _unary(aten.relu_.default, aten.threshold_backward, "result", 0),
+    _unary(aten.sigmoid.default, aten.sigmoid_backward, "result"),
+    _unary(aten.tanh.default, aten.tanh_backward, "result"),
+    _unary(aten.silu.default, aten.silu_backward, "input"),
+    _unary(aten.gelu.default, aten.gelu_backward, "input"),
+    *map(_unary, (aten.silu_.default, aten.elu.default, aten.leaky_relu_.default, aten.hardtanh_.default)),
+    *map(_unary, (aten.hardswish_.default, aten.hardsigmoid.default, aten.softplus.default)),
+    _unary(aten.hardswish.default, is_elementwise=True),
+    # Of these two only whether it is in a range counts, and operand and result are in it together.
+    _unary(aten.leaky_relu.default, is_elementwise=True, from_either=True),
+    _unary(aten.hardtanh.default, from_either=True),
+    Operator(aten.threshold_backward.default, on_meta=_threshold_backward),
+)

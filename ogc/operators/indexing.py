@@ -1,0 +1,44 @@
+"""Operators that pick, place, join and reshape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .registry import Arguments, Operator, register
+
+aten = torch.ops.aten
+
+
+def _has_mask(tensors: list[torch.Tensor]) -> bool:
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors)
+
+
+def _cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    first, *others = tensors
+    if not all(t.is_contiguous() and t.dtype == first.dtype and t.dim() == first.dim() for t in tensors):
+        return aten.cat.default(tensors, dim)
+    shape = list(first.shape)
+    shape[dim] += sum(t.shape[dim] for t in others)
+    return first.new_empty(shape)
+
+
+def _keeps_first_axis(args: Arguments) -> bool:
+    x, *start = args
+    return bool(x.dim() > 1 and start and start[0] % x.dim() > 0)
+
+
+def _overloads(*packets: Any) -> list[Any]:
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+register(
+    Operator(aten.index_put.default, needs_data=_has_mask),
+    Operator(aten.index_put_.default, needs_data=_has_mask),
+    Operator(aten.masked_scatter.default, needs_data=_has_mask),
+    Operator(aten.masked_scatter_.default, needs_data=_has_mask),
+    *(Operator(one, chooses_by_mask=True) for one in _overloads(aten.where, aten.masked_fill, aten.masked_fill_)),
+    Operator(aten.cat.default, on_meta=_cat),
+    Operator(aten.flatten.using_ints, by_sample=_keeps_first_axis),
+)

@@ -1,0 +1,167 @@
+"""Batch norm and its like.
+
+Batch norm's low-memory form writes its input's gradient over its result's on a CPU, a few channels at a time: the
+kernel works channel by channel. Run again where its statistics are still there, it does not compute them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from .holders import is_ours
+from .low_memory import LowMemory
+from .registry import Operator, like, register
+from .weights import Use, Weights
+
+aten = torch.ops.aten
+
+CHUNK_BYTES = 1 << 20
+"""Batch norm's backward takes channels of this many bytes at a time, or one."""
+
+_REPEATED_SHARE = 0.5
+"""Time of batch norm whose statistics are known, on a CPU: measured 0.2 to 0.6 of the whole."""
+
+
+class BatchNorm(LowMemory):
+    """Batch norm by channels."""
+
+    writes_over = True
+    takes_notes = True
+    copies_strided_gradients = False
+
+    def suits(self, *args: Any) -> bool:
+        x = args[0]
+        return bool(args[5]) and _by_channel(x) and channels_at_once(x) < x.shape[1]
+
+    def weights(self, use: Use, plain: Weights) -> Weights:
+        x = use.args[0]
+        chunk = channels_at_once(x) * x.numel() * x.element_size() // x.shape[1]
+        return replace(
+            plain.written_over(),
+            working_bytes=use.result_bytes + 4 * chunk,
+            repeat_seconds=_REPEATED_SHARE * plain.forward_seconds if repeats_exactly(*use.args) else None,
+        )
+
+
+class _Function(torch.autograd.Function):
+    """``aten.batch_norm`` in training, or again with the statistics that it had, which come last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, *settings: Any) -> torch.Tensor:
+        statistics: Sequence[torch.Tensor] = settings[6:]
+        if statistics and repeats_exactly(x, weight, bias):
+            result = _normalized(x, weight, bias, *statistics)
+        else:
+            result, *statistics = aten.native_batch_norm.default(x, weight, bias, *settings[:5])
+        ctx.eps = settings[4]
+        ctx.save_for_backward(x, weight, *statistics)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        in_place = is_ours(gradient)
+        x, weight, *statistics = ctx.saved_tensors
+
+        def found(gradient: torch.Tensor, x: torch.Tensor, weight: Any, *known: Any) -> Any:
+            given = gradient, x, weight, None, None, *known, True, ctx.eps, ctx.needs_input_grad[:3]
+            return aten.native_batch_norm_backward.default(*given)
+
+        # A gradient that is not contiguous takes another kernel, which adds up in another order, in no more memory.
+        if torch.is_grad_enabled() or not gradient.is_contiguous():
+            return (*found(gradient, x, weight, *statistics), *(None,) * 8)
+        # Each part of the gradient is read before it is overwritten.
+        result = gradient if in_place and gradient.stride() == x.stride() else torch.empty_like(x)
+        step = channels_at_once(x)
+        of_weights = []
+        for first in range(0, x.shape[1], step):
+            part = slice(first, first + step)
+            of_part = (None if t is None else t[part] for t in (weight, *statistics))
+            result[:, part], *others = found(gradient[:, part].contiguous(), x[:, part].contiguous(), *of_part)
+            of_weights.append(others)
+        joined = [torch.cat(parts) if parts[0] is not None else None for parts in zip(*of_weights, strict=True)]
+        return (result, *joined, *(None,) * 8)
+
+
+def _normalized(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
+) -> torch.Tensor:
+    """Batch norm by known statistics: the kernel scales by 1 / sqrt(1 + 0) * (weight * invstd), all else is as ever."""
+    scale = invstd if weight is None else weight * invstd
+    result: torch.Tensor = aten.native_batch_norm.default(
+        x, scale, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0
+    )[0]
+    return result
+
+
+def repeats_exactly(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *settings: Any) -> bool:
+    """Whether known statistics give the bits of batch norm in training."""
+    given = [t for t in (weight, bias) if t is not None]
+    alike = all(t.dtype == x.dtype and t.is_contiguous() for t in given)
+    return alike and x.device.type == "cpu" and _by_channel(x) and _normalizes_bitwise(x.dtype)
+
+
+@cache
+def _normalizes_bitwise(dtype: torch.dtype) -> bool:
+    """Tried once, with and without parameters, with planes of whole and of broken vectors."""
+    if dtype not in (torch.float32, torch.float64):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for positions in (1, 3, 16, 64, 83):
+            x = torch.randn(4, 8, positions + 1, dtype=dtype, device="cpu", generator=generator) * 3 + 1
+            values = [torch.randn(8, dtype=dtype, device="cpu", generator=generator) for _ in range(2)]
+            for weight, bias in (values, (None, None)):
+                result, *statistics = aten.native_batch_norm.default(x, weight, bias, None, None, True, 0.1, 1e-5)
+                if not torch.equal(result, _normalized(x, weight, bias, *statistics)):
+                    return False
+    return True
+
+
+def channels_at_once(x: torch.Tensor) -> int:
+    """How many channels of ``x`` batch norm's backward handles at a time."""
+    return min(x.shape[1], max(1, CHUNK_BYTES * x.shape[1] // (x.numel() * x.element_size())))
+
+
+def _by_channel(tensor: torch.Tensor) -> bool:
+    """Whether batch norm's kernel for this layout works channel by channel: channels first, some positions each."""
+    return tensor.dim() > 2 and tensor.is_contiguous() and tensor.stride(1) > 1
+
+
+def _on_meta(image: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    wide = torch.promote_types(image.dtype, torch.float32)
+    mean, deviation = (image.new_empty(image.shape[1], dtype=wide) for _ in range(2))
+    return like(image), mean, deviation
+
+
+def _backward_on_meta(
+    gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor | None, *rest: Any
+) -> tuple[torch.Tensor | None, ...]:
+    parameter = image if weight is None else weight
+    wanted = rest[-1][1:]
+    return like(gradient), *(parameter.new_empty(image.shape[1]) if want else None for want in wanted)
+
+
+def _with_result_twice(use: Use) -> Weights:
+    """As read off the allocator for torch 2.11 to 2.15: the backward allocates its result twice."""
+    return replace(use.weights, working_bytes=use.weights.working_bytes + use.result_bytes)
+
+
+register(
+    Operator(
+        aten.batch_norm.default,
+        BatchNorm(aten.batch_norm.default, _Function),
+        live_arguments=(3, 4),
+        weigh=_with_result_twice,
+        copies_strided_gradients=True,
+    ),
+    # Made of batch norm.
+    Operator(aten.instance_norm.default, live_arguments=(3, 4), weigh=_with_result_twice, returns_view=True),
+    Operator(aten.native_batch_norm.default, on_meta=_on_meta),
+    Operator(aten.native_batch_norm_backward.default, on_meta=_backward_on_meta),
+    Operator(aten.layer_norm.default, by_sample=lambda args: bool(args[0].dim() > len(args[1]))),
+)

@@ -1,0 +1,137 @@
+"""Pooling.
+
+The low-memory form of max pooling on a CPU keeps a byte or two for each result, its place in its window, instead of
+PyTorch's eight, and not its input, of which its backward needs the shape alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from .low_memory import LowMemory
+from .parts import has_usual_strides, untouched
+from .registry import Arguments, Operator, register
+from .weights import Use, Weights
+
+aten = torch.ops.aten
+
+CHUNK_BYTES = 1 << 20
+"""Max pooling takes images of this many bytes of indices at a time, or one."""
+
+INDEX_BYTES = 8
+"""Of each of PyTorch's indices."""
+
+
+class MaxPool2d(LowMemory):
+    """Max pooling by images."""
+
+    saves_less = True
+
+    def suits(self, *args: Any) -> bool:
+        return has_usual_strides(args[0])
+
+    def weights(self, use: Use, plain: Weights) -> Weights:
+        samples, channels, positions = _sizes(use)
+        indices = INDEX_BYTES * positions * (1 + channels * images_at_once((samples, channels, positions)))
+        return replace(plain, scratch_bytes=indices, working_bytes=plain.working_bytes + indices)
+
+    def plain_weights(self, use: Use, plain: Weights) -> Weights:
+        return replace(plain, internal_bytes=INDEX_BYTES * prod(_sizes(use)), saved_arguments=(0,))
+
+
+def _sizes(use: Use) -> tuple[int, int, int]:
+    """Samples, channels, and positions of the result."""
+    samples, channels = use.args[0].shape[:2]
+    return samples, channels, use.result_bytes // max(1, use.args[0].element_size() * samples * channels)
+
+
+class _Function(torch.autograd.Function):
+    """``aten.max_pool2d``, a few images at a time: their indices are turned into places within windows, and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kernel: list[int], *settings: Any) -> torch.Tensor:
+        defaults: tuple[Any, ...] = ([], [0, 0], [1, 1], False)  # stride, padding, dilation, ceil_mode
+        ctx.settings = kernel, *settings, *defaults[len(settings) :]
+        ctx.like = x.shape, x.dtype, x.device
+        ctx.given = 1 + len(settings)
+        none: torch.Tensor = aten.max_pool2d_with_indices.default(x[:0], *ctx.settings)[0]  # for its shape
+        result = x.new_empty((len(x), *none.shape[1:]))
+        starts, span = _windows(x.shape[3], result, *ctx.settings[:-1])
+        places = torch.empty_like(result, dtype=_least_type(span))
+        buffer = starts.new_empty((images_at_once(result.shape), *result.shape[1:]))
+        for part, indices in _parts(buffer, len(x)):
+            aten.max_pool2d_with_indices.out(x[part], *ctx.settings, out=result[part], indices=indices)
+            places[part].copy_(indices.sub_(starts))
+        ctx.save_for_backward(places)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        shape, dtype, device = ctx.like
+        starts, _ = _windows(shape[3], places, *ctx.settings[:-1])
+        nothing = (None,) * ctx.given
+        backward = aten.max_pool2d_with_indices_backward
+        if torch.is_grad_enabled():
+            x = untouched(shape, dtype, device)
+            return (backward.default(gradient, x, *ctx.settings, places + starts), *nothing)
+        gradient = gradient.contiguous()
+        result = gradient.new_empty(shape)
+        buffer = starts.new_empty((images_at_once(places.shape), *places.shape[1:]))
+        x = untouched((len(buffer), *shape[1:]), dtype, device)
+        for part, indices in _parts(buffer, len(places)):
+            indices.copy_(places[part]).add_(starts)
+            given = gradient[part], x[: len(indices)], *ctx.settings, indices
+            backward.grad_input(*given, grad_input=result[part])
+        return (result, *nothing)
+
+
+def _windows(
+    width: int, result: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> tuple[torch.Tensor, int]:
+    """For each position of the result the index at which its window starts in a plane so wide; and a window's span."""
+    down, right = (
+        torch.arange(size, device=result.device) * (stride or kernel)[k] - padding[k]
+        for k, size in zip((0, -1), result.shape[2:], strict=True)
+    )
+    span = (kernel[0] - 1) * dilation[0] * width + (kernel[-1] - 1) * dilation[-1]
+    return down[:, None] * width + right, span
+
+
+def _least_type(most: int) -> torch.dtype:
+    """The smallest type of integers from 0 to ``most``."""
+    types = (torch.uint8, torch.int16, torch.int32, torch.int64)
+    return next(dtype for dtype in types if most <= torch.iinfo(dtype).max)
+
+
+def images_at_once(shape: Sequence[int]) -> int:
+    """For how many images max pooling, whose result has this shape, has indices at a time."""
+    return max(1, min(shape[0], CHUNK_BYTES // max(1, INDEX_BYTES * prod(shape[1:]))))
+
+
+def _parts(buffer: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Slices of so many images, with room in the buffer for each."""
+    for first in range(0, count, len(buffer)):
+        last = min(count, first + len(buffer))
+        yield slice(first, last), buffer[: last - first]
+
+
+def _is_batch_of_images(args: Arguments) -> bool:
+    return bool(args[0].dim() == 4)
+
+
+register(
+    Operator(
+        aten.max_pool2d.default,
+        MaxPool2d(aten.max_pool2d.default, _Function),
+        by_sample=_is_batch_of_images,
+        copies_strided_gradients=True,
+    ),
+    Operator(aten.avg_pool2d.default, by_sample=_is_batch_of_images, copies_strided_gradients=True),
+    Operator(aten.adaptive_avg_pool2d.default, by_sample=_is_batch_of_images, copies_strided_gradients=True),
+)

@@ -1,0 +1,85 @@
+"""Products of matrices: linear layers and attention.
+
+Attention with dropout on a CPU is unfolded into the operators that PyTorch makes it of there. As one it saves nine
+tensors of its own, which a plan could only keep or remake together, matrix products and all. Unfolded, the products may
+be kept and the rest made again. Source of the sequence: ``_scaled_dot_product_attention_math`` in
+aten/src/ATen/native/transformers/attention.cpp; the same operators in the same order make the same autograd graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .registry import Arguments, Operator, register
+
+aten = torch.ops.aten
+
+_TYPES = (torch.float32, torch.float64)
+"""Others are computed in float32."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the operators that a call of attention is made of depend on, besides its arguments."""
+
+    heads: int
+    width: int
+    dtype: torch.dtype
+    has_boolean_mask: bool
+
+    def __call__(
+        self,
+        call: Callable[..., Any],
+        query: Any,
+        key: Any,
+        value: Any,
+        mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        **_: Any,
+    ) -> Any:
+        """The result, made by ``call(operator, *args, **kwargs)`` for each operator in turn."""
+        root = math.sqrt(1 / math.sqrt(self.width) if scale is None else scale)
+        query = call(aten.mul.Scalar, query, root)
+        key = call(aten.mul.Scalar, call(aten.transpose.int, key, -2, -1), root)
+        scores = self._product(call, query, key)
+        if is_causal:
+            one = call(aten.select.int, call(aten.select.int, call(aten.detach.default, scores), 0, 0), 0, 0)
+            mask = call(aten.tril.default, call(aten.ones_like.default, one, dtype=torch.bool))
+        if is_causal or self.has_boolean_mask:
+            zeros = call(aten.zeros_like.default, mask, dtype=self.dtype)
+            mask = call(aten.masked_fill.Scalar, zeros, call(aten.logical_not.default, mask), -math.inf)
+        if mask is not None:
+            scores = call(aten.add.Tensor, scores, mask)
+        shares = call(aten.dropout.default, call(aten._safe_softmax.default, scores, -1), dropout_p, True)
+        return self._product(call, shares, value)
+
+    def _product(self, call: Callable[..., Any], one: Any, other: Any) -> Any:
+        factors = [call(aten.flatten.using_ints, factor, 0, 1) for factor in (one, other)]
+        return call(aten.unflatten.int, call(aten.bmm.default, *factors), 0, [-1, self.heads])
+
+
+def _unfolded(args: Arguments, kwargs: dict[str, Any]) -> Attention | None:
+    if not kwargs.keys() <= {"scale", "enable_gqa"} or kwargs.get("enable_gqa", False):
+        return None
+    given: tuple[Any, ...] = (*args, *(None, 0.0, False)[len(args) - 3 :])
+    query, key, value, mask, dropout_p, _ = given
+    alike = all(t.device.type == "cpu" and t.dim() == 4 and t.dtype in _TYPES for t in (query, key, value))
+    if not alike or not dropout_p or not query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        return None
+    has_boolean_mask = mask is not None and mask.dtype == torch.bool
+    return Attention(query.shape[1], query.shape[-1], query.dtype, has_boolean_mask)
+
+
+register(
+    Operator(aten.linear.default, by_sample=lambda args: bool(args[0].dim() > 1), is_heavy=True),
+    Operator(aten.addmm.default, is_heavy=True),
+    Operator(aten.scaled_dot_product_attention.default, has_other_kernels=True, unfolded=_unfolded),
+)

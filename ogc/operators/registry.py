@@ -1,0 +1,143 @@
+"""The registry of operators: all that is special about one is said once, in the room of its family.
+
+What is not registered is as most operators are: nothing about it is special but what was seen when it ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..program.without_grad import WithoutGrad
+from .low_memory import LowMemory, plain_operator
+from .weights import Use, Weights
+
+Arguments = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is special about an operator of PyTorch.
+
+    Attributes:
+        target: its overload.
+        low_memory: a form of it with the same bits, whose backward needs less memory.
+        live_arguments: positions of running statistics that it updates and that its own result does not depend on.
+            Run again on copies of these, it gives the same result and changes nothing.
+        by_sample: whether it treats the samples along the first axis of its first argument one by one, from its
+            arguments; further tensors among these are parameters to it, the same for each sample.
+        is_heavy: its backward does not need its result, and its time makes a slice of a batch worth its name.
+        weigh: the weights of a use, with what its kernels on a CPU allocate underneath the dispatcher.
+        hidden_bytes: what the kernels of its low-memory form, or of that one's backward, allocate at once on a CPU
+            beyond the results, from its arguments and these.
+        on_meta: its results for meta tensors. PyTorch finds them too, but by running decomposed operators in Python, up
+            to twenty for one.
+        needs_data: whether shapes depend on data, which meta tensors do not have, from the tensors among its arguments.
+        has_other_kernels: a CPU computes it with kernels that take less memory than those for meta tensors.
+        chooses_by_mask: it does not convert its mask to the type that it computes in.
+        copies_strided_gradients: its backward first makes a gradient contiguous.
+        returns_view: its result is its own, and dense, and a view all the same.
+        is_elementwise: it is, though some releases do not say so.
+        from_either: its backward gives the same from its operand and from its result.
+        unfolded: what a call, by its arguments, may be made of instead; see :mod:`ogc.parser.passes.unfold`.
+    """
+
+    target: Any
+    low_memory: LowMemory | None = None
+    live_arguments: tuple[int, ...] = ()
+    by_sample: Callable[[Arguments], bool] = lambda args: False
+    is_heavy: bool = False
+    weigh: Callable[[Use], Weights] = lambda use: use.weights
+    hidden_bytes: Callable[[Arguments, list[torch.Tensor]], int] = lambda args, results: 0
+    on_meta: Callable[..., Any] | None = None
+    needs_data: Callable[[list[torch.Tensor]], bool] = lambda tensors: False
+    has_other_kernels: bool = False
+    chooses_by_mask: bool = False
+    copies_strided_gradients: bool = False
+    returns_view: bool = False
+    is_elementwise: bool = False
+    from_either: bool = False
+    unfolded: Callable[[Arguments, dict[str, Any]], Callable[..., Any] | None] | None = None
+
+
+_ORDINARY = Operator(None)
+_registered: dict[Any, Operator] = {}
+
+
+def register(*operators: Operator) -> None:
+    """Say what is special about operators.
+
+    Raises:
+        InputError: that has been said of one of them.
+    """
+    for operator in operators:
+        if operator.target in _registered:
+            raise InputError(f"{operator.target} is registered already; say all that is special about it at once")
+        _registered[operator.target] = operator
+
+
+def unregister(target: Any) -> None:
+    """Take back what was said of an operator."""
+    del _registered[target]
+
+
+def registered() -> tuple[Operator, ...]:
+    """All operators about which anything is special."""
+    return tuple(_registered.values())
+
+
+def of(target: Any) -> Operator:
+    """What is special about an operator, or about the one that a low-memory form stands for."""
+    return _registered.get(plain_operator(target), _ORDINARY)
+
+
+def low_memory_form(target: Any, device: torch.device) -> LowMemory | None:
+    """The drop-in for an operator on a device, if there is one."""
+    form = None if isinstance(target, LowMemory) else of(target).low_memory
+    return form if form is not None and form.is_for(device) else None
+
+
+def live_positions(target: Any) -> tuple[int, ...]:
+    """Positions of the arguments that an operator updates and its own result does not depend on."""
+    return of(target.operator if isinstance(target, WithoutGrad) else target).live_arguments
+
+
+def live_arguments(target: Any, args: Arguments) -> list[Any]:
+    """The arguments at these positions, as far as they are given."""
+    return [args[p] for p in live_positions(target) if p < len(args)]
+
+
+def copies_strided_gradients(target: Any) -> bool:
+    """Whether the operator's backward kernel makes a gradient contiguous before it reads it."""
+    own = target.copies_strided_gradients if isinstance(target, LowMemory) else None
+    return of(target).copies_strided_gradients if own is None else own
+
+
+def is_elementwise(target: Any) -> bool:
+    """Whether the result is laid out as what it is computed from; a cumulative sum, for one, is not."""
+    return torch.Tag.pointwise in getattr(plain_operator(target), "tags", ()) or of(target).is_elementwise
+
+
+def out_of_place(target: Any) -> Any:
+    """The operator without its underscore, low-memory if ``target`` is; None if it has none, or no such twin."""
+    operator = plain_operator(target)
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
+        return None
+    name, overload = operator._schema.name.split("::")[1], operator._overloadname
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if not name.endswith("_") or packet is None or overload not in packet.overloads():
+        return None
+    twin = getattr(packet, overload)
+    kinds = [[str(argument.type) for argument in one._schema.arguments] for one in (twin, operator)]
+    if kinds[0] != kinds[1]:  # pow_(Tensor, Scalar) and pow(Scalar, Tensor) are both called Scalar
+        return None
+    return (of(twin).low_memory or twin) if isinstance(target, LowMemory) else twin
+
+
+def like(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """What ``empty_like`` gives, sooner; the result of many operators for meta tensors."""
+    return tensor.new_empty(tensor.shape) if tensor.is_contiguous() else torch.empty_like(tensor)

@@ -1,0 +1,122 @@
+"""Adds up what a run costs as the dispatcher sees it: time by a roofline, FLOPs, and the most fresh bytes alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, reduce
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ...operators.registry import of
+from ...program.program import storage_of, tensor_leaves
+
+Seconds = Callable[[int, int], float]
+"""How long an operator takes that computes and moves so much (FLOPs, bytes)."""
+
+
+def metered(seconds: Seconds, run: Callable[[], object]) -> Reading:
+    """What ``run()`` costs, run on real tensors."""
+    meter = Meter(seconds, on_meta=False)
+    with meter:
+        run()
+    return meter.take()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Estimated seconds and FLOPs, the most fresh bytes alive at once, and those alive at the end."""
+
+    seconds: float
+    flops: int
+    peak_bytes: int
+    held_bytes: int
+
+
+class Meter(TorchDispatchMode):
+    """Adds up the cost of every operator that runs inside, and the fresh bytes alive at once.
+
+    With ``kernel_copies``, also what low-memory forms on a CPU allocate underneath the dispatcher; ``on_cpu``, what
+    elementwise operators do.
+    """
+
+    def __init__(
+        self, seconds: Seconds, kernel_copies: bool = False, on_cpu: bool = False, on_meta: bool = True
+    ) -> None:
+        super().__init__()
+        self.seconds_of = seconds
+        self.on_meta = on_meta
+        self.kernel_copies = kernel_copies
+        self.on_cpu = on_cpu
+        self._reset()
+
+    def take(self) -> Reading:
+        """What was measured since the last call."""
+        held = sum(size for size, storage in self.fresh.values() if not storage.expired())
+        reading = Reading(self.seconds, self.flops, self.peak, held)
+        self._reset()
+        return reading
+
+    def _reset(self) -> None:
+        self.seconds, self.flops, self.peak = 0.0, 0, 0
+        self.fresh: dict[int, tuple[int, StorageWeakRef]] = {}
+
+    def _has_storage(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided if self.on_meta else storage_of(tensor) is not None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        special = of(function)
+        result = ((self.on_meta and special.on_meta) or function)(*args, **kwargs)
+        if _only_views(function):
+            return result
+        inputs, outputs = (
+            [t for t in tensor_leaves(tree) if self._has_storage(t)] for tree in ((args, kwargs), result)
+        )
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        made = [t for t in outputs if t.untyped_storage()._cdata not in known]
+        flops = 0
+        packet = getattr(function, "overloadpacket", None)
+        if packet in flop_registry:
+            flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+        if made or flops or _writes(function):
+            moved = sum(t.numel() * t.element_size() for t in inputs + outputs)
+            self.seconds += self.seconds_of(flops, moved)
+            self.flops += flops
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            self.fresh[storage._cdata] = (storage.nbytes(), StorageWeakRef(storage))
+        self.fresh = {key: entry for key, entry in self.fresh.items() if not entry[1].expired()}
+        copies = special.hidden_bytes(args, outputs) if self.kernel_copies else 0
+        copies += _converted_bytes(function, inputs) if self.on_cpu else 0
+        self.peak = max(self.peak, sum(size for size, _ in self.fresh.values()) + copies)
+        return result
+
+
+def _converted_bytes(function: Any, operands: Sequence[torch.Tensor]) -> int:
+    """Bytes of operands that an elementwise operator on a CPU first converts to the type that it computes in.
+
+    Source: aten/src/ATen/TensorIterator.cpp. What chooses by a mask does not convert the mask.
+    """
+    if torch.Tag.pointwise not in getattr(function, "tags", ()) or of(function).chooses_by_mask:
+        return 0
+    types = {tensor.dtype for tensor in operands if tensor.dim()}
+    if len(types) < 2:
+        return 0
+    common = reduce(torch.promote_types, types)
+    return sum(t.numel() * common.itemsize for t in operands if t.dim() and t.dtype != common)
+
+
+@cache
+def _only_views(function: Any) -> bool:
+    """Whether an operator makes nothing; those that decompose into others may make a copy in place of a view."""
+    return isinstance(function, torch._ops.OpOverload) and function.is_view and not function._can_decompose()
+
+
+def _writes(function: Any) -> bool:
+    schema = getattr(function, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
