@@ -26,6 +26,16 @@ from typing import Any
 
 import torch
 
+from ..torch_state.private import (
+    OpOverload,
+    OpOverloadPacket,
+    base_of,
+    is_view,
+    overload_name,
+    schema_of,
+    storage_holders,
+    tensor_holders,
+)
 from .convolution import convolved, gradient_of_images, parts_of, untouched
 
 aten = torch.ops.aten
@@ -41,17 +51,17 @@ INDEX_BYTES = 8
 class Lean:
     """A drop-in for ``operator``; ``kind`` names the way its backward saves memory."""
 
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     function: type[torch.autograd.Function]
     kind: str  # "elementwise", "batch_norm", "convolution" or "max_pool2d"
 
     @property
     def __name__(self) -> str:
-        return self.operator._schema.name.split("::")[1]
+        return schema_of(self.operator).name.split("::")[1]
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         if not self.pays(*args):
-            return self.operator(*args[: len(self.operator._schema.arguments)], **keywords)
+            return self.operator(*args[: len(schema_of(self.operator).arguments)], **keywords)
         return self.function.apply(*args, *([keywords] if self.kind == "elementwise" else []))
 
     def pays(self, *args: Any) -> bool:
@@ -65,7 +75,7 @@ class Lean:
         if self.kind in ("convolution", "max_pool2d"):
             return x.dim() == 4 and _has_usual_strides(x)
         # Autograd rebases views that are written in place for its own operators only.
-        return not (self.operator._schema.is_mutable and x._is_view())
+        return not (is_view(x) and schema_of(self.operator).is_mutable)
 
 
 def _has_usual_strides(images: torch.Tensor) -> bool:
@@ -94,14 +104,14 @@ def plain_operator(target: Any) -> Any:
 def out_of_place(target: Any) -> Any:
     """The operator without its underscore, lean if ``target`` is; None if it has none, or no such twin."""
     operator = plain_operator(target)
-    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
+    if not isinstance(operator, OpOverload) or operator.namespace != "aten":
         return None
-    name, overload = operator._schema.name.split("::")[1], operator._overloadname
+    name, overload = schema_of(operator).name.split("::")[1], overload_name(operator)
     packet = getattr(aten, name.removesuffix("_"), None)
     if not name.endswith("_") or packet is None or overload not in packet.overloads():
         return None
     twin = getattr(packet, overload)
-    kinds = [[str(argument.type) for argument in one._schema.arguments] for one in (twin, operator)]
+    kinds = [[str(argument.type) for argument in schema_of(one).arguments] for one in (twin, operator)]
     if kinds[0] != kinds[1]:  # pow_(Tensor, Scalar) and pow(Scalar, Tensor) are both called Scalar
         return None
     return OPERATORS.get(twin, twin) if isinstance(target, Lean) else twin
@@ -110,9 +120,7 @@ def out_of_place(target: Any) -> Any:
 # -- elementwise ----------------------------------------------------------------------------------------
 
 
-def _elementwise(
-    operator: torch._ops.OpOverload, backward: torch._ops.OpOverloadPacket, saves: str, *constants: Any
-) -> Lean:
+def _elementwise(operator: OpOverload, backward: OpOverloadPacket, saves: str, *constants: Any) -> Lean:
     """An operator whose backward is ``backward(gradient, saved, *constants)``, element by element."""
     again_differentiable = _silu_backward if backward is aten.silu_backward else backward.default
 
@@ -120,7 +128,7 @@ def _elementwise(
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
             result: torch.Tensor = operator(x, **keywords)
-            if operator._schema.is_mutable:
+            if schema_of(operator).is_mutable:
                 ctx.mark_dirty(x)
             ctx.keywords = keywords
             ctx.save_for_backward(result if saves == "result" else x)
@@ -382,16 +390,15 @@ def _is_ours(gradient: torch.Tensor) -> bool:
 
 
 def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
-    base = gradient._base
+    base = base_of(gradient)
     whole = gradient.is_contiguous() and (base is None or base.numel() == gradient.numel())
     if type(gradient) is not torch.Tensor or not whole:
         return ()
     # By its address: ``untyped_storage()`` would leave a holder behind, and autograd would no longer add in place.
-    storage = torch._C._storage_Use_Count(torch._C._storage_address(gradient))  # type: ignore[attr-defined]
-    holders = sys.getrefcount(gradient), gradient._use_count(), storage  # type: ignore[attr-defined]
+    holders = sys.getrefcount(gradient), tensor_holders(gradient), storage_holders(gradient)
     if base is None:
         return holders
-    return (*holders, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+    return (*holders, sys.getrefcount(base), tensor_holders(base))
 
 
 @cache

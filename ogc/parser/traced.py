@@ -12,6 +12,7 @@ from ..errors import ParseError
 from ..program.leaf import Leaf
 from ..program.program import LIVE_ARGUMENTS, Guards, operator_name
 from ..program.structures import InputSpec, OutputSpec
+from ..torch_state.private import schema_of
 
 READS = "reads"
 """In the ``meta`` of a leaf's node: whether Python reads numbers out of tensors in it."""
@@ -93,7 +94,7 @@ class OpaqueError(ParseError):
 
 def has_effects(operator: Any) -> bool:
     """Whether a call does more than it returns: it writes, checks, draws random numbers, or may do anything."""
-    schema, tags = getattr(operator, "_schema", None), getattr(operator, "tags", ())
+    schema, tags = schema_of(operator), getattr(operator, "tags", ())
     changes = bool(schema and (schema.is_mutable or not schema.returns)) or isinstance(operator, Leaf)
     return changes or operator_name(operator) in LIVE_ARGUMENTS or torch.Tag.nondeterministic_seeded in tags
 

@@ -25,6 +25,7 @@ from ..plan.schedule import FORWARD, Run, Schedule
 from ..program.leaf import Leaf, runs_once
 from ..program.program import CONSTANT, LIVE_ARGUMENTS, Program, Saved, TensorRef, operator_name
 from ..program.without_grad import WithoutGrad
+from ..torch_state.private import OpOverload
 from .frame import KEEP, RunCode
 
 _serial = count()
@@ -419,7 +420,7 @@ def _statement(node: torch.fx.Node, target: Any, again: int | None = None) -> st
         function = f"lean.{target.__name__}"
     elif isinstance(target, Sliced):
         function = target.name
-    elif isinstance(target, torch._ops.OpOverload):
+    elif isinstance(target, OpOverload):
         function = f"torch.ops.{target}"
     else:
         function = f"operator.{target.__name__}"

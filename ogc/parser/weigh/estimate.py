@@ -17,11 +17,9 @@ from functools import cache, reduce
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ...operators.lean import INDEX_BYTES, Lean, channels_at_once, images_at_once, repeats_exactly
@@ -29,6 +27,17 @@ from ...operators.sliced import Sliced
 from ...program.program import has_history, operator_name, storage_of, tensor_leaves
 from ...program.without_grad import WithoutGrad
 from ...torch_state.allocator import can_measure
+from ...torch_state.private import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    decomposes,
+    id_of_storage,
+    is_view,
+    schema_of,
+    sparse_parts,
+    storage_id,
+)
 from ...torch_state.random_state import cuda_devices
 from ..passes.rebased import COPIES, REBASED
 from .calls import Call, measured_bytes, own_argument
@@ -88,7 +97,7 @@ class Estimator:
         if isinstance(operator, Sliced):
             return self._sliced(node, args, kwargs, record)
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
-        if not record.outputs or not isinstance(kernel, torch._ops.OpOverload):
+        if not record.outputs or not isinstance(kernel, OpOverload):
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs)
         if key not in self.seen:
@@ -164,8 +173,8 @@ class Estimator:
         with FakeTensorMode(), torch.enable_grad(), _saving(saved):
             given = map_aggregate((args, kwargs), fake)
             result = target(*given[0], **given[1])
-        known = {t.untyped_storage()._cdata for t in tensor_leaves(given, result)}
-        internal = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+        known = {storage_id(t) for t in tensor_leaves(given, result)}
+        internal = {storage_id(t): t.untyped_storage().nbytes() for t in saved}
         return sum(size for key, size in internal.items() if key not in known)
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
@@ -193,9 +202,9 @@ class Estimator:
             with _saving(saved), meter:
                 result = target(*given[0], **given[1])
             outputs = tensor_leaves(result)
-            own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs + saved}
+            own = {storage_id(t): t.untyped_storage().nbytes() for t in outputs + saved}
             for tensor in tensors:
-                own.pop(tensor.untyped_storage()._cdata, None)
+                own.pop(storage_id(tensor), None)
             forward = meter.take()
             scratch = max(0, forward.peak_bytes - sum(own.values()))
             ends = [t for t in outputs if has_history(t)]
@@ -216,7 +225,7 @@ class Estimator:
         with meter:
             found = torch.autograd.grad(ends, [start for _, start in starts], list(given.values()), allow_unused=True)
         backward = meter.take()
-        shared = {given[id(t)].untyped_storage()._cdata: n for n, t in enumerate(outputs) if id(t) in given}
+        shared = {storage_id(given[id(t)]): n for n, t in enumerate(outputs) if id(t) in given}
         pairs = [(n, gradient) for (n, _), gradient in zip(starts, found, strict=True) if gradient is not None]
         return Weights(
             scratch,
@@ -235,11 +244,11 @@ def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[
     gradients = []
     for argument, gradient in found:
         if gradient.layout is not torch.strided:
-            size = sum(part.untyped_storage().nbytes() for part in (gradient._indices(), gradient._values()))
+            size = sum(part.untyped_storage().nbytes() for part in sparse_parts(gradient))
             group = groups.setdefault(-1 - argument, len(groups))
             gradients.append(InputGradient(argument, size, None, group, dense=False, contiguous=False))
             continue
-        key = gradient.untyped_storage()._cdata
+        key = storage_id(gradient)
         gradients.append(
             InputGradient(
                 argument=argument,
@@ -248,7 +257,7 @@ def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[
                 group=groups.setdefault(key, len(groups)),
                 dense=is_dense(gradient),
                 contiguous=gradient.is_contiguous(),
-                is_view=gradient._is_view(),
+                is_view=is_view(gradient),
             )
         )
     return tuple(gradients)
@@ -437,8 +446,8 @@ class _Meter(TorchDispatchMode):
         inputs, outputs = (
             [t for t in tensor_leaves(tree) if self._has_storage(t)] for tree in ((args, kwargs), result)
         )
-        known = {tensor.untyped_storage()._cdata for tensor in inputs}
-        made = [t for t in outputs if t.untyped_storage()._cdata not in known]
+        known = {storage_id(tensor) for tensor in inputs}
+        made = [t for t in outputs if storage_id(t) not in known]
         flops = 0
         packet = getattr(function, "overloadpacket", None)
         if packet in flop_registry:
@@ -449,7 +458,7 @@ class _Meter(TorchDispatchMode):
             self.flops += flops
         for tensor in made:
             storage = tensor.untyped_storage()
-            self.fresh[storage._cdata] = (storage.nbytes(), StorageWeakRef(storage))
+            self.fresh[id_of_storage(storage)] = (storage.nbytes(), StorageWeakRef(storage))
         self.fresh = {key: entry for key, entry in self.fresh.items() if not entry[1].expired()}
         copies = _copied_bytes(function, args, outputs) if self.kernel_copies else 0
         copies += _converted_bytes(function, inputs) if self.on_cpu else 0
@@ -576,11 +585,11 @@ def _pass_through(record: Record) -> tuple[InputGradient, ...]:
 @cache
 def _only_views(function: Any) -> bool:
     """Whether an operator makes nothing; those that decompose into others may make a copy in place of a view."""
-    return isinstance(function, torch._ops.OpOverload) and function.is_view and not function._can_decompose()
+    return isinstance(function, OpOverload) and function.is_view and not decomposes(function)
 
 
 def _writes(function: Any) -> bool:
-    schema = getattr(function, "_schema", None)
+    schema = schema_of(function)
     return bool(schema is not None and schema.is_mutable)
 
 
