@@ -129,8 +129,48 @@ def test_torch_is_loaded_where_it_is_needed_alone(module):
 
 
 def test_one_folder_records():
-    users = {p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py") if "DispatchKeyGuard(" in p.read_text("utf-8")}
-    assert users == {"parser/recorder/dispatch.py"}
+    trees = {name: ast.walk(ast.parse(path.read_text("utf-8"))) for name, path in FILES.items()}
+    names = {name: {n.name for n in nodes if isinstance(n, ast.alias)} for name, nodes in trees.items()}
+    assert {name for name, found in names.items() if {"recording", "RECORDING"} & found} == {
+        "ogc.parser.recorder.dispatch"
+    }
+
+
+def private_names(node: ast.AST) -> list[str]:
+    """What begins with one underscore in an import from torch, the way to an attribute, or a string."""
+    if isinstance(node, ast.ImportFrom):
+        names = [part for alias in node.names for part in f"{node.module}.{alias.name}".split(".")]
+        return [name for name in names if name.startswith("_")] if (node.module or "").startswith("torch") else []
+    if isinstance(node, ast.Import):
+        names = [part for alias in node.names for part in alias.name.split(".") if alias.name.startswith("torch")]
+    elif isinstance(node, ast.Attribute):
+        is_operator = isinstance(node.value, ast.Name) and node.value.id == "aten"
+        names = [] if is_operator or ast.unparse(node.value) in ("self", "cls", "sys") else [node.attr]
+    else:
+        names = [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+    return [name for name in names if name.startswith("_") and not name.startswith("__")]
+
+
+def test_private_names_of_torch_are_in_one_file():
+    """An attribute that ogc defines itself is its own, unless that file has the name; strings are torch's if it has."""
+    trees = {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}
+    torchs = {found for node in ast.walk(trees.pop("ogc.torch_state.private")) for found in private_names(node)}
+    del trees["ogc.parser.recorder.operators"]  # whose strings are names of operators
+    own = {n.name for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {
+        n.attr
+        for tree in trees.values()
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"
+    }
+    strangers = [
+        f"{file}:{node.lineno} {name}"
+        for file, tree in trees.items()
+        for node in ast.walk(tree)
+        for name in private_names(node)
+        if name in torchs or (not isinstance(node, ast.Constant) and name not in own)
+    ]
+    assert "_version" in torchs and not strangers, "\n".join(strangers)
 
 
 def test_the_library_does_not_print():

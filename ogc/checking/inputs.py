@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..program.program import tensor_leaves
 from ..torch_state.compare import identical
+from ..torch_state.private import pytree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""

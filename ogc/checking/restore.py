@@ -9,10 +9,10 @@ from itertools import chain
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from ..parser.weigh.observe import untouched
 from ..torch_state.compare import identical
+from ..torch_state.private import pytree
 from ..torch_state.random_state import cuda_devices
 from .inputs import Arguments
 

@@ -6,10 +6,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..program.program import tensor_leaves
 from ..torch_state.compare import difference, distance, same_bits
+from ..torch_state.private import pytree
 from ..torch_state.random_state import random_states
 from .inputs import Arguments, NotVaried
 from .report import Difference

@@ -26,6 +26,7 @@ from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.plainly import plainly
+from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, version_of
 from .guard import without_unwatched
 
 Parse = Callable[[torch.nn.Module, str, Call], Graph]
@@ -188,16 +189,16 @@ class _Forward:
         """Parts that turned out to be none: what they are given is changed in place later on, for instance."""
         why = "what it is given is changed in place afterwards"
         parts = self.found.parts
-        written = {parts[number].name: why for number, tensor, version in self.given if tensor._version != version}
+        written = {parts[number].name: why for number, tensor, version in self.given if version_of(tensor) != version}
         return {**written, **self.unfit}
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Calls of submodules come here, and nothing is saved for a backward."""
         modules = [m for m in self.names if m is not self.model and not isinstance(m, torch.jit.ScriptModule)]
-        before = [(vars(module), vars(module).get(_CALL, _ABSENT)) for module in modules]
+        before = [(vars(module), vars(module).get(CALL, _ABSENT)) for module in modules]
         for module in modules:
-            vars(module)[_CALL] = partial(self._call, module)
+            vars(module)[CALL] = partial(self._call, module)
         self.hooks = saved_tensors_hooks(self._saved, _never_unpacked)
         self.hooks.__enter__()
         try:
@@ -205,14 +206,14 @@ class _Forward:
         finally:
             self.hooks.__exit__()
             for found, call in before:
-                found.pop(_CALL, None)
+                found.pop(CALL, None)
                 if call is not _ABSENT:
-                    found[_CALL] = call
+                    found[CALL] = call
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         """For the parser, everything is as if there was no forward around it."""
-        seen = [(vars(module), vars(module).pop(_CALL, _ABSENT)) for module in self.names]
+        seen = [(vars(module), vars(module).pop(CALL, _ABSENT)) for module in self.names]
         assert self.hooks is not None
         self.hooks.__exit__()
         try:
@@ -221,11 +222,11 @@ class _Forward:
             self.hooks.__enter__()
             for found, call in seen:
                 if call is not _ABSENT:
-                    found[_CALL] = call
+                    found[CALL] = call
 
     def _call(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.in_part or self.scopes[-1] in self.closed:
-            return module._call_impl(*args, **kwargs)
+            return own_call(module)(*args, **kwargs)
         self.called.add(module)
         name = self.names[module]
         why = self.found.plain.get(name) or self._obstacle(module)
@@ -234,7 +235,7 @@ class _Forward:
         # Its hooks may change what it is given: the part begins behind them.
         vars(module)["forward"] = partial(self._forward, module, name)
         try:
-            return module._call_impl(*args, **kwargs)
+            return own_call(module)(*args, **kwargs)
         finally:
             vars(module).pop("forward", None)
 
@@ -245,7 +246,7 @@ class _Forward:
             return "has no parameter that is trained"
         if "forward" in vars(module):
             return "its forward was replaced on the instance"
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = saved_tensors_hooks_in_use()
         assert self.hooks is not None
         if hooks is None or hooks[0] != self.hooks.pack_hook:
             return "is called under other hooks for saved tensors, as those of torch.utils.checkpoint"
@@ -268,7 +269,7 @@ class _Forward:
             return module.forward(*args, **kwargs)
         finally:
             self.in_part = False
-            self.given += [(number, shadow, shadow._version) for shadow in shadows]
+            self.given += [(number, shadow, version_of(shadow)) for shadow in shadows]
             with self._unwatched():
                 self._note_set_outside(name, before)
 
@@ -301,7 +302,7 @@ class _Forward:
             self.found.plain.setdefault(name, why)
         self.scopes.append(name if why != _UNTRAINED else self.scopes[-1])
         try:
-            return (run or module._call_impl)(*args, **kwargs)
+            return (run or own_call(module))(*args, **kwargs)
         finally:
             self.scopes.pop()
 
@@ -315,10 +316,10 @@ class _Forward:
         storage = storage_of(tensor)
         if storage is None:
             return False
-        known = self.counted.get(storage._cdata)
+        known = self.counted.get(id_of_storage(storage))
         if known is not None and not known.expired():
             return False
-        self.counted[storage._cdata] = StorageWeakRef(storage)
+        self.counted[id_of_storage(storage)] = StorageWeakRef(storage)
         return True
 
     def _uncalled(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -336,8 +337,6 @@ class _Forward:
         return not self.called.isdisjoint(module.modules())
 
 
-_CALL = "_compiled_call_impl"
-"""What ``torch.nn.Module`` calls, if it is there, in the place of its own call."""
 _ABSENT = object()
 _UNTRAINED = "has no parameter that is trained"
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..torch_state.attributes import attributes_of
+from ..torch_state.private import CALL
 
-UNWATCHED = ("training", "forward", "_compiled_call_impl")
+UNWATCHED = ("training", "forward", CALL)
 """Flags that plans are chosen by anyway, and what stands in the place of calls."""
 
 

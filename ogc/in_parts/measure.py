@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..parser.arguments import call_arguments, copies
 from ..parser.weigh.leaf import leaf_nodes
@@ -22,6 +21,7 @@ from ..plan import PartCost
 from ..program.program import tensor_leaves
 from ..program.structures import InputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
+from ..torch_state.private import parameters_of, pytree
 from .combine import Stop
 from .module import Parts, Twin
 
@@ -83,11 +83,11 @@ def _without_hooks(model: torch.nn.Module) -> None:
     """Put parameters of the same memory in the places of the model's, whose hooks must not be called for nothing."""
     twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 if parameter not in twins:
                     twins[parameter] = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-                module._parameters[name] = twins[parameter]
+                parameters_of(module)[name] = twins[parameter]
 
 
 class _Marking:

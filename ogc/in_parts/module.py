@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -25,18 +24,9 @@ from ..program.structures import Call
 from ..runtime.module import copied, instance_around, original_class, planned_forward
 from ..runtime.runner import Planner, Runner, log
 from ..torch_state.plainly import is_plain, plainly
+from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
 from ..torch_state.watch import attributes_restored
 from .guard import Attributes
-
-CALL = "_compiled_call_impl"
-"""What ``torch.nn.Module`` calls, if it is there, in the place of its own call."""
-
-
-_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def _hooks_of_all() -> bool:
-    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 class LatePlanner(Protocol):
@@ -67,9 +57,9 @@ class Twin:
             if changed != self.changed:
                 log.warning("ogc runs a part as it is: its attribute %s is another than when it was planned", changed)
                 self.changed = changed
-            return self.module._call_impl(*args, **kwargs)
-        if not any(_hooks(self.module)) and not _hooks_of_all():
-            return self.planned._call_impl(*args, **kwargs)
+            return own_call(self.module)(*args, **kwargs)
+        if not any(hooks_of(self.module)) and not has_global_hooks():
+            return own_call(self.planned)(*args, **kwargs)
         # Hooks are given the module that they are called for: that must be the part itself.
         attributes, thread = vars(self.module), threading.get_ident()
 
@@ -81,7 +71,7 @@ class Twin:
 
         attributes["forward"] = forward
         try:
-            return self.module._call_impl(*args, **kwargs)
+            return own_call(self.module)(*args, **kwargs)
         finally:
             attributes.pop("forward", None)
 
@@ -150,7 +140,7 @@ class Parts:
     @contextmanager
     def running(self) -> Iterator[None]:
         """In here, and in this thread, parts that are called run planned."""
-        _running.stack.append((self, _top_hooks()))
+        _running.stack.append((self, saved_tensors_hooks_in_use()))
         try:
             yield
         finally:
@@ -162,7 +152,7 @@ class Parts:
         if twin is None:
             twin = self._planned_late(module, args, kwargs)
         if twin is None:
-            return module._call_impl(*args, **kwargs)
+            return own_call(module)(*args, **kwargs)
         if self.around is not None:
             return self.around(twin, args, kwargs)
         return twin.call(args, kwargs)
@@ -177,7 +167,7 @@ class Parts:
             return None
         with self.lock:
             name, _ = self.late.get(id(module), ("", None))
-            if not name or self.planner is None or module._forward_pre_hooks or "forward" in vars(module):
+            if not name or self.planner is None or hooks_of(module)[1] or "forward" in vars(module):
                 return self.twins.get(id(module))
             del self.late[id(module)]
             try:
@@ -219,15 +209,13 @@ class PartCall:
         for parts, hooks in _running.stack:  # the outermost has planned for all of it
             if parts.has(module) and not is_plain():
                 # A call under hooks of others may be repeated in the backward, where no model runs.
-                return parts.call(module, args, kwargs) if hooks == _top_hooks() else module._call_impl(*args, **kwargs)
-        return module._call_impl(*args, **kwargs)
+                if hooks == saved_tensors_hooks_in_use():
+                    return parts.call(module, args, kwargs)
+                break
+        return own_call(module)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the module is no part of anything."""
-
-
-def _top_hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _uninstall(modules: list[weakref.ref[torch.nn.Module]], parts: weakref.ref[Parts]) -> None:
@@ -272,7 +260,7 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
     def refuse_replicas(self: torch.nn.Module) -> Any:
         raise InputError("a model that is planned in parts cannot run in a DataParallel; use DistributedDataParallel")
 
-    members = {"forward": forward, "__deepcopy__": deep_copy, "_replicate_for_data_parallel": refuse_replicas}
+    members = {"forward": forward, "__deepcopy__": deep_copy, REPLICATE: refuse_replicas}
     result = instance_around(model, f"Optimized{original.__name__}", members, shown)
     of[result] = parts
     parts.install()

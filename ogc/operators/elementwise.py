@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..torch_state.private import OpOverload, OpOverloadPacket, is_view, schema_of
 from .holders import is_ours
 from .low_memory import LowMemory
 from .registry import Arguments, Operator, like, register
@@ -28,15 +29,13 @@ class WrittenOver(LowMemory):
 
     def suits(self, *args: Any) -> bool:
         # Autograd rebases views that are written in place for its own operators only.
-        return not (self.operator._schema.is_mutable and args[0]._is_view())
+        return not (is_view(args[0]) and schema_of(self.operator).is_mutable)
 
     def weights(self, use: Use, plain: Weights) -> Weights:
         return plain.written_over()
 
 
-def _low_memory(
-    operator: torch._ops.OpOverload, backward: torch._ops.OpOverloadPacket, saves: str, *constants: Any
-) -> WrittenOver:
+def _low_memory(operator: OpOverload, backward: OpOverloadPacket, saves: str, *constants: Any) -> WrittenOver:
     """Of an operator whose backward is ``backward(gradient, saved, *constants)``, element by element."""
     again_differentiable = _silu_backward if backward is aten.silu_backward else backward.default
 
@@ -44,7 +43,7 @@ def _low_memory(
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
             result: torch.Tensor = operator(x, **keywords)
-            if operator._schema.is_mutable:
+            if schema_of(operator).is_mutable:
                 ctx.mark_dirty(x)
             ctx.keywords = keywords
             ctx.save_for_backward(result if saves == "result" else x)

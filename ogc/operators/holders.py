@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..torch_state.private import base_of, storage_holders, tensor_holders
+
 log = logging.getLogger(__name__)
 
 REPEATS = 3
@@ -31,16 +33,14 @@ def is_ours(gradient: torch.Tensor) -> bool:
 
 
 def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
-    base = gradient._base
+    base = base_of(gradient)
     whole = gradient.is_contiguous() and (base is None or base.numel() == gradient.numel())
     if type(gradient) is not torch.Tensor or not whole:
         return ()
-    # By its address: ``untyped_storage()`` would leave a holder behind, and autograd would no longer add in place.
-    storage = torch._C._storage_Use_Count(torch._C._storage_address(gradient))  # type: ignore[attr-defined]
-    holders = sys.getrefcount(gradient), gradient._use_count(), storage  # type: ignore[attr-defined]
+    holders = sys.getrefcount(gradient), tensor_holders(gradient), storage_holders(gradient)
     if base is None:
         return holders
-    return (*holders, sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+    return (*holders, sys.getrefcount(base), tensor_holders(base))
 
 
 _when_ours: set[tuple[int, ...]] = set()
@@ -78,7 +78,7 @@ def _holders_in_backward() -> set[tuple[int, ...]]:
 
     def look(gradient: torch.Tensor) -> None:
         counts.add(_holders(gradient))
-        tensors = [weakref.ref(t) for t in (gradient, gradient._base) if t is not None]
+        tensors = [weakref.ref(t) for t in (gradient, base_of(gradient)) if t is not None]
         gone.append(lambda: all(tensor() is None for tensor in tensors))
         gone.append(StorageWeakRef(gradient.untyped_storage()).expired)
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..torch_state.private import OpOverload, overload_name, schema_of
 from .holders import holders_when_ours
 from .weights import Use, Weights
 
@@ -20,7 +21,7 @@ from .weights import Use, Weights
 class LowMemory(ABC):
     """A drop-in for ``operator``, which runs ``function`` where that pays. Each form is a class of its own."""
 
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     function: type[torch.autograd.Function]
 
     cpu_only: ClassVar[bool] = True
@@ -39,12 +40,12 @@ class LowMemory(ABC):
 
     @property
     def __name__(self) -> str:
-        name, overload = self.operator._schema.name.removeprefix("aten::"), self.operator._overloadname
+        name, overload = schema_of(self.operator).name.removeprefix("aten::"), overload_name(self.operator)
         return name.replace("::", "_") + ("" if overload == "default" else f"_{overload}")
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         if not self.pays(*args):
-            return self.operator(*args[: len(self.operator._schema.arguments)], **keywords)
+            return self.operator(*args[: len(schema_of(self.operator).arguments)], **keywords)
         return self.apply(args, keywords)
 
     def apply(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

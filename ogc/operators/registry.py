@@ -13,6 +13,7 @@ import torch
 
 from ..errors import InputError
 from ..program.without_grad import WithoutGrad
+from ..torch_state.private import OpOverload, overload_name, schema_of
 from .low_memory import LowMemory, plain_operator
 from .weights import Use, Weights
 
@@ -125,14 +126,14 @@ def is_elementwise(target: Any) -> bool:
 def out_of_place(target: Any) -> Any:
     """The operator without its underscore, low-memory if ``target`` is; None if it has none, or no such twin."""
     operator = plain_operator(target)
-    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
+    if not isinstance(operator, OpOverload) or operator.namespace != "aten":
         return None
-    name, overload = operator._schema.name.split("::")[1], operator._overloadname
+    name, overload = schema_of(operator).name.split("::")[1], overload_name(operator)
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
     if not name.endswith("_") or packet is None or overload not in packet.overloads():
         return None
     twin = getattr(packet, overload)
-    kinds = [[str(argument.type) for argument in one._schema.arguments] for one in (twin, operator)]
+    kinds = [[str(argument.type) for argument in schema_of(one).arguments] for one in (twin, operator)]
     if kinds[0] != kinds[1]:  # pow_(Tensor, Scalar) and pow(Scalar, Tensor) are both called Scalar
         return None
     return (of(twin).low_memory or twin) if isinstance(target, LowMemory) else twin

@@ -14,11 +14,11 @@ from typing import Any
 import networkx as nx
 import torch
 from torch.fx.node import Node, map_arg
-from torch.utils import _pytree as pytree
 
 from ..builder import GraphBuilder, label_of
 from ..errors import InputError, OgcError, ParseError, add_note
 from ..program.program import attribute
+from ..torch_state.private import pytree
 from .forward.location import scope
 
 ParseGraph = Callable[..., Any]

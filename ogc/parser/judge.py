@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..program.program import OWN, attribute, storage_of, without_autocast
 from ..program.structures import InputSpec, OutputSpec
 from ..torch_state.compare import difference, fingerprint, same_bits
+from ..torch_state.private import TorchDispatchMode, id_of_storage
 from .arguments import copies
 from .forward.flat import FlatForward, nothing_saved
 from .forward.patches import seen_as_recorded
@@ -139,9 +139,9 @@ class _Log(TorchDispatchMode):
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
-        known = self.storages.get(storage._cdata)
+        known = self.storages.get(id_of_storage(storage))
         if known is None or known[1].expired():
-            known = self.storages[storage._cdata] = self.count, StorageWeakRef(storage)
+            known = self.storages[id_of_storage(storage)] = self.count, StorageWeakRef(storage)
             self.count += 1
         return known[0]
 

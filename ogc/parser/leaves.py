@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ..errors import InputError, ParseError
 from ..torch_state.hooks import is_compiled, only_collects
+from ..torch_state.private import hooks_of
 from .traced import OpaqueError
 
 log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ _NEVER_CALLED = (torch.nn.ModuleList, torch.nn.ModuleDict)
 def refuse_root_hooks(model: torch.nn.Module) -> None:
     """Raise ParseError if the model itself has hooks that a replayed forward would not call."""
     # Its own forward hooks run around the replayed forward as around the original.
-    if model._backward_hooks or model._backward_pre_hooks:
+    if any(hooks_of(model)[2:]):
         raise ParseError(
             "the model has backward hooks, which the replayed forward would not call; "
             "remove them, or optimize the model before they are registered on the result"
@@ -134,8 +134,7 @@ def refuse_root_hooks(model: torch.nn.Module) -> None:
 
 def hooked_modules(modules: Mapping[str, torch.nn.Module]) -> set[str]:
     """The names of those that have forward or backward hooks, but for such as are part of the model's forward."""
-    kinds = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return {name for name, module in modules.items() if any(kinds(module)) and not only_collects(module)}
+    return {name for name, module in modules.items() if any(hooks_of(module)) and not only_collects(module)}
 
 
 def _is_within(name: str, modules: Iterable[str]) -> bool:

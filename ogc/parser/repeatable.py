@@ -13,6 +13,7 @@ from ..program.program import storage_of, tensor_leaves
 from ..torch_state.allocator import allocated_bytes, can_measure
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
+from ..torch_state.private import id_of_storage
 from ..torch_state.random_state import cuda_devices, python_random_state, random_states, set_random_states
 from .forward.flat import saved_until_done
 from .leaves import hooked_modules
@@ -103,5 +104,5 @@ def _call(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor])
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
-    storages = {s._cdata: s.nbytes() for s in map(storage_of, tensors) if s is not None}
+    storages = {id_of_storage(s): s.nbytes() for s in map(storage_of, tensors) if s is not None}
     return sum(storages.values())

@@ -14,6 +14,7 @@ from ..operators.registry import live_positions
 from ..program.leaf import Leaf
 from ..program.program import Guards
 from ..program.structures import InputSpec, OutputSpec
+from ..torch_state.private import schema_of
 
 READS = "reads"
 """In the ``meta`` of a leaf's node: whether Python reads numbers out of tensors in it."""
@@ -95,7 +96,7 @@ class OpaqueError(ParseError):
 
 def has_effects(operator: Any) -> bool:
     """Whether a call does more than it returns: it writes, checks, draws random numbers, or may do anything."""
-    schema, tags = getattr(operator, "_schema", None), getattr(operator, "tags", ())
+    schema, tags = schema_of(operator), getattr(operator, "tags", ())
     changes = bool(schema and (schema.is_mutable or not schema.returns)) or isinstance(operator, Leaf)
     return changes or bool(live_positions(operator)) or torch.Tag.nondeterministic_seeded in tags
 
@@ -133,4 +134,4 @@ def _is_own_result(node: torch.fx.Node) -> bool:
     """Whether a node is one of several tensors that an operator returns, not an entry of a list that it returns."""
     if node.target is not operator.getitem or not isinstance(node.args[0], torch.fx.Node):
         return False
-    return len(getattr(getattr(node.args[0].target, "_schema", None), "returns", ())) > 1
+    return len(getattr(schema_of(node.args[0].target), "returns", ())) > 1

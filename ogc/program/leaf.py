@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import ReplayError
+from ..torch_state.private import storage_id, version_of
 from .structures import Given, InputSpec, OutputSpec, TensorSpec
 
 
@@ -48,11 +49,11 @@ class Returned:
         """
         outputs, tensors = OutputSpec.of(result, given)
         unchanged = {
-            id(t): n for n, (t, version) in enumerate(zip(inputs, versions, strict=True)) if t._version == version
+            id(t): n for n, (t, version) in enumerate(zip(inputs, versions, strict=True)) if version_of(t) == version
         }
         same = tuple(unchanged.get(id(tensor)) for tensor in tensors)
-        storages = {one.untyped_storage()._cdata: n for n, one in reversed(list(enumerate(inputs)))}
-        sources = [storages.get(tensor.untyped_storage()._cdata) for tensor in tensors]
+        storages = {storage_id(one): n for n, one in reversed(list(enumerate(inputs)))}
+        sources = [storages.get(storage_id(tensor)) for tensor in tensors]
         described = Returned(
             outputs,
             tuple(map(TensorSpec.of, tensors)),
@@ -125,7 +126,7 @@ class Leaf:
         """
         args, kwargs = self.inputs.rebuild(given)
         before = Given(args, kwargs)
-        versions = [tensor._version for tensor in given]
+        versions = [version_of(tensor) for tensor in given]
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from torch.utils import _pytree as pytree
 
+from ..torch_state.private import is_view, pytree
 from .structures import InputSpec, OutputSpec, autocast_kinds
 
 CONSTANT = "_ogc_constant_"
@@ -150,7 +150,7 @@ def has_history(tensor: torch.Tensor) -> bool:
     A view made under ``no_grad`` of what requires grad says that it requires it too, and is where its gradient ends.
     """
     try:
-        return tensor.requires_grad and not (tensor.is_leaf and tensor._is_view())
+        return tensor.requires_grad and not (tensor.is_leaf and is_view(tensor))
     except RuntimeError:  # PyTorch will not tell the history of such a view once it is written
         return False
 

@@ -14,7 +14,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+
+from ..torch_state.private import pytree
 
 TENSOR = object()
 """Stands for a tensor among the leaves of a result."""

@@ -7,24 +7,26 @@ from typing import Any
 
 import torch
 
+from ..torch_state.private import OpOverload, OpOverloadPacket, schema_of
+
 
 @dataclass(frozen=True)
 class WithoutGrad:
     """Stands for ``operator`` in a program: the same kernels, as arguments still say that they require grad."""
 
-    operator: torch._ops.OpOverload
+    operator: OpOverload
 
     @property
     def __name__(self) -> str:
         return str(self.operator.__name__)
 
     @property
-    def overloadpacket(self) -> torch._ops.OpOverloadPacket:
+    def overloadpacket(self) -> OpOverloadPacket:
         return self.operator.overloadpacket
 
     @property
     def _schema(self) -> Any:
-        return self.operator._schema
+        return schema_of(self.operator)
 
     @property
     def tags(self) -> list[torch.Tag]:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from ..errors import ReplayError
 from ..program.leaf import Leaf
 from ..program.program import attribute, storage_of, tensor_leaves, without_autocast
+from ..torch_state.private import id_of_storage, is_view, keeps_graph, pytree, storage_id, version_of
 from ..torch_state.random_state import State, random_states, set_random_states
 from .packed import Argument, RepeatedCall, kept, unpack
 
@@ -113,13 +113,13 @@ class Frame:
             raise self._changed("saved", self.saved, len(self.code.slots))
         self.hold(values)
         externals = [attribute(self.step.model, name) for name in self.code.externals]
-        self.versions += [(tensor, tensor._version) for tensor in (*externals, *self.code.constants)]
+        self.versions += [(tensor, version_of(tensor)) for tensor in (*externals, *self.code.constants)]
 
     def hold(self, values: dict[str, Any]) -> None:
         """Hold values by name until the run is carried out."""
         for name, value in values.items():
             self.held[name] = _detached(value)
-            self.versions += [(tensor, tensor._version) for tensor in _tensors(self.held[name])]
+            self.versions += [(tensor, version_of(tensor)) for tensor in _tensors(self.held[name])]
 
     def give(self, number: int, **values: Any) -> None:
         """Hand values that the program made to a run inside this one, if anybody still waits for it."""
@@ -146,7 +146,7 @@ class Frame:
     def take(self, *names: str) -> list[Any]:
         """The values that the program starts from; let go of unless the graph is kept for another backward."""
         values = [_differentiable(self.held[name]) for name in names]
-        if not _keeps_graph():
+        if not keeps_graph():
             self.held.clear()
             self.versions.clear()
         return values
@@ -161,7 +161,7 @@ class Frame:
         with self.lock:
             if slot not in self.slots:
                 self._run()
-            return self.slots[slot] if _keeps_graph() else self.slots.pop(slot)
+            return self.slots[slot] if keeps_graph() else self.slots.pop(slot)
 
     def _run(self) -> None:
         if self.parent is not None and not self.parent.is_done:
@@ -185,7 +185,7 @@ class Frame:
     def _check_versions(self) -> None:
         current = {name: attribute(self.step.model, name) for name in self.code.externals}
         replaced = [name for name, tensor in current.items() if all(tensor is not t for t, _ in self.versions)]
-        changed = [tensor for tensor, version in self.versions if tensor._version != version]
+        changed = [tensor for tensor, version in self.versions if version_of(tensor) != version]
         if not replaced and not changed:
             return
         names = replaced or [name for name, tensor in current.items() if any(tensor is t for t in changed)]
@@ -199,11 +199,11 @@ class Frame:
     def leaf(self, *arguments: torch.Tensor) -> Iterator[None]:
         """Call a leaf, which keeps all that it saves but for those arguments that have a slot."""
         slots = [(tensor, self._next_slot()) for tensor in arguments]
-        given = {t.untyped_storage()._cdata: Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
+        given = {storage_id(t): Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
 
         def pack(tensor: torch.Tensor) -> Any:
             storage = storage_of(tensor)
-            argument = given.get(storage._cdata) if storage is not None else None
+            argument = given.get(id_of_storage(storage)) if storage is not None else None
             return kept(tensor) if argument is None or not argument.is_like(tensor) else argument.save(tensor)
 
         try:
@@ -277,11 +277,6 @@ class Frame:
         )
 
 
-def _keeps_graph() -> bool:
-    outside = torch._C._current_graph_task_id() == -1
-    return outside or torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 class _Start(torch.autograd.Function):
     """Makes a tensor differentiable without a graph that holds it, as that of a leaf does."""
 
@@ -305,7 +300,7 @@ class _Held:
 def _detached(value: Any) -> Any:
     """What to hold of a value: a leaf as it is, any other tensor without its history."""
     if isinstance(value, torch.Tensor):
-        is_own = value.is_leaf and not value._is_view()  # a view holds on to what it is a view of
+        is_own = value.is_leaf and not is_view(value)  # a view holds on to what it is a view of
         return value if is_own else _Held(value.detach(), value.requires_grad)
     if isinstance(value, (list, tuple)):
         return type(value)(_detached(item) for item in value)

@@ -14,6 +14,7 @@ from ..errors import ReplayError
 from ..program.leaf import Leaf
 from ..program.program import storage_of
 from ..torch_state.compare import fingerprint
+from ..torch_state.private import id_of_storage, is_view, version_of
 
 
 class Slots(Protocol):
@@ -27,8 +28,8 @@ class Slots(Protocol):
 def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What to hold for a tensor that stays in memory."""
     # A tensor with a grad_fn would make a cycle: graph -> saved tensor -> graph.
-    held = tensor if tensor.is_leaf and not tensor._is_view() else tensor.detach()
-    return held, held._version
+    held = tensor if tensor.is_leaf and not is_view(tensor) else tensor.detach()
+    return held, version_of(held)
 
 
 def unpack(packed: Any) -> torch.Tensor:
@@ -37,10 +38,10 @@ def unpack(packed: Any) -> torch.Tensor:
     if not isinstance(owner, torch.Tensor):
         found: torch.Tensor = owner.fetch(key)
         return found
-    if owner._version != key:
+    if version_of(owner) != key:
         raise ReplayError(
             "one of the variables needed for gradient computation has been modified by an in-place operation: "
-            f"a tensor of shape {tuple(owner.shape)} is at version {owner._version}, expected {key}"
+            f"a tensor of shape {tuple(owner.shape)} is at version {version_of(owner)}, expected {key}"
         )
     return owner
 
@@ -108,11 +109,11 @@ class RepeatedCall:
 
     def drop(self, slots: Slots, stays: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Let go of what it saved, but for what stays in memory anyway; ``slots`` will have it again."""
-        in_memory = {storage._cdata for storage in map(storage_of, stays) if storage is not None}
+        in_memory = {id_of_storage(storage) for storage in map(storage_of, stays) if storage is not None}
         self.count = len(self.packed)
         for number, packed in enumerate(self.packed):
             storage = storage_of(packed.pair[0])
-            if storage is not None and storage._cdata not in in_memory:
+            if storage is not None and id_of_storage(storage) not in in_memory:
                 self.dropped.append((number, weakref.ref(packed)))
         self.marks = self._marks(self, results)
         for number, _ in self.dropped:

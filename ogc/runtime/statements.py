@@ -13,6 +13,7 @@ from ..operators.sliced import Sliced
 from ..program.leaf import Leaf
 from ..program.program import CONSTANT
 from ..program.without_grad import WithoutGrad
+from ..torch_state.private import OpOverload
 
 
 def live_nodes(node: torch.fx.Node) -> list[Any]:
@@ -56,7 +57,7 @@ def statement(node: torch.fx.Node, target: Any, again: int | None = None) -> str
         function = f"low_memory.{target.__name__}"
     elif isinstance(target, Sliced):
         function = target.name
-    elif isinstance(target, torch._ops.OpOverload):
+    elif isinstance(target, OpOverload):
         function = f"torch.ops.{target}"
     else:
         function = f"operator.{target.__name__}"

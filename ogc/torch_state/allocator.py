@@ -8,16 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.profiler._utils import traverse_dfs
+
+from .private import Allocation, is_profiled, traverse_dfs
 
 _MARK = "ogc: "
 
 
 def can_measure(device: torch.device) -> bool:
     """Whether bytes can be read off the allocator now: on a CPU, not while another profiler runs."""
-    return device.type == "cuda" or not torch.autograd._profiler_enabled()
+    return device.type == "cuda" or not is_profiled()
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
@@ -115,7 +115,7 @@ def _marked_on_cpu(step: Callable[[Callable[[str], None]], object], prepare: Cal
         if event.name.startswith(_MARK):
             marks.append(Mark(event.name.removeprefix(_MARK), live, peak, event.start_time_ns / 1e9))
             peak = live
-        elif isinstance(block, _ExtraFields_Allocation) and block.device.type == "cpu":
+        elif isinstance(block, Allocation) and block.device.type == "cpu":
             if block.alloc_size > 0:
                 held[block.ptr] = block.alloc_size
             live += block.alloc_size if block.alloc_size > 0 else -held.pop(block.ptr, 0)

@@ -14,24 +14,25 @@ from typing import Any
 
 import torch
 
+from .private import CALL, COMPILED, always_called_of, hooks_of, submodules_of
+
 Told = Callable[[str, str], object]
 
 _MODULE = "transformers.utils.output_capturing"
 _NAMES = {f"install_output_{verb}_hook.<locals>.output_capturing_hook" for verb in ("capuring", "capturing")}
-_OTHER_KINDS = ("_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_always_called")
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls of the module run compiled code."""
-    compiled = module._compiled_call_impl  # or a part of a model that is planned in parts
-    return "_orig_mod" in module._modules or not (compiled is None or hasattr(compiled, "part_of"))
+    compiled = getattr(module, CALL)  # or a part of a model that is planned in parts
+    return COMPILED in submodules_of(module) or not (compiled is None or hasattr(compiled, "part_of"))
 
 
 def only_collects(module: torch.nn.Module) -> bool:
     """Whether all hooks of a module, if any, collect for the forward around it, and no collector is waiting now."""
-    hooks = list(module._forward_hooks.values())
-    has_others = any(getattr(module, kind) for kind in _OTHER_KINDS)
-    return not has_others and all(_collects(hook) and _collector(hook) is None for hook in hooks)
+    hooks, *others = hooks_of(module)
+    has_others = any(others) or always_called_of(module)
+    return not has_others and all(_collects(hook) and _collector(hook) is None for hook in hooks.values())
 
 
 @contextmanager
@@ -39,10 +40,11 @@ def collectors_watched(model: torch.nn.Module, told: Told) -> Iterator[None]:
     """``told(module, why)`` is called where collecting hooks of submodules run without a collector."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            for key, hook in module._forward_hooks.items():
+            hooks, *_ = hooks_of(module)
+            for key, hook in hooks.items():
                 if name and _collects(hook):
-                    stack.callback(module._forward_hooks.__setitem__, key, hook)
-                    module._forward_hooks[key] = _watched(hook, name, told)
+                    stack.callback(hooks.__setitem__, key, hook)
+                    hooks[key] = _watched(hook, name, told)
         yield
 
 

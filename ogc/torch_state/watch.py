@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-_MEMBERS = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from .private import HOOKS, MEMBERS, parameters_of, submodules_of
+
 _training = itemgetter("training")
 _look = attrgetter("requires_grad", "dtype", "device", "shape")
 
@@ -67,12 +67,12 @@ class Watched:
         self.scripted = [child for child in self.children if _is_wrapper(child)]
         plain = [child for child in self.children if not _is_wrapper(child)]
         self.attributes = [vars(module) for module in chain([model], plain)]
-        hooks = [found[name] for found in map(vars, self.children) for name in _HOOKS if name in found]
-        members = [found[name] for found in self.attributes for name in _MEMBERS]
+        hooks = [found[name] for found in map(vars, self.children) for name in HOOKS if name in found]
+        members = [found[name] for found in self.attributes for name in MEMBERS]
         self.empty = [found for found in chain(members, hooks) if not found]
         self.full = [found for found in chain(members, hooks) if found]
         self.members = list(chain.from_iterable(map(dict.values, self.full)))
-        self.parameters = [p for found in self.attributes for p in found["_parameters"].values() if p is not None]
+        self.parameters = [p for found in self.attributes for p in found[MEMBERS[0]].values() if p is not None]
         self.sizes = list(map(len, self.attributes))
         self.training = list(map(_training, self.attributes))
         self.looks = list(map(_look, self.parameters))
@@ -80,14 +80,14 @@ class Watched:
         self.found = self._describe(hooks)
 
     def _describe(self, hooks: list[Any]) -> State:
-        tensors = [t for name in _MEMBERS[:2] for found in self.attributes for t in found[name].values()]
+        tensors = [t for name in MEMBERS[:2] for found in self.attributes for t in found[name].values()]
         first: dict[int, int] = {}
         return (
             self.structure,
             tuple(self.training),
             tuple(self.looks),
             tuple(None if t is None else first.setdefault(id(t), n) for n, t in enumerate(tensors)),  # which are shared
-            tuple(key for name in _MEMBERS[:2] for found in self.attributes for key in found[name]),
+            tuple(key for name in MEMBERS[:2] for found in self.attributes for key in found[name]),
             tuple(map(len, hooks)),
             tuple("forward" in found for found in self.attributes),
             tuple(self.scripts),
@@ -100,12 +100,12 @@ def _is_wrapper(module: torch.nn.Module) -> bool:
 
 
 def _describe_scripted(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, ...]]:
-    return [(module.training, *map(_look, module._parameters.values())) for module in modules]
+    return [(module.training, *map(_look, parameters_of(module).values())) for module in modules]
 
 
 def _children(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Everything below ``model``, with the places where it stands: a module may have several."""
-    return [child for module in model.modules() for child in module._modules.values() if child is not None]
+    return [child for module in model.modules() for child in submodules_of(module).values() if child is not None]
 
 
 @contextmanager

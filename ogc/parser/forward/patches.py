@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from ...torch_state.private import CHECKPOINTS
 from .flat import Pack, saved_until_done
 
 CONTENT = ("tolist", "numpy", "__array__", "__dlpack__")
@@ -28,7 +29,7 @@ def checkpoint_nothing(stack: ExitStack) -> None:
 
         return generator
 
-    for name in ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl"):
+    for name in CHECKPOINTS:
         if hasattr(torch.utils.checkpoint, name):  # which of them is called depends on torch's version
             replace(stack, torch.utils.checkpoint, name, make)
 

@@ -10,6 +10,7 @@ import torch
 from ...errors import InputError
 from ...operators.registry import of, out_of_place
 from ...operators.sliced import Sliced
+from ...torch_state.private import OpOverload, schema_of
 from ..weigh.observe import Record
 
 Stretch = tuple[str, str]
@@ -66,7 +67,7 @@ def _trimmed(records: Sequence[Record], first: int, last: int) -> Stretch | None
 
     Those need not be run again for their own backward, but would be.
     """
-    while first < last and _operator(records[first].node)._schema.is_mutable:
+    while first < last and schema_of(_operator(records[first].node)).is_mutable:
         first += 1
     while first < last and of(_operator(records[last - 1].node)).is_heavy:
         last -= 1
@@ -75,8 +76,8 @@ def _trimmed(records: Sequence[Record], first: int, last: int) -> Stretch | None
     return records[first].node.name, records[last - 1].node.name
 
 
-def _operator(node: torch.fx.Node) -> torch._ops.OpOverload:
-    operator: torch._ops.OpOverload = node.meta.get("operator", node.target)
+def _operator(node: torch.fx.Node) -> OpOverload:
+    operator: OpOverload = node.meta.get("operator", node.target)
     return operator
 
 

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...operators.low_memory import plain_operator
 from ...operators.registry import is_elementwise, of, out_of_place
 from ...program.program import TensorRef
+from ...torch_state.private import storage_id
 from ..weigh.observe import Observation, Record
 
 
@@ -82,14 +83,14 @@ def saves_result(node: torch.fx.Node, target: Any) -> bool:
     saved: list[int] = []
 
     def pack(tensor: torch.Tensor) -> None:
-        saved.append(tensor.untyped_storage()._cdata)
+        saved.append(storage_id(tensor))
 
     with torch.enable_grad():
         given = torch.ones(2, requires_grad=True).clone()
         with saved_tensors_hooks(pack, _never_unpacked):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda _: given)
             result = plain_operator(target)(*args, **kwargs)
-    return result.untyped_storage()._cdata in saved
+    return storage_id(result) in saved
 
 
 def _never_unpacked(packed: None) -> torch.Tensor:

@@ -15,16 +15,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-_KEY: Any = torch._C._parse_dispatch_key("DeferredInit")
-_KEYS = torch._C.DispatchKeySet(_KEY)
-_AUTOCAST = {name: getattr(torch._C.DispatchKey, name) for name in ("AutocastCPU", "AutocastCUDA")}
+from ...torch_state.private import AUTOCAST, RECORDING, OpOverload, has_kernel, not_recording, recording, schema_of
+
 _thread = threading.local()
 
 
 class Call(NamedTuple):
     """One call of an operator, as it was made."""
 
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     keys: Any  # of the dispatcher, without ours
@@ -33,17 +32,17 @@ class Call(NamedTuple):
     def is_cast(self) -> bool:
         """Whether autocast is on and has a rule of its own for the operator."""
         name = self.operator.name()
-        return any(self.keys.has(key) and _has_kernel(name, text) for text, key in _AUTOCAST.items())
+        return any(self.keys.has(key) and has_kernel(name, text) for text, key in AUTOCAST.items())
 
     @property
     def is_composite(self) -> bool:
         """Whether the operator has no derivative of its own, but is made of others."""
-        return _has_kernel(self.operator.name(), "CompositeImplicitAutograd")
+        return has_kernel(self.operator.name(), "CompositeImplicitAutograd")
 
     @property
     def takes_numbers(self) -> bool:
         """Whether it was given numbers in the places of tensors."""
-        wanted = zip(self.args, self.operator._schema.arguments, strict=False)
+        wanted = zip(self.args, schema_of(self.operator).arguments, strict=False)
         return any(_is_number(given) and str(argument.type) == "Tensor" for given, argument in wanted)
 
     def run(self) -> Any:
@@ -70,7 +69,7 @@ def dispatched_to(handler: Handler) -> Iterator[None]:
     _install()
     before, _thread.handler = getattr(_thread, "handler", None), handler
     try:
-        with torch._C._IncludeDispatchKeyGuard(_KEY):  # type: ignore[attr-defined]
+        with recording():
             yield
     finally:
         _thread.handler = before
@@ -78,8 +77,7 @@ def dispatched_to(handler: Handler) -> Iterator[None]:
 
 def unseen() -> AbstractContextManager[None]:
     """Operators that are called inside are handed to nobody."""
-    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_KEYS)  # type: ignore[attr-defined]
-    return guard
+    return not_recording()
 
 
 @cache
@@ -89,16 +87,11 @@ def _install() -> torch.library.Library:
     return library  # which takes the function back when it is let go
 
 
-def _dispatch(keys: Any, operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    call = Call(operator, args, kwargs, keys.remove(_KEY))
+def _dispatch(keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    call = Call(operator, args, kwargs, keys.remove(RECORDING))
     handler: Handler | None = getattr(_thread, "handler", None)
     return call.run() if handler is None else handler(call)  # none on a thread that was started inside
 
 
 def _is_number(given: Any) -> bool:
     return isinstance(given, (bool, int, float, complex))
-
-
-@cache
-def _has_kernel(name: str, key: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))

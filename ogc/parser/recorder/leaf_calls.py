@@ -15,7 +15,7 @@ from ..forward.flat import saved_until_done
 from ..forward.location import user_line
 from ..traced import READS
 from .dispatch import unseen
-from .recorder import Recorder, version_of
+from .recorder import Recorder, writes_of
 
 
 class LeafCalls:
@@ -73,7 +73,7 @@ class LeafCalls:
             before = Given(args, kwargs)
             recorder.check_known(given)
             nodes = [recorder.node(tensor) for tensor in given]
-            versions = [version_of(tensor) for tensor in given]
+            versions = [writes_of(tensor) for tensor in given]
         source = user_line()
         with recorder.inside(name, given), saved_until_done():
             result = call(*args, **kwargs)

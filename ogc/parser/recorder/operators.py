@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...program.program import operator_name, tensor_leaves
+from ...torch_state.private import OpOverload, overload_name, schema_of
 
 _OTHER_NAMES = {
     "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
@@ -35,27 +36,27 @@ _ABOUT_TENSORS = {
 }  # fmt: skip
 
 
-def tells_content(operator: torch._ops.OpOverload) -> bool:
+def tells_content(operator: OpOverload) -> bool:
     """Whether numbers that the operator returns depend on what tensors hold."""
     return operator.namespace == "aten" and operator_name(operator) not in _ABOUT_TENSORS
 
 
 @cache
-def usual_name(operator: torch._ops.OpOverload) -> torch._ops.OpOverload:
+def usual_name(operator: OpOverload) -> OpOverload:
     """The overload of the same operator by the name that it is known by here."""
     name = operator_name(operator)
     if operator.namespace != "aten" or name not in SAME_OPERATOR:
         return operator
-    usual: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, SAME_OPERATOR[name]), operator._overloadname)
+    usual: OpOverload = getattr(getattr(torch.ops.aten, SAME_OPERATOR[name]), overload_name(operator))
     return usual
 
 
 def complete(
-    operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with the default values of those that were not given."""
     found, named = list(args), dict(kwargs)
-    for argument in operator._schema.arguments[len(args) :]:
+    for argument in schema_of(operator).arguments[len(args) :]:
         given = named.pop(argument.name, argument.default_value)
         if argument.kwarg_only:
             named[argument.name] = given
@@ -71,7 +72,7 @@ _DECIDED_BY_FIRST = {"nonzero_numpy"}  # which PyTorch does not say of them
 _DECIDED_BY_SECOND = {"masked_select", *PACKED}
 
 
-def deciding(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+def deciding(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     """The arguments whose content decides on the shape of the result; None if there are none."""
     name = operator_name(operator)
     if operator.namespace != "aten":
@@ -79,7 +80,7 @@ def deciding(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dic
     if name in _DECIDED_BY_FIRST | _DECIDED_BY_SECOND:
         return [args[name in _DECIDED_BY_SECOND]]
     if name == "repeat_interleave":
-        repeats = args[0 if operator._overloadname == "Tensor" else 1]
+        repeats = args[0 if overload_name(operator) == "Tensor" else 1]
         return [repeats] if isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None else None
     if torch.Tag.dynamic_output_shape not in operator.tags:
         return None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...torch_state.hooks import collectors_watched, is_compiled
+from ...torch_state.private import MAKE_SUBCLASS, is_functorch_active
 from ...torch_state.random_state import python_random_state
 from ..forward.location import user_line
 from ..forward.patches import CONTENT, TEXT, checkpoint_nothing, replace
@@ -84,7 +85,7 @@ class Watch:
             replace(stack, torch.Tensor, name, self._hook)
         replace(stack, torch.Tensor, "requires_grad_", self._requires_grad)
         replace(stack, torch.Tensor, "requires_grad", self._requires_grad_property)
-        replace(stack, torch.Tensor, "_make_subclass", self._subclass)
+        replace(stack, torch.Tensor, MAKE_SUBCLASS, self._subclass)
         replace(stack, torch.Tensor, "data", self._data)
 
     def _module(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +129,7 @@ class Watch:
     def _function(self, call: Any) -> Any:
         def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             own = call.__get__(None, kind)
-            is_transformed = torch._C._are_functorch_transforms_active()  # then it is taken apart by them
+            is_transformed = is_functorch_active()  # then it is taken apart by them
             is_leaf = self.is_on and not is_transformed
             return self.calls.function(kind, own, args, kwargs) if is_leaf else own(*args, **kwargs)
 

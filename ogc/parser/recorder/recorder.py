@@ -13,13 +13,14 @@ from torch.fx.node import map_aggregate
 from ...program.program import call_beside, has_history, operator_name, tensor_leaves
 from ...program.structures import autocast_kinds
 from ...program.without_grad import WithoutGrad
+from ...torch_state.private import OpOverload, schema_of, version_of
 from ..forward.location import Scopes, user_line
 from ..traced import ON_CONSTANTS, OpaqueError
 from .dispatch import Call, dispatched_to, unseen
 from .operators import OPENED, complete, deciding, tells_content, usual_name
 from .tensors import Tensors
 
-_casting: set[torch._ops.OpOverload] = set()
+_casting: set[OpOverload] = set()
 """Operators that are made of such as autocast casts: where it is on, they are written down in parts."""
 
 
@@ -122,7 +123,7 @@ class Recorder:
 
     def __call__(self, call: Call) -> Any:
         """Stands in the place of each call of an operator."""
-        if call.operator._schema.is_mutable:
+        if schema_of(call.operator).is_mutable:
             with unseen():
                 self._protect_written(call)
         if self.leaf is not None:
@@ -140,7 +141,7 @@ class Recorder:
             self.check_known(tensors)
             self._note_constant(operator, tensors)
             given = self._nodes(args), self._nodes(kwargs)
-            states = [Before(t, version_of(t), t.requires_grad, has_history(t)) for t in tensors]
+            states = [Before(t, writes_of(t), t.requires_grad, has_history(t)) for t in tensors]
             if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
                 self.refuse(f"draws from a torch.Generator of its own at {user_line()}")
         result = self._run(call)
@@ -164,7 +165,7 @@ class Recorder:
         return bool(self._copies)
 
     def _protect_written(self, call: Call) -> None:
-        for argument, given in zip(call.operator._schema.arguments, call.args, strict=False):
+        for argument, given in zip(schema_of(call.operator).arguments, call.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, torch.Tensor):
                 self.protect(given)
 
@@ -179,7 +180,7 @@ class Recorder:
             self.is_settled = False
         return result
 
-    def _note_constant(self, operator: torch._ops.OpOverload, tensors: list[torch.Tensor]) -> None:
+    def _note_constant(self, operator: OpOverload, tensors: list[torch.Tensor]) -> None:
         if operator is torch.ops.aten.lift_fresh.default and self.tensors.is_new(tensors[0]):
             self.tensors.constant(tensors[0], is_fresh=True)
 
@@ -207,13 +208,13 @@ class Recorder:
             return
         node = self.graph.call_function(operator, *given)
         node.meta.update(self.scopes.here(), dims=max((t.dim() for t in results), default=0))
-        written = [before for before in states if version_of(before.tensor) != before.version]
+        written = [before for before in states if writes_of(before.tensor) != before.version]
         self._note_writes(operator, written)
         has_grad = any(before.requires_grad for before in states)
         if (
             has_grad
             and not torch.is_grad_enabled()
-            and (operator._schema.is_mutable or any(map(_is_floating, results)))
+            and (schema_of(operator).is_mutable or any(map(_is_floating, results)))
         ):
             node.target = WithoutGrad(operator)
         self._note_result(node, result)
@@ -263,7 +264,7 @@ class Recorder:
             self.tensors.bind(tensor, call)
             self._note_touched(call, [tensor], [])
 
-    def _note_writes(self, operator: torch._ops.OpOverload, written: list[Before]) -> None:
+    def _note_writes(self, operator: OpOverload, written: list[Before]) -> None:
         for before in written:
             self.tensors.write(before.tensor)
             if before.has_history and not torch.is_grad_enabled():
@@ -338,9 +339,9 @@ class _CastsInside:
         return call.open() if call.is_composite and not call.takes_numbers else call.run()
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def writes_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written; tensors of inference do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else int(version_of(tensor))
 
 
 def _is_floating(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...program.program import CONSTANT, storage_of
+from ...torch_state.private import id_of_storage
 from ..forward.location import user_line
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -100,16 +101,16 @@ class Tensors:
         raw = storage_of(tensor)
         if raw is None:
             return None
-        known = self._storages.get(raw._cdata)
+        known = self._storages.get(id_of_storage(raw))
         if known is None or known.reference.expired():
-            known = self._storages[raw._cdata] = Storage(StorageWeakRef(raw), self._count, leaf)
+            known = self._storages[id_of_storage(raw)] = Storage(StorageWeakRef(raw), self._count, leaf)
             self._count += 1
         return known
 
     def is_new(self, tensor: torch.Tensor) -> bool:
         """Whether nothing is known of the tensor's storage."""
         raw = storage_of(tensor)
-        known = self._storages.get(raw._cdata) if raw is not None else None
+        known = self._storages.get(id_of_storage(raw)) if raw is not None else None
         return known is None or known.reference.expired()
 
     def write(self, tensor: torch.Tensor) -> None:

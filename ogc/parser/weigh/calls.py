@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from ...operators.registry import live_arguments
 from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, peak_bytes
+from ...torch_state.private import pytree, storage_id
 
 
 class Call:
@@ -51,9 +51,9 @@ class Call:
 
     def own_bytes(self) -> int:
         """Bytes of what the forward made and keeps: its results and what it saves."""
-        given = {t.untyped_storage()._cdata for t in self.inputs if isinstance(t, torch.Tensor)}
+        given = {storage_id(t) for t in self.inputs if isinstance(t, torch.Tensor)}
         made = tensor_leaves(self.result) + self.saved
-        kept = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in made}
+        kept = {storage_id(t): t.untyped_storage().nbytes() for t in made}
         return sum(size for key, size in kept.items() if key not in given)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.fx.node import map_aggregate
 
@@ -29,6 +28,13 @@ from ...operators.weights import InputGradient, Use, Weights
 from ...program.program import has_history, tensor_leaves
 from ...program.without_grad import WithoutGrad
 from ...torch_state.allocator import can_measure
+from ...torch_state.private import (
+    FakeTensorMode,
+    OpOverload,
+    is_view,
+    sparse_parts,
+    storage_id,
+)
 from ...torch_state.random_state import cuda_devices
 from ..passes.rebased import COPIES, REBASED
 from .calls import Call, call_key, measured_bytes, own_argument
@@ -84,7 +90,7 @@ class Estimator:
         if isinstance(operator, Sliced):
             return self._sliced(node, args, kwargs, record)
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
-        if not record.outputs or not isinstance(kernel, torch._ops.OpOverload):
+        if not record.outputs or not isinstance(kernel, OpOverload):
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs)
         if key not in self.seen:
@@ -136,8 +142,8 @@ class Estimator:
         with FakeTensorMode(), torch.enable_grad(), _saving(saved):
             given = map_aggregate((args, kwargs), fake)
             result = target(*given[0], **given[1])
-        known = {t.untyped_storage()._cdata for t in tensor_leaves(given, result)}
-        internal = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+        known = {storage_id(t) for t in tensor_leaves(given, result)}
+        internal = {storage_id(t): t.untyped_storage().nbytes() for t in saved}
         return sum(size for key, size in internal.items() if key not in known)
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
@@ -167,9 +173,9 @@ class Estimator:
             with _saving(saved), meter:
                 result = target(*given[0], **given[1])
             outputs = tensor_leaves(result)
-            own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs + saved}
+            own = {storage_id(t): t.untyped_storage().nbytes() for t in outputs + saved}
             for tensor in tensors:
-                own.pop(tensor.untyped_storage()._cdata, None)
+                own.pop(storage_id(tensor), None)
             forward = meter.take()
             scratch = max(0, forward.peak_bytes - sum(own.values()))
             ends = [t for t in outputs if has_history(t)]
@@ -184,7 +190,7 @@ class Estimator:
         with meter:
             found = torch.autograd.grad(ends, [start for _, start in starts], list(given.values()), allow_unused=True)
         backward = meter.take()
-        shared = {given[id(t)].untyped_storage()._cdata: n for n, t in enumerate(outputs) if id(t) in given}
+        shared = {storage_id(given[id(t)]): n for n, t in enumerate(outputs) if id(t) in given}
         pairs = [(n, gradient) for (n, _), gradient in zip(starts, found, strict=True) if gradient is not None]
         return replace(
             weights,
@@ -201,11 +207,11 @@ def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[
     gradients = []
     for argument, gradient in found:
         if gradient.layout is not torch.strided:
-            size = sum(part.untyped_storage().nbytes() for part in (gradient._indices(), gradient._values()))
+            size = sum(part.untyped_storage().nbytes() for part in sparse_parts(gradient))
             group = groups.setdefault(-1 - argument, len(groups))
             gradients.append(InputGradient(argument, size, None, group, dense=False, contiguous=False))
             continue
-        key = gradient.untyped_storage()._cdata
+        key = storage_id(gradient)
         gradients.append(
             InputGradient(
                 argument=argument,
@@ -214,7 +220,7 @@ def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[
                 group=groups.setdefault(key, len(groups)),
                 dense=is_dense(gradient),
                 contiguous=gradient.is_contiguous(),
-                is_view=gradient._is_view(),
+                is_view=is_view(gradient),
             )
         )
     return tuple(gradients)

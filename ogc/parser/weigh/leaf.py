@@ -13,6 +13,7 @@ from ...operators.weights import Weights
 from ...program.leaf import Leaf
 from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
+from ...torch_state.private import storage_id
 from .estimate import Estimator, input_gradients
 from .measure import Measurer
 from .meter import metered
@@ -123,8 +124,8 @@ class _Call:
 
     def result_bytes(self) -> int:
         """Bytes of the storages that the results do not share with what was given."""
-        given = {t.untyped_storage()._cdata for t in self.inputs}
-        made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.results}
+        given = {storage_id(t) for t in self.inputs}
+        made = {storage_id(t): t.untyped_storage().nbytes() for t in self.results}
         return sum(size for key, size in made.items() if key not in given)
 
     def _stop(self, end: Any) -> Any:
@@ -163,6 +164,6 @@ class _Seed(torch.autograd.Function):
         made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
         # The weak references keep the addresses from being reused.
         ctx.call.references = [StorageWeakRef(t.untyped_storage()) for t in made]
-        ctx.call.seeds = {t.untyped_storage()._cdata: n for n, t in zip(ctx.numbers, made, strict=True)}
+        ctx.call.seeds = {storage_id(t): n for n, t in zip(ctx.numbers, made, strict=True)}
         ctx.call.seed_bytes = sum(t.untyped_storage().nbytes() for t in made)
         return None, None, *made

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ...operators.registry import of
 from ...program.program import storage_of, tensor_leaves
+from ...torch_state.private import OpOverload, TorchDispatchMode, decomposes, id_of_storage, schema_of, storage_id
 
 Seconds = Callable[[int, int], float]
 """How long an operator takes that computes and moves so much (FLOPs, bytes)."""
@@ -77,8 +77,8 @@ class Meter(TorchDispatchMode):
         inputs, outputs = (
             [t for t in tensor_leaves(tree) if self._has_storage(t)] for tree in ((args, kwargs), result)
         )
-        known = {tensor.untyped_storage()._cdata for tensor in inputs}
-        made = [t for t in outputs if t.untyped_storage()._cdata not in known]
+        known = {storage_id(tensor) for tensor in inputs}
+        made = [t for t in outputs if storage_id(t) not in known]
         flops = 0
         packet = getattr(function, "overloadpacket", None)
         if packet in flop_registry:
@@ -89,7 +89,7 @@ class Meter(TorchDispatchMode):
             self.flops += flops
         for tensor in made:
             storage = tensor.untyped_storage()
-            self.fresh[storage._cdata] = (storage.nbytes(), StorageWeakRef(storage))
+            self.fresh[id_of_storage(storage)] = (storage.nbytes(), StorageWeakRef(storage))
         self.fresh = {key: entry for key, entry in self.fresh.items() if not entry[1].expired()}
         copies = special.hidden_bytes(args, outputs) if self.kernel_copies else 0
         copies += _converted_bytes(function, inputs) if self.on_cpu else 0
@@ -114,9 +114,9 @@ def _converted_bytes(function: Any, operands: Sequence[torch.Tensor]) -> int:
 @cache
 def _only_views(function: Any) -> bool:
     """Whether an operator makes nothing; those that decompose into others may make a copy in place of a view."""
-    return isinstance(function, torch._ops.OpOverload) and function.is_view and not function._can_decompose()
+    return isinstance(function, OpOverload) and function.is_view and not decomposes(function)
 
 
 def _writes(function: Any) -> bool:
-    schema = getattr(function, "_schema", None)
+    schema = schema_of(function)
     return bool(schema is not None and schema.is_mutable)

@@ -34,6 +34,7 @@ from ...program.program import (
     without_autocast,
 )
 from ...torch_state.attributes import TABLES, attributes, containers
+from ...torch_state.private import MEMBERS, base_of, buffers_of, id_of_storage, storage_id, version_of
 from ...torch_state.random_state import State, cuda_devices, random_states, same_states, set_random_states
 from ..passes.reached import reached
 from ..traced import Traced
@@ -149,8 +150,8 @@ class _Observer:
         record = Record(node)
         is_leaf = isinstance(node.target, Leaf)
         refs, tensors = self._tensor_arguments(node)
-        versions = [tensor._version for tensor in tensors]
-        histories = [None if tensor._base is None else tensor._base.grad_fn for tensor in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
+        histories = [None if base_of(tensor) is None else base_of(tensor).grad_fn for tensor in tensors]
         packed: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> int:
@@ -159,12 +160,12 @@ class _Observer:
 
         devices = {t.device for t in tensors if t.is_cuda}
         random_before = self.random if devices == self.devices else random_states(devices)
-        buffers = [(buffer, buffer._version) for buffer in self.model.buffers()] if is_leaf else []
+        buffers = [(buffer, version_of(buffer)) for buffer in self.model.buffers()] if is_leaf else []
         with saved_tensors_hooks(pack, packed.__getitem__):
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         self.devices, self.random = devices, random_states(devices)
         record.random = _is_seeded(node) or not same_states(random_before, self.random)
-        written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        written = [t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version]
         if is_leaf:
             written += self._other_writes(buffers)
             packed[:] = [tensor for tensor in packed if storage_of(tensor) is not None]
@@ -186,7 +187,7 @@ class _Observer:
     def _other_writes(self, before: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
         """Buffers that a leaf wrote or gave up for others, be they its own or not."""
         now = {id(buffer) for buffer in self.model.buffers()}
-        written = [b for b, version in before if b._version != version or id(b) not in now]
+        written = [b for b, version in before if version_of(b) != version or id(b) not in now]
         for buffer in written:
             if self.storages.value(buffer) is None:
                 self.storages.add_external(buffer)
@@ -235,15 +236,13 @@ class _Observer:
 
     def _record_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
         harmless = {
-            live.untyped_storage()._cdata
-            for live in live_arguments(record.node.target, args)
-            if isinstance(live, torch.Tensor)
+            storage_id(live) for live in live_arguments(record.node.target, args) if isinstance(live, torch.Tensor)
         }
         for tensor in written:
             value = self.storages.value(tensor)
             if value is not None:
                 _add(record.writes, value)
-            elif tensor.untyped_storage()._cdata not in harmless:
+            elif storage_id(tensor) not in harmless:
                 _add(record.writes_external, self.storages.external(tensor))
         for key in harmless:
             number = self.storages.number(key)
@@ -253,7 +252,7 @@ class _Observer:
     def _record_rebase(self, record: Record, tensors: list[torch.Tensor], histories: list[Any]) -> None:
         """What was read before the write to a view stands for the whole tensor as it is after it from here on."""
         for argument, (tensor, history) in enumerate(zip(tensors, histories, strict=True)):
-            base, value = tensor._base, self.storages.value(tensor)
+            base, value = base_of(tensor), self.storages.value(tensor)
             if base is None or value is None or type(base.grad_fn).__name__ != "CopySlices" or base.grad_fn is history:
                 continue
             known = [ref for ref in self.views[value] if ref not in record.outputs]
@@ -272,7 +271,7 @@ class _Observer:
             saved = self._saved(tensor, known)
             record.saves.append(saved)
             value = self.storages.value(tensor)
-            key = tensor.untyped_storage()._cdata
+            key = storage_id(tensor)
             if saved.tensor is not None and value is not None:
                 _add(record.saved_values, value)
             elif not saved.external and key not in internal:
@@ -311,25 +310,25 @@ class _Storages:
         self.count = 0
 
     def add_external(self, tensor: torch.Tensor) -> None:
-        self.externals.setdefault(tensor.untyped_storage()._cdata, len(self.externals))
+        self.externals.setdefault(storage_id(tensor), len(self.externals))
 
     def add_value(self, tensor: torch.Tensor) -> int:
         # The weak reference keeps the address from being reused while the entry stands.
         storage = tensor.untyped_storage()
-        self.values[storage._cdata] = (self.count, StorageWeakRef(storage))
+        self.values[id_of_storage(storage)] = (self.count, StorageWeakRef(storage))
         self.count += 1
         return self.count - 1
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        return self.value(tensor) is not None or tensor.untyped_storage()._cdata in self.externals
+        return self.value(tensor) is not None or storage_id(tensor) in self.externals
 
     def value(self, tensor: torch.Tensor) -> int | None:
-        entry = self.values.get(tensor.untyped_storage()._cdata)
+        entry = self.values.get(storage_id(tensor))
         return entry[0] if entry is not None and not entry[1].expired() else None
 
     def external(self, tensor: torch.Tensor) -> int:
         self.add_external(tensor)  # a leaf may have given a parameter another storage
-        return self.externals[tensor.untyped_storage()._cdata]
+        return self.externals[storage_id(tensor)]
 
     def number(self, key: int) -> int | None:
         return self.externals.get(key)
@@ -352,7 +351,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
-        a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        storage_id(a) == storage_id(b)
         and a.dtype == b.dtype
         and a.is_conj() == b.is_conj()
         and a.is_neg() == b.is_neg()
@@ -410,7 +409,7 @@ def repeatable(model: torch.nn.Module) -> Iterator[None]:
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]
     devices = cuda_devices()
@@ -427,8 +426,8 @@ def repeatable(model: torch.nn.Module) -> Iterator[None]:
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)
         for module, name, buffer, copy in buffers:
-            if module._buffers.get(name) is not buffer:
-                module._buffers[name] = buffer
+            if buffers_of(module).get(name) is not buffer:
+                buffers_of(module)[name] = buffer
             if not torch.equal(buffer, copy):
                 buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
 
@@ -448,7 +447,7 @@ def _put_back(held: Any, content: Any) -> None:
 def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
     """The tables of parameters, submodules and hooks; scripted modules have none."""
     found = vars(module)
-    return [table for name in TABLES if name != "_buffers" and isinstance(table := found.get(name), dict)]
+    return [table for name in TABLES if name != MEMBERS[1] and isinstance(table := found.get(name), dict)]
 
 
 _NOTHING: dict[str, Any] = {}

@@ -1,0 +1,135 @@
+"""All of torch's that begins with an underscore, and nowhere else: what each name gives, and what fails without it.
+
+Operators of aten whose names begin so are no part of this. tests/test_private_api.py tries each name by itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch._C._profiler
+import torch._ops
+import torch._subclasses.fake_tensor
+import torch.profiler._utils
+import torch.utils._python_dispatch
+import torch.utils._pytree
+
+_C: Any = torch._C
+
+pytree = torch.utils._pytree
+"""Takes nested arguments and results apart. Without it no call has a signature: nothing can be parsed."""
+version_of = attrgetter("_version")
+"""How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
+base_of = attrgetter("_base")
+"""The tensor that a view is of, or None. Without it the gradients of views that are written are undercounted."""
+is_view: Any = torch.Tensor._is_view
+"""Whether autograd takes a tensor for a view. Without it what is held of a view holds the memory of its base."""
+id_of_storage = attrgetter("_cdata")
+"""The address of a storage object. Without it tensors that share memory cannot be told: no value has a size."""
+tensor_holders: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
+"""How many in C++ hold a tensor. Without it low-memory operators never write over a gradient: the peak is higher."""
+MAKE_SUBCLASS = "_make_subclass"
+"""The method of tensors that makes parameters. Without it a parameter made in a forward is recorded wrongly."""
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The address of a tensor's storage object. Without it as without ``id_of_storage``."""
+    return int(id_of_storage(tensor.untyped_storage()))
+
+
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors in C++ hold the storage of one. Without it as without ``tensor_holders``."""
+    # By its address: ``untyped_storage()`` would leave a holder behind, and autograd would no longer add in place.
+    return int(_C._storage_Use_Count(_C._storage_address(tensor)))
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse tensor. Without it sparse gradients of embeddings cannot be weighed."""
+    return tensor._indices(), tensor._values()
+
+
+OpOverload = torch._ops.OpOverload
+"""The class of operators. Without it those of a program cannot be told from Python's functions."""
+OpOverloadPacket = torch._ops.OpOverloadPacket
+"""The class of all operators of one name. Without it annotations name nothing."""
+overload_name = attrgetter("_overloadname")
+"""Which operator of its name one is. Without it operators have no twins that write out of place."""
+decomposes: Any = OpOverload._can_decompose
+"""Whether an operator is made of others. Without it estimates take copies for views."""
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+"""Sees what is dispatched below autograd. Without it there is no judge of the parser, and no estimate."""
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+"""Runs operators without memory. Without it ``profile="estimate"`` cannot weigh anything."""
+RECORDING: Any = _C._parse_dispatch_key("DeferredInit")
+"""A dispatch key that PyTorch leaves to others. Without it the recorder sees no operator: no model can be parsed."""
+AUTOCAST = {name: getattr(_C.DispatchKey, name) for name in ("AutocastCPU", "AutocastCUDA")}
+"""The dispatch keys of autocast. Without them a program lacks the casts, and computes in other types."""
+is_functorch_active: Any = _C._are_functorch_transforms_active
+"""Whether a transform of torch.func runs. Without it custom functions inside one are made leaves, and fail."""
+
+
+def schema_of(operator: Any) -> Any:
+    """Arguments and results of an operator, else None. Without it no operator is known to write what it is given."""
+    return getattr(operator, "_schema", None)
+
+
+def recording() -> AbstractContextManager[None]:
+    """Inside, calls go to the fallback of ``RECORDING``. Without it the recorder sees no operator."""
+    guard: AbstractContextManager[None] = _C._IncludeDispatchKeyGuard(RECORDING)
+    return guard
+
+
+def not_recording() -> AbstractContextManager[None]:
+    """Inside, calls go past ``RECORDING``. Without it the recorder records what it does itself."""
+    guard: AbstractContextManager[None] = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(RECORDING))
+    return guard
+
+
+@cache
+def has_kernel(operator: str, key: str) -> bool:
+    """Whether an operator, by name, has a kernel for a dispatch key. Without it as without ``AUTOCAST``."""
+    return bool(_C._dispatch_has_kernel_for_dispatch_key(operator, key))
+
+
+def saved_tensors_hooks_in_use() -> Any:
+    """The innermost hooks for saved tensors, or None. Without it parts are planned in torch.utils.checkpoint."""
+    return _C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def keeps_graph() -> bool:
+    """Whether another backward may come: none runs, or one with ``retain_graph=True``. Without it that one fails."""
+    return _C._current_graph_task_id() == -1 or bool(_C._autograd._get_current_graph_task_keep_graph())
+
+
+CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
+"""What torch.utils.checkpoint runs in: one of these. Without both it saves tensors as if nobody planned."""
+is_profiled: Any = torch.autograd._profiler_enabled
+"""Whether a profiler runs. Without it ogc measures on a CPU while another profiler runs, and fails."""
+Allocation = torch._C._profiler._ExtraFields_Allocation
+"""An event of the CPU's allocator. Without it no peak can be measured on a CPU."""
+traverse_dfs = torch.profiler._utils.traverse_dfs
+"""Goes through the events of a profiler. Without it no peak can be measured on a CPU."""
+MEMBERS = ("_parameters", "_buffers", "_modules")
+"""A module's tables of its members. Without them a module that has changed runs by a plan of what it was."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""A module's tables of its hooks. Without them a replayed forward leaves out the hooks of submodules."""
+parameters_of, buffers_of, submodules_of = map(attrgetter, MEMBERS)
+"""Each of ``MEMBERS`` of one module. Without it as without ``MEMBERS``."""
+hooks_of = attrgetter(*HOOKS)
+"""All of ``HOOKS`` of one module. Without it as without ``HOOKS``."""
+always_called_of = attrgetter("_forward_hooks_always_called")
+"""Forward hooks that run after errors too. Without it these are taken for some that only collect outputs."""
+has_global_hooks: Any = torch.nn.modules.module._has_any_global_hook
+"""Whether there are hooks of all modules. Without it these are given the twin of a part that is planned."""
+own_call = attrgetter("_call_impl")
+"""A module's own call, hooks and all. Without it no part of a model can be planned by itself."""
+CALL = "_compiled_call_impl"
+"""What a module calls in the place of its own call, if it has it. Without it as without ``own_call``."""
+COMPILED = "_orig_mod"
+"""Where torch.compile's wrapper has the module in it. Without it compiled modules are recorded, and that fails."""
+REPLICATE = "_replicate_for_data_parallel"
+"""What DataParallel copies a module by. Without it a model that is planned in parts runs there, and plain."""

@@ -1,0 +1,299 @@
+"""Names of torch's that begin with an underscore, one by one: a release without one says here what of ogc breaks."""
+
+import ast
+import inspect
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+FILE = Path(__file__).parent.parent / "ogc" / "torch_state" / "private.py"
+aten = torch.ops.aten
+
+
+def statements():
+    """Each name that the file gives, with the statement that makes it and the docstring of that."""
+    body = ast.parse(FILE.read_text("utf-8")).body
+    found = {}
+    for node, after in zip(body, [*body[1:], None], strict=True):
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node, ast.get_docstring(node)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+            doc = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+            found.update(dict.fromkeys((name for name in names if not name.startswith("_")), (node, doc)))
+    return found
+
+
+STATEMENTS = statements()
+
+
+def loaded():
+    """What the file gives, as far as this torch has it, and for each name that it lacks the error."""
+    scope, errors = {}, {}
+    for node in ast.parse(FILE.read_text("utf-8")).body:
+        try:
+            exec(compile(ast.Module([node], []), str(FILE), "exec"), scope)
+        except Exception as error:
+            errors.update({name: error for name, (one, _) in STATEMENTS.items() if ast.dump(one) == ast.dump(node)})
+    return scope, errors
+
+
+def tried(name):
+    """Fail, with what ogc needs it for, unless torch has a name and it does what ogc takes it to do."""
+    scope, errors = loaded()
+    why = repr(errors[name]) if name in errors else ""
+    if not why:
+        try:
+            why = "" if CHECKS[name](scope[name]) else "it does something else"
+        except Exception as error:
+            why = repr(error)
+    if why:
+        pytest.fail(f"torch {torch.__version__}, {name}: {STATEMENTS[name][1]} ({why})")
+
+
+def keeps_graph(keeps):
+    x = torch.ones(2, requires_grad=True)
+    y, seen = x.exp().sum(), [keeps()]
+    x.register_hook(lambda gradient: seen.append(keeps()))
+    y.backward(retain_graph=True)
+    y.backward()
+    return seen == [True, True, False]
+
+
+def makes_parameters(name):
+    seen, own = [], getattr(torch.Tensor, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.Tensor, name, staticmethod(lambda *args, **kwargs: seen.append(args) or own(*args, **kwargs))
+        )
+        nn.Parameter(torch.ones(1))
+    return len(seen) == 1
+
+
+def runs_checkpoints(names):
+    called = []
+
+    def generator(*args, **kwargs):
+        called.append(args)
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            if hasattr(torch.utils.checkpoint, name):
+                patch.setattr(torch.utils.checkpoint, name, generator)
+        torch.utils.checkpoint.checkpoint(torch.exp, torch.ones(2, requires_grad=True), use_reentrant=False)
+    return len(called) == 1
+
+
+def events():
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
+        torch.empty(1000)
+    return profiler.profiler.kineto_results.experimental_event_tree()
+
+
+def allocates(kind):
+    blocks = [e.extra_fields for e in loaded()[0]["traverse_dfs"](events()) if isinstance(e.extra_fields, kind)]
+    return any(block.alloc_size >= 4000 and block.ptr and block.device.type == "cpu" for block in blocks)
+
+
+def dispatches(mode):
+    seen = []
+
+    class Mode(mode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(3)
+    with Mode():
+        x.reshape(3, 1).exp_()
+    return seen == [aten.view.default, aten.exp_.default]
+
+
+def fakes(mode):
+    with mode() as fake:
+        return fake.from_tensor(torch.ones(2)).device.type == "cpu" and torch.empty(10**15).sum().shape == ()
+
+
+def with_hooks():
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(print, always_call=True)
+    module.register_forward_pre_hook(print)
+    module.register_full_backward_hook(print)
+    module.register_full_backward_pre_hook(print)
+    return module
+
+
+def are_tables_of_hooks(names):
+    return all(len(getattr(with_hooks(), name)) == 1 and not getattr(nn.Linear(2, 2), name) for name in names)
+
+
+def has_global_hooks(has):
+    before = has()
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    try:
+        return (bool(before), bool(has())) == (False, True)
+    finally:
+        handle.remove()
+
+
+def calls(own):
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    module.register_forward_hook(lambda module, args, result: result + 1)
+    return torch.equal(own(module)(x), module(x)) and not torch.equal(own(module)(x), module.forward(x))
+
+
+def takes_the_place(name):
+    module = nn.Linear(2, 2)
+    vars(module)[name] = lambda x: "called"
+    return module(torch.ones(1, 2)) == "called"
+
+
+def is_wrapped(name):
+    module = nn.Linear(2, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dict(torch.compile(module).named_children())[name] is module
+
+
+def in_transform(is_active):
+    seen = [is_active()]
+    torch.func.vmap(lambda x: seen.append(is_active()) or x)(torch.ones(2))
+    return seen == [False, True]
+
+
+def profiled(is_profiled):
+    before = is_profiled()
+    with torch.profiler.profile(acc_events=True):
+        return (before, is_profiled()) == (False, True)
+
+
+def is_on(guard):
+    key, included = loaded()[0]["RECORDING"], torch._C._dispatch_tls_is_dispatch_key_included
+    before = included(key)
+    with guard():
+        return (before, included(key), included(key)) == (False, True, True)
+
+
+def is_off(guard):
+    key, excluded = loaded()[0]["RECORDING"], torch._C._dispatch_tls_is_dispatch_key_excluded
+    before = excluded(key)
+    with guard():
+        return (before, excluded(key)) == (False, True)
+
+
+def in_use(hooks):
+    def pack(tensor):
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        return hooks()[0] is pack
+
+
+def flattens(pytree):
+    leaves, tree = pytree.tree_flatten(([1, (2,)], {"a": 3}))
+    is_same = isinstance(tree, pytree.TreeSpec) and tree == pytree.tree_structure(([0, (0,)], {"a": 0}))
+    back = (
+        pytree.tree_unflatten(leaves, tree),
+        pytree.tree_map_only(int, lambda x: x, [1]),
+        pytree.tree_leaves([1, [2]]),
+    )
+    return is_same and leaves == [1, 2, 3] and back == (([1, (2,)], {"a": 3}), [1], [1, 2])
+
+
+def counts_holders(holders):
+    x = torch.ones(2)
+    before = holders(x)
+    view = x.view(2, 1)
+    return holders(x) == before + 1 and view is not None
+
+
+def counts_writes(version_of):
+    x = torch.ones(2)
+    before = version_of(x)
+    x.view(-1).add_(1)
+    return version_of(x) == before + 1
+
+
+X = torch.ones(2, 3)
+CHECKS = {
+    "pytree": flattens,
+    "version_of": counts_writes,
+    "base_of": lambda base_of: base_of(X[0]) is X and base_of(X) is None,
+    "is_view": lambda is_view: is_view(X[0]) and not is_view(X),
+    "id_of_storage": lambda of: (
+        of(X.untyped_storage()) == of(X[0].untyped_storage()) != of(X[0].clone().untyped_storage())
+    ),
+    "storage_id": lambda storage_id: storage_id(X) == storage_id(X[0]) != storage_id(X[0].clone()),
+    "tensor_holders": counts_holders,
+    "storage_holders": counts_holders,
+    "sparse_parts": lambda parts: [list(t.shape) for t in parts(X.to_sparse())] == [[2, 6], [6]],
+    "MAKE_SUBCLASS": makes_parameters,
+    "OpOverload": lambda kind: isinstance(aten.add.Tensor, kind) and not isinstance(aten.add, kind),
+    "OpOverloadPacket": lambda kind: isinstance(aten.add, kind),
+    "overload_name": lambda name: name(aten.add.Tensor) == "Tensor",
+    "decomposes": lambda decomposes: decomposes(aten.reshape.default) and not decomposes(aten.view.default),
+    "schema_of": lambda of: of(aten.add_.Tensor).is_mutable and not of(aten.add.Tensor).is_mutable and of(len) is None,
+    "TorchDispatchMode": dispatches,
+    "FakeTensorMode": fakes,
+    "RECORDING": lambda key: (
+        torch._C.DispatchKeySet(key).has(key) and torch._C._dispatch_key_name(key) == "DeferredInit"
+    ),
+    "AUTOCAST": lambda keys: len(keys) == 2 and all(torch._C.DispatchKeySet(key).has(key) for key in keys.values()),
+    "is_functorch_active": in_transform,
+    "recording": is_on,
+    "not_recording": is_off,
+    "has_kernel": lambda has: has("aten::linear", "AutocastCPU") and not has("aten::relu", "AutocastCPU"),
+    "saved_tensors_hooks_in_use": lambda hooks: hooks() is None and in_use(hooks),
+    "keeps_graph": keeps_graph,
+    "CHECKPOINTS": runs_checkpoints,
+    "is_profiled": profiled,
+    "Allocation": allocates,
+    "traverse_dfs": lambda traverse: any(event.name and event.start_time_ns for event in traverse(events())),
+    "MEMBERS": lambda names: all(isinstance(vars(nn.Module())[name], dict) for name in names),
+    "HOOKS": are_tables_of_hooks,
+    "parameters_of": lambda of: list(of(nn.Linear(2, 2))) == ["weight", "bias"],
+    "buffers_of": lambda of: "running_mean" in of(nn.BatchNorm1d(2)),
+    "submodules_of": lambda of: list(of(nn.Sequential(nn.ReLU()))) == ["0"],
+    "hooks_of": lambda of: list(map(len, of(with_hooks()))) == [1, 1, 1, 1],
+    "always_called_of": lambda of: of(with_hooks()) and not of(nn.Linear(2, 2)),
+    "has_global_hooks": has_global_hooks,
+    "own_call": calls,
+    "CALL": takes_the_place,
+    "COMPILED": is_wrapped,
+    "REPLICATE": lambda name: name in inspect.getsource(inspect.getmodule(nn.parallel.replicate)),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_torch_has_it(name):
+    tried(name)
+
+
+def test_each_name_says_what_it_is_for():
+    assert CHECKS.keys() == STATEMENTS.keys()
+    for name, (_, doc) in STATEMENTS.items():
+        assert doc and "Without" in doc, name
+
+
+@pytest.mark.parametrize(
+    "name, owner, attribute, what",
+    [
+        ("is_profiled", torch.autograd, "_profiler_enabled", "AttributeError.*_profiler_enabled"),
+        ("own_call", nn.Module, "_call_impl", "AttributeError.*_call_impl"),
+    ],
+)
+def test_a_name_that_is_gone_is_told(monkeypatch, name, owner, attribute, what):
+    monkeypatch.delattr(owner, attribute)
+    with pytest.raises(pytest.fail.Exception, match=f"(?s), {name}: .*Without.*{what}"):
+        tried(name)
+
+
+def test_a_name_that_does_something_else_is_told(monkeypatch):
+    monkeypatch.setattr(torch.autograd, "_profiler_enabled", lambda: False)
+    with pytest.raises(pytest.fail.Exception, match=r"ogc measures on a CPU .*it does something else"):
+        tried("is_profiled")
