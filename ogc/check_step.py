@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 
 from .check_inputs import Arguments, NotVaried
 from .check_report import Difference
-from .check_restore import Snapshot, generators_of, set_seed
+from .check_restore import Snapshot, set_seed
 from .compare import difference, distance, same_bits
+from .no_trace import generators_of
 from .program import tensor_leaves
 from .random_state import random_states
 

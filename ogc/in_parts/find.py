@@ -19,10 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import InputError, OgcError, ParseError, add_note
 from ..graph import Graph
+from ..no_trace import untouched
 from ..parser import carry_over
 from ..parser.arguments import call_arguments, copies
 from ..parser.attributes import attributes_of, changes
-from ..parser.observe import untouched
 from ..plainly import plainly
 from ..program import storage_of, tensor_leaves
 from ..structures import Call, InputSpec
@@ -87,7 +87,7 @@ def find_parts(
     plain, graphs = dict(plain), _Graphs(parse)
     while True:
         forward = _Forward(model, graphs, plain, closed)
-        with untouched(model):
+        with untouched(model, given=spec.constants):
             args, kwargs = spec.rebuild(copies(tensors))
             forward.run(args, kwargs)
         misfits = forward.misfits()

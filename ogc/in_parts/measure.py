@@ -16,8 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..allocator import Mark, marked_bytes
+from ..no_trace import untouched
 from ..parser.arguments import call_arguments, copies
-from ..parser.observe import untouched
 from ..parser.weigh_leaf import leaf_nodes
 from ..program import tensor_leaves
 from ..solver import PartCost
@@ -72,7 +72,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
                 handle.remove()
 
     try:
-        with untouched(model):
+        with untouched(model, given=spec.constants):
             _without_hooks(model)
             return marked_bytes(step, next(model.parameters()).device)
     finally:

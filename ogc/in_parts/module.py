@@ -24,7 +24,6 @@ from ..plainly import is_plain, plainly
 from ..plan import Plan
 from ..runtime.module import copied, instance_around, original_class, planned_forward
 from ..runtime.runner import Planner, Runner, log
-from ..runtime.watch import attributes_restored
 from ..structures import Call
 from .guard import Attributes
 
@@ -181,7 +180,7 @@ class Parts:
                 return self.twins.get(id(module))
             del self.late[id(module)]
             try:
-                with attributes_restored(module), plainly():
+                with plainly():
                     graph, plan, planner = self.planner(module, name, Call(args, kwargs))
                 twin = twin_of(module, [(graph, plan)], planner)
             except Exception as error:  # if the call is broken, it raises the same from the plain module

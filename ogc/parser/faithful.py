@@ -8,13 +8,14 @@ import torch
 
 from ..compare import same_bits
 from ..errors import ParseError
+from ..no_trace import repeatable, untouched
 from ..structures import InputSpec
 from .arguments import copies
 from .attributes import attributes_of, changes
 from .custom import CustomForward
 from .judge import judge
 from .leaves import Leaves
-from .observe import repeatable, state_of, untouched
+from .observe import state_of
 from .recorder import RecordAgain, forward_alone, record
 from .traced import OpaqueError, Traced, called_leaves
 

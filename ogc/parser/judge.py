@@ -16,10 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..compare import difference, fingerprint, same_bits
+from ..no_trace import untouched
 from ..program import OWN, attribute, storage_of, without_autocast
 from ..structures import InputSpec, OutputSpec
 from .arguments import copies
-from .observe import state_of, untouched
+from .observe import state_of
 from .reached import reached
 from .recorder import FlatForward, nothing_saved, seen_as_recorded
 from .traced import OpaqueError, Traced, called_leaves
@@ -117,6 +118,8 @@ class _Log(TorchDispatchMode):
             return ["(", *(entry for item in given for entry in self._described(item, is_known)), ")"]
         if isinstance(given, dict):
             return [entry for key in given for entry in (key, *self._described(given[key], is_known))]
+        if isinstance(given, torch.Generator):  # known by what it would draw, as each call gets another wrapper
+            return [(type(given), int(fingerprint(given.get_state())))]
         return [(type(given), repr(given))]
 
     def _tensor(self, tensor: torch.Tensor, is_known: bool) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from ..errors import ParseError
 from ..graph import Graph
 from ..leaf import Leaf
 from ..lean import lean_operator
+from ..no_trace import untouched
 from ..plainly import plainly
 from ..structures import InputSpec
 from .arguments import call_arguments, check_devices, check_model, copies, device_of, profile_kind
@@ -24,7 +25,7 @@ from .estimate import Estimator, Weights
 from .faithful import faithful_program
 from .leaves import LeafModules, Leaves
 from .measure import Measurer
-from .observe import Observation, Record, observe, state_of, untouched
+from .observe import Observation, Record, observe, state_of
 from .reached import names_of
 from .rebased import run_out_of_place
 from .recorder import READS, FlatForward, nothing_saved
@@ -101,13 +102,14 @@ def parse(
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
     weighing = _Weighing(model, profiler, leaves)
-    while True:
-        recorded = record_program(model, spec, tensors, make, leaves)
-        try:
-            traced, observation = settle(model, recorded, tensors, target, weighing, stretches, slices)
-            break
-        except OpaqueError as problem:
-            leaves.cover(problem)
+    with untouched(given=spec.constants):
+        while True:
+            recorded = record_program(model, spec, tensors, make, leaves)
+            try:
+                traced, observation = settle(model, recorded, tensors, target, weighing, stretches, slices)
+                break
+            except OpaqueError as problem:
+                leaves.cover(problem)
     leaves.report()
     found = find_stretches(observation.records, weighing.samplewise)
     graph = graph_of(spec, traced, observation, weighing.weights, str(target), kind)

@@ -11,11 +11,12 @@ from ..compare import same_bits
 from ..errors import ReplayError
 from ..graph import SMALL_INTERNALS
 from ..leaf import Leaf
+from ..no_trace import generators_of, untouched
 from ..program import storage_of, tensor_leaves
 from ..random_state import cuda_devices, random_states, set_random_states
 from .attributes import attributes_of, changes
 from .leaves import hooked_modules
-from .observe import Record, untouched
+from .observe import Record
 from .recorder import python_random_state, saved_until_done
 from .traced import OpaqueError
 
@@ -73,6 +74,7 @@ def _difference(
 ) -> str | None:
     devices = cuda_devices()
     states, python_state = random_states(devices), python_random_state()
+    own = [] if module is None else [(generator, generator.get_state()) for generator in generators_of([module])]
     before = {} if module is None else attributes_of(module)
     first = _call(leaf, module, given)
     after = {} if module is None else attributes_of(module)
@@ -80,6 +82,8 @@ def _difference(
         return f"changes its attribute {changed}"
     if python_random_state() != python_state:
         return "draws random numbers of Python or numpy"
+    if not all(torch.equal(generator.get_state(), state) for generator, state in own):
+        return "draws from a torch.Generator of its own"
     set_random_states(states, devices)
     again = _call(leaf, module, given)
     if not all(len(a) == len(b) and all(map(same_bits, a, b)) for a, b in zip(first, again, strict=True)):

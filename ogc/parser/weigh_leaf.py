@@ -11,10 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..allocator import allocated_bytes, can_measure
 from ..leaf import Leaf
+from ..no_trace import untouched
 from ..program import has_history, tensor_leaves
 from .estimate import Estimator, Weights, input_gradients, metered
 from .measure import Measurer
-from .observe import Record, untouched
+from .observe import Record
 
 
 def weigh_leaf(

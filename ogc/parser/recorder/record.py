@@ -9,9 +9,9 @@ import torch
 
 from ...errors import OgcError, ParseError
 from ...leaf import Leaf
+from ...no_trace import writing
 from ...program import OWN, call_beside
 from ...structures import InputSpec
-from ..observe import writing
 from ..traced import OpaqueError, Traced
 from .dispatch import dispatched_to
 from .forward import FlatForward, nothing_saved
