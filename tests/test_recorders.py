@@ -8,8 +8,8 @@ from helpers import assert_same_training, tensors_of
 from torch import nn
 
 import ogc
+from ogc.no_trace import untouched
 from ogc.parser import hooked_modules
-from ogc.parser.weigh.observe import untouched
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.integrations

@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import InputError, OgcError, ParseError, add_note
 from ..graph import Graph
+from ..no_trace import untouched
 from ..parser import carry_over
 from ..parser.arguments import call_arguments, copies
-from ..parser.weigh.observe import untouched
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec
 from ..torch_state.attributes import attributes_of, changes
@@ -87,7 +87,7 @@ def find_parts(
     plain, graphs = dict(plain), _Graphs(parse)
     while True:
         forward = _Forward(model, graphs, plain, closed)
-        with untouched(model):
+        with untouched(model, given=spec.constants):
             args, kwargs = spec.rebuild(copies(tensors))
             forward.run(args, kwargs)
         misfits = forward.misfits()

@@ -25,7 +25,6 @@ from ..program.structures import Call
 from ..runtime.module import copied, instance_around, original_class, planned_forward
 from ..runtime.runner import Planner, Runner, log
 from ..torch_state.plainly import is_plain, plainly
-from ..torch_state.watch import attributes_restored
 from .guard import Attributes
 
 CALL = "_compiled_call_impl"
@@ -181,7 +180,7 @@ class Parts:
                 return self.twins.get(id(module))
             del self.late[id(module)]
             try:
-                with attributes_restored(module), plainly():
+                with plainly():
                     graph, plan, planner = self.planner(module, name, Call(args, kwargs))
                 twin = twin_of(module, [(graph, plan)], planner)
             except Exception as error:  # if the call is broken, it raises the same from the plain module

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ParseError
+from ..no_trace import repeatable, untouched
 from ..program.structures import InputSpec
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
@@ -16,7 +17,7 @@ from .judge import judge
 from .leaves import Leaves
 from .recorder import RecordAgain, forward_alone, record
 from .traced import OpaqueError, Traced, called_leaves
-from .weigh.observe import repeatable, state_of, untouched
+from .weigh.observe import state_of
 
 
 def faithful_program(

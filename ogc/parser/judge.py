@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..no_trace import untouched
 from ..program.program import OWN, attribute, storage_of, without_autocast
 from ..program.structures import InputSpec, OutputSpec
 from ..torch_state.compare import difference, fingerprint, same_bits
@@ -22,7 +23,7 @@ from .arguments import copies
 from .passes.reached import reached
 from .recorder import FlatForward, nothing_saved, seen_as_recorded
 from .traced import OpaqueError, Traced, called_leaves
-from .weigh.observe import state_of, untouched
+from .weigh.observe import state_of
 
 Forward = Callable[..., Any]
 
@@ -117,6 +118,8 @@ class _Log(TorchDispatchMode):
             return ["(", *(entry for item in given for entry in self._described(item, is_known)), ")"]
         if isinstance(given, dict):
             return [entry for key in given for entry in (key, *self._described(given[key], is_known))]
+        if isinstance(given, torch.Generator):  # known by what it would draw, as each call gets another wrapper
+            return [(type(given), int(fingerprint(given.get_state())))]
         return [(type(given), repr(given))]
 
     def _tensor(self, tensor: torch.Tensor, is_known: bool) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import torch
 
 from ..errors import ParseError
 from ..graph import Graph
+from ..no_trace import untouched
 from ..operators.lean import lean_operator
 from ..program.leaf import Leaf
 from ..program.structures import InputSpec
@@ -33,7 +34,7 @@ from .traced import OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator, Weights
 from .weigh.leaf import weigh_leaf
 from .weigh.measure import Measurer
-from .weigh.observe import Observation, Record, observe, state_of, untouched
+from .weigh.observe import Observation, Record, observe, state_of
 
 log = logging.getLogger(__name__)
 
@@ -101,13 +102,14 @@ def parse(
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
     weighing = _Weighing(model, profiler, leaves)
-    while True:
-        recorded = record_program(model, spec, tensors, make, leaves)
-        try:
-            traced, observation = settle(model, recorded, tensors, target, weighing, stretches, slices)
-            break
-        except OpaqueError as problem:
-            leaves.cover(problem)
+    with untouched(given=spec.constants):
+        while True:
+            recorded = record_program(model, spec, tensors, make, leaves)
+            try:
+                traced, observation = settle(model, recorded, tensors, target, weighing, stretches, slices)
+                break
+            except OpaqueError as problem:
+                leaves.cover(problem)
     leaves.report()
     found = find_stretches(observation.records, weighing.samplewise)
     graph = graph_of(spec, traced, observation, weighing.weights, str(target), kind)

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import ReplayError
 from ..graph import SMALL_INTERNALS
+from ..no_trace import generators_of, untouched
 from ..program.leaf import Leaf
 from ..program.program import storage_of, tensor_leaves
 from ..torch_state.allocator import allocated_bytes, can_measure
@@ -17,7 +18,7 @@ from ..torch_state.random_state import cuda_devices, random_states, set_random_s
 from .leaves import hooked_modules
 from .recorder import python_random_state, saved_until_done
 from .traced import OpaqueError
-from .weigh.observe import Record, untouched
+from .weigh.observe import Record
 
 FEW = 1024
 """Bytes that do not count: autograd holds numbers that were multiplied by, and tells nobody."""
@@ -73,6 +74,7 @@ def _difference(
 ) -> str | None:
     devices = cuda_devices()
     states, python_state = random_states(devices), python_random_state()
+    own = [] if module is None else [(generator, generator.get_state()) for generator in generators_of([module])]
     before = {} if module is None else attributes_of(module)
     first = _call(leaf, module, given)
     after = {} if module is None else attributes_of(module)
@@ -80,6 +82,8 @@ def _difference(
         return f"changes its attribute {changed}"
     if python_random_state() != python_state:
         return "draws random numbers of Python or numpy"
+    if not all(torch.equal(generator.get_state(), state) for generator, state in own):
+        return "draws from a torch.Generator of its own"
     set_random_states(states, devices)
     again = _call(leaf, module, given)
     if not all(len(a) == len(b) and all(map(same_bits, a, b)) for a, b in zip(first, again, strict=True)):

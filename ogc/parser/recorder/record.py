@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ...errors import OgcError, ParseError
+from ...no_trace import writing
 from ...program.leaf import Leaf
 from ...program.program import OWN, call_beside
 from ...program.structures import InputSpec
 from ..traced import OpaqueError, Traced
-from ..weigh.observe import writing
 from .dispatch import dispatched_to
 from .forward import FlatForward, nothing_saved
 from .guards import guards_of

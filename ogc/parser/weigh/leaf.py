@@ -9,12 +9,13 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...no_trace import untouched
 from ...program.leaf import Leaf
 from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
 from .estimate import Estimator, Weights, input_gradients, metered
 from .measure import Measurer
-from .observe import Record, untouched
+from .observe import Record
 
 
 def weigh_leaf(
