@@ -9,7 +9,7 @@ from torch import nn
 
 import ogc
 from ogc.parser import hooked_modules
-from ogc.parser.weigh.observe import untouched
+from ogc.torch_state.no_trace import untouched
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.integrations

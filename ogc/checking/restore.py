@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import chain
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-from ..parser.weigh.observe import untouched
 from ..torch_state.compare import identical
-from ..torch_state.private import pytree
+from ..torch_state.no_trace import untouched
 from ..torch_state.random_state import cuda_devices
 from .inputs import Arguments
 
@@ -24,9 +22,8 @@ class Snapshot:
         self.models = models
         self.parameters = _copies(parameter for model in models for parameter in model.parameters())
         self.buffers = _copies(buffer for model in models for buffer in model.buffers())
-        self.gradients = [(parameter, parameter.grad) for parameter, _ in self.parameters.values()]
-        found = (gradient for _, gradient in self.gradients if gradient is not None)
-        self.contents = _copies(gradient for gradient in found if gradient.layout == torch.strided)
+        gradients = (parameter.grad for parameter, _ in self.parameters.values())
+        self.gradients = _copies(g for g in gradients if g is not None and g.layout == torch.strided)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy that was made, where the tensor is as it was; else a new one."""
@@ -38,40 +35,25 @@ class Snapshot:
     @contextmanager
     def restored(self, call: Arguments) -> Iterator[None]:
         """Whatever runs inside, the models and all random states, also those in ``call``, are afterwards as before."""
-        states = [(generator, generator.get_state()) for generator in generators_of(self.models, call)]
-        with ExitStack() as stack:
-            for model in self.models:
-                stack.enter_context(untouched(model))
+        with untouched(*self.models, given=call):
             try:
                 yield
             finally:
-                for generator, state in states:
-                    generator.set_state(state)
                 self._put_back()
 
     @torch.no_grad()
     def _put_back(self) -> None:
-        for parameter, gradient in self.gradients:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
         for parameter, copy in self.parameters.values():
             if not identical(parameter, copy):
                 parameter.copy_(copy)  # seen by version counters, as what moved it was
-        for tensor, copy in chain(self.buffers.values(), self.contents.values()):
-            if not identical(tensor, copy):
-                tensor.data.copy_(copy)
+        for gradient, copy in self.gradients.values():
+            if not identical(gradient, copy):
+                gradient.data.copy_(copy)
 
 
 def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Each tensor with a copy of it, by its id."""
     return {key: (tensor, tensor.detach().clone()) for key, tensor in {id(t): t for t in tensors}.items()}
-
-
-def generators_of(models: Sequence[torch.nn.Module], call: Arguments) -> list[torch.Generator]:
-    """Random generators that models have as attributes, or are given."""
-    held = chain.from_iterable(vars(module).values() for model in models for module in model.modules())
-    found = (thing for thing in chain(held, pytree.tree_leaves(call)) if isinstance(thing, torch.Generator))
-    return list({id(generator): generator for generator in found}.values())
 
 
 def set_seed(seed: int, generators: Iterable[torch.Generator]) -> None:

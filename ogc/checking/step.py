@@ -9,11 +9,12 @@ import torch
 
 from ..program.program import tensor_leaves
 from ..torch_state.compare import difference, distance, same_bits
+from ..torch_state.no_trace import generators_of
 from ..torch_state.private import pytree
 from ..torch_state.random_state import random_states
 from .inputs import Arguments, NotVaried
 from .report import Difference
-from .restore import Snapshot, generators_of, set_seed
+from .restore import Snapshot, set_seed
 
 Results = list[tuple[str, Any]]
 

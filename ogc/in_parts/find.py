@@ -21,10 +21,10 @@ from ..errors import InputError, OgcError, ParseError, add_note
 from ..graph import Graph
 from ..parser import carry_over
 from ..parser.arguments import call_arguments, copies
-from ..parser.weigh.observe import untouched
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec
 from ..torch_state.attributes import attributes_of, changes
+from ..torch_state.no_trace import untouched
 from ..torch_state.plainly import plainly
 from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, version_of
 from .guard import without_unwatched
@@ -88,7 +88,7 @@ def find_parts(
     plain, graphs = dict(plain), _Graphs(parse)
     while True:
         forward = _Forward(model, graphs, plain, closed)
-        with untouched(model):
+        with untouched(model, given=spec.constants):
             args, kwargs = spec.rebuild(copies(tensors))
             forward.run(args, kwargs)
         misfits = forward.misfits()

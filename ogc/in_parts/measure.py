@@ -16,11 +16,11 @@ import torch
 
 from ..parser.arguments import call_arguments, copies
 from ..parser.weigh.leaf import leaf_nodes
-from ..parser.weigh.observe import untouched
 from ..plan import PartCost
 from ..program.program import tensor_leaves
 from ..program.structures import InputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
+from ..torch_state.no_trace import untouched
 from ..torch_state.private import parameters_of, pytree
 from .combine import Stop
 from .module import Parts, Twin
@@ -72,7 +72,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
                 handle.remove()
 
     try:
-        with untouched(model):
+        with untouched(model, given=spec.constants):
             _without_hooks(model)
             return marked_bytes(step, next(model.parameters()).device)
     finally:

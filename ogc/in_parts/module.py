@@ -25,7 +25,6 @@ from ..runtime.module import copied, instance_around, original_class, planned_fo
 from ..runtime.runner import Planner, Runner, log
 from ..torch_state.plainly import is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
-from ..torch_state.watch import attributes_restored
 from .guard import Attributes
 
 
@@ -171,7 +170,7 @@ class Parts:
                 return self.twins.get(id(module))
             del self.late[id(module)]
             try:
-                with attributes_restored(module), plainly():
+                with plainly():
                     graph, plan, planner = self.planner(module, name, Call(args, kwargs))
                 twin = twin_of(module, [(graph, plan)], planner)
             except Exception as error:  # if the call is broken, it raises the same from the plain module

@@ -17,6 +17,7 @@ from ..operators.sliced import Sliced
 from ..program.leaf import Leaf
 from ..program.program import Program
 from ..program.structures import InputSpec
+from ..torch_state.no_trace import untouched
 from ..torch_state.plainly import plainly
 from .arguments import call_arguments, check_devices
 from .assemble import memory_of, program_of, values_of, versions_of
@@ -42,8 +43,9 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any) -> Graph
     spec, tensors = InputSpec.of(*call_arguments(sample_input))
     home = check_devices(model, tensors)
     modules = sorted(called_leaves(program.graph))
-    recorded = record_program(model, spec, tensors, program.parse_graph, Leaves(model, modules))
-    traced, observation = settle(model, recorded, tensors, home, _Repeating(program))
+    with untouched(given=spec.constants):
+        recorded = record_program(model, spec, tensors, program.parse_graph, Leaves(model, modules))
+        traced, observation = settle(model, recorded, tensors, home, _Repeating(program))
     _check_same_program(program.graph, traced.graph)
     taken = versions_of(traced.graph, observation)
     again = replace(program_of(spec, traced, observation, taken), parse_graph=program.parse_graph)

@@ -10,6 +10,7 @@ from ..errors import ParseError
 from ..program.structures import InputSpec
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
+from ..torch_state.no_trace import repeatable, untouched
 from .arguments import copies
 from .custom import CustomForward
 from .forward.flat import forward_alone
@@ -17,7 +18,7 @@ from .judge import judge
 from .leaves import Leaves
 from .recorder import record
 from .traced import FrontEnd, OpaqueError, RecordAgain, Traced, called_leaves
-from .weigh.observe import repeatable, state_of, untouched
+from .weigh.observe import state_of
 
 front_end: FrontEnd = record
 """The one in use."""

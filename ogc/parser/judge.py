@@ -17,13 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..program.program import OWN, attribute, storage_of, without_autocast
 from ..program.structures import InputSpec, OutputSpec
 from ..torch_state.compare import difference, fingerprint, same_bits
+from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode, id_of_storage
 from .arguments import copies
 from .forward.flat import FlatForward, nothing_saved
 from .forward.patches import seen_as_recorded
 from .passes.reached import reached
 from .traced import ON_CONSTANTS, OpaqueError, Traced, called_leaves
-from .weigh.observe import state_of, untouched
+from .weigh.observe import state_of
 
 Forward = Callable[..., Any]
 
@@ -118,6 +119,8 @@ class _Log(TorchDispatchMode):
             return ["(", *(entry for item in given for entry in self._described(item, is_known)), ")"]
         if isinstance(given, dict):
             return [entry for key in given for entry in (key, *self._described(given[key], is_known))]
+        if isinstance(given, torch.Generator):  # known by what it would draw, as each call gets another wrapper
+            return [(type(given), int(fingerprint(given.get_state())))]
         return [(type(given), repr(given))]
 
     def _tensor(self, tensor: torch.Tensor, is_known: bool) -> tuple[Any, ...]:

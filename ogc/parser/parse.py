@@ -17,6 +17,7 @@ from ..program.leaf import Leaf
 from ..program.structures import InputSpec
 from ..torch_state.collecting import collecting_new_only
 from ..torch_state.compare import difference, same_bits
+from ..torch_state.no_trace import untouched
 from ..torch_state.plainly import plainly
 from .arguments import call_arguments, check_devices, check_model, copies, device_of, profile_kind
 from .assemble import graph_of
@@ -34,7 +35,7 @@ from .traced import READS, OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator
 from .weigh.leaf import weigh_leaf
 from .weigh.measure import Measurer
-from .weigh.observe import Observation, Record, observe, state_of, untouched
+from .weigh.observe import Observation, Record, observe, state_of
 
 log = logging.getLogger(__name__)
 
@@ -102,13 +103,14 @@ def parse(
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
     weighing = _Weighing(model, profiler, leaves)
-    while True:
-        recorded = record_program(model, spec, tensors, make, leaves)
-        try:
-            traced, observation = settle(model, recorded, tensors, target, weighing, stretches, slices)
-            break
-        except OpaqueError as problem:
-            leaves.cover(problem)
+    with untouched(given=spec.constants):
+        while True:
+            recorded = record_program(model, spec, tensors, make, leaves)
+            try:
+                traced, observation = settle(model, recorded, tensors, target, weighing, stretches, slices)
+                break
+            except OpaqueError as problem:
+                leaves.cover(problem)
     leaves.report()
     found = find_stretches(observation.records, weighing.samplewise)
     graph = graph_of(spec, traced, observation, weighing.weights, str(target), kind)

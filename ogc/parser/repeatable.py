@@ -13,12 +13,13 @@ from ..program.program import storage_of, tensor_leaves
 from ..torch_state.allocator import allocated_bytes, can_measure
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
+from ..torch_state.no_trace import generators_of, untouched
 from ..torch_state.private import id_of_storage
 from ..torch_state.random_state import cuda_devices, python_random_state, random_states, set_random_states
 from .forward.flat import saved_until_done
 from .leaves import hooked_modules
 from .traced import OpaqueError
-from .weigh.observe import Record, untouched
+from .weigh.observe import Record
 
 FEW = 1024
 """Bytes that do not count: autograd holds numbers that were multiplied by, and tells nobody."""
@@ -74,6 +75,7 @@ def _difference(
 ) -> str | None:
     devices = cuda_devices()
     states, python_state = random_states(devices), python_random_state()
+    own = [] if module is None else [(generator, generator.get_state()) for generator in generators_of([module])]
     before = {} if module is None else attributes_of(module)
     first = _call(leaf, module, given)
     after = {} if module is None else attributes_of(module)
@@ -81,6 +83,8 @@ def _difference(
         return f"changes its attribute {changed}"
     if python_random_state() != python_state:
         return "draws random numbers of Python or numpy"
+    if not all(torch.equal(generator.get_state(), state) for generator, state in own):
+        return "draws from a torch.Generator of its own"
     set_random_states(states, devices)
     again = _call(leaf, module, given)
     if not all(len(a) == len(b) and all(map(same_bits, a, b)) for a, b in zip(first, again, strict=True)):

@@ -18,7 +18,7 @@ from ..program.leaf import Leaf
 from ..program.program import without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.plainly import is_plain
-from ..torch_state.watch import State, Watched, attributes_restored
+from ..torch_state.watch import State, Watched
 from .frame import Step
 from .generate import Generated, generate
 
@@ -139,8 +139,7 @@ class Runner:
         why, start = self._difference(model, call, state, inputs), time.perf_counter()
         self.is_planning = True  # calls of the model from here on are the planner's
         try:
-            with attributes_restored(model):
-                variant = self._carry_over(model, call, state, inputs) or self._plan(model, call, state, inputs)
+            variant = self._carry_over(model, call, state, inputs) or self._plan(model, call, state, inputs)
         except Exception as error:  # a broken call raises the same from the plain model
             self._tell(f"ogc runs the plain model for calls where {why}: {_first_line(error)}")
             return Variant(state, inputs)

@@ -7,16 +7,7 @@ from typing import Any
 
 import torch
 
-LARGE, DEEP = 1000, 4
-"""Of containers with more items the length is compared, of those nested deeper only whether they are the same ones."""
-
-TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstance(value, dict))
-"""What torch.nn.Module keeps parameters, buffers, submodules and hooks in."""
-
-
-def attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own."""
-    return {key: value for key, value in vars(module).items() if key not in TABLES}
+from .no_trace import DEEP, LARGE, attributes, items, length
 
 
 def attributes_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
@@ -25,31 +16,6 @@ def attributes_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
         name: {key: _content(value) for key, value in attributes(module).items()}
         for name, module in model.named_modules()
     }
-
-
-def containers(value: Any, depth: int = 0) -> Iterator[Any]:
-    """The lists, dicts and sets that a value is or holds."""
-    if not isinstance(value, (list, tuple, dict, set)) or depth == DEEP:
-        return
-    if type(value) in (list, dict, set):
-        yield value
-    if _length(value) <= LARGE:
-        for item in _items(value):
-            yield from containers(item, depth + 1)
-
-
-def _length(value: Any) -> int:
-    """How many items a container has, whatever its class makes of ``len``."""
-    return next(kind.__len__(value) for kind in _KINDS if isinstance(value, kind))
-
-
-def _items(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        return iter(dict.values(value))
-    return next(kind.__iter__(value) for kind in _KINDS if isinstance(value, kind))
-
-
-_KINDS: tuple[Any, ...] = (list, tuple, dict, set)
 
 
 def changes(
@@ -87,9 +53,9 @@ def _content(value: Any, depth: int = 0) -> Any:
         return type(value), repr(value)  # a NaN is the same as before
     if not isinstance(value, (list, tuple, dict, set)) or depth == DEEP:
         return _Itself(value)
-    if _length(value) > LARGE:
-        return type(value), _length(value)
+    if length(value) > LARGE:
+        return type(value), length(value)
     if isinstance(value, set):
         return type(value), frozenset(value)
-    items = dict.items(value) if isinstance(value, dict) else enumerate(_items(value))
-    return type(value), [(key, _content(item, depth + 1)) for key, item in items]
+    pairs = dict.items(value) if isinstance(value, dict) else enumerate(items(value))
+    return type(value), [(key, _content(item, depth + 1)) for key, item in pairs]

@@ -9,9 +9,7 @@ wrappers of compiled ones are asked each time.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -106,18 +104,3 @@ def _describe_scripted(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, ..
 def _children(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Everything below ``model``, with the places where it stands: a module may have several."""
     return [child for module in model.modules() for child in submodules_of(module).values() if child is not None]
-
-
-@contextmanager
-def attributes_restored(model: torch.nn.Module) -> Iterator[None]:
-    """Attributes that forwards inside assign to modules, and Python's random state, are afterwards as before."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-        for attributes, copy in before:
-            for name in attributes.keys() - copy.keys():
-                del attributes[name]
-            attributes.update(copy)

@@ -11,10 +11,10 @@ from ...errors import OgcError, ParseError
 from ...program.leaf import Leaf
 from ...program.program import OWN, call_beside
 from ...program.structures import InputSpec
+from ...torch_state.no_trace import writing
 from ..forward.flat import FlatForward, nothing_saved
 from ..forward.location import scopes_in_use
 from ..traced import OpaqueError, RecordAgain, Traced
-from ..weigh.observe import writing
 from .dispatch import dispatched_to
 from .guards import guards_of
 from .python import python_watched

@@ -13,11 +13,12 @@ from ...operators.weights import Weights
 from ...program.leaf import Leaf
 from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
+from ...torch_state.no_trace import untouched
 from ...torch_state.private import storage_id
 from .estimate import Estimator, input_gradients
 from .measure import Measurer
 from .meter import metered
-from .observe import Record, untouched
+from .observe import Record
 
 
 def weigh_leaf(

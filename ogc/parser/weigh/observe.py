@@ -9,14 +9,10 @@ nothing is kept for a backward, so that memory is that of inference.
 from __future__ import annotations
 
 import operator
-import random
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import numpy
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -33,9 +29,8 @@ from ...program.program import (
     tensor_leaves,
     without_autocast,
 )
-from ...torch_state.attributes import TABLES, attributes, containers
-from ...torch_state.private import MEMBERS, base_of, buffers_of, id_of_storage, storage_id, version_of
-from ...torch_state.random_state import State, cuda_devices, random_states, same_states, set_random_states
+from ...torch_state.private import base_of, id_of_storage, storage_id, version_of
+from ...torch_state.random_state import State, random_states, same_states
 from ..passes.reached import reached
 from ..traced import Traced
 from .gradients import Rebase
@@ -374,80 +369,3 @@ def _add(numbers: list[int], number: int) -> None:
 def state_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """What a forward may change: buffers and the random state."""
     return [*(b.clone() for b in model.buffers()), torch.get_rng_state()]
-
-
-@contextmanager
-def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers, attributes, members and all random states are afterwards as before."""
-    plain = [(module, attributes(module)) for module in model.modules()]
-    held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
-    tables = [table for module in model.modules() for table in _members(module)]
-    members = {number: dict(table) for number, table in enumerate(tables) if table}
-    with repeatable(model):  # buffers are put back last, when the modules that have them are there again
-        try:
-            yield
-        finally:
-            for number, table in enumerate(tables):
-                if table or number in members:
-                    _put_back(table, members.get(number, _NOTHING))
-            for module, found in plain:
-                for key in attributes(module).keys() - found.keys():
-                    del vars(module)[key]
-                vars(module).update(found)
-            for value, content in held:
-                _put_back(value, content)
-
-
-writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models whose forward was seen to write their own parameters: copies are made of these, too."""
-
-
-@contextmanager
-def repeatable(model: torch.nn.Module) -> Iterator[None]:
-    """Whatever runs inside, the model's buffers and all random states are afterwards as before."""
-    parameters = [(p, p.data, p.detach().clone()) for p in model.parameters()] if model in writing else []
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in buffers_of(module).items()
-        if buffer is not None
-    ]
-    devices = cuda_devices()
-    states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
-    torch.clear_autocast_cache()  # or weights that were cast before are constants of a program
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        for parameter, data, copy in parameters:
-            data.copy_(copy)
-            parameter.data = data
-        set_random_states(states, devices)
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
-        for module, name, buffer, copy in buffers:
-            if buffers_of(module).get(name) is not buffer:
-                buffers_of(module)[name] = buffer
-            if not torch.equal(buffer, copy):
-                buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
-
-
-def _put_back(held: Any, content: Any) -> None:
-    """Let a list, dict or set hold what it held before."""
-    if isinstance(held, list):
-        same = len(held) == len(content) and all(map(operator.is_, held, content))
-    else:
-        same = held.keys() == content.keys() if isinstance(held, dict) else held == content
-        same = same and (isinstance(held, set) or all(held[key] is item for key, item in content.items()))
-    if not same:
-        held.clear()
-        (held.extend if isinstance(held, list) else held.update)(content)
-
-
-def _members(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The tables of parameters, submodules and hooks; scripted modules have none."""
-    found = vars(module)
-    return [table for name in TABLES if name != MEMBERS[1] and isinstance(table := found.get(name), dict)]
-
-
-_NOTHING: dict[str, Any] = {}

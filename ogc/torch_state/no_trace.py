@@ -1,0 +1,185 @@
+"""Runs what may change a model, its gradients or the state that PyTorch is in, and leaves no trace of it."""
+
+from __future__ import annotations
+
+import operator
+import random
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy
+import torch
+
+from .compare import identical
+from .private import MEMBERS, buffers_of, pytree
+from .random_state import cuda_devices, random_states, set_random_states
+
+LARGE, DEEP = 1000, 4
+"""Containers with more items, and those that are nested deeper, are not looked into."""
+
+TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstance(value, dict))
+"""What torch.nn.Module keeps parameters, buffers, submodules and hooks in."""
+
+writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models whose forward was seen to write their own parameters: copies are made of these, too."""
+
+
+@contextmanager
+def untouched(*models: torch.nn.Module, given: Any = ()) -> Iterator[None]:
+    """Whatever runs inside, and however it ends, all this is afterwards as before:
+
+    * which parameters, buffers, submodules and hooks the modules have, and their plain attributes: flags, values, and
+      what lists, dicts and sets among these hold;
+    * all that :func:`repeatable` puts back.
+
+    Not put back are what other objects hold, and what parameters and their gradients hold, but for parameters of models
+    in ``writing``: that would take a copy. Inference mode is left alone.
+
+    Args:
+        models: the models; they may share modules.
+        given: arguments of their forward, to look for random generators in.
+    """
+    modules = _modules(models)
+    plain = [(module, attributes(module)) for module in modules]
+    held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
+    tables = [(table, dict(table)) for module in modules for table in _tables(module)]
+    with repeatable(*models, given=given):  # what buffers hold is put back last, when all modules have theirs again
+        try:
+            yield
+        finally:
+            for table, content in tables:
+                if table or content:
+                    _put_back(table, content)
+            for module, found in plain:
+                for key in attributes(module).keys() - found.keys():
+                    del vars(module)[key]
+                vars(module).update(found)
+            for value, content in held:
+                _put_back(value, content)
+
+
+@contextmanager
+def repeatable(*models: torch.nn.Module, given: Any = ()) -> Iterator[None]:
+    """Whatever runs inside, and however it ends, all this is afterwards as before:
+
+    * which buffers the modules have, and what these hold, bit by bit, unseen by version counters;
+    * which tensors are the gradients of the parameters;
+    * the random states of Python, of numpy, of torch on the CPU and all GPUs in use, and of each ``torch.Generator``
+      that is an attribute of a module or among ``given``;
+    * autocast: for which devices it is on, its types, whether it caches; cached casts are let go of first and last;
+    * whether gradients are computed.
+
+    The arguments are those of :func:`untouched`, which says what is not put back.
+    """
+    modules = _modules(models)
+    written = [(p, p.data, p.detach().clone()) for m in models if m in writing for p in m.parameters()]
+    gradients = [(p, p.grad) for model in models for p in model.parameters() if p.is_leaf]
+    tables = [(buffers_of(module), dict(buffers_of(module).items())) for module in modules]
+    buffers = {id(b): b for _, content in tables for b in content.values() if b is not None}
+    copies = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+    generators = [(generator, generator.get_state()) for generator in generators_of(models, given)]
+    devices, settings = cuda_devices(), _settings()
+    states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
+    torch.clear_autocast_cache()  # or weights that were cast before are constants of a program
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for setting, values in settings:
+            setting(*values)
+        for parameter, data, copy in written:
+            data.copy_(copy)
+            parameter.data = data
+        for parameter, gradient in gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+        set_random_states(states, devices)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        for generator, state in generators:
+            generator.set_state(state)
+        for table, content in tables:
+            _put_back(table, content)
+        for buffer, copy in copies:
+            if buffer.layout is not torch.strided or not (torch.equal(buffer, copy) and identical(buffer, copy)):
+                buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
+
+
+def _settings() -> list[tuple[Any, tuple[Any, ...]]]:
+    """What PyTorch is set to on this thread: how each setting is made, with its values."""
+    kinds = ("cpu", "cuda")
+    return [
+        (torch.set_grad_enabled, (torch.is_grad_enabled(),)),
+        (torch.set_autocast_cache_enabled, (torch.is_autocast_cache_enabled(),)),
+        *((torch.set_autocast_enabled, (kind, torch.is_autocast_enabled(kind))) for kind in kinds),
+        *((torch.set_autocast_dtype, (kind, torch.get_autocast_dtype(kind))) for kind in kinds),
+    ]
+
+
+def _put_back(held: Any, content: Any) -> None:
+    """Let a list, dict or set hold what it held before."""
+    if isinstance(held, list):
+        same = len(held) == len(content) and all(map(operator.is_, held, content))
+    elif isinstance(held, set):
+        same = held == content
+    else:
+        same = list(held.keys()) == list(content) and all(held[key] is item for key, item in content.items())
+    if same:
+        return
+    if isinstance(held, (list, dict, set)):
+        held.clear()
+        (held.extend if isinstance(held, list) else held.update)(content)
+    else:  # the buffers of a scripted module, whose names are fixed
+        for key, item in content.items():
+            held[key] = item
+
+
+def _modules(models: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    return list({id(module): module for model in models for module in model.modules()}.values())
+
+
+def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Those of parameters, submodules and hooks; scripted modules have fewer."""
+    found = vars(module)
+    return [table for name in TABLES if name != MEMBERS[1] and isinstance(table := found.get(name), dict)]
+
+
+def generators_of(models: Iterable[torch.nn.Module], given: Any = ()) -> list[torch.Generator]:
+    """Random generators that modules have as attributes, or that are given."""
+    held = chain.from_iterable(vars(module).values() for model in models for module in model.modules())
+    found = (thing for thing in chain(held, pytree.tree_leaves(given)) if isinstance(thing, torch.Generator))
+    return list({id(generator): generator for generator in found}.values())
+
+
+def attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own."""
+    return {key: value for key, value in vars(module).items() if key not in TABLES}
+
+
+def containers(value: Any, depth: int = 0) -> Iterator[Any]:
+    """The lists, dicts and sets that a value is or holds."""
+    if not isinstance(value, (list, tuple, dict, set)) or depth == DEEP:
+        return
+    if type(value) in (list, dict, set):
+        yield value
+    if length(value) <= LARGE:
+        for item in items(value):
+            yield from containers(item, depth + 1)
+
+
+def length(value: Any) -> int:
+    """How many items a container has, whatever its class makes of ``len``."""
+    return next(kind.__len__(value) for kind in _KINDS if isinstance(value, kind))
+
+
+def items(value: Any) -> Iterator[Any]:
+    """What a container holds, whatever its class makes of it."""
+    if isinstance(value, dict):
+        return iter(dict.values(value))
+    return next(kind.__iter__(value) for kind in _KINDS if isinstance(value, kind))
+
+
+_KINDS: tuple[Any, ...] = (list, tuple, dict, set)
