@@ -71,7 +71,7 @@ FULL = (
         "cpu_published_1.json",
     ),
     Run("zoo_transformers", f"{ZOO} transformers", "zoo/transformers.json"),
-    Run("sliced", f"{PUBLISHED} vgg16 --batch-slices 8", "cpu_sliced.json"),
+    Run("sliced", f"{PUBLISHED} vgg11 vgg16 --batch-slices 8", "cpu_sliced.json"),
     Run("zoo_torchvision", f"{ZOO} torchvision {' '.join(TORCHVISION.split())}", "zoo/torchvision.json"),
     Run("compare_resnet50", f"{COMPARE} resnet50 --batch-size 8", "compare/cpu_resnet50.json"),
     Run("zoo_timm", f"{ZOO} timm", "zoo/timm.json"),
