@@ -76,8 +76,6 @@ FULL = (
     Run("compare_resnet50", f"{COMPARE} resnet50 --batch-size 8", "compare/cpu_resnet50.json"),
     Run("zoo_timm", f"{ZOO} timm", "zoo/timm.json"),
     Run("compare_gpt2_small", f"{COMPARE} gpt2_small --batch-size 4 --size 128", "compare/cpu_gpt2_small.json"),
-    Run("batch_4", f"{SMALL} all --batch-size 4", "cpu_batch_4.json"),
-    Run("compare_densenet121", f"{COMPARE} densenet121 --batch-size 8", "compare/cpu_densenet121.json"),
     Run("compare_unet", f"{COMPARE} unet --batch-size 1", "compare/cpu_unet.json"),
     Run("compare_convnext_tiny", f"{COMPARE} convnext_tiny --batch-size 2", "compare/cpu_convnext_tiny.json"),
     Run("zoo_others", f"{ZOO} others", "zoo/others.json"),
@@ -96,8 +94,7 @@ QUICK = (
     Run("zoo", f"{ZOO} torchvision resnet18 mobilenet_v3_small quantized_resnet18 r3d_18", "zoo/torchvision.json"),
     Run("ablation", "-m benchmarks.ablation resnet18", "ablation.json"),
     Run("published", f"{PUBLISHED} darts_cifar10", "cpu_published.json"),
-    Run("solvers", f"{SMALL} resnet18 {SOLVERS}", "cpu_solvers.json"),
-    Run("batch_4", f"{SMALL} resnet18 resnet50 vgg11 densenet121 --batch-size 4", "cpu_batch_4.json"),
+    Run("solvers", f"{SMALL} resnet18 vgg11 densenet121 {SOLVERS}", "cpu_solvers.json"),
     Run("sliced", f"{SMALL} alexnet --batch-slices 4", "cpu_sliced.json"),
 )
 
