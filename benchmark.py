@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import making
+from benchmarks.arguments import batch_size, budget, positive, share
 from benchmarks.networks import ARCHITECTURES, PUBLISHED, listed
 from benchmarks.running import run
 from benchmarks.suites import SUITES
@@ -51,14 +52,14 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     add("--results", type=Path, metavar="DIR", help="where the suite writes; default: where its results belong")
     add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     add(
-        "--batch-size", type=_batch_size,
+        "--batch-size", type=batch_size,
         help="a number, or 'published' (the default on CUDA), which is the usual one where none is published",
     )  # fmt: skip
     add(
-        "--size", "--image-size", type=_positive, metavar="N",
+        "--size", "--image-size", type=positive, metavar="N",
         help="height and width of images, or tokens in a sequence; default: see --arch list",
     )  # fmt: skip
-    add("--iterations", type=_positive, default=3, help="timed steps of each model, interleaved")
+    add("--iterations", type=positive, default=3, help="timed steps of each model, interleaved")
     add("--seed", type=int, default=0)
     add("--profile", choices=["auto", "estimate", "measure"], default="measure")
     add(
@@ -66,16 +67,16 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         help="a row for each of: " + ", ".join(SOLVERS) + "; budget and overhead hold for 'optimal' alone",
     )  # fmt: skip
     wish = parser.add_mutually_exclusive_group()
-    wish.add_argument("--memory-budget", type=_budget, help="bytes, '2GB', '512MiB' or a share of the plain peak")
+    wish.add_argument("--memory-budget", type=budget, help="bytes, '2GB', '512MiB' or a share of the plain peak")
     wish.add_argument(
         "--max-overhead", type=float,
         help="a share of a plain step; default: the published overhead of the architecture, if there is one",
     )  # fmt: skip
-    add("--batch-slices", type=_positive, default=1, help="let stretches run slice by slice: equal up to rounding")
+    add("--batch-slices", type=positive, default=1, help="let stretches run slice by slice: equal up to rounding")
     add("--plot", metavar="DIR", type=Path, help="also draw memory over a step, the frontier and the graph (PNG, SVG)")
     add("--compare", action="store_true", help="beside other ways to save activation memory")
     add(
-        "--compile-budgets", nargs="*", type=_share, default=[0.1, 0.3, 0.5, 0.7, 1.0], metavar="SHARE",
+        "--compile-budgets", nargs="*", type=share, default=[0.1, 0.3, 0.5, 0.7, 1.0], metavar="SHARE",
         help="activation_memory_budget of torch.compile, for --compare; default: %(default)s",
     )  # fmt: skip
     add(
@@ -101,31 +102,6 @@ def _judge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--compare plans at the memory and at the overhead of each peer; leave out the wish")
     if "optimal" not in options.solver and wishes:
         parser.error("--memory-budget and --max-overhead need 'optimal' among the solvers")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return number
-
-
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
-    return number
-
-
-def _batch_size(text: str) -> int | str:
-    return text if text == "published" else _positive(text)
-
-
-def _budget(text: str) -> int | float | str:
-    try:
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        return text
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +16,17 @@ from tqdm import tqdm
 
 import ogc
 
-from .measuring import MIB, CheckFailed, allocate_gradients, device_name, measure, timed, unrepeatable
+from .measuring import (
+    MIB,
+    CheckFailed,
+    Measured,
+    allocate_gradients,
+    as_before,
+    device_name,
+    measure,
+    timed,
+    unrepeatable,
+)
 from .networks import ARCHITECTURES
 from .row import Row
 
@@ -57,6 +68,12 @@ class Bench:
         self.progress.update()
         self.progress.set_description(f"{self.name}: {what}")
 
+    @cached_property
+    def plain(self) -> tuple[Measured, tuple[str, ...]]:
+        """The plain step, and the tensors in which another one differs from it."""
+        found = measure(self.model, self.model, self.inputs, self.options.seed)
+        return found, unrepeatable(self.model, self.inputs, self.options.seed, found)
+
     def row(self, solver: str) -> Row:
         """Plan, check and time one solver's model.
 
@@ -71,12 +88,15 @@ class Bench:
         self._stage("check and memory")
         optimised = ogc.apply(self.model, graph, plan)
         tolerance = SLICED_TOLERANCE if graph is not self.graph else 0.0
-        checked = check(self.model, optimised, self.inputs, self.options.seed, tolerance)
+        plain, left_out = self.plain
+        ours = measure(self.model, optimised, self.inputs, self.options.seed)
+        deviation = check(plain, ours, left_out, tolerance)
         plain_times, ogc_times = [], []
-        for number in range(self.options.iterations):
-            self._stage(f"timed step {number + 1}")
-            plain_times.append(timed(self.model, self.inputs))
-            ogc_times.append(timed(optimised, self.inputs))
+        with as_before(self.model):
+            for number in range(self.options.iterations):
+                self._stage(f"timed step {number + 1}")
+                plain_times.append(timed(self.model, self.inputs))
+                ogc_times.append(timed(optimised, self.inputs))
         self.plans[solver] = plan
         return Row(
             arch=self.name,
@@ -84,15 +104,15 @@ class Bench:
             device=device_name(self.inputs.device),
             batch_size=len(self.inputs),
             input_shape=tuple(self.inputs.shape),
-            plain_bytes=checked.peaks[0],
-            ogc_bytes=checked.peaks[1],
+            plain_bytes=plain.peak,
+            ogc_bytes=ours.peak,
             predicted_plain_bytes=plan.plain_peak_bytes,
             predicted_bytes=plan.peak_bytes,
             plain_seconds=median(plain_times),
             ogc_seconds=median(ogc_times),
             predicted_overhead=plan.overhead,
-            plain_flops=checked.flops[0],
-            ogc_flops=checked.flops[1],
+            plain_flops=plain.flops,
+            ogc_flops=ours.flops,
             segments=len(plan.rows),
             recomputed_segments=sum(row[3] == "recomputed" for row in plan.rows),
             parse_seconds=self.parse_seconds,
@@ -100,9 +120,9 @@ class Bench:
             overhead_at_theirs=at_theirs.overhead if at_theirs else None,
             flops_at_theirs=at_theirs.flops_overhead if at_theirs else None,
             batch_slices=self.options.batch_slices,
-            deviation=checked.deviation,
+            deviation=deviation,
             published=asdict(self.architecture.published) if self.architecture.published else None,
-            unrepeatable=checked.unrepeatable,
+            unrepeatable=left_out,
         )
 
     def _at_theirs(self) -> ogc.Plan | None:
@@ -136,26 +156,12 @@ class Bench:
         return found
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Peak bytes and FLOPs of the plain and the optimised step, and the most by which their tensors differ.
+def check(plain: Measured, ours: Measured, left_out: Collection[str] = (), tolerance: float = 0.0) -> float:
+    """The most by which a tensor of ours differs from the plain one, as a share of that one's largest entry.
 
-    The difference is a share of the tensor's largest entry. Tensors in which two plain steps differ are left out.
+    Raises:
+        CheckFailed: it is more than the tolerance.
     """
-
-    peaks: tuple[int, ...]
-    flops: tuple[int, ...]
-    deviation: float
-    unrepeatable: tuple[str, ...]
-
-
-def check(
-    model: torch.nn.Module, optimised: torch.nn.Module, inputs: torch.Tensor, seed: int, tolerance: float
-) -> Checked:
-    """One step of each from the same state; raises CheckFailed where they differ by more than the tolerance."""
-    plain = measure(model, model, inputs, seed)
-    left_out = unrepeatable(model, inputs, seed, plain)
-    ours = measure(model, optimised, inputs, seed)
     deviation = 0.0
     for name, value in plain.tensors.items():
         other = ours.tensors[name]
@@ -166,7 +172,7 @@ def check(
         deviation = max(deviation, share)
         if not share <= tolerance:
             raise CheckFailed(f"{name} differs by at most {distance:.3g}, {share:.3g} of its largest entry")
-    return Checked((plain.peak, ours.peak), (plain.flops, ours.flops), deviation, left_out)
+    return deviation
 
 
 def draw(folder: Path, name: str, graph: ogc.Graph, plans: Mapping[str, ogc.Plan]) -> None:

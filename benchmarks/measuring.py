@@ -184,6 +184,8 @@ def keep_freed_memory() -> bool:
 
 def give_back_freed_memory() -> None:
     """Return what is free to the system, or the gaps that one network's tensors leave would add to the next one's."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     if trim := _glibc("malloc_trim"):
         trim(0)
 

@@ -52,6 +52,7 @@ def small(runs: Sequence[Data]) -> str:
             *(f"{row['predicted_overhead']:.1%}", f"{row['parse_seconds']:.1f}", f"{row['solve_seconds']:.1f}"),
         ]
         for row in in_order(runs)
+        if row["solver"] == "optimal"
     ]
     return table(header, cells)
 

@@ -139,7 +139,7 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     ),
     (
         "At batch 4",
-        "cpu_batch_4.json",
+        "cpu_solvers.json",
         "The same where activations are small beside what single operations need.",
         summaries.small,
     ),

@@ -266,20 +266,21 @@ def test_what_two_plain_steps_differ_in_is_named_and_not_compared():
     model, x = Moody(), torch.randn(3, 4)
     measuring.allocate_gradients(model)
     with measuring.deterministic(torch.device("cuda")):
-        checked = bench.check(model, model, x, seed=0, tolerance=0.0)
-        assert checked.unrepeatable == ("output 1", "gradient of moody.weight")
+        plain = measuring.measure(model, model, x, 0)
+        left_out = measuring.unrepeatable(model, x, 0, plain)
+        assert left_out == ("output 1", "gradient of moody.weight")
+        assert bench.check(plain, measuring.measure(model, model, x, 0), left_out) == 0.0
 
         def wrong(inputs):
             first, second = model(inputs)
             return first + 1, second
 
         with pytest.raises(measuring.CheckFailed, match="output 0 differs"):
-            bench.check(model, wrong, x, seed=0, tolerance=0.0)
-    with (
-        measuring.deterministic(torch.device("cpu")),
-        pytest.raises(measuring.CheckFailed, match="output 1 differs"),
-    ):
-        bench.check(model, model, x, seed=0, tolerance=0.0)
+            bench.check(plain, measuring.measure(model, wrong, x, 0), left_out)
+    with measuring.deterministic(torch.device("cpu")):
+        assert measuring.unrepeatable(model, x, 0, plain) == ()
+    with pytest.raises(measuring.CheckFailed, match="output 1 differs"):
+        bench.check(plain, measuring.measure(model, model, x, 0))
 
 
 def test_a_row_says_what_was_not_compared(capsys, monkeypatch, tmp_path):

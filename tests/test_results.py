@@ -110,7 +110,7 @@ def test_other_tools_have_their_place(on_cpus):
 
 
 def test_rows_that_failed_and_tensors_that_were_not_compared_are_named(on_cpus):
-    path = on_cpus / "cpu_batch_4.json"
+    path = on_cpus / "cpu_solvers.json"
     data = json.loads(path.read_text())
     data["failed"] = [{"name": "vgg19, optimal", "reason": "out of memory", "status": 3}]
     data["rows"][0]["unrepeatable"] = ["output 0", "gradient of x"]

@@ -1,0 +1,30 @@
+"""Numbers and sizes on the command line; argparse says what is wrong with others."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return number
+
+
+def share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
+    return number
+
+
+def batch_size(text: str) -> int | str:
+    return text if text == "published" else positive(text)
+
+
+def budget(text: str) -> int | float | str:
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        return text
