@@ -32,7 +32,7 @@ import ogc
 from measuring import allocate_gradients, step
 from networks import ARCHITECTURES
 from ogc.operators.lean import Lean, plain_operator
-from ogc.solver import search
+from ogc.solver import polish, search
 from ogc.torch_state.allocator import peak_bytes
 
 NETWORKS = {
@@ -57,7 +57,7 @@ def without() -> Iterator[tuple[str, AbstractContextManager[Any]]]:
     yield "nothing", nullcontext()
     yield "nested plans", patch.object(search.Search, "_table", lambda *_: None)
     yield "kept values", patch.object(search, "worth_keeping", lambda graph: [])
-    yield "remade values", patch.object(search, "POLISHING", 0)
+    yield "remade values", patch.object(polish, "POLISHING", 0)
 
 
 def main() -> None:
