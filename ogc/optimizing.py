@@ -10,7 +10,7 @@ import torch
 from .checking.check import ONE_STEP
 from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
-from .in_parts import PartsPlan, Wish, heavy_leaves, optimize_in_parts
+from .in_parts import Options, PartsPlan, heavy_leaves, optimize_in_parts
 from .parser import LeafModules, ParseGraph, hooked_modules, parse
 from .parser.arguments import call_arguments
 from .parser.custom import parse_graph_of
@@ -19,7 +19,7 @@ from .plan.plan import Plan
 from .replan import Replanner
 from .runtime import optimized_module
 from .slicing import slice_batch
-from .solver import Budget, solve
+from .solver import Budget, Wish, solve
 
 log = logging.getLogger(__name__)
 
@@ -90,31 +90,32 @@ def optimize(
         return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)
 
     def plan_of(model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None) -> tuple[Graph, Plan]:
-        wish: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}
+        asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}
         if batch_slices > 1:
-            return slice_batch(model, sample_input, graph, slices=batch_slices, **parsing, **wish)
-        return graph, solve(graph, solver=solver, **wish)
+            return slice_batch(model, sample_input, graph, slices=batch_slices, **parsing, **asked)
+        return graph, solve(graph, solver=solver, **asked)
 
     def make(model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
         return plan_of(model, sample_input, graph_of(model, sample_input), budget)
 
-    wish = Wish(memory_budget, max_overhead, solver, profile, leaf_modules, repeatable_leaves, parse_graph is None)
+    wish = Wish(memory_budget, max_overhead)
+    options = Options(wish, solver, profile, leaf_modules, repeatable_leaves, parse_graph is None)
     try:
         graph = graph_of(model, sample_input)
     except ParseError as problem:
         if batch_slices > 1 or parse_graph_of(model, parse_graph) is not None:
             raise
-        optimized = _in_parts(model, sample_input, wish, problem)
+        optimized = _in_parts(model, sample_input, options, problem)
     else:
         has_own_graph = parse_graph_of(model, parse_graph) is not None
-        heavy = {} if batch_slices > 1 or has_own_graph else heavy_leaves(model, graph, wish)
+        heavy = {} if batch_slices > 1 or has_own_graph else heavy_leaves(model, graph, options)
         found: tuple[Graph, Plan] | SolveError
         try:
             found = plan_of(model, sample_input, graph, memory_budget)
         except SolveError as error:
             found = error
         planner = Replanner(make, memory_budget, hooked_modules(dict(model.named_modules())))
-        optimized = _with_heavy_leaves(model, sample_input, wish, heavy, found) or _as_a_whole(
+        optimized = _with_heavy_leaves(model, sample_input, options, heavy, found) or _as_a_whole(
             model, found, None if solver == "none" else planner
         )
     if verify:
@@ -135,10 +136,10 @@ def _as_a_whole(
     return _apply(model, graph, plan, planner)
 
 
-def _in_parts(model: torch.nn.Module, sample_input: Any, wish: Wish, problem: ParseError) -> torch.nn.Module:
+def _in_parts(model: torch.nn.Module, sample_input: Any, options: Options, problem: ParseError) -> torch.nn.Module:
     """The model with its parts planned, where the whole cannot be."""
     try:
-        found = optimize_in_parts(model, sample_input, wish, {"": str(problem).partition(" Nothing smaller")[0]})
+        found = optimize_in_parts(model, sample_input, options, {"": str(problem).partition(" Nothing smaller")[0]})
     except ParseError as error:
         raise ParseError(f"{problem} {error}") from problem
     assert found is not None
@@ -148,7 +149,7 @@ def _in_parts(model: torch.nn.Module, sample_input: Any, wish: Wish, problem: Pa
 def _with_heavy_leaves(
     model: torch.nn.Module,
     sample_input: Any,
-    wish: Wish,
+    options: Options,
     heavy: dict[str, str],
     found: tuple[Graph, Plan] | SolveError,
 ) -> torch.nn.Module | None:
@@ -157,14 +158,14 @@ def _with_heavy_leaves(
     def is_better(plan: PartsPlan) -> bool:
         if isinstance(found, SolveError):
             return True
-        by_time = wish.memory_budget is not None
+        by_time = options.wish.memory_budget is not None
         whole = found[1].recomputed_seconds if by_time else found[1].peak_bytes
         return (plan.recomputed_seconds if by_time else plan.peak_bytes) < whole
 
     if not heavy:
         return None
     try:
-        return optimize_in_parts(model, sample_input, wish, heavy, is_better)
+        return optimize_in_parts(model, sample_input, options, heavy, is_better)
     except (ParseError, SolveError) as error:
         log.info("what is in leaves is not planned: %s", error)
         return None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
 import ogc
 from ogc.graph import Graph, Operation, Value
-from ogc.plan.decisions import Segment, cut_into_segments
+from ogc.plan.decisions import Decisions, Fate, Segment, cut_into_segments
 from ogc.program.structures import OutputSpec
 from ogc.torch_state.allocator import peak_bytes
 
@@ -124,6 +125,19 @@ def random_tree(
         else:
             segments.append(ogc.recomputed(start, stop, kept=kept) if chance < 0.8 else ogc.saved(start, stop))
     return tuple(segments)
+
+
+def random_decisions(graph: ogc.Graph, rng: random.Random) -> Decisions:
+    """A random tree with any fate for some values, in the program and within segments."""
+
+    def some(start: int, stop: int) -> tuple[tuple[int, Fate], ...]:
+        inside = (v for v, t in enumerate(graph.producers) if start <= t < stop)
+        return tuple((v, rng.choice(list(Fate))) for v in inside if rng.random() < 0.3)
+
+    def fated(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        return tuple(replace(s, parts=fated(s.parts), fates=some(s.start, s.stop)) if s.parts else s for s in segments)
+
+    return Decisions(fated(random_tree(graph, rng)), some(0, len(graph)))
 
 
 def random_values(graph: ogc.Graph, rng: random.Random) -> list[int]:

@@ -12,8 +12,9 @@ from helpers import chain, random_graph
 
 import ogc
 from ogc.graph import Graph, Operation, Value
-from ogc.solver.division import SOURCE, TensorGraph
-from ogc.solver.reference import feng_huang
+from ogc.solver import LEAST_PEAK
+from ogc.solver.references import feng_huang
+from ogc.solver.references.division import SOURCE, TensorGraph
 
 
 def small_graph(seed, most=9):
@@ -106,7 +107,7 @@ def test_a_uniform_chain_is_divided_evenly():
     # 99 values: 9 checkpoints of 1 byte leave 10 runs of 9 values.
     choice = TensorGraph(chain([1] * 99)).best_choice()
     assert choice.objective == 18
-    assert [segment.stop for segment in feng_huang(chain([1] * 99))] == [*range(10, 91, 10), 99]
+    assert [segment.stop for segment in feng_huang(chain([1] * 99), LEAST_PEAK).segments] == [*range(10, 91, 10), 99]
 
 
 def test_branches_stay_whole_one_by_one():

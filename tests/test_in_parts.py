@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ogc
 from ogc.errors import InputError, ParseError, SolveError
-from ogc.in_parts import PartsPlan, Wish, optimize_in_parts
+from ogc.in_parts import Options, PartsPlan, optimize_in_parts
 from ogc.in_parts.module import CALL
 
 
@@ -298,9 +298,9 @@ def test_the_plan_shows_parts_and_what_stays_plain(caplog):
 
 def test_equal_blocks_are_parsed_once(monkeypatch):
     seen = []
-    original = ogc.in_parts.wish.parse
+    original = ogc.in_parts.options.parse
     monkeypatch.setattr(
-        ogc.in_parts.wish, "parse", lambda module, *a, **k: seen.append(module) or original(module, *a, **k)
+        ogc.in_parts.options, "parse", lambda module, *a, **k: seen.append(module) or original(module, *a, **k)
     )
     ogc.optimize(Tower(8), rows())
     assert sum(isinstance(module, Block) for module in seen) == 1
@@ -980,7 +980,7 @@ def test_speech_models_with_layer_drop(kind):
     )
     model, given = getattr(transformers, f"{kind}Model")(config).train(), (torch.randn(4, 16000),)
     plain = {"": "draws masks with numpy", "encoder": "leaves out layers by chance"}
-    assert_much_less(model, optimize_in_parts(model, given, Wish(), plain), given)
+    assert_much_less(model, optimize_in_parts(model, given, Options(), plain), given)
 
 
 def assert_much_less(model, optimised, given):

@@ -16,8 +16,10 @@ from ogc.errors import InputError
 from ogc.graph import Graph
 from ogc.plan import simulate
 from ogc.plan.decisions import saved
-from ogc.solver import SOLVERS
-from ogc.solver.reference import REFERENCES, _all_but_last, _revolve, chen, uniform
+from ogc.solver import LEAST_PEAK, SOLVERS
+from ogc.solver.references import REFERENCES, chen, uniform
+from ogc.solver.references.binomial import revolve
+from ogc.solver.references.common import all_but_last
 
 
 def edges(segments):
@@ -26,7 +28,7 @@ def edges(segments):
 
 @pytest.mark.parametrize("root", [2, 4, 10, 25])
 def test_chen_cuts_a_uniform_chain_into_sqrt_n(root):
-    segments = chen(chain([1] * root**2))
+    segments = chen(chain([1] * root**2), LEAST_PEAK).segments
     assert edges(segments) == list(range(0, root**2 + 1, root))
     assert [segment.depth for segment in segments] == [1] * (root - 1) + [0]
     # While the first segment is run backward its values are there, and the output.
@@ -35,7 +37,7 @@ def test_chen_cuts_a_uniform_chain_into_sqrt_n(root):
 
 def test_chen_weighs_segments_by_bytes():
     # A budget of half of all 16 bytes is passed by the second value: 1 byte is kept, 9 are in the larger segment.
-    assert edges(chen(chain([8, *[1] * 8]))) == [0, 2, 9]
+    assert edges(chen(chain([8, *[1] * 8]), LEAST_PEAK).segments) == [0, 2, 9]
 
 
 @pytest.mark.parametrize("length", [2, 12, 37])
@@ -44,9 +46,10 @@ def test_uniform_is_the_best_of_equal_segments(length):
     peaks = []
     for count in range(1, length + 1):
         cuts = sorted({round(length * k / count) for k in range(count + 1)})
-        peaks.append(simulate(graph, _all_but_last(cuts)).peak_bytes)
-    assert simulate(graph, uniform(graph)).peak_bytes == min(peaks)
-    spans = [b - a for a, b in pairwise(edges(uniform(graph)))]
+        peaks.append(simulate(graph, all_but_last(cuts)).peak_bytes)
+    plan = uniform(graph, LEAST_PEAK)
+    assert simulate(graph, plan).peak_bytes == plan.peak_bytes == min(peaks)
+    spans = [b - a for a, b in pairwise(edges(plan.segments))]
     assert max(spans) - min(spans) <= 1
 
 
@@ -72,7 +75,7 @@ def snapshots_at_once(segments):
 @pytest.mark.parametrize("snapshots", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("length", [1, 2, 3, 10, 21, 40])
 def test_binomial_runs_as_few_steps_again_as_can_be(length, snapshots):
-    segments = _revolve(range(length + 1), snapshots)
+    segments = revolve(range(length + 1), snapshots)
     r = next(r for r in range(length) if comb(snapshots + r, snapshots) >= length)
     closed_form = r * length - comb(snapshots + r, snapshots + 1)
     assert steps_again(segments) == fewest_steps(length, snapshots) == closed_form

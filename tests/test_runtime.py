@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import assert_same_training, forced, loss_of, random_tree, random_values
+from helpers import assert_same_training, forced, loss_of, random_decisions, random_tree, random_values
 from models import CASES, Attention, Outputs, Residual, images, rows
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +45,20 @@ def test_any_segmentation_is_bitwise_the_plain_model(name, seed):
         assert "must not run twice" in str(error)
         return
     assert_same_training(model, ogc.apply(model, graph, plan), given, steps=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_fates_are_bitwise_the_plain_model(name):
+    make, inputs = CASES[name]
+    model, given = make(), inputs()
+    graph, rng = ogc.parse(model, given), random.Random(name)
+    for _ in range(3):
+        try:
+            plan = ogc.make_plan(graph, random_decisions(graph, rng))
+        except PlanError as error:
+            assert "must not run twice" in str(error)
+            continue
+        assert_same_training(model, ogc.apply(model, graph, plan), given, steps=1)
 
 
 @pytest.mark.parametrize("seed", range(6))

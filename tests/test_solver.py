@@ -2,25 +2,27 @@
 
 import itertools
 import random
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers import chain, random_graph, random_tree, random_values
+from helpers import chain, random_decisions, random_graph, random_tree, random_values
 from interval_oracle import all_flat_plans, flat_segments, weigh
+from oracles import every_tree
 
 import ogc
 from ogc.errors import InputError, PlanError, SolveError
 from ogc.graph import Graph, Operation, Value
-from ogc.plan.decisions import Decisions, Segment, cut_into_segments, recomputed, saved
+from ogc.plan.decisions import Decisions, Fate, Segment, cut_into_segments, recomputed, saved
 from ogc.plan.schedule import Schedule
-from ogc.plan.simulate import lower_bound, plain_peak, simulate
+from ogc.plan.simulate import Memory, lower_bound, plain_peak, replay, simulate
+from ogc.solver import LEAST_PEAK, search
 from ogc.solver.costs import NEVER, SegmentCosts, boundary_bytes
 from ogc.solver.interval import OuterLevel
 from ogc.solver.nested import NestedTable
 from ogc.solver.scales import Scale, choose_scales, narrowest
-from ogc.solver.search import Search
 
 SEEDS = range(500)
 
@@ -281,36 +283,14 @@ def test_a_coarser_scale_has_no_stretch_beyond_the_reach_of_the_finer_one(length
         assert np.diff(np.searchsorted(finer.chosen, coarser.chosen)).max() <= finer.reach
 
 
-def all_trees(cuts):
-    """Every plan over ``cuts``: all ways to divide, each piece saved or recomputed in every way."""
-    inner = cuts[1:-1]
-    for count in range(len(inner) + 1):
-        for chosen in itertools.combinations(inner, count):
-            edges = [cuts[0], *chosen, cuts[-1]]
-            pieces = [all_pieces(tuple(c for c in cuts if a <= c <= b)) for a, b in itertools.pairwise(edges)]
-            yield from itertools.product(*pieces)
-
-
-def all_pieces(cuts):
-    yield saved(cuts[0], cuts[-1])
-    yield recomputed(cuts[0], cuts[-1])
-    for k in range(1, len(cuts) - 1):
-        for first in all_pieces(cuts[: k + 1]):
-            for rest in all_pieces(cuts[k:]):
-                # What is run again is not forgotten at once: its last part is kept.
-                parts = (first, *rest.parts) if rest.parts else (first, rest)
-                yield recomputed(cuts[0], cuts[-1], *parts)
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_nested_plans_of_chains_are_brute_force(seed):
     rng = random.Random(seed)
     graph = chain([rng.choice([1, 2, 3, 5, 8]) for _ in range(5)], backward_bytes=rng.randrange(6))
-    best = min((c.peak_bytes, c.recomputed_seconds) for c in (simulate(graph, t) for t in all_trees(graph.cuts)))
-    level = nested_level(graph)
-    assert level.least_peak() == best[0]
-    found = simulate(graph, level.fastest(best[0]))
-    assert (found.peak_bytes, found.recomputed_seconds) == best
+    best, level = every_tree(graph, LEAST_PEAK), nested_level(graph)
+    assert level.least_peak() == best.peak_bytes
+    found = simulate(graph, level.fastest(best.peak_bytes))
+    assert (found.peak_bytes, found.recomputed_seconds) == (best.peak_bytes, best.recomputed_seconds)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -336,6 +316,35 @@ def test_nothing_is_below_the_lower_bound(seed):
             assert simulate(graph, Decisions.of(tree).remaking(remade)).peak_bytes >= bound
         except PlanError:
             continue
+
+
+class Strict(Memory):
+    """Refuses to carry out a step that reads what is not there."""
+
+    def take(self, number, step):
+        makes = self.graph.operations[step.operation].writes
+        for run, value in self.schedule.reads(step):
+            assert (run, value) in self.live or (run == step.run and value in makes)
+        super().take(number, step)
+
+
+def test_whatever_is_decided_of_values_all_that_a_step_reads_is_there():
+    carried_out = 0
+    for seed in range(300):
+        graph = random_graph(seed, most=14)
+        with suppress(PlanError):
+            schedule = Schedule(graph, random_decisions(graph, random.Random(seed)))
+            assert replay(Strict(schedule)).peak_bytes >= lower_bound(graph)
+            carried_out += 1
+    assert carried_out > 200
+
+
+def test_what_is_decided_around_a_segment_goes_before_what_is_decided_in_it():
+    graph, segments = chain([1] * 5), [recomputed(0, 4, kept=[1]), saved(4, 5)]
+    assert Schedule(graph, Decisions.of(segments)).runs[1].program == (0, 2)
+    assert Schedule(graph, Decisions.of(segments).remaking([1])).runs[1].program == (0, 1, 2)
+    kept = Decisions(cut_into_segments([0, 4, 5], [True, False]), ((1, Fate.KEPT),))
+    assert Schedule(graph, kept).runs[1].program == (0, 2)
 
 
 def test_a_value_that_is_remade_is_not_there_between_its_uses():
@@ -565,7 +574,7 @@ def test_the_frontier_knows_what_costs_next_to_nothing_though_it_crosses_every_c
         return any(p.peak_bytes <= by_hand.peak_bytes and p.recomputed_flops == 0 for p in plans)
 
     assert is_found()
-    monkeypatch.setattr(Search, "_selective", lambda self: iter(()))
+    monkeypatch.setattr(search, "selective", lambda graph: iter(()))
     assert not is_found()
 
 

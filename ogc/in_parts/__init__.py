@@ -5,7 +5,7 @@ plan each gets, ``module`` runs them.
 """
 
 from .make import heavy_leaves, optimize_in_parts
+from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
-from .wish import Wish
 
-__all__ = ["PartPlan", "PartsPlan", "PlainRest", "Wish", "heavy_leaves", "optimize_in_parts"]
+__all__ = ["Options", "PartPlan", "PartsPlan", "PlainRest", "heavy_leaves", "optimize_in_parts"]

@@ -20,16 +20,16 @@ from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
 from ..program.structures import Call
 from ..runtime.module import refuse_replaced_forward
-from ..solver.solve import bytes_of, check_wish
+from ..solver import solver_of
 from ..torch_state.allocator import can_measure
 from .combine import Choice, Problem, Stop, fastest, least_peak, within
 from .find import Found, find_parts, is_alike
 from .measure import Around, around_calls, measure
 from .module import Parts, Twin, module_in_parts, twin_of
+from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
 from .points import Way, ways_of
 from .share import Example, LateParts, Share, planner_of
-from .wish import Wish
 
 log = logging.getLogger(__name__)
 
@@ -38,22 +38,22 @@ HEAVY = 1 / 3
 """Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
 
 
-def heavy_leaves(model: torch.nn.Module, graph: Graph, wish: Wish) -> dict[str, str]:
+def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
     """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
 
     Args:
         model: as for :func:`ogc.optimizing`.
         graph: of the whole model.
-        wish: leaves that it names are not among them.
+        options: leaves that they name are not among them.
 
     Returns:
         Nothing unless leaves hold a good part of the plain peak.
     """
-    asked = set(wish.asked_for(model))
+    asked = set(options.asked_for(model))
     nodes = zip(graph.operations, graph.program.operations, strict=True)
     leaves = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, Leaf)]
     held = [(op.internal_bytes, name) for op, name in leaves if name is not None and name not in asked]
-    if wish.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
+    if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
         return {}
     found = {"": "leaves in it would hold much of the memory"}
     for _, name in held:
@@ -66,7 +66,7 @@ def heavy_leaves(model: torch.nn.Module, graph: Graph, wish: Wish) -> dict[str, 
 def optimize_in_parts(
     model: torch.nn.Module,
     sample_input: Any,
-    wish: Wish,
+    options: Options,
     plain: Mapping[str, str],
     is_wanted: Callable[[PartsPlan], bool] = lambda plan: True,
 ) -> torch.nn.Module | None:
@@ -75,7 +75,7 @@ def optimize_in_parts(
     Args:
         model: as for :func:`ogc.optimizing`.
         sample_input: as for :func:`ogc.optimizing`.
-        wish: as for :func:`ogc.optimizing`.
+        options: as for :func:`ogc.optimize`.
         plain: modules that have to stay plain, by name, and why; ``""`` is the model itself.
         is_wanted: whether a plan is good enough.
 
@@ -89,8 +89,8 @@ def optimize_in_parts(
         SolveError: nothing fits the budget; the message says what would.
     """
     refuse_replaced_forward(model)
-    check_wish(wish.memory_budget, wish.max_overhead, wish.solver)
-    planning = _Planning(model, sample_input, wish)
+    solver_of(options.solver, options.wish)  # refuses a name that is none
+    planning = _Planning(model, sample_input, options)
     with _quiet_about_leaves():
         planning.find(plain)
         planning.measure()
@@ -106,10 +106,10 @@ def optimize_in_parts(
 class _Planning:
     """The way from a model to its plan in parts."""
 
-    def __init__(self, model: torch.nn.Module, sample_input: Any, wish: Wish) -> None:
+    def __init__(self, model: torch.nn.Module, sample_input: Any, options: Options) -> None:
         self.model = model
         self.sample_input = sample_input
-        self.wish = wish
+        self.options = options
         self.found = Found()
         self.ways: list[tuple[Way, ...]] = []  # for each part, and behind them for each late one that is like a part
         self.late: dict[str, int] = {}  # the late ones that are like a part, and the number of that
@@ -118,15 +118,15 @@ class _Planning:
 
     def find(self, plain: Mapping[str, str]) -> None:
         """Find the parts and the ways to run each."""
-        closed = self.wish.asked_for(self.model)
+        closed = self.options.asked_for(self.model)
         plain = {**plain, **dict.fromkeys(closed, "was asked to be called as it is")}
         found = find_parts(self.model, self.sample_input, self._parse, plain, closed)
         by_kind: dict[int, tuple[Way, ...]] = {}
         for part in found.parts:
             if part.like not in by_kind:
-                by_kind[part.like] = ways_of(part.graph, self.wish.solver)
+                by_kind[part.like] = ways_of(part.graph, self.options.solver)
         ways = [by_kind[part.like] for part in found.parts]
-        if self.wish.solver != "none":
+        if self.options.solver != "none":
             found, ways = _without_idle(found, ways)
         self.found, self.ways = found, ways
         if not self.ways:
@@ -186,9 +186,9 @@ class _Planning:
         Raises:
             SolveError: nothing fits the budget.
         """
-        problem, wish = self.problem, self.wish
-        if wish.memory_budget is not None:
-            budget = bytes_of(wish.memory_budget, problem.peak(self._plain))
+        problem, wish = self.problem, self.options.wish
+        budget = wish.budget_bytes(problem.peak(self._plain))
+        if budget is not None:
             found = fastest(problem, budget)
             if found is None:
                 raise SolveError(self._infeasible(budget))
@@ -196,7 +196,7 @@ class _Planning:
         if wish.max_overhead is not None:
             # Of the time of the parts alone: that of the rest is measured, and would make plans vary.
             return within(problem, wish.max_overhead * self._part_seconds)
-        return (0,) * len(self.ways) if wish.solver != "optimal" else least_peak(problem)
+        return (0,) * len(self.ways) if self.options.solver != "optimal" else least_peak(problem)
 
     def plan(self, choice: Choice) -> PartsPlan:
         """The choice as a plan that can be looked at."""
@@ -207,7 +207,6 @@ class _Planning:
             for n, name in enumerate(names)
         ]
         plain_peak = problem.peak(self._plain)
-        wanted = self.wish.memory_budget
         return PartsPlan(
             parts=tuple(replace(part, is_late=n >= len(found.parts)) for n, part in enumerate(parts)),
             plain=tuple(PlainRest(name, why, found.saved_bytes.get(name, 0)) for name, why in found.plain.items()),
@@ -217,16 +216,16 @@ class _Planning:
             part_seconds=self._part_seconds,
             recomputed_seconds=problem.seconds(choice),
             rest_seconds=self._part_seconds * self.around.time_share if self.around else 0.0,
-            budget_bytes=None if wanted is None else bytes_of(wanted, plain_peak),
+            budget_bytes=self.options.wish.budget_bytes(plain_peak),
             is_measured=self.around is not None,
-            solver=self.wish.solver,
+            solver=self.options.solver,
         )
 
     def module(self, choice: Choice, plan: PartsPlan) -> torch.nn.Module:
         """The model with its parts run by the choice."""
         graphs = dict(zip(self._labels(), (part.graph for part in self.found.parts), strict=True))
         twins = self._twins(choice)
-        if not self.wish.is_in_bytes:  # else larger inputs may need a plan
+        if not self.options.wish.is_in_bytes:  # else larger inputs may need a plan
             twins = {name: twin for name, twin in twins.items() if not twin.runner.is_plain}
         code = {name: twin.runner.generated.source for name, twin in twins.items()}
         parts = self._parts(twins, choice, self.found.late)
@@ -285,7 +284,7 @@ class _Planning:
             )
             for number, (name, like) in enumerate(self.late.items(), len(self.found.parts))
         }
-        return Parts(list(twins.values()), late, LateParts(self.wish, examples))
+        return Parts(list(twins.values()), late, LateParts(self.options, examples))
 
     @cached_property
     def _modules(self) -> dict[torch.nn.Module, list[int]]:
@@ -300,16 +299,16 @@ class _Planning:
         if key not in self.twins:
             part = self.found.parts[numbers[0]]
             plans = [(self.found.parts[number].graph, self._part_plan(number, choice)) for number in numbers]
-            planner = planner_of(self.wish, part.name, part.module, self._share(numbers[0], choice))
+            planner = planner_of(self.options, part.name, part.module, self._share(numbers[0], choice))
             self.twins[key] = twin_of(part.module, plans, planner)
         return self.twins[key]
 
     def _share(self, number: int, choice: Choice) -> Share:
         plain = self.ways[number][-1].plan.plain_peak_bytes
-        return Share(self._way(number, choice), plain, self.wish.is_in_bytes)
+        return Share(self._way(number, choice), plain, self.options.wish.is_in_bytes)
 
     def _parse(self, module: torch.nn.Module, name: str, call: Call) -> Graph:
-        return self.wish.parser_of(name, module)(module, call)
+        return self.options.parser_of(name, module)(module, call)
 
     def _infeasible(self, budget: int) -> str:
         problem = self.problem

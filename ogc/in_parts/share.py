@@ -17,8 +17,8 @@ from ..program.structures import Call
 from ..replan import Replanner
 from ..solver import Budget
 from .find import is_alike
+from .options import Options
 from .points import Way, ways_of
-from .wish import Wish
 
 SLACK = 1.001
 """What a part may take more than its share: sizes are whole numbers of elements."""
@@ -52,15 +52,15 @@ def _most(way: Way) -> int:
     return max(way.cost.forward_bytes, way.cost.backward_bytes)
 
 
-def planner_of(wish: Wish, name: str, module: torch.nn.Module, share: Share) -> Replanner | None:
+def planner_of(options: Options, name: str, module: torch.nn.Module, share: Share) -> Replanner | None:
     """What plans a part for calls unlike its sample."""
-    if wish.solver == "none":
+    if options.solver == "none":
         return None
-    parse = wish.parser_of(name, module)
+    parse = options.parser_of(name, module)
 
     def make(module: torch.nn.Module, call: Any, budget: Budget | None) -> tuple[Graph, Plan]:
         graph = parse(module, call)
-        return graph, share.of(ways_of(graph, wish.solver)).plan
+        return graph, share.of(ways_of(graph, options.solver)).plan
 
     return Replanner(make, _most(share.way) if share.in_bytes else None, hooked_modules(dict(module.named_modules())))
 
@@ -86,12 +86,12 @@ class LateParts:
     """Plans for submodules that the sample's forward left out, when they are first called.
 
     Args:
-        wish: what the model was optimized by.
+        options: what the model was optimized by.
         examples: for those that are like a part, by name.
     """
 
-    def __init__(self, wish: Wish, examples: Mapping[str, Example]) -> None:
-        self.wish = wish
+    def __init__(self, options: Options, examples: Mapping[str, Example]) -> None:
+        self.options = options
         self.examples = examples
 
     def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Replanner | None]:
@@ -102,8 +102,8 @@ class LateParts:
             share = example.share
             with suppress(OgcError):
                 graph = carry_over(module, example.graph, call)
-                return graph, example.plan, planner_of(self.wish, name, module, share)
-        graph = self.wish.parser_of(name, module)(module, call)
-        ways = ways_of(graph, self.wish.solver)
+                return graph, example.plan, planner_of(self.options, name, module, share)
+        graph = self.options.parser_of(name, module)(module, call)
+        ways = ways_of(graph, self.options.solver)
         share = share or Share(ways[0], ways[-1].plan.plain_peak_bytes, False)
-        return graph, share.of(ways).plan, planner_of(self.wish, name, module, share)
+        return graph, share.of(ways).plan, planner_of(self.options, name, module, share)

@@ -1,4 +1,4 @@
-"""What a solver decides, what that means step by step, and what it costs: plain data and its judge, free of torch.
+"""Plans as plain data, and their judge: decisions, the schedule they stand for, and its cost. Free of torch.
 
 The files build on one another in this order: decisions, schedule, simulate, trace, pictures, plan, frontier.
 """

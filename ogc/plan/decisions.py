@@ -1,4 +1,4 @@
-"""What a plan decides: where the program is cut, which segments run again, and the fates of single values.
+"""The decisions of a plan: where the program is cut, which segments run again, and the fates of single values.
 
 Plain frozen data. What follows from it, which operations run again and when each value is let go of, is the matter of
 :mod:`ogc.plan.schedule`.
@@ -17,7 +17,7 @@ from ..graph import Graph
 
 
 class Fate(IntEnum):
-    """What is decided of a value by itself.
+    """A decision on one value.
 
     A value without a fate is kept where it crosses a cut, and made again by a run of the segment that alone uses it.
     """
@@ -59,11 +59,11 @@ class Segment:
 
 
 class Decided(Protocol):
-    """What has decisions, as an :class:`ogc.Plan` does."""
+    """Anything with decisions, such as an :class:`ogc.Plan`."""
 
     @property
     def decisions(self) -> Decisions:
-        """All that it decides."""
+        """Its segments and fates."""
 
 
 @dataclass(frozen=True, order=True)
@@ -72,7 +72,7 @@ class Decisions:
 
     Attributes:
         segments: in program order; they cover the program.
-        fates: of single values, in every run.
+        fates: of single values, in every run; they go before those of segments.
         is_plain: whether the model itself is to be run, by PyTorch's own operators.
     """
 

@@ -1,4 +1,4 @@
-"""What a plan of one part of a model costs the whole."""
+"""The cost of a plan for one part of a model, as the rest of the model has it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .simulate import Memory, replay
 
 @dataclass(frozen=True)
 class PartCost:
-    """What a plan takes where the graph is one part of a model.
+    """The cost of a plan where its graph is one part of a model.
 
-    What it returns goes on to the rest of the model, which holds it or does not: it is counted until the forward ends
-    and, if the plan needs it afterwards, from there.
+    Outputs go on to the rest of the model, which holds them or does not: they are counted until the forward ends
+    and, if the plan needs them afterwards, from there.
 
     Attributes:
         kept_bytes: alive between its forward and its backward.
         forward_bytes, backward_bytes: most bytes alive in its forward, and from there on.
         seconds: recomputed.
-        gradient_bytes: gradients that are there when its backward starts, of all that it returns.
+        gradient_bytes: gradients of its outputs, which are there when its backward starts.
     """
 
     kept_bytes: int
@@ -33,7 +33,7 @@ class PartCost:
 
 
 def part_cost(graph: Graph, plan: Plan) -> PartCost:
-    """What ``plan`` takes where the model that the graph was parsed from is a part of another.
+    """The cost of ``plan`` where the model that the graph was parsed from is a part of another.
 
     Raises:
         PlanError: as :func:`ogc.simulate` does.

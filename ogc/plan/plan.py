@@ -1,4 +1,4 @@
-"""The plan: what is decided, with what the simulator says of it. Plain frozen data."""
+"""The plan: decisions with their simulated cost. Plain frozen data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided, with what the simulator says of it.
+    """Decisions for a graph, with their simulated cost.
 
     Attributes:
         decisions: the segments and the fates of single values.
         peak_bytes: simulated peak of live activations over forward and backward.
-        plain_peak_bytes: the same for the model without checkpoints.
+        plain_peak_bytes: simulated peak of the model without checkpoints.
         lower_bound: bytes below which no plan of any kind can peak.
         step_seconds, step_flops: of the plain step (forward and backward).
         recomputed_seconds, recomputed_flops: what the plan adds to it.
@@ -104,14 +104,7 @@ class Plan:
     def draw(self, path: str | PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
         """The graph from top to bottom: operations in order, segments as bands, checkpoints marked.
 
-        Args:
-            path: where to save the picture, ending in .png, .svg or .pdf.
-            ax: matplotlib axes to draw on, instead of a new figure.
-
-        Raises:
-            DependencyError: matplotlib is not installed.
-            InputError: the path ends otherwise.
-            PlanError: the plan has no graph.
+        Arguments and errors are those of :meth:`plot`, but any plan that has a graph can be drawn.
         """
         from .pictures.graph import draw_graph
 
@@ -180,7 +173,7 @@ def plain_plan(graph: Graph) -> Plan:
 def make_plan(
     graph: Graph, decisions: Decisions | Iterable[Segment], solver: str = "by hand", *, remade: Iterable[int] = ()
 ) -> Plan:
-    """The plan of what has been decided, weighed by the simulator.
+    """The plan of given decisions, weighed by the simulator.
 
     Args:
         graph: the weighted graph.

@@ -1,4 +1,4 @@
-"""What a plan means: the runs that it consists of, and how long each copy of a value is needed.
+"""The schedule that a plan stands for: its runs, and how long each copy of a value is needed.
 
 A plan is carried out in *runs*. Run 0 is the forward. Each recomputed segment is run again before its
 backward; it can start from any value that is still there. The backward of a saved segment takes what it

@@ -30,7 +30,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a plan costs: peak in bytes, recomputed time and FLOPs, and the timeline behind them.
+    """The cost of a plan: peak in bytes, recomputed time and FLOPs, and the timeline behind them.
 
     ``peak_values`` are the values alive at the peak.
     """

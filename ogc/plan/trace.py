@@ -1,4 +1,4 @@
-"""The memory of one step, told apart by what it holds: checkpoints, what is saved, what is made again, gradients."""
+"""Memory over a step by kind: checkpoints, other saved values, recomputed ones, gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .simulate import Event, Memory, replay
 
 @dataclass(frozen=True)
 class Moment:
-    """What the bytes alive at one event are; a value is counted once, however many hold it.
+    """The bytes alive at one event, by kind; a value is counted once, however many hold it.
 
     Attributes:
         event: which operation ran, and all bytes alive.
@@ -35,7 +35,7 @@ class Moment:
 
 
 def trace(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> tuple[Moment, ...]:
-    """The timeline of :func:`simulate`, with what the bytes of each event are.
+    """The timeline of :func:`ogc.simulate`, with the bytes of each event by kind.
 
     Args:
         graph: the weighted graph.
@@ -47,7 +47,7 @@ def trace(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> tuple[
         that ``is_plain``, those of the plain model. Their largest total is the peak.
 
     Raises:
-        PlanError: as :func:`simulate` does, or the plan is plain and the graph's operations are not the plain
+        PlanError: as :func:`ogc.simulate` does, or the plan is plain and the graph's operations are not the plain
             model's.
     """
     decisions = Decisions.of(plan)
@@ -58,7 +58,7 @@ def trace(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> tuple[
 
 
 class _Trace(Memory):
-    """The bytes alive from step to step, told apart by what they are."""
+    """The bytes alive from step to step, by kind."""
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule)

@@ -1,5 +1,7 @@
 """From a weighted graph to a plan. Numbers in, plain data out: nothing here needs torch."""
 
-from .solve import SOLVERS, Budget, frontier, solve
+from .registry import SOLVERS, solver_of
+from .solve import frontier, solve
+from .wish import LEAST_PEAK, Budget, Solver, Wish, bytes_of
 
-__all__ = ["SOLVERS", "Budget", "frontier", "solve"]
+__all__ = ["LEAST_PEAK", "SOLVERS", "Budget", "Solver", "Wish", "bytes_of", "frontier", "solve", "solver_of"]

@@ -1,5 +1,7 @@
 """The fastest way through the cuts of a program within so many bytes: fronts of labels, guided by a price of bytes.
 
+This is multi-criteria label setting (Hansen, "Bicriterion path problems", 1980; Martins, "On a multicriteria
+shortest path problem", 1984) on a graph without cycles, whose vertices are cuts and whose edges are segments.
 A label is a plan up to a cut: the bytes it keeps and the time it recomputes. At each cut those stay that no
 other beats in both. What can still follow a label is bounded by a Lagrangian relaxation: bytes have a price,
 and the rest of the program costs at least so much. The same bound, from both ends, tells which segments no
@@ -26,22 +28,24 @@ from .costs import NEVER, Ints
 Seconds = NDArray[np.float64]
 
 LABELS = 80_000
-"""Labels that are kept over all cuts; a cut whose share is exceeded thins its front."""
+"""Labels that are kept over all cuts; a cut whose share is exceeded thins its front. Time and memory grow with them."""
 
 PRICES = 12
 CLOSE = 3e-3
-"""Prices of a byte that are tried at most, and how close to the best bound its price may leave it."""
+"""Prices of a byte that are tried at most, and the share of the best bound that may be missing: less than the first of
+``SLACK``, so that a closer price would not change which segments are looked at."""
 
 SLACK = (0.004, 0.012, 0.04, 0.12, 0.4, np.inf)
-"""By how much of itself, and of a hundredth of the time of the longest segment, a plan may exceed the bound."""
+"""Shares of the bound, and of a hundredth of the time of the longest segment, by which a plan may exceed
+the bound: tried in turn until there is a plan, each about three times the one before."""
 
 NEAR_ENOUGH = 1.1
-"""How many times as long as it might take a plan may take where fewer labels are asked for."""
+"""Ratio of a plan's time to the bound up to which it is taken where fewer labels are asked for."""
 
 
 @dataclass(frozen=True)
 class _Priced:
-    """What the ``rest`` of the program costs from each cut, at the ``price`` of a byte in seconds.
+    """Costs of the ``rest`` of the program from each cut, at the ``price`` of a byte in seconds.
 
     ``kept_bytes`` are those of the cheapest plan of the whole program.
     """
@@ -52,7 +56,7 @@ class _Priced:
 
     @property
     def seconds(self) -> float:
-        """What the cheapest plan of the whole program takes without the price of its bytes."""
+        """Time of the cheapest plan of the whole program, without the price of its bytes."""
         return float(self.rest[0] - self.price * self.kept_bytes)
 
     def bound(self, peak: int) -> float:
@@ -156,7 +160,7 @@ class Ways:
         return before[self.i] + costs + guide.rest[self.j] - guide.price * self.peak
 
     def _ends(self, ways: Ints) -> Iterator[tuple[int, Ints]]:
-        """Those of the segments that end at each cut, cut by cut."""
+        """The segments that end at each cut, cut by cut."""
         for j, (first, stop) in enumerate(pairwise(np.searchsorted(ways, self.first_to).tolist())):
             if first < stop:
                 yield j, ways[first:stop]

@@ -104,7 +104,7 @@ class OuterLevel:
         return found
 
     def find(self, peak: int, labels: int = LABELS, slack: Sequence[float] = SLACK) -> tuple[Segment, ...] | None:
-        """What :meth:`fastest` returns, or None if no plan of the class fits."""
+        """The plan of :meth:`fastest`, or None if no plan of the class fits."""
         room = self._room(peak)
         if room[0] < 0:
             return None

@@ -1,4 +1,4 @@
-"""Which values a segment may keep although it is run again: those whose making costs most time for their bytes.
+"""Values that a segment may keep although it is run again: those whose making costs most time for their bytes.
 
 In a convolutional network that is what convolutions make, in a transformer what matrix products make; normalisation,
 activations and sums are run again. The bytes are those of the value and of the internal tensors that are kept with
@@ -16,7 +16,8 @@ import numpy as np
 from ..graph import Graph
 
 SHARES = (0.3, 0.5, 0.7, 0.85, 0.95)
-"""How much of the program's time the values make up that may be kept, at each of the other thresholds."""
+"""Shares of the program's time that the values which may be kept make up, one for each threshold but that of the fall.
+A few, as each is one more mode of every segment."""
 
 
 def worth_keeping(graph: Graph, shares: Sequence[float] = SHARES) -> list[frozenset[int]]:

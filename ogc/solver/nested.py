@@ -168,7 +168,7 @@ class _ScaleTable:
         return np.where(fits, self.again_seconds[i, length, None], np.float32(np.inf))
 
     def _divided(self, i: Ints, length: int, stop: int, start: int = 0) -> Iterator[Floats]:
-        """[choice, pair, m]: the same if it is divided at k = i + 1, i + 2 ....
+        """[choice, pair, m]: time of the backward of each pair if it is divided at k = i + 1, i + 2 ....
 
         First for all k with (i, k) forgotten, then for k near i with (i, k) kept whole. Of the units m from
         ``start`` to before ``stop``, those from which some choice is possible, and at least the last one.

@@ -1,5 +1,4 @@
-"""Which cuts a plan may use, and which of them a nested one, near and far: all for short stretches, fewer and fewer for
-longer ones."""
+"""The cuts that plans may use, and at which of them nested ones divide: all in short stretches, fewer in long ones."""
 
 from __future__ import annotations
 
@@ -15,16 +14,17 @@ NEAR = 16
 """Cuts over which a stretch may reach between any two cuts."""
 
 FAR = 24
-"""The same, counted in the cuts of a coarser scale."""
+"""Cuts of a coarser scale over which a stretch may reach: more than ``NEAR``, as there are fewer of them."""
 
 COARSER = 4
-"""How many times fewer cuts a scale has than the one before."""
+"""Ratio of the cuts of one scale to those of the next: below ``NEAR``, so that the finer one reaches over the gaps."""
 
 ALL = 210
 """Cuts up to which one scale is enough, in which a stretch may reach as far as it likes."""
 
 MOST = 80
-"""Cuts of the coarsest scale otherwise, in which it may do so too."""
+"""Cuts of the coarsest of several scales, in which a stretch may reach as far as it likes: fewer than ``ALL``, as the
+other scales take time too."""
 
 GOLDEN = (np.sqrt(5) - 1) / 2
 """The fractions of its multiples are spread evenly, however many there are."""
@@ -49,7 +49,7 @@ def choose_scales(graph: Graph, cuts: Ints) -> list[Scale]:
 
 
 def thinned(graph: Graph, cuts: Ints, finer: Scale, count: int) -> Ints:
-    """So many of the cuts that the finer scale has, none further from the next than that scale reaches.
+    """``count`` cuts of the finer scale, none further from the next than that scale reaches.
 
     A third of them lies around the operations that need the most bytes by themselves. The others are what is
     left when those are dropped, one by one, that save little time for their width.
@@ -68,7 +68,7 @@ def thinned(graph: Graph, cuts: Ints, finer: Scale, count: int) -> Ints:
 
 
 def narrowest(graph: Graph, cuts: Ints, count: int) -> Ints:
-    """So many of the cuts: a tenth lies around the operations that need the most bytes by themselves, the others are
+    """``count`` of the cuts: a tenth lies around the operations that need the most bytes by themselves, the others are
     the narrowest of each of as many stretches."""
     stays = np.isin(np.arange(len(cuts)), [0, len(cuts) - 1, *_around_the_largest(graph, cuts, count // 10)])
     others, widths = np.flatnonzero(~stays), boundary_bytes(graph)[cuts]

@@ -1,4 +1,4 @@
-"""What all pictures share: axes, legends, files and colours; and the one place that asks for matplotlib.
+"""Axes, legends, files and colours of all pictures; and the one place that asks for matplotlib.
 
 Colours are those of Okabe and Ito, which people with any colour vision tell apart.
 

@@ -1,4 +1,4 @@
-"""The memory over a step: made first, as numbers, and then drawn."""
+"""Memory over a step, first as numbers, then as a picture."""
 
 from __future__ import annotations
 
@@ -51,14 +51,9 @@ class Timeline:
         """All bytes alive at each event."""
         return np.sum(list(self.layers.values()), axis=0, dtype=np.int64)
 
-    @property
-    def peak(self) -> int:
-        """The most bytes alive at any event."""
-        return max(self.total.tolist(), default=0)
-
     @classmethod
     def of(cls, graph: Graph, decisions: Decisions) -> Timeline:
-        """What the simulator says of the decisions."""
+        """The timeline of these decisions by the simulator."""
         moments = trace(graph, decisions)
         events = plain_timeline(graph)
         return cls(
@@ -91,7 +86,7 @@ def plot_timeline(
     canvas.check_ending(path)
     figure, ax, is_ours = canvas.axes_of(ax, (8.0, 4.4))
     handles: list[Any] = []
-    top = max(timeline.plain_peak, timeline.peak, budget or 0) / MIB or 1.0
+    top = max(timeline.plain_peak, *timeline.total.tolist(), budget or 0) / MIB or 1.0
     if not timeline.is_plain:
         handles.append(_outline(ax, timeline))
     base = np.zeros(len(timeline.edges))
@@ -133,12 +128,12 @@ def _steps(sizes: NDArray[np.int64]) -> NDArray[np.float64]:
 def _mark_peak(ax: Axes, timeline: Timeline) -> None:
     if not len(timeline.total):
         return
-    first = int(timeline.total.argmax())
-    x, y = (timeline.edges[first] + timeline.edges[first + 1]) / 2, timeline.peak / MIB
+    first, peak = int(timeline.total.argmax()), int(timeline.total.max())
+    x, y = (timeline.edges[first] + timeline.edges[first + 1]) / 2, peak / MIB
     right = x > timeline.edges[-1] * 0.75
     ax.plot([x], [y], marker="v", color=canvas.BLACK, markersize=6, clip_on=False)
     ax.annotate(
-        f"peak {canvas.mib(timeline.peak)}", (x, y), xytext=(-6 if right else 6, 6), textcoords="offset points",
+        f"peak {canvas.mib(peak)}", (x, y), xytext=(-6 if right else 6, 6), textcoords="offset points",
         ha="right" if right else "left", va="bottom", fontweight="bold",
         bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0},
     )  # fmt: skip

@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import networkx as nx
 
-from ..graph import Graph
+from ...graph import Graph
 
 SOURCE = -1
 """Stands before every vertex that is made from no other."""
@@ -61,7 +61,7 @@ class Choice:
 
     @property
     def objective(self) -> int:
-        """What the published algorithm minimises."""
+        """The objective of the published algorithm, in bytes."""
         return self.kept + self.largest
 
 

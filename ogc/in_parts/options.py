@@ -10,31 +10,25 @@ import torch
 
 from ..graph import Graph
 from ..parser import LeafModules, parse
-from ..solver import Budget
+from ..solver import LEAST_PEAK, Wish
 
 ParsePart = Callable[[torch.nn.Module, Any], Graph]
 """Parses one part, given a call of it."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """The arguments of :func:`ogc.optimizing` that parts are planned by.
+class Options:
+    """The arguments of :func:`ogc.optimize` that parts are planned by.
 
     ``follows_own_graphs`` says whether submodules may say themselves what they compute, by ``parse_graph``.
     """
 
-    memory_budget: Budget | None = None
-    max_overhead: float | None = None
+    wish: Wish = LEAST_PEAK
     solver: str = "optimal"
     profile: str = "auto"
     leaf_modules: LeafModules = ()
     repeatable_leaves: LeafModules | bool | None = None
     follows_own_graphs: bool = True
-
-    @property
-    def is_in_bytes(self) -> bool:
-        """Whether the budget is a number of bytes, whatever the sizes of the inputs."""
-        return self.memory_budget is not None and not isinstance(self.memory_budget, float)
 
     def parser_of(self, name: str, module: torch.nn.Module) -> ParsePart:
         """What parses the submodule of a name."""

@@ -1,0 +1,151 @@
+"""Plans that only the simulator can tell the worth of: values and cuts that are lost, kept or made again one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import combinations, pairwise, product
+
+import numpy as np
+
+from ..errors import PlanError
+from ..graph import Graph
+from ..plan import Decisions, Plan, Segment, recomputed, saved, simulate
+from ..plan.decisions import cut_into_segments
+from .keeping import worth_keeping
+
+POLISHING = 2_000_000
+"""Simulations that polishing may take, times the square of the number of operations. The gain falls with the size of
+the graph, as the time of each simulation grows. With much fewer, the least peak of a network of a hundred operations
+varies by some percent with the measured times.
+"""
+
+FINEST = 60_000
+"""Simulations for the plan that remakes every value, times the square of the number of operations. In a larger graph
+they would take many steps' time for little less memory.
+"""
+
+SELECTIVE_SHARES = tuple(1 - np.geomspace(0.7, 0.005, 12))
+"""Shares of the program's time that the values kept by selective plans make up; closer where little is made again."""
+
+PARTS = 200
+"""Segments of a selective plan at most: each looks at what comes before it."""
+
+SELECTING = 10_000
+"""Operations up to which selective plans are tried: each takes a simulation of as many runs as it has segments."""
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """Decisions with their simulated peak, the time and FLOPs recomputed, and the values alive at the peak."""
+
+    peak_bytes: int
+    seconds: float
+    decisions: Decisions
+    flops: int = 0
+    peak_values: tuple[int, ...] = field(default=(), compare=False)
+
+    def as_plan(self, plain: Plan) -> Plan:
+        """The plan that decides this, for the graph of the plain one."""
+        return replace(
+            plain,
+            decisions=self.decisions,
+            peak_bytes=self.peak_bytes,
+            recomputed_seconds=self.seconds,
+            recomputed_flops=self.flops,
+            solver="optimal",
+        )
+
+
+def weigh(graph: Graph, decisions: Decisions) -> Candidate:
+    """Decisions with their simulated cost.
+
+    Raises:
+        PlanError: as :func:`ogc.simulate` does.
+    """
+    cost = simulate(graph, decisions)
+    return Candidate(cost.peak_bytes, cost.recomputed_seconds, decisions, cost.recomputed_flops, cost.peak_values)
+
+
+def polished(graph: Graph, best: Candidate) -> Candidate:
+    """The plan without values and cuts that are better made again than kept, as far as the simulator may be asked.
+
+    Of the values alive at its peak and the cuts of its outermost level, the one or else the two whose loss helps
+    most go, again and again.
+    """
+    asked = POLISHING // max(1, len(graph)) ** 2
+    while asked > 0:
+        before = best
+        segments, remade = before.decisions.segments, before.decisions.remade
+        kept = [v for v in before.peak_values if not graph.values[v].is_output and v not in remade]
+        kept.sort(key=lambda v: -graph.values[v].bytes)
+        joined = [
+            (*segments[:number], recomputed(first.start, second.stop), *segments[number + 2 :])
+            for number, (first, second) in enumerate(pairwise(segments))
+        ]
+        singles = [*((segments, (v,)) for v in kept), *((others, ()) for others in joined)]
+        pairs = [*((segments, two) for two in combinations(kept, 2)), *product(joined, ((v,) for v in kept))]
+        for losses in (singles, pairs):
+            found = (_remaking(graph, *loss, before) for loss in losses[:asked])
+            best = min((best, *found), key=lambda c: (c.peak_bytes, c.seconds))
+            asked -= len(losses)
+            if best != before or asked <= 0:
+                break
+        if best == before:
+            break
+    return best
+
+
+def finest(graph: Graph, best: Candidate) -> Candidate:
+    """The plan with less memory, if it is one, that cuts everywhere and remakes every value wherever it is used.
+
+    What that does not take for its peak is kept and saved after all, as far as it takes less time.
+    """
+    cuts = graph.cuts
+    values = [v for v, value in enumerate(graph.values) if not value.is_output]
+    if len(cuts) - 1 + len(values) > FINEST // max(1, len(graph)) ** 2:
+        return best
+    segments = cut_into_segments(cuts, [True] * (len(cuts) - 1))
+    try:
+        found = weigh(graph, Decisions(segments).remaking(values))
+    except PlanError:  # an operation would run twice that must not
+        return best
+    if found.peak_bytes >= best.peak_bytes:
+        return best
+    for value in values:
+        found = min(found, weigh(graph, found.decisions.leaving(value)))
+    for number, segment in enumerate(segments):
+        others = list(found.decisions.segments)
+        others[number] = saved(segment.start, segment.stop)
+        found = min(found, weigh(graph, replace(found.decisions, segments=tuple(others))))
+    return found
+
+
+def selective(graph: Graph) -> Iterator[Candidate]:
+    """Plans that keep what is worth it by one threshold and make everything else again wherever it is used.
+
+    The tables only let go of what does not cross a cut. Where much costs next to nothing to make, as when time is
+    counted in FLOPs, that holds more than these plans do.
+    """
+    if len(graph) > SELECTING:
+        return
+    cuts = graph.cuts[: -1 : -(-len(graph.cuts) // PARTS)] + graph.cuts[-1:]
+    for kept in worth_keeping(graph, SELECTIVE_SHARES):
+        by_place = sorted(kept, key=graph.producers.__getitem__)
+        edges = np.searchsorted([graph.producers[v] for v in by_place], cuts)
+        segments = tuple(
+            recomputed(start, stop, kept=by_place[first:last])
+            for (start, stop), (first, last) in zip(pairwise(cuts), pairwise(edges), strict=True)
+        )
+        remade = (v for v, value in enumerate(graph.values) if not value.is_output and v not in kept)
+        with suppress(PlanError):  # an operation would run twice that must not
+            yield weigh(graph, Decisions(segments).remaking(remade))
+
+
+def _remaking(graph: Graph, segments: tuple[Segment, ...], lost: tuple[int, ...], plan: Candidate) -> Candidate:
+    """The plan with these segments instead and these values remade too, or the plan itself if that cannot be."""
+    try:
+        return weigh(graph, replace(plan.decisions, segments=segments).remaking(lost))
+    except PlanError:  # an operation would run twice that must not
+        return plan

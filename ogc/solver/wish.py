@@ -1,0 +1,91 @@
+"""The wish that a plan is to meet, and the one signature of all solvers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError
+from ..graph import Graph
+from ..plan import Plan
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+Budget = int | float | str
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A wish for a plan: the least peak, unless one of the two is given.
+
+    Attributes:
+        memory_budget, max_overhead: as for :func:`ogc.solve`.
+
+    Raises:
+        InputError: one of them is of the wrong kind, or both are given.
+    """
+
+    memory_budget: Budget | None = None
+    max_overhead: float | None = None
+
+    def __post_init__(self) -> None:
+        share = self.max_overhead
+        if self.memory_budget is not None and share is not None:
+            raise InputError("give memory_budget or max_overhead, not both: each is bounded as the other allows")
+        if share is not None and not (_is_number(share) and share >= 0):
+            raise InputError(f"max_overhead must be a share of the plain step's time, such as 0.2, not {share!r}")
+        self.budget_bytes(1)
+
+    def __bool__(self) -> bool:
+        return self.memory_budget is not None or self.max_overhead is not None
+
+    @property
+    def is_in_bytes(self) -> bool:
+        """Whether the budget is a number of bytes, whatever the sizes of the inputs."""
+        return self.memory_budget is not None and not isinstance(self.memory_budget, float)
+
+    def budget_bytes(self, plain: int) -> int | None:
+        """The budget in bytes, where the plain model peaks at ``plain``; None without one."""
+        return None if self.memory_budget is None else bytes_of(self.memory_budget, plain)
+
+
+LEAST_PEAK = Wish()
+"""The wish for nothing in particular."""
+
+Solver = Callable[[Graph, Wish], Plan]
+"""Finds a plan for a graph.
+
+Raises:
+    InputError: it does not take this wish.
+    SolveError: nothing fits the budget; the message says what would.
+"""
+
+
+def bytes_of(budget: Budget, plain: int) -> int:
+    """The number of bytes that a budget stands for, where the plain model peaks at ``plain``.
+
+    Raises:
+        InputError: it stands for none.
+    """
+    wrong = InputError(
+        f"memory_budget must be bytes, a text like '8GB' or '512MiB', or a share in (0, 1] of the plain peak, "
+        f"not {budget!r}"
+    )
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?\s*", budget.lower())
+        if found is None:
+            raise wrong
+        return int(float(found[1]) * UNITS[found[2] or ""])
+    if not _is_number(budget) or not budget > 0:
+        raise wrong
+    if isinstance(budget, int):
+        return budget
+    if budget > 1:
+        raise wrong
+    return int(budget * plain)
+
+
+def _is_number(wish: Any) -> bool:
+    return isinstance(wish, (int, float)) and not isinstance(wish, bool)
