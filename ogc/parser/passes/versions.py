@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ...operators.low_memory import plain_operator
 from ...operators.registry import is_elementwise, of, out_of_place
 from ...program.program import TensorRef
 from ...torch_state.private import storage_id
+from ..weigh.calls import saving
 from ..weigh.observe import Observation, Record
 
 
@@ -80,21 +80,13 @@ def _has_same_backward(node: torch.fx.Node, twin: Any) -> bool:
 
 def saves_result(node: torch.fx.Node, target: Any) -> bool:
     """Whether the backward of such a call of ``target`` needs what it returns."""
-    saved: list[int] = []
-
-    def pack(tensor: torch.Tensor) -> None:
-        saved.append(storage_id(tensor))
-
+    saved: list[torch.Tensor] = []
     with torch.enable_grad():
         given = torch.ones(2, requires_grad=True).clone()
-        with saved_tensors_hooks(pack, _never_unpacked):
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda _: given)
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda _: given)
+        with saving(saved):
             result = plain_operator(target)(*args, **kwargs)
-    return storage_id(result) in saved
-
-
-def _never_unpacked(packed: None) -> torch.Tensor:
-    raise AssertionError
+    return storage_id(result) in {storage_id(tensor) for tensor in saved}
 
 
 def _only_the_chain(

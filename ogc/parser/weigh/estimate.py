@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_aggregate
 
 from ...operators.low_memory import LowMemory, plain_operator
@@ -37,7 +37,7 @@ from ...torch_state.private import (
 )
 from ...torch_state.random_state import cuda_devices
 from ..passes.rebased import COPIES, REBASED
-from .calls import Call, call_key, measured_bytes, own_argument
+from .calls import Call, call_key, measured_bytes, own_argument, saving
 from .meter import Meter
 from .observe import Record, is_dense
 
@@ -139,7 +139,7 @@ class Estimator:
             return _pretended(leaf, True, self.device)
 
         saved: list[torch.Tensor] = []
-        with FakeTensorMode(), torch.enable_grad(), _saving(saved):
+        with FakeTensorMode(), torch.enable_grad(), saving(saved):
             given = map_aggregate((args, kwargs), fake)
             result = target(*given[0], **given[1])
         known = {storage_id(t) for t in tensor_leaves(given, result)}
@@ -170,7 +170,7 @@ class Estimator:
             tensors = tensor_leaves(given)
             # What is written in place is another tensor afterwards.
             starts = [(n, get_gradient_edge(t) if in_place else t) for n, t in enumerate(tensors) if t.requires_grad]
-            with _saving(saved), meter:
+            with saving(saved), meter:
                 result = target(*given[0], **given[1])
             outputs = tensor_leaves(result)
             own = {storage_id(t): t.untyped_storage().nbytes() for t in outputs + saved}
@@ -231,16 +231,6 @@ def _with_plain_copies(node: torch.fx.Node, record: Record, weights: Weights) ->
     if REBASED not in node.meta or record.in_place or not weights.gradients:
         return weights
     return replace(weights, plain=replace(weights.plain or weights, working_bytes=COPIES * record.output_bytes[0]))
-
-
-def _saving(saved: list[torch.Tensor]) -> saved_tensors_hooks:
-    """Hooks that list what autograd saves."""
-
-    def pack(tensor: torch.Tensor) -> int:
-        saved.append(tensor)
-        return len(saved) - 1
-
-    return saved_tensors_hooks(pack, saved.__getitem__)
 
 
 def _pretended(leaf: Any, in_place: bool, device: torch.device | str = "meta") -> Any:
