@@ -15,7 +15,7 @@ from .passes.versions import separate_versions
 from .traced import Traced
 from .weigh.estimate import Weights, copies_strided_gradients
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
-from .weigh.observe import Observation, Record
+from .weigh.record import Observation, Record
 
 
 def graph_of(

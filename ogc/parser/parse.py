@@ -33,7 +33,8 @@ from .traced import READS, OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator, Weights
 from .weigh.leaf import weigh_leaf
 from .weigh.measure import Measurer
-from .weigh.observe import Observation, Record, observe, state_of, untouched
+from .weigh.observe import observe, state_of, untouched
+from .weigh.record import Observation, Record
 
 log = logging.getLogger(__name__)
 

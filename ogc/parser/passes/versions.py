@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...operators.lean import out_of_place, plain_operator
 from ...program.program import TensorRef
 from ...torch_state.private import storage_id
-from ..weigh.observe import Observation, Record
+from ..weigh.record import Observation, Record
 
 
 def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:

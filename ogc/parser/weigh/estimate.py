@@ -43,7 +43,7 @@ from ..passes.rebased import COPIES, REBASED
 from .calls import Call, measured_bytes, own_argument
 from .convolution import ConvolutionBytes, estimated, has_rule, in_parts, measured, with_partial_sums
 from .gradients import InputGradient
-from .observe import Record, is_dense
+from .record import Record, is_dense
 
 
 @dataclass(frozen=True)

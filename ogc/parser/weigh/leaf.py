@@ -15,7 +15,8 @@ from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.private import storage_id
 from .estimate import Estimator, Weights, input_gradients, metered
 from .measure import Measurer
-from .observe import Record, untouched
+from .observe import untouched
+from .record import Record
 
 
 def weigh_leaf(
