@@ -14,8 +14,8 @@ from .in_parts import Options, PartsPlan, heavy_leaves, optimize_in_parts
 from .parser import LeafModules, ParseGraph, hooked_modules, parse
 from .parser.arguments import call_arguments
 from .parser.custom import parse_graph_of
-from .parser.weigh.observe import get_attribute
 from .plan.plan import Plan
+from .program.program import get_attribute
 from .replan import Replanner
 from .runtime import optimized_module
 from .slicing import slice_batch

@@ -9,7 +9,7 @@ import torch
 from ..errors import InputError
 from ..program.structures import Call
 from ..torch_state.hooks import is_compiled
-from .weigh.observe import is_dense
+from .weigh.record import is_dense
 
 
 def check_model(model: Any) -> None:

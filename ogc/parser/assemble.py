@@ -16,7 +16,7 @@ from ..program.structures import InputSpec
 from .passes.versions import separate_versions
 from .traced import Traced
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
-from .weigh.observe import Observation, Record
+from .weigh.record import Observation, Record
 
 
 def graph_of(

@@ -24,7 +24,7 @@ from .assemble import memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
 from .parse import record_program, settle
 from .traced import called_leaves
-from .weigh.observe import Record
+from .weigh.record import Record
 
 
 @plainly()

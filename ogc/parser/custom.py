@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import networkx as nx
 import torch
-from torch.fx.node import Node, map_arg
+from torch.fx.node import Node
 
 from ..builder import GraphBuilder, label_of
 from ..errors import InputError, OgcError, ParseError, add_note
-from ..program.program import attribute
+from ..program.program import arguments, attribute, run_program
 from ..torch_state.private import pytree
 from .forward.location import scope
 
@@ -62,21 +63,7 @@ class CustomForward:
         Raises:
             ParseError: a node cannot be run; the message names it.
         """
-        values = self._bind(args, kwargs)
-        users = {node: len(node.users) for node in self.graph.nodes}
-        for node in self.graph.nodes:
-            if node.op == "output":
-                return map_arg(node.args[0], values.__getitem__)
-            if node.op != "placeholder":
-                with scope(label_of(node).replace("/", "_")):
-                    result = self._run(node, values)
-                if node.users:
-                    values[node] = result
-            for used in node.all_input_nodes:
-                users[used] -= 1
-                if not users[used]:
-                    del values[used]
-        raise AssertionError("the graph was checked to have an output")
+        return run_program(self.graph.nodes, self._bind(args, kwargs), partial(attribute, self.root), self._run)
 
     def output_label(self, number: int) -> str:
         """What messages call the node that gives output tensor ``number``."""
@@ -84,7 +71,7 @@ class CustomForward:
         nodes = [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, Node)]
         return label_of(nodes[number] if number < len(nodes) else output)
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Node, Any]:
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -93,18 +80,17 @@ class CustomForward:
         given = self.graph.process_inputs(*bound.arguments.values())
         if len(given) != len(self.inputs):
             raise ParseError(f"the graph takes {len(self.inputs)} inputs, the sample input gives {len(given)}")
-        return dict(zip(self.inputs, given, strict=True))
+        return list(given)
 
     def _run(self, node: Node, values: dict[Node, Any]) -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        args, kwargs = arguments(node, values)
         try:
-            if node.op == "get_attr":
-                return attribute(self.root, str(node.target))
-            if node.op == "call_module":
-                return attribute(self.root, str(node.target))(*args, **kwargs)
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            with scope(label_of(node).replace("/", "_")):
+                if node.op == "call_module":
+                    return attribute(self.root, str(node.target))(*args, **kwargs)
+                if node.op == "call_method":
+                    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                return node.target(*args, **kwargs)  # type: ignore[operator]
         except OgcError:
             raise
         except Exception as error:

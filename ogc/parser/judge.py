@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..program.program import OWN, attribute, storage_of, without_autocast
+from ..program.program import OWN, arguments, get_attribute, run_program, storage_of, without_autocast
 from ..program.structures import InputSpec, OutputSpec
 from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.no_trace import untouched
@@ -178,7 +179,8 @@ class _Run:
         """Run a program."""
         try:
             with nothing_saved(self.log.saved), without_autocast(), self.log:
-                outputs = self._interpret(traced)
+                fetch = partial(get_attribute, self.model, traced.constants)
+                outputs = list(run_program(traced.graph.nodes, self.inputs, fetch, self._call))
         except Exception as error:
             _refuse(self.log.owner, f"a call that fails ({type(error).__name__}: {error})")
         self._finish(outputs)
@@ -201,29 +203,9 @@ class _Run:
             found.append((node.name(), edges, None if variable is None else known.get(id(variable))))
         return found
 
-    def _interpret(self, traced: Traced) -> list[torch.Tensor]:
-        values: dict[torch.fx.Node, Any] = {}
-        users = {node: len(node.users) for node in traced.graph.nodes}
-        given = iter(self.inputs)
-        for node in traced.graph.nodes:
-            if node.op == "output":
-                return list(torch.fx.node.map_arg(node.args[0], values.__getitem__))
-            self.log.owner = node
-            if node.op == "placeholder":
-                values[node] = next(given)
-            elif node.op == "get_attr":
-                name = str(node.target)
-                values[node] = traced.constants[name] if name in traced.constants else attribute(self.model, name)
-            else:
-                values[node] = self._call(node, values)
-            for used in (node, *node.all_input_nodes):
-                users[used] -= used is not node
-                if not users[used]:
-                    values.pop(used, None)
-        raise AssertionError("a program has an output")
-
     def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        self.log.owner = node
+        args, kwargs = arguments(node, values)
         target: Any = node.target
         with self.log.paused() if OWN in node.meta else nullcontext():
             return target(*args, **kwargs)

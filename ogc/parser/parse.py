@@ -35,7 +35,8 @@ from .traced import READS, OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator
 from .weigh.leaf import weigh_leaf
 from .weigh.measure import Measurer
-from .weigh.observe import Observation, Record, observe, state_of
+from .weigh.observe import observe, state_of
+from .weigh.record import Observation, Record
 
 log = logging.getLogger(__name__)
 

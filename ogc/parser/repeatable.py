@@ -19,7 +19,7 @@ from ..torch_state.random_state import cuda_devices, python_random_state, random
 from .forward.flat import saved_until_done
 from .leaves import hooked_modules
 from .traced import OpaqueError
-from .weigh.observe import Record
+from .weigh.record import Record
 
 FEW = 1024
 """Bytes that do not count: autograd holds numbers that were multiplied by, and tells nobody."""

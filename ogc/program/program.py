@@ -5,9 +5,10 @@ The parser makes it, the runtime runs it; neither needs to know the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,20 +101,13 @@ class Guards:
 
     def read(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """What the guards return for these inputs."""
-        found: dict[torch.fx.Node, Any] = {}
-        given = iter(inputs)
+
+        def call(node: Any, values: dict[torch.fx.Node, Any]) -> Any:
+            args, kwargs = arguments(node, values)
+            return node.target(*args, **kwargs)
+
         with torch.no_grad(), without_autocast():
-            for node in self.graph.nodes:
-                if node.op == "placeholder":
-                    found[node] = next(given)
-                elif node.op == "get_attr":
-                    name = str(node.target)
-                    found[node] = self.constants[name] if name in self.constants else attribute(model, name)
-                elif node.op == "call_function":
-                    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
-                    found[node] = node.target(*args, **kwargs)
-        (output,) = self.graph.find_nodes(op="output")
-        return tuple(found[node] for node in output.args[0])
+            return tuple(run_program(self.graph.nodes, inputs, partial(get_attribute, model, self.constants), call))
 
     def difference(self, values: tuple[Any, ...]) -> str:
         """The first value that is not as expected, in words; "" if there is none."""
@@ -160,6 +154,48 @@ def attribute(root: Any, name: str) -> Any:
     for part in name.split("."):
         root = getattr(root, part)
     return root
+
+
+def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], target: str) -> Any:
+    """The tensor, or the module of a leaf, that a ``get_attr`` node of a program stands for."""
+    return constants[target] if target in constants else attribute(model, target)
+
+
+def arguments(node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+    """Positional and keyword arguments of a call, with values in the places of nodes."""
+    return torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+
+
+def run_program(
+    nodes: Iterable[torch.fx.Node],
+    inputs: Iterable[Any],
+    attribute_of: Callable[[str], Any],
+    call: Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any],
+) -> Any:
+    """Run a program node by node and return what it returns; each value is let go of after its last use.
+
+    Args:
+        nodes: the program's.
+        inputs: for its placeholders.
+        attribute_of: gives what the target of a ``get_attr`` node stands for.
+        call: given any other node and the values that live, runs it.
+    """
+    values: dict[torch.fx.Node, Any] = {}
+    users: dict[torch.fx.Node, int] = {}
+    given = iter(inputs)
+    for node in nodes:
+        if node.op == "output":
+            return arguments(node, values)[0][0]
+        if node.op == "placeholder":
+            values[node] = next(given)
+        else:
+            values[node] = attribute_of(str(node.target)) if node.op == "get_attr" else call(node, values)
+        users[node] = len(node.users)
+        for used in (node, *node.all_input_nodes):
+            users[used] -= used is not node
+            if not users[used]:
+                del values[used]
+    raise AssertionError("a program has an output")
 
 
 def tensor_leaves(*trees: Any) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import operator
 import torch
 
 from ...program.program import TensorRef, call_beside
-from ..weigh.observe import Observation
+from ..weigh.record import Observation
 
 FAR = 10
 """Operations between the last write and the last use from which on a copy is made."""

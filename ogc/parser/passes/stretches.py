@@ -11,7 +11,7 @@ from ...errors import InputError
 from ...operators.registry import of, out_of_place
 from ...operators.sliced import Sliced
 from ...torch_state.private import OpOverload, schema_of
-from ..weigh.observe import Record
+from ..weigh.record import Record
 
 Stretch = tuple[str, str]
 """Names of the first and the last operation."""

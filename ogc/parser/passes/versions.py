@@ -17,7 +17,7 @@ from ...operators.registry import is_elementwise, of, out_of_place
 from ...program.program import TensorRef
 from ...torch_state.private import storage_id
 from ..weigh.calls import saving
-from ..weigh.observe import Observation, Record
+from ..weigh.record import Observation, Record
 
 
 def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:

@@ -39,7 +39,7 @@ from ...torch_state.random_state import cuda_devices
 from ..passes.rebased import COPIES, REBASED
 from .calls import Call, call_key, measured_bytes, own_argument, saving
 from .meter import Meter
-from .observe import Record, is_dense
+from .record import Record, is_dense
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from ...torch_state.private import storage_id
 from .estimate import Estimator, input_gradients
 from .measure import Measurer
 from .meter import metered
-from .observe import Record
+from .record import Record
 
 
 def weigh_leaf(

@@ -20,7 +20,7 @@ from ...torch_state.allocator import allocated_bytes, can_measure
 from ..passes.rebased import REBASED
 from .calls import Call, call_key
 from .estimate import Estimator
-from .observe import Record
+from .record import Record
 
 REPEATS = 3
 LONG_SECONDS = 0.05

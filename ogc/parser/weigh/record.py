@@ -1,0 +1,208 @@
+"""What operations do to the memory of their program: a record of each, and the storages that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...operators.registry import live_arguments
+from ...program.leaf import Leaf
+from ...program.program import Saved, TensorRef, has_history, tensor_leaves
+from ...torch_state.private import base_of, storage_id
+from .gradients import Rebase
+
+
+@dataclass
+class Record:
+    """What one operation was seen to do. Value numbers count storages in the order of their making."""
+
+    node: torch.fx.Node
+    arguments: list[TensorRef | None] = field(default_factory=list)  # per tensor argument; None: external
+    sources: list[TensorRef] = field(default_factory=list)  # per tensor argument; what it is, external or not
+    outputs: list[TensorRef] = field(default_factory=list)
+    output_bytes: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+    saves: list[Saved] = field(default_factory=list)
+    saved_values: list[int] = field(default_factory=list)
+    internal_bytes: int = 0
+    reads_external: list[int] = field(default_factory=list)
+    writes_external: list[int] = field(default_factory=list)
+    differentiable: list[bool] = field(default_factory=list)  # per output
+    receivers: list[TensorRef | None] = field(default_factory=list)  # per tensor argument; whose gradient its is
+    rebase: Rebase | None = None
+    layouts: list[tuple[Any, ...]] = field(default_factory=list)  # per tensor argument: type, shape, strides, dense
+    random: bool = False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it writes what it was given."""
+        return bool(self.writes_external) or any(value in self.reads for value in self.writes)
+
+
+@dataclass
+class Observation:
+    """One record per operation, and what the program made."""
+
+    records: list[Record]
+    value_bytes: list[int]
+    value_names: list[str]
+    storages: dict[TensorRef, int]
+    outputs: list[torch.Tensor]
+    output_values: set[int]
+    rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
+    reached: frozenset[Any] = frozenset()
+
+
+class Memory:
+    """The storages of a program that runs, by identity: values, which it makes, and externals, each numbered from 0.
+
+    Attributes:
+        result: what was seen so far.
+        views: the program tensors in each value.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.externals: dict[int, int] = {}
+        self.views: dict[int, list[TensorRef]] = {}
+        self.result = Observation([], [], [], {}, [], set())
+
+    def external(self, tensor: Any) -> Any:
+        """The tensor, now known to be an external; the module of a leaf is left alone."""
+        if isinstance(tensor, torch.Tensor):
+            self.externals.setdefault(storage_id(tensor), len(self.externals))
+        return tensor
+
+    def external_number(self, tensor: torch.Tensor) -> int:
+        """The number of an external; one that is new is that of a parameter which a leaf moved."""
+        return self.externals[storage_id(self.external(tensor))]
+
+    def value(self, tensor: torch.Tensor) -> int | None:
+        """The number of the value that a tensor is in, or None."""
+        number, reference = self.values.get(storage_id(tensor), (None, None))
+        return number if reference is not None and not reference.expired() else None
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in a value or an external."""
+        return self.value(tensor) is not None or storage_id(tensor) in self.externals
+
+    def note_reads(self, record: Record, refs: list[TensorRef], tensors: list[torch.Tensor]) -> None:
+        for ref, tensor in zip(refs, tensors, strict=True):
+            value = self.value(tensor)
+            record.arguments.append(ref if value is not None else None)
+            record.receivers.append(self.result.rebased.get(ref, ref) if value is not None else None)
+            record.sources.append(ref)
+            record.layouts.append((tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)))
+            if value is not None:
+                _add(record.reads, value)
+            else:
+                _add(record.reads_external, self.external_number(tensor))
+
+    def note_outputs(self, record: Record, result: Any) -> None:
+        for index, tensor in enumerate(tensor_leaves(result)):
+            ref = TensorRef(record.node.name, index)
+            if not self.knows(tensor):
+                number = len(self.result.value_bytes)
+                # The weak reference keeps the address from being used again while the entry stands.
+                self.values[storage_id(tensor)] = number, StorageWeakRef(tensor.untyped_storage())
+                self.result.value_bytes.append(tensor.untyped_storage().nbytes())
+                self.result.value_names.append(record.node.name if index == 0 else f"{record.node.name}.{index}")
+                record.writes.append(number)
+            known = self.value(tensor)
+            if known is not None:
+                self.result.storages[ref] = known
+                self.views.setdefault(known, []).append(ref)
+            record.outputs.append(ref)
+            record.output_bytes.append(tensor.numel() * tensor.element_size())
+            record.differentiable.append(has_history(tensor))
+
+    def note_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
+        harmless = {
+            storage_id(live) for live in live_arguments(record.node.target, args) if isinstance(live, torch.Tensor)
+        }
+        for tensor in written:
+            value = self.value(tensor)
+            if value is not None:
+                _add(record.writes, value)
+            elif storage_id(tensor) not in harmless:
+                _add(record.writes_external, self.external_number(tensor))
+        for key in harmless:
+            number = self.externals.get(key)
+            if number in record.reads_external:
+                record.reads_external.remove(number)
+
+    def note_rebase(self, record: Record, tensors: list[torch.Tensor], histories: list[Any]) -> None:
+        """What was read before the write to a view stands for the whole tensor as it is after it from here on."""
+        for argument, (tensor, history) in enumerate(zip(tensors, histories, strict=True)):
+            base, value = base_of(tensor), self.value(tensor)
+            if base is None or value is None or type(base.grad_fn).__name__ != "CopySlices" or base.grad_fn is history:
+                continue
+            known = [ref for ref in self.views[value] if ref not in record.outputs]
+            before, after = known[0], TensorRef(record.node.name, len(record.outputs))
+            size = base.numel() * base.element_size()
+            record.rebase = Rebase(argument, self.result.rebased.get(before, before), after, size)
+            self.result.rebased.update(dict.fromkeys(known, after))
+            return
+
+    def note_saves(
+        self, record: Record, packed: list[torch.Tensor], known: list[tuple[torch.Tensor, TensorRef]], result: Any
+    ) -> None:
+        known = [(t, TensorRef(record.node.name, n)) for n, t in enumerate(tensor_leaves(result))] + known
+        internal: set[int] = set()
+        for tensor in packed:
+            saved = self._saved(tensor, known)
+            record.saves.append(saved)
+            value = self.value(tensor)
+            key = storage_id(tensor)
+            if saved.tensor is not None and value is not None:
+                _add(record.saved_values, value)
+            elif not saved.external and key not in internal:
+                internal.add(key)
+                record.internal_bytes += tensor.untyped_storage().nbytes()
+        if isinstance(record.node.target, Leaf):
+            # One slot for each argument that it saves in whatever way; the rest stays with it.
+            given = {self.result.storages[ref]: Saved(ref) for ref in reversed(record.arguments) if ref is not None}
+            record.saves = [given[value] for value in record.saved_values if value in given]
+
+    def _saved(self, tensor: torch.Tensor, known: list[tuple[torch.Tensor, TensorRef]]) -> Saved:
+        if self.knows(tensor) and self.value(tensor) is None:
+            return Saved(external=True)
+        same = [(t, ref) for t, ref in known if _same_kind(t, tensor)]
+        for candidate, ref in same:
+            if _layout(candidate) == _layout(tensor):
+                return Saved(ref)
+        if same:
+            return Saved(same[0][1], _layout(tensor))
+        return Saved()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor covers a block of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        storage_id(a) == storage_id(b)
+        and a.dtype == b.dtype
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+
+
+def _add(numbers: list[int], number: int) -> None:
+    if number not in numbers:
+        numbers.append(number)
