@@ -28,7 +28,6 @@ import torch
 
 from ..torch_state.private import (
     OpOverload,
-    OpOverloadPacket,
     base_of,
     is_view,
     overload_name,
@@ -120,7 +119,7 @@ def out_of_place(target: Any) -> Any:
 # -- elementwise ----------------------------------------------------------------------------------------
 
 
-def _elementwise(operator: OpOverload, backward: OpOverloadPacket, saves: str, *constants: Any) -> Lean:
+def _elementwise(operator: OpOverload, backward: Any, saves: str, *constants: Any) -> Lean:
     """An operator whose backward is ``backward(gradient, saved, *constants)``, element by element."""
     again_differentiable = _silu_backward if backward is aten.silu_backward else backward.default
 

@@ -89,7 +89,7 @@ def _refuse_dependence(
     changed: dict[str, str],
     leaves: set[str],
 ) -> None:
-    """Raise OpaqueError unless the attributes that a first call changed are settled then, and make no difference.
+    """Raise OpaqueError unless the attributes that a first call changed stay as they are then, and make no difference.
 
     Args:
         changed: an attribute that did change for each module.
