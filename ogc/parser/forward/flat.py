@@ -65,14 +65,11 @@ class FlatForward:
             self.finish(self(*tensors), tensors)
 
 
-def forward_alone(
-    model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]
-) -> tuple[OutputSpec, list[torch.Tensor]]:
-    """The structure and the tensors that the model's forward returns, with gradients on and nothing saved."""
+def forward_alone(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that the model's forward returns, detached, with gradients on and nothing saved."""
     flat = FlatForward(model.forward, spec)
     flat.run(tensors)
-    assert flat.output_spec is not None
-    return flat.output_spec, flat.outputs
+    return flat.outputs
 
 
 @contextmanager
