@@ -43,7 +43,7 @@ class ByName:
         graph, nodes = torch.fx.Graph(), {}
         for node in torch.fx.symbolic_trace(model).graph.nodes:
             nodes[node] = self.copy(graph, model, node, nodes)
-        return Traced(graph, {}, flat.output_spec, flat.outputs, flat.requires_grad, flat.reached)
+        return Traced(graph, {}, flat.output_spec, flat.outputs, flat.requires_grad, flat.grad_targets)
 
     def copy(self, graph, model, node, nodes):
         if node.op == "placeholder":

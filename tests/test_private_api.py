@@ -234,7 +234,6 @@ CHECKS = {
     "sparse_parts": lambda parts: [list(t.shape) for t in parts(X.to_sparse())] == [[2, 6], [6]],
     "MAKE_SUBCLASS": makes_parameters,
     "OpOverload": lambda kind: isinstance(aten.add.Tensor, kind) and not isinstance(aten.add, kind),
-    "OpOverloadPacket": lambda kind: isinstance(aten.add, kind),
     "overload_name": lambda name: name(aten.add.Tensor) == "Tensor",
     "decomposes": lambda decomposes: decomposes(aten.reshape.default) and not decomposes(aten.view.default),
     "schema_of": lambda of: of(aten.add_.Tensor).is_mutable and not of(aten.add.Tensor).is_mutable and of(len) is None,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..torch_state.private import OpOverload, OpOverloadPacket, is_view, schema_of
+from ..torch_state.private import OpOverload, is_view, schema_of
 from .holders import is_ours
 from .low_memory import LowMemory
 from .registry import Arguments, Operator, like, register
@@ -36,7 +36,7 @@ class WrittenOver(LowMemory):
         return plain.written_over()
 
 
-def _low_memory(operator: OpOverload, backward: OpOverloadPacket, saves: str, *constants: Any) -> WrittenOver:
+def _low_memory(operator: OpOverload, backward: saves: str, *constants: Any) -> WrittenOver:
     """Of an operator whose backward is ``backward(gradient, saved, *constants)``, element by element."""
     again_differentiable = _silu_backward if backward is aten.silu_backward else backward.default
 

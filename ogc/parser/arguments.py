@@ -1,4 +1,4 @@
-"""What a user gives: a model and a sample of its inputs, checked before anything runs."""
+"""Checks of a user's model and sample input before anything runs."""
 
 from __future__ import annotations
 

@@ -75,11 +75,11 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
 def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> list[dict[str, Any]]:
     """For each operation, the fields of the graph's that say what it does to memory."""
     last_external_write = {e: t for t, record in enumerate(records) for e in record.writes_external}
-    found = []
+    fields = []
     for t, record in enumerate(records):
         # What a read of a buffer saw is gone once a later operation has written it.
         stale = any(last_external_write.get(e, -1) >= t for e in record.reads_external)
-        found.append(
+        fields.append(
             {
                 "reads": tuple(record.reads),
                 "writes": tuple(record.writes),
@@ -88,7 +88,7 @@ def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> l
                 "replayable": not (record.writes_external or stale or runs_once(record.node.target)),
             }
         )
-    return found
+    return fields
 
 
 def _operation(
@@ -134,7 +134,7 @@ def _internal_bytes(record: Record, weights: Weights) -> int:
 
 
 def _gradients(record: Record, weights: Weights) -> OperationGradients:
-    found = OperationGradients(
+    gradients = OperationGradients(
         outputs=tuple(record.outputs),
         output_bytes=tuple(record.output_bytes),
         differentiable=tuple(record.differentiable),
@@ -145,4 +145,4 @@ def _gradients(record: Record, weights: Weights) -> OperationGradients:
         copies_strided=copies_strided_gradients(record.node.target),
         sources=tuple(record.sources),
     )
-    return found if record.rebase is None else found.through_base(record.rebase)
+    return gradients if record.rebase is None else gradients.through_base(record.rebase)

@@ -22,7 +22,7 @@ from ..torch_state.plainly import plainly
 from .arguments import call_arguments, check_devices
 from .assemble import memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
-from .parse import record_program, settle
+from .parse import lower, record_program
 from .traced import called_leaves
 from .weigh.record import Record
 
@@ -45,7 +45,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any) -> Graph
     modules = sorted(called_leaves(program.graph))
     with untouched(given=spec.constants):
         recorded = record_program(model, spec, tensors, program.parse_graph, Leaves(model, modules))
-        traced, observation = settle(model, recorded, tensors, home, _Repeating(program))
+        traced, observation = lower(model, recorded, tensors, home, _Repeating(program))
     _check_same_program(program.graph, traced.graph)
     taken = versions_of(traced.graph, observation)
     again = replace(program_of(spec, traced, observation, taken), parse_graph=program.parse_graph)
@@ -73,19 +73,17 @@ class _Repeating:
             record.random = True  # as it may draw numbers
 
 
-def _check_same_program(known: torch.fx.Graph, found: torch.fx.Graph) -> None:
+def _check_same_program(known: torch.fx.Graph, new: torch.fx.Graph) -> None:
     """Raise ParseError unless two programs are the same up to numbers."""
-    for then, now in zip(known.nodes, found.nodes, strict=False):
+    for then, now in zip(known.nodes, new.nodes, strict=False):
         alike = then.name == now.name and then.op == now.op and _same_target(then.target, now.target)
         if not alike or not _same((then.args, then.kwargs), (now.args, now.kwargs)):
             raise ParseError(
                 f"the forward runs another program for these inputs: {now.name} at {now.meta.get('source', '')} in the "
                 f"place of {then.name}"
             )
-    if len(known.nodes) != len(found.nodes):
-        raise ParseError(
-            f"the forward runs {len(found.nodes)} operations for these inputs instead of {len(known.nodes)}"
-        )
+    if len(known.nodes) != len(new.nodes):
+        raise ParseError(f"the forward runs {len(new.nodes)} operations for these inputs instead of {len(known.nodes)}")
 
 
 def _same_target(a: Any, b: Any) -> bool:

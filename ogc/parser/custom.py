@@ -1,7 +1,7 @@
 """Graphs made by hand (``parse_graph=``): whatever form they come in, a :class:`CustomForward` runs them.
 
-It takes the place of the model's forward in front of the recorder, so that the rest of the way is one and
-the same: its operators are recorded, observed and weighed like those of any model.
+It takes the place of the model's forward in front of the front end: its operators are recorded, observed and weighed
+like those of any model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.fx.node import Node
 
 from ..builder import GraphBuilder, label_of
 from ..errors import InputError, OgcError, ParseError, add_note
-from ..program.program import arguments, attribute, run_program
+from ..program.program import args_of, attribute, run_nodes
 from ..torch_state.private import pytree
 from .forward.location import scope
 
@@ -63,12 +63,12 @@ class CustomForward:
         Raises:
             ParseError: a node cannot be run; the message names it.
         """
-        return run_program(self.graph.nodes, self._bind(args, kwargs), partial(attribute, self.root), self._run)
+        return run_nodes(self.graph.nodes, self._bind(args, kwargs), partial(attribute, self.root), self._run)
 
     def output_label(self, number: int) -> str:
-        """What messages call the node that gives output tensor ``number``."""
+        """The label, for messages, of the node that gives output tensor ``number``."""
         (output,) = self.graph.find_nodes(op="output")
-        nodes = [leaf for leaf in pytree.tree_leaves(output.args[0]) if isinstance(leaf, Node)]
+        nodes = [node for node in pytree.tree_leaves(output.args[0]) if isinstance(node, Node)]
         return label_of(nodes[number] if number < len(nodes) else output)
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -83,7 +83,7 @@ class CustomForward:
         return list(given)
 
     def _run(self, node: Node, values: dict[Node, Any]) -> Any:
-        args, kwargs = arguments(node, values)
+        args, kwargs = args_of(node, values)
         try:
             with scope(label_of(node).replace("/", "_")):
                 if node.op == "call_module":
@@ -157,7 +157,7 @@ def parse_graph_of(model: torch.nn.Module, parse_graph: ParseGraph | bool | None
 def custom_forward(
     model: torch.nn.Module, parse_graph: ParseGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> CustomForward:
-    """What ``parse_graph`` makes of the model.
+    """The forward of the graph that ``parse_graph`` makes of the model.
 
     Raises:
         InputError: what it returns is no graph.

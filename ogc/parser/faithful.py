@@ -90,7 +90,7 @@ def _refuse_dependence(
     changed: dict[str, str],
     leaves: set[str],
 ) -> None:
-    """Raise OpaqueError unless the attributes that a first call changed are settled then, and make no difference.
+    """Raise OpaqueError unless the attributes that a first call changed stay as they are then, and make no difference.
 
     Args:
         changed: an attribute that did change for each module.
@@ -103,7 +103,7 @@ def _refuse_dependence(
         with repeatable(model):
             forward_alone(model, spec, copies(tensors))
         before = attributes_of(model)
-        _, outputs = forward_alone(model, spec, copies(tensors))
+        outputs = forward_alone(model, spec, copies(tensors))
         again = dict(changes(before, attributes_of(model), leaves))
     when = "each call" if again else "its first call"
     if again or not all(map(same_bits, outputs, traced.outputs)):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..program.program import OWN, arguments, get_attribute, run_program, storage_of, without_autocast
+from ..program.program import OWN, args_of, get_attribute, run_nodes, storage_of, without_autocast
 from ..program.structures import InputSpec, OutputSpec
 from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.no_trace import untouched
@@ -164,7 +164,7 @@ class _Run:
         self._nodes: list[Any] = []  # held until the outputs are gone
 
     def seen(self, leaves: Collection[str]) -> AbstractContextManager[None]:
-        """What runs inside is seen as a recorder sees it."""
+        """Inside, the forward runs as a front end sees it, and this log is told of what leaves save."""
         return seen_as_recorded(self.model, leaves, self.log.saved, self.log.paused)
 
     def run_forward(self, forward: Forward, spec: InputSpec) -> None:
@@ -180,7 +180,7 @@ class _Run:
         try:
             with nothing_saved(self.log.saved), without_autocast(), self.log:
                 fetch = partial(get_attribute, self.model, traced.constants)
-                outputs = list(run_program(traced.graph.nodes, self.inputs, fetch, self._call))
+                outputs = list(run_nodes(traced.graph.nodes, self.inputs, fetch, self._call))
         except Exception as error:
             _refuse(self.log.owner, f"a call that fails ({type(error).__name__}: {error})")
         self._finish(outputs)
@@ -196,16 +196,16 @@ class _Run:
         """The autograd graph behind the outputs, in an order that depends on it alone."""
         numbers = {node: number for number, node in enumerate(self._nodes)}
         known = {id(tensor): number for number, tensor in enumerate([*self.inputs, *self.model.parameters()])}
-        found: list[Any] = [None if t.grad_fn is None else (numbers[t.grad_fn], t.output_nr) for t in outputs]
+        described: list[Any] = [None if t.grad_fn is None else (numbers[t.grad_fn], t.output_nr) for t in outputs]
         for node in self._nodes:
             edges = [None if after is None else (numbers[after], place) for after, place in node.next_functions]
             variable = getattr(node, "variable", None)
-            found.append((node.name(), edges, None if variable is None else known.get(id(variable))))
-        return found
+            described.append((node.name(), edges, None if variable is None else known.get(id(variable))))
+        return described
 
     def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         self.log.owner = node
-        args, kwargs = arguments(node, values)
+        args, kwargs = args_of(node, values)
         target: Any = node.target
         with self.log.paused() if OWN in node.meta else nullcontext():
             return target(*args, **kwargs)

@@ -58,7 +58,7 @@ class Leaves:
             self._add(smallest, why)
 
     def _advice(self) -> str:
-        """What to do where the model's own forward is the smallest that hides a problem."""
+        """Advice for messages where nothing smaller than the whole model hides a problem, or nothing."""
         parts = {name: module for name, module in self.modules.items() if "." not in name}
         if not parts:
             return ""
@@ -86,9 +86,9 @@ class Leaves:
     def report(self) -> None:
         """Warnings that name the leaves that nobody asked for, and those that cannot be called again after all."""
         for again, what in ((True, "as they are"), (False, "as they are, and never again for their backward")):
-            found = {name: why for name, why in self.reasons.items() if (name in self.repeated) == again}
-            if found:
-                log.warning("ogc calls these modules %s: %s", what, _listed(found))
+            listed = {name: why for name, why in self.reasons.items() if (name in self.repeated) == again}
+            if listed:
+                log.warning("ogc calls these modules %s: %s", what, _listed(listed))
         if self.obstacles:
             log.warning("ogc cannot call these leaves again for their backward: %s", _listed(self.obstacles))
 
@@ -150,7 +150,7 @@ def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str)
     """The names of the modules that are meant."""
     if isinstance(asked_for, (str, type)) or not isinstance(asked_for, Iterable):
         raise InputError(f"{argument} must be a list of module names and types, not {asked_for!r}")
-    found: list[str] = []
+    resolved: list[str] = []
     for entry in asked_for:
         if isinstance(entry, type):
             names = [name for name, module in modules.items() if isinstance(module, entry)]
@@ -168,5 +168,5 @@ def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str)
         if isinstance(modules[names[0]], _NEVER_CALLED):
             kind = type(modules[names[0]]).__name__
             raise InputError(f"{argument}: {names[0]!r} is a {kind}, which is never called; name modules in it")
-        found += names
-    return found
+        resolved += names
+    return resolved

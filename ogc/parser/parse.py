@@ -108,14 +108,14 @@ def parse(
         while True:
             recorded = record_program(model, spec, tensors, make, leaves)
             try:
-                traced, observation = settle(model, recorded, tensors, target, weighing, stretches, slices)
+                traced, observation = lower(model, recorded, tensors, target, weighing, stretches, slices)
                 break
             except OpaqueError as problem:
                 leaves.cover(problem)
     leaves.report()
-    found = find_stretches(observation.records, weighing.samplewise)
     graph = graph_of(spec, traced, observation, weighing.weights, str(target), kind)
-    return replace(graph, program=replace(graph.program, parse_graph=make), stretches=tuple(found))
+    found = tuple(find_stretches(observation.records, weighing.samplewise))
+    return replace(graph, program=replace(graph.program, parse_graph=make), stretches=found)
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Visitor(Protocol):
     def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None: ...
 
 
-def settle(
+def lower(
     model: torch.nn.Module,
     recorded: Recorded,
     tensors: list[torch.Tensor],
@@ -158,7 +158,7 @@ def settle(
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
 ) -> tuple[Traced, Observation]:
-    """The program in the form that is planned, and what was seen when it ran.
+    """The program in the form that is planned, and an observation of one run of it.
 
     Raises:
         ParseError: in that form it is not what the model computes.
@@ -184,7 +184,7 @@ def settle(
         if not unfolding.carry_out(program) and not has_copies:
             break
     check_same(traced, observation, recorded.state, state, close if stretches else same_bits)
-    _check_reached("replaying the program", observation.reached, traced.reached, model)
+    _check_grad_targets("replaying the program", observation.grad_targets, traced.grad_targets, model)
     return traced, observation
 
 
@@ -205,13 +205,13 @@ class _Weighing:
         if isinstance(node.target, Leaf):
             if record.random and node.meta[READS]:
                 refuse_chance(self.model, node, args)
-            self._settle_repeats(node, args, record)
+            self._allow_repeats(node, args, record)
             self.weights.append(weigh_leaf(self.model, self.profiler, node, args, record))
         else:
             self.weights.append(self.profiler.weigh(node, args, kwargs, record))
         self.samplewise.append(is_samplewise(node, args))
 
-    def _settle_repeats(self, node: torch.fx.Node, args: tuple[Any, ...], record: Record) -> None:
+    def _allow_repeats(self, node: torch.fx.Node, args: tuple[Any, ...], record: Record) -> None:
         """Make a leaf repeatable unless something stands in the way."""
         assert isinstance(node.target, Leaf)
         name, is_named = node.target.module, self.leaves.is_repeatable(node.target.module)
@@ -261,7 +261,7 @@ def _check_custom(
             raise ParseError(f"{where}: {difference(ours, theirs)}")
         if traced.requires_grad[number] != plain.requires_grad[number]:
             raise ParseError(f"{where}: only one of the two requires grad")
-    _check_reached("the graph", traced.reached, plain.reached, model)
+    _check_grad_targets("the graph", traced.grad_targets, plain.grad_targets, model)
     names = [*(f"buffer {name}" for name, _ in model.named_buffers()), "random state"]
     for name, ours, theirs in zip(names, after_trace, after_plain, strict=True):
         if not same_bits(ours, theirs):
@@ -297,10 +297,10 @@ def check_same(
         raise ParseError("replaying the program leaves other buffers or random state than the model's forward")
 
 
-def _check_reached(what: str, ours: frozenset[Any], theirs: frozenset[Any], model: torch.nn.Module) -> None:
+def _check_grad_targets(what: str, ours: frozenset[Any], theirs: frozenset[Any], model: torch.nn.Module) -> None:
     """Raise ParseError unless both give gradients to the same inputs and parameters."""
     known = {*map(id, model.parameters())}
-    ours, theirs = (frozenset(t for t in found if isinstance(t, int) or id(t) in known) for found in (ours, theirs))
+    ours, theirs = (frozenset(t for t in targets if isinstance(t, int) or id(t) in known) for targets in (ours, theirs))
     if ours != theirs:
         raise ParseError(
             f"{what} does not give gradients to what the model's forward gives them to: it misses "

@@ -47,7 +47,7 @@ CHANCES = 16
 
 
 def why_not_again(model: torch.nn.Module, node: torch.fx.Node, args: Any, record: Record) -> str | None:
-    """What stands in the way of calling a leaf again, in words; None if nothing was seen.
+    """The reason, in words, why a leaf must not be called again; None if none was seen.
 
     It is called twice from the same random state; the model is afterwards as before.
 
@@ -100,7 +100,7 @@ def _difference(
 
 
 def _call(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
-    """What a call saves, of which it keeps nothing, and returns."""
+    """The tensors that a call of a leaf saves, detached, and those that it returns."""
     with saved_until_done() as packed:
         results = tensor_leaves(leaf(module, given))
         saved = [tensor.detach() for tensor in packed]

@@ -20,7 +20,7 @@ READS = "reads"
 """In the ``meta`` of a leaf's node: whether Python reads numbers out of tensors in it."""
 
 ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.default}
-"""What PyTorch calls on a tensor that it makes of Python's data: nothing comes of it, and no program has it."""
+"""Calls by PyTorch on a tensor that it makes of Python's data: nothing comes of them, and no program has them."""
 
 
 class FrontEnd(Protocol):
@@ -65,7 +65,7 @@ class Traced:
         output_spec: the structure of the result.
         outputs: its tensors, detached.
         requires_grad: of each output.
-        reached: where the backward ends; see :func:`ogc.parser.passes.reached.reached`.
+        grad_targets: the tensors that a backward gives gradients to; see :func:`ogc.parser.passes.reached.reached`.
         guards: what Python read out of tensors on the way; the program holds as long as these are the same.
     """
 
@@ -74,7 +74,7 @@ class Traced:
     output_spec: OutputSpec
     outputs: list[torch.Tensor]
     requires_grad: list[bool] = field(default_factory=list)
-    reached: frozenset[Any] = frozenset()
+    grad_targets: frozenset[Any] = frozenset()
     guards: Guards | None = None
 
 

@@ -103,11 +103,11 @@ class Guards:
         """What the guards return for these inputs."""
 
         def call(node: Any, values: dict[torch.fx.Node, Any]) -> Any:
-            args, kwargs = arguments(node, values)
+            args, kwargs = args_of(node, values)
             return node.target(*args, **kwargs)
 
         with torch.no_grad(), without_autocast():
-            return tuple(run_program(self.graph.nodes, inputs, partial(get_attribute, model, self.constants), call))
+            return tuple(run_nodes(self.graph.nodes, inputs, partial(get_attribute, model, self.constants), call))
 
     def difference(self, values: tuple[Any, ...]) -> str:
         """The first value that is not as expected, in words; "" if there is none."""
@@ -161,12 +161,12 @@ def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], ta
     return constants[target] if target in constants else attribute(model, target)
 
 
-def arguments(node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+def args_of(node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
     """Positional and keyword arguments of a call, with values in the places of nodes."""
     return torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
 
 
-def run_program(
+def run_nodes(
     nodes: Iterable[torch.fx.Node],
     inputs: Iterable[Any],
     attribute_of: Callable[[str], Any],
@@ -185,7 +185,7 @@ def run_program(
     given = iter(inputs)
     for node in nodes:
         if node.op == "output":
-            return arguments(node, values)[0][0]
+            return args_of(node, values)[0][0]
         if node.op == "placeholder":
             values[node] = next(given)
         else:

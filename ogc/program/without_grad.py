@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..torch_state.private import OpOverload, OpOverloadPacket, schema_of
+from ..torch_state.private import OpOverload, schema_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class WithoutGrad:
         return str(self.operator.__name__)
 
     @property
-    def overloadpacket(self) -> OpOverloadPacket:
+    def overloadpacket(self) -> Any:
         return self.operator.overloadpacket
 
     @property

@@ -5,8 +5,7 @@ Operators of aten whose names begin so are no part of this. tests/test_private_a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
@@ -54,8 +53,6 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 OpOverload = torch._ops.OpOverload
 """The class of operators. Without it those of a program cannot be told from Python's functions."""
-OpOverloadPacket = torch._ops.OpOverloadPacket
-"""The class of all operators of one name. Without it annotations name nothing."""
 overload_name = attrgetter("_overloadname")
 """Which operator of its name one is. Without it operators have no twins that write out of place."""
 decomposes: Any = OpOverload._can_decompose
@@ -68,6 +65,14 @@ RECORDING: Any = _C._parse_dispatch_key("DeferredInit")
 """A dispatch key that PyTorch leaves to others. Without it the recorder sees no operator: no model can be parsed."""
 AUTOCAST = {name: getattr(_C.DispatchKey, name) for name in ("AutocastCPU", "AutocastCUDA")}
 """The dispatch keys of autocast. Without them a program lacks the casts, and computes in other types."""
+recording: Any = partial(_C._IncludeDispatchKeyGuard, RECORDING)
+"""A context in which calls go to the fallback of ``RECORDING``. Without it the recorder sees no operator."""
+not_recording: Any = partial(_C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(RECORDING))
+"""A context in which calls go past ``RECORDING``. Without it the recorder records what it does itself."""
+has_kernel: Any = cache(_C._dispatch_has_kernel_for_dispatch_key)
+"""Whether an operator, by name, has a kernel for a dispatch key. Without it as without ``AUTOCAST``."""
+saved_tensors_hooks_in_use: Any = partial(_C._autograd._top_saved_tensors_default_hooks, True)
+"""The innermost hooks for saved tensors, or None. Without it parts are planned in torch.utils.checkpoint."""
 is_functorch_active: Any = _C._are_functorch_transforms_active
 """Whether a transform of torch.func runs. Without it custom functions inside one are made leaves, and fail."""
 
@@ -75,29 +80,6 @@ is_functorch_active: Any = _C._are_functorch_transforms_active
 def schema_of(operator: Any) -> Any:
     """Arguments and results of an operator, else None. Without it no operator is known to write what it is given."""
     return getattr(operator, "_schema", None)
-
-
-def recording() -> AbstractContextManager[None]:
-    """Inside, calls go to the fallback of ``RECORDING``. Without it the recorder sees no operator."""
-    guard: AbstractContextManager[None] = _C._IncludeDispatchKeyGuard(RECORDING)
-    return guard
-
-
-def not_recording() -> AbstractContextManager[None]:
-    """Inside, calls go past ``RECORDING``. Without it the recorder records what it does itself."""
-    guard: AbstractContextManager[None] = _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(RECORDING))
-    return guard
-
-
-@cache
-def has_kernel(operator: str, key: str) -> bool:
-    """Whether an operator, by name, has a kernel for a dispatch key. Without it as without ``AUTOCAST``."""
-    return bool(_C._dispatch_has_kernel_for_dispatch_key(operator, key))
-
-
-def saved_tensors_hooks_in_use() -> Any:
-    """The innermost hooks for saved tensors, or None. Without it parts are planned in torch.utils.checkpoint."""
-    return _C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def keeps_graph() -> bool:

@@ -22,10 +22,8 @@ class FlatForward:
     r"""A forward as a function of a flat list of tensors.
 
     Attributes:
-        output_spec: the structure of what it returned last.
-        outputs: the tensors of that, detached; this and what follows once it was :meth:`finish`\ ed.
-        requires_grad: of each output.
-        reached: where their backward ends; see :func:`~ogc.parser.passes.reached.reached`.
+        output_spec, outputs, requires_grad, grad_targets: of its last call, as in
+            :class:`~ogc.parser.traced.Traced`; all but the first once it was :meth:`finish`\ ed.
     """
 
     def __init__(self, forward: Callable[..., Any], spec: InputSpec) -> None:
@@ -34,7 +32,7 @@ class FlatForward:
         self.output_spec: OutputSpec | None = None
         self.outputs: list[torch.Tensor] = []
         self.requires_grad: list[bool] = []
-        self.reached: frozenset[Any] = frozenset()
+        self.grad_targets: frozenset[Any] = frozenset()
         self.graph: list[Any] = []  # nodes for a backward, held until the outputs are gone
 
     @entry
@@ -59,7 +57,7 @@ class FlatForward:
         """Look at the outputs of a call with these tensors; apart from it, as calls may be watched."""
         self.outputs = [tensor.detach() for tensor in outputs]
         self.requires_grad = [tensor.requires_grad for tensor in outputs]
-        self.reached, self.graph = reached(outputs, tensors)
+        self.grad_targets, self.graph = reached(outputs, tensors)
 
     def run(self, tensors: list[torch.Tensor]) -> None:
         """Call it, with gradients on and nothing saved, and look at the outputs."""
@@ -67,14 +65,11 @@ class FlatForward:
             self.finish(self(*tensors), tensors)
 
 
-def forward_alone(
-    model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]
-) -> tuple[OutputSpec, list[torch.Tensor]]:
-    """The structure and the tensors that the model's forward returns, with gradients on and nothing saved."""
+def forward_alone(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that the model's forward returns, detached, with gradients on and nothing saved."""
     flat = FlatForward(model.forward, spec)
     flat.run(tensors)
-    assert flat.output_spec is not None
-    return flat.output_spec, flat.outputs
+    return flat.outputs
 
 
 @contextmanager
@@ -102,7 +97,7 @@ def nothing_saved(told: Pack = id, where: Callable[[], str] = str) -> Iterator[N
 
 @contextmanager
 def saved_until_done(told: Pack = id) -> Iterator[list[torch.Tensor]]:
-    """What is saved for a backward is there for a backward that is run inside, and gone afterwards.
+    """Tensors saved inside are there for a backward that is run inside, and gone afterwards.
 
     Args:
         told: called with each tensor that is saved.

@@ -32,15 +32,15 @@ def _owner(filename: str) -> str:
 def user_line() -> str:
     """File and line of the model's code that is running; of torch's where there is none of the model's."""
     frame = sys._getframe(1)
-    found = ""
+    line = ""
     while frame is not None and frame.f_code not in _entries:
         owner = _owner(frame.f_code.co_filename)
-        if owner == "user" or (owner == "torch" and not found):
-            found = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if owner == "user" or (owner == "torch" and not line):
+            line = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
             if owner == "user":
                 break
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return line
 
 
 _thread = threading.local()
@@ -48,7 +48,7 @@ _thread = threading.local()
 
 @contextmanager
 def scopes_in_use(scopes: Scopes) -> Iterator[None]:
-    """What runs inside may name its place by :func:`scope`."""
+    """Inside, :func:`scope` on this thread adds to ``scopes``."""
     _thread.scopes = scopes
     try:
         yield

@@ -1,4 +1,4 @@
-"""What takes the place of torch's own functions while a forward is looked at."""
+"""Patches of torch's own functions while a forward is recorded or judged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXT = ("__repr__", "__format__")
 
 
 def checkpoint_nothing(stack: ExitStack) -> None:
-    """What ``torch.utils.checkpoint`` runs is planned like anything else, unless it is reentrant."""
+    """Let ``torch.utils.checkpoint`` save as without it, unless it is reentrant: its forward is planned like any."""
 
     def make(around: Callable[..., Any]) -> Callable[..., Any]:
         def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -38,14 +38,14 @@ def replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any])
     """Put what ``make`` returns for an attribute of a class or module in its place until ``stack`` is closed."""
     own = vars(owner).get(name)
     known = own if own is not None else next(vars(kind)[name] for kind in owner.__mro__ if name in vars(kind))
-    found = make(known)
-    if not isinstance(found, (staticmethod, classmethod, property)):
-        found = wraps(known)(found)
+    new = make(known)
+    if not isinstance(new, (staticmethod, classmethod, property)):
+        new = wraps(known)(new)
     if own is None:
         stack.callback(delattr, owner, name)
     else:
         stack.callback(setattr, owner, name, own)
-    setattr(owner, name, found)
+    setattr(owner, name, new)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ is cast, differentiated or taken apart. Nothing else about PyTorch changes: size
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -37,11 +37,11 @@ class Call(NamedTuple):
     @property
     def is_composite(self) -> bool:
         """Whether the operator has no derivative of its own, but is made of others."""
-        return has_kernel(self.operator.name(), "CompositeImplicitAutograd")
+        return bool(has_kernel(self.operator.name(), "CompositeImplicitAutograd"))
 
     @property
     def takes_numbers(self) -> bool:
-        """Whether it was given numbers in the places of tensors."""
+        """Whether it was given numbers for tensors."""
         wanted = zip(self.args, schema_of(self.operator).arguments, strict=False)
         return any(_is_number(given) and str(argument.type) == "Tensor" for given, argument in wanted)
 
@@ -52,13 +52,13 @@ class Call(NamedTuple):
 
     def open(self) -> Any:
         """The result; each operator that this one is made of is handed to the handler in its turn."""
-        if self.takes_numbers:  # which are not taken back in their places
+        if self.takes_numbers:  # which redispatch does not take
             return self.run()
         return self.operator.redispatch(self.keys, *self.args, **self.kwargs)
 
 
 class Handler(Protocol):
-    """Stands in the place of each call and returns its result."""
+    """Runs each call in its place and returns its result."""
 
     def __call__(self, call: Call) -> Any: ...
 
@@ -75,9 +75,8 @@ def dispatched_to(handler: Handler) -> Iterator[None]:
         _thread.handler = before
 
 
-def unseen() -> AbstractContextManager[None]:
-    """Operators that are called inside are handed to nobody."""
-    return not_recording()
+unseen: Callable[[], AbstractContextManager[None]] = not_recording
+"""Operators that are called inside are handed to nobody."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What Python read out of tensors: guards where the inputs and buffers alone decide on it, else reasons for leaves.
+"""Guards for what Python read out of tensors, where inputs and buffers alone decide on it; else reasons for leaves.
 
 The values that were read are computed anew at the start of each call by a small program of their own, and the
 recorded program holds where they are the same.
@@ -52,7 +52,7 @@ def guards_of(recorder: Recorder, outputs: Sequence[torch.fx.Node]) -> Guards | 
 
 
 def _value(graph: torch.fx.Graph, copies: dict[torch.fx.Node, torch.fx.Node], read: Read) -> torch.fx.Node:
-    """What tells in the guards' program what was read."""
+    """The node of the guards' program that gives what was read: a number, a tensor or shapes."""
     if not read.deciding:
         node = copies[read.node]
         return node if read.is_number else graph.call_function(aten.clone.default, (node,))
@@ -70,7 +70,7 @@ def _value(graph: torch.fx.Graph, copies: dict[torch.fx.Node, torch.fx.Node], re
 
 
 def _lengths(node: torch.fx.Node) -> torch.fx.Node:
-    """What decides on the sizes of the batches of a packed sequence: the lengths that it was packed by."""
+    """The node of the lengths that a sequence was packed by, which decide on the sizes of its batches."""
     packed = node.args[0] if node.target is operator.getitem else None
     is_packed = isinstance(packed, torch.fx.Node) and packed.target is aten._pack_padded_sequence.default
     return packed.args[1] if is_packed else node  # type: ignore[union-attr, return-value]
@@ -134,9 +134,9 @@ def _refuse(recorder: Recorder, slices: Sequence[_Slice], outputs: Sequence[torc
             message, {_around(_spread(recorder, one.read.node, outputs)): one.read.what for one in shapes}
         )
     if slices:
-        found = "; ".join(dict.fromkeys(f"{one.read.what}, which depends on {one.obstacle}" for one in slices))
+        reasons = "; ".join(dict.fromkeys(f"{one.read.what}, which depends on {one.obstacle}" for one in slices))
         raise OpaqueError(
-            f"the forward reads numbers out of tensors: {found}. What it "
+            f"the forward reads numbers out of tensors: {reasons}. What it "
             "computes then depends on the data, and a plan for the sample input would be wrong for other "
             "data. Replace the branch or loop by tensor operations (torch.where, masks), put it into a "
             "submodule of its own, optimize the submodules around it instead, or write down what is computed "

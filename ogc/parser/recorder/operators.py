@@ -1,4 +1,4 @@
-"""What the recorder knows of operators: names, parts, and which tell Python what tensors hold."""
+"""Operators of aten: other names, those recorded in parts, those that tell Python what tensors hold."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPENED = {
     *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)), "_convolution", "_convolution_mode",
     "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
 }  # fmt: skip
-"""What is written down as the operators that it is made of: ``aten::convolution`` and its like."""
+"""Operators that are recorded as the operators that they are made of: ``aten::convolution`` and its like."""
 
 _ABOUT_TENSORS = {
     "_fused_sdp_choice", "_has_compatible_shallow_copy_type", "_has_same_storage_numel", "_nested_tensor_size",
@@ -55,14 +55,14 @@ def complete(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with the default values of those that were not given."""
-    found, named = list(args), dict(kwargs)
+    positional, named = list(args), dict(kwargs)
     for argument in schema_of(operator).arguments[len(args) :]:
         given = named.pop(argument.name, argument.default_value)
         if argument.kwarg_only:
             named[argument.name] = given
         else:
-            found.append(given)
-    return tuple(found), named
+            positional.append(given)
+    return tuple(positional), named
 
 
 PACKED = {"_pack_padded_sequence", "_pad_packed_sequence"}

@@ -17,8 +17,8 @@ from ..forward.location import scopes_in_use
 from ..traced import OpaqueError, RecordAgain, Traced
 from .dispatch import dispatched_to
 from .guards import guards_of
-from .python import python_watched
 from .recorder import Recorder
+from .watch import python_watched
 
 
 def record(
@@ -41,7 +41,7 @@ def record(
     finally:
         if recorder.restore():
             writing.add(model)
-    if not recorder.is_settled or (has_draws and not is_careful):
+    if not recorder.is_valid or (has_draws and not is_careful):
         raise RecordAgain(is_careful or has_draws)
     nodes = [recorder.node(tensor) for tensor in outputs]
     recorder.raise_if_leaky()
@@ -60,7 +60,7 @@ def record(
         flat.output_spec,
         flat.outputs,
         flat.requires_grad,
-        flat.reached,
+        flat.grad_targets,
         guards,
     )
 

@@ -25,7 +25,7 @@ _casting: set[OpOverload] = set()
 
 
 class Read(NamedTuple):
-    """Something that Python learnt of what tensors hold.
+    """One read of a tensor's content by Python.
 
     Attributes:
         node: what tells it: a number, a tensor whose content was read, or one whose shape others' content decides.
@@ -45,7 +45,7 @@ class Read(NamedTuple):
 
 
 class Touched(NamedTuple):
-    """What a call does to storages, by their numbers."""
+    """Numbers of the storages that a call is given, and of those that it writes."""
 
     given: set[int]
     written: set[int]
@@ -61,7 +61,7 @@ class Before(NamedTuple):
 
 
 class Recorder:
-    """Is handed the operators of one forward.
+    """Writes down the operators of one forward.
 
     Args:
         model: the model.
@@ -75,7 +75,7 @@ class Recorder:
         touched: for each call, what it does to storages.
         opaque: module -> what it does that no program can hold.
         leaky: leaf -> what it does that a leaf must not.
-        is_settled: false if a call was written down in the wrong way.
+        is_valid: false if a call was written down before it was known to be cast in parts: to be recorded again.
     """
 
     def __init__(self, model: torch.nn.Module, inputs: Sequence[torch.Tensor], leaves: Collection[str]) -> None:
@@ -87,7 +87,7 @@ class Recorder:
         self.opaque: dict[str, str] = {}
         self.leaky: dict[str, str] = {}
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
-        self.is_settled = True
+        self.is_valid = True
         self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
         self.follows = bool(leaves)
@@ -102,9 +102,9 @@ class Recorder:
     def raise_if_leaky(self) -> None:
         """Raise OpaqueError if a leaf does what it must not."""
         if self.leaky:
-            found = "; ".join(f"{leaf} {why}" for leaf, why in self.leaky.items())
+            reasons = "; ".join(f"{leaf} {why}" for leaf, why in self.leaky.items())
             raise OpaqueError(
-                f"what cannot be replayed leaves the modules that would hide it: {found}. Pass tensors as arguments "
+                f"what cannot be replayed leaves the modules that would hide it: {reasons}. Pass tensors as arguments "
                 "and results (or in tuples, lists and dicts of these), or optimize the submodules around it instead",
                 self.leaky,
             )
@@ -112,9 +112,9 @@ class Recorder:
     def raise_if_opaque(self) -> None:
         """Raise OpaqueError if a module does what no program can hold."""
         if self.opaque:
-            found = "; ".join(f"{module or 'the model'} {why}" for module, why in self.opaque.items())
+            reasons = "; ".join(f"{module or 'the model'} {why}" for module, why in self.opaque.items())
             raise OpaqueError(
-                f"what no program can hold: {found}. Put it into a submodule of its own, or optimize the submodules "
+                f"what no program can hold: {reasons}. Put it into a submodule of its own, or optimize the submodules "
                 "around it instead",
                 self.opaque,
             )
@@ -122,7 +122,7 @@ class Recorder:
     # -- operators -----------------------------------------------------------------------------------------
 
     def __call__(self, call: Call) -> Any:
-        """Stands in the place of each call of an operator."""
+        """Run a call of an operator in its place, write it down, and return its result."""
         if schema_of(call.operator).is_mutable:
             with unseen():
                 self._protect_written(call)
@@ -175,9 +175,9 @@ class Recorder:
         watch = _CastsInside()
         with dispatched_to(watch):
             result = call.open()
-        if watch.found:
+        if watch.has_casts:
             _casting.add(call.operator)
-            self.is_settled = False
+            self.is_valid = False
         return result
 
     def _note_constant(self, operator: OpOverload, tensors: list[torch.Tensor]) -> None:
@@ -185,17 +185,17 @@ class Recorder:
             self.tensors.constant(tensors[0], is_fresh=True)
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """What stands for the tensor."""
-        found = self.tensors.node(tensor)
+        """The node of a tensor; what it cannot stand for is noted as opaque."""
+        node = self.tensors.node(tensor)
         self._refuse_problems()
-        return found
+        return node
 
     def _refuse_problems(self) -> None:
         while self.tensors.problems:
             self.refuse(self.tensors.problems.pop())
 
     def _nodes(self, given: Any) -> Any:
-        """Arguments with the nodes of tensors in the places of these."""
+        """Arguments with nodes instead of tensors."""
         return map_aggregate(given, lambda x: self.node(x) if isinstance(x, torch.Tensor) else x)
 
     def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Before], result: Any) -> None:
@@ -298,7 +298,7 @@ class Recorder:
             self.leaf, self._given = None, set()
 
     def note_leaf(self, node: torch.fx.Node, new: list[torch.Tensor], given: list[torch.Tensor]) -> None:
-        """Note what a leaf has returned, and was given."""
+        """Note the tensors that a leaf made and those that it was given."""
         for tensor in new:
             if (storage := self.tensors.storage(tensor)) is not None:
                 storage.leaf = None  # from here on it is the program's
@@ -332,10 +332,10 @@ class _CastsInside:
     """Sees whether any operator that another one is made of is cast by autocast."""
 
     def __init__(self) -> None:
-        self.found = False
+        self.has_casts = False
 
     def __call__(self, call: Call) -> Any:
-        self.found = self.found or call.is_cast
+        self.has_casts = self.has_casts or call.is_cast
         return call.open() if call.is_composite and not call.takes_numbers else call.run()
 
 

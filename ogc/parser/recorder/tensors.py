@@ -1,4 +1,4 @@
-"""Which node of a recorded program each tensor is, and what is known of the storages that tensors are in."""
+"""The nodes of a recorded program's tensors, and the storages that these tensors are in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass
 class Storage:
-    """What is known of a storage; ``layout`` is that of the first tensor in it, which is ``node``."""
+    """A storage; ``layout`` (shape, strides, offset in entries) is that of its first tensor, which is ``node``."""
 
     reference: StorageWeakRef
     number: int
@@ -74,12 +74,12 @@ class Tensors:
             storage.node, storage.layout, storage.dtype = node, _layout(tensor), tensor.dtype
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """What stands for ``tensor``; if nothing does yet, a node is made."""
-        found: torch.fx.Node | None = self._nodes.get(tensor)
-        if found is None:
-            found = self._meet(tensor)
-            self.bind(tensor, found)
-        elif self.requires_grad[found] != tensor.requires_grad:
+        """The node of ``tensor``, made now if it has none."""
+        node: torch.fx.Node | None = self._nodes.get(tensor)
+        if node is None:
+            node = self._new_node(tensor)
+            self.bind(tensor, node)
+        elif self.requires_grad[node] != tensor.requires_grad:
             storage = self.storage(tensor)
             if isinstance(tensor.grad_fn, BackwardCFunction):  # called by a name that it got before
                 self.problems.append(
@@ -88,16 +88,16 @@ class Tensors:
                 )
             elif storage is None or not storage.is_written:  # else a write has made it so
                 self.problems.append(f"changes what requires grad past autograd, seen at {user_line()}")
-            self.requires_grad[found] = tensor.requires_grad
-        return found
+            self.requires_grad[node] = tensor.requires_grad
+        return node
 
     def known(self, tensor: torch.Tensor) -> torch.fx.Node | None:
-        """What stands for ``tensor``, if anything does yet."""
+        """The node of ``tensor``, None if it has none yet."""
         node: torch.fx.Node | None = self._nodes.get(tensor)
         return node
 
     def storage(self, tensor: torch.Tensor, leaf: str | None = None) -> Storage | None:
-        """What is known of the tensor's storage, noted now if it was not; ``leaf`` made it in that case."""
+        """The entry of the tensor's storage, None if it has no storage; a new entry says that ``leaf`` made it."""
         raw = storage_of(tensor)
         if raw is None:
             return None
@@ -143,7 +143,7 @@ class Tensors:
             self.fresh.add(node)
         return node
 
-    def _meet(self, tensor: torch.Tensor) -> torch.fx.Node:
+    def _new_node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """A node for a tensor that no operator made."""
         name = self._names.get(id(tensor))
         if name is not None:

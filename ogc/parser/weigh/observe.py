@@ -17,15 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tqdm import tqdm
 
 from ...program.leaf import Leaf
-from ...program.program import (
-    TensorRef,
-    arguments,
-    get_attribute,
-    run_program,
-    storage_of,
-    tensor_leaves,
-    without_autocast,
-)
+from ...program.program import TensorRef, args_of, get_attribute, run_nodes, storage_of, tensor_leaves, without_autocast
 from ...torch_state.private import base_of, version_of
 from ...torch_state.random_state import State, random_states, same_states
 from ..passes.reached import reached
@@ -63,10 +55,10 @@ class _Observer:
     def run(self) -> Observation:
         nodes = tqdm(self.traced.graph.nodes, "weigh operations", delay=1, leave=False)
         with torch.enable_grad(), without_autocast():
-            outputs = run_program(nodes, map(self.memory.external, self.inputs), self._attribute, self._call)
+            outputs = run_nodes(nodes, map(self.memory.external, self.inputs), self._attribute, self._call)
             result = self.memory.result
             result.outputs = [t.detach() for t in outputs]
-            result.reached, self.graph = reached(outputs, self.inputs)
+            result.grad_targets, self.graph = reached(outputs, self.inputs)
             result.output_values = {n for n in map(self.memory.value, outputs) if n is not None}
         return result
 
@@ -74,7 +66,7 @@ class _Observer:
         return self.memory.external(get_attribute(self.model, self.traced.constants, target))
 
     def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
-        args, kwargs = arguments(node, values)
+        args, kwargs = args_of(node, values)
         record = Record(node)
         is_leaf = isinstance(node.target, Leaf)
         refs, tensors = _tensor_arguments(node, values)

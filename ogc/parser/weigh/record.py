@@ -54,7 +54,7 @@ class Observation:
     outputs: list[torch.Tensor]
     output_values: set[int]
     rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
-    reached: frozenset[Any] = frozenset()
+    grad_targets: frozenset[Any] = frozenset()
 
 
 class Memory:

@@ -32,7 +32,7 @@ def python_watched(model: torch.nn.Module, recorder: Recorder, leaves: Collectio
         with collectors_watched(model, _told_of_hooks(recorder)):
             yield watch
     finally:
-        watch.places.close()
+        watch.patches.close()
 
 
 def _told_of_hooks(recorder: Recorder) -> Callable[[str, str], object]:
@@ -40,7 +40,7 @@ def _told_of_hooks(recorder: Recorder) -> Callable[[str, str], object]:
 
 
 class Watch:
-    """What takes the places of PyTorch's own functions."""
+    """Patches of torch that tell a recorder what this thread does past the dispatcher."""
 
     def __init__(self, model: torch.nn.Module, recorder: Recorder, leaves: Collection[str]) -> None:
         self.recorder = recorder
@@ -50,7 +50,7 @@ class Watch:
         self.thread = threading.get_ident()
         self.draws = python_random_state()
         self.has_draws = False
-        self.places = ExitStack()
+        self.patches = ExitStack()
         self.is_writing_text = False
 
     @property
@@ -60,8 +60,8 @@ class Watch:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Inside, everything is in its own place: for compiled code, which looks at what it calls."""
-        self.places.close()
+        """Nothing is patched inside: for compiled code, which looks at what it calls."""
+        self.patches.close()
         try:
             with unseen():
                 yield
@@ -69,8 +69,8 @@ class Watch:
             self.install()
 
     def install(self) -> None:
-        """Take these places until they are closed."""
-        stack = self.places
+        """Patch torch until ``patches`` is closed."""
+        stack = self.patches
         replace(stack, torch.nn.Module, "__call__", self._module)
         replace(stack, torch.autograd.Function, "apply", self._function)
         for name in CONTENT:
