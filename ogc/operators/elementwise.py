@@ -5,7 +5,6 @@ Their low-memory forms write their input's gradient over their result's, where t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -63,38 +62,6 @@ def _low_memory(operator: OpOverload, backward: saves: str, *constants: Any) -> 
     return WrittenOver(operator, Elementwise)
 
 
-class _Masked(torch.autograd.Function):
-    """``aten.threshold``, which saves whether a number is below it, a byte, instead of the number."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, threshold: float, value: float) -> torch.Tensor:
-        ctx.save_for_backward(x <= threshold)
-        result: torch.Tensor = aten.threshold.default(x, threshold, value)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        in_place = is_ours(gradient)
-        (below,) = ctx.saved_tensors
-        fill = gradient.masked_fill_ if in_place and not torch.is_grad_enabled() else gradient.masked_fill
-        return fill(below, 0), None, None
-
-
-class Threshold(WrittenOver):
-    """Threshold by a mask."""
-
-    saves_less = True
-
-    def apply(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return self.function.apply(*args)
-
-    def suits(self, *args: Any) -> bool:
-        return bool(args[0].dtype == torch.float32)
-
-    def plain_weights(self, use: Use, plain: Weights) -> Weights:
-        return replace(plain, internal_bytes=0, saved_arguments=(0,))
-
-
 def _silu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """What autograd uses where silu's own backward, which has no derivative, would not do."""
     sigmoid = x.sigmoid()
@@ -129,6 +96,5 @@ register(
     # Of these two only whether it is in a range counts, and operand and result are in it together.
     _unary(aten.leaky_relu.default, is_elementwise=True, from_either=True),
     _unary(aten.hardtanh.default, from_either=True),
-    Operator(aten.threshold.default, Threshold(aten.threshold.default, _Masked), by_sample=_has_samples),
     Operator(aten.threshold_backward.default, on_meta=_threshold_backward),
 )
