@@ -8,7 +8,7 @@ import torch
 
 from ..compare import same_bits
 from ..errors import ParseError
-from ..no_trace import repeatable, untouched
+from ..no_trace import untouched
 from ..structures import InputSpec
 from .arguments import copies
 from .attributes import attributes_of, changes
@@ -96,7 +96,7 @@ def _refuse_dependence(
         OpaqueError: it names the modules whose attributes count, collect or tell the first call from others.
     """
     with untouched(model):
-        with repeatable(model):
+        with untouched(model, attributes_stay=True):
             forward_alone(model, spec, copies(tensors))
         before = attributes_of(model)
         _, outputs = forward_alone(model, spec, copies(tensors))
