@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ParseError
-from ..no_trace import repeatable, untouched
+from ..no_trace import untouched
 from ..program.structures import InputSpec
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
@@ -96,7 +96,7 @@ def _refuse_dependence(
         OpaqueError: it names the modules whose attributes count, collect or tell the first call from others.
     """
     with untouched(model):
-        with repeatable(model):
+        with untouched(model, attributes_stay=True):
             forward_alone(model, spec, copies(tensors))
         before = attributes_of(model)
         _, outputs = forward_alone(model, spec, copies(tensors))

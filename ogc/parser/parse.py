@@ -32,7 +32,7 @@ from .recorder import READS, FlatForward, nothing_saved
 from .repeatable import refuse_chance, why_not_again
 from .traced import OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator, Weights
-from .weigh.leaf import weigh_leaf
+from .weigh.leaf import weigh
 from .weigh.measure import Measurer
 from .weigh.observe import Observation, Record, observe, state_of
 
@@ -100,8 +100,7 @@ def parse(
     kind = profile_kind(profile, home, target)
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
-    profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
-    weighing = _Weighing(model, profiler, leaves)
+    weighing = _Weighing(model, profiler_of(kind, target, home), leaves)
     with untouched(given=spec.constants):
         while True:
             recorded = record_program(model, spec, tensors, make, leaves)
@@ -114,6 +113,11 @@ def parse(
     found = find_stretches(observation.records, weighing.samplewise)
     graph = graph_of(spec, traced, observation, weighing.weights, str(target), kind)
     return replace(graph, program=replace(graph.program, parse_graph=make), stretches=tuple(found))
+
+
+def profiler_of(kind: str, device: torch.device, home: torch.device) -> Measurer | Estimator:
+    """What weighs operations for ``device`` by measuring or by estimating; the model is on ``home``."""
+    return Measurer(home) if kind == "measure" else Estimator(device, home)
 
 
 @dataclass(frozen=True)
@@ -204,9 +208,7 @@ class _Weighing:
             if record.random and node.meta[READS]:
                 refuse_chance(self.model, node, args)
             self._settle_repeats(node, args, record)
-            self.weights.append(weigh_leaf(self.model, self.profiler, node, args, record))
-        else:
-            self.weights.append(self.profiler.weigh(node, args, kwargs, record))
+        self.weights.append(weigh(self.model, self.profiler, node, args, kwargs, record))
         self.samplewise.append(is_samplewise(node, args))
 
     def _settle_repeats(self, node: torch.fx.Node, args: tuple[Any, ...], record: Record) -> None:
