@@ -16,7 +16,7 @@ from .parser.arguments import call_arguments
 from .parser.custom import parse_graph_of
 from .plan.plan import Plan
 from .program.program import get_attribute
-from .replan import Replanner
+from .replan import Replanner, meets
 from .runtime import optimized_module
 from .slicing import slice_batch
 from .solver import Budget, Wish, solve
@@ -114,7 +114,9 @@ def optimize(
             found = plan_of(model, sample_input, graph, memory_budget)
         except SolveError as error:
             found = error
-        planner = Replanner(make, memory_budget, hooked_modules(dict(model.named_modules())))
+        planner = Replanner(
+            make, memory_budget, hooked_modules(dict(model.named_modules())), meets(memory_budget, max_overhead)
+        )
         optimized = _with_heavy_leaves(model, sample_input, options, heavy, found) or _as_a_whole(
             model, found, None if solver == "none" else planner
         )

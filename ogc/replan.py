@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from itertools import chain
+from math import prod
+from operator import gt
 from typing import Any
 
 import torch
@@ -13,8 +16,10 @@ from .graph import Graph
 from .parser import carry_over, hooked_modules
 from .plan import simulate
 from .plan.plan import Plan
+from .plan.simulate import plain_peak
 from .program.structures import Call, InputSpec
 from .solver import Budget
+from .solver.wish import bytes_of
 
 log = logging.getLogger(__name__)
 
@@ -22,30 +27,62 @@ Make = Callable[[torch.nn.Module, Any, "Budget | None"], "tuple[Graph, Plan]"]
 """Parses a model with a sample input and plans within a budget."""
 
 
+Meets = Callable[[Graph, Plan], bool]
+"""Whether a plan keeps the wish where a graph, weighed for that, is computed."""
+
+
+def meets(memory_budget: Budget | None, max_overhead: float | None) -> Meets | None:
+    """What tells whether a plan keeps these; None if nothing is asked for."""
+
+    def keeps(graph: Graph, plan: Plan) -> bool:
+        cost = simulate(graph, plan)
+        seconds = 0.0 if plan.is_plain else cost.recomputed_seconds
+        if max_overhead is not None and seconds > max_overhead * graph.step_seconds:
+            return False
+        plain = plain_peak(graph)
+        return memory_budget is None or (plain if plan.is_plain else cost.peak_bytes) <= bytes_of(memory_budget, plain)
+
+    return None if memory_budget is None and max_overhead is None else keeps
+
+
 class Replanner:
     """Carries plans over to other sizes and, given ``make``, makes plans for any other call.
 
-    A budget in bytes stays one, a share is one of that call's own plain peak. Where it cannot be met, the
-    plan is the one with the least peak. No plan is made for hooks that submodules did not have when the model was
-    optimized (``hooked`` had some): making it would run them several times.
+    A budget in bytes stays one, a share is one of that call's own plain peak, and an overhead one of its own time: a
+    plan that does not keep them is not carried over, as ``keeps`` tells. Where a budget cannot be met, the plan is the
+    one with the least peak; one that misses its share is carried over like those without a wish. No plan is made for
+    hooks that submodules did not have when the model was optimized (``hooked`` had some): making it would run them
+    several times.
     """
 
     def __init__(
-        self, make: Make | None = None, budget: Budget | None = None, hooked: Collection[str] = frozenset()
+        self,
+        make: Make | None = None,
+        budget: Budget | None = None,
+        hooked: Collection[str] = frozenset(),
+        keeps: Meets | None = None,
     ) -> None:
         self.make = make
         self.budget = budget
         self.hooked = hooked
+        self.keeps = keeps
 
     def carry_over(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
         """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the wish."""
-        if self.budget is not None and not isinstance(self.budget, float) and _elements(call) > _elements(graph):
+        is_in_bytes = self.budget is not None and not isinstance(self.budget, float)
+        if is_in_bytes and _elements(call) > _elements(graph):
             return None  # more bytes than were planned for
-        if plan.is_plain:
+        if plan.is_plain and not (is_in_bytes and _is_larger_somewhere(call, graph)):
             return graph
+        missed = isinstance(self.budget, float) and plan.budget_bytes is None  # where it was made
+        keeps = None if missed else self.keeps
         try:
-            carried = carry_over(model, graph, call)
-            simulate(carried, plan)  # refuses a plan that the graph does not allow
+            carried = carry_over(model, graph, call, weighed=keeps is not None)
+            if keeps is None:
+                simulate(carried, plan)  # refuses a plan that the graph does not allow
+            elif not keeps(carried, plan):
+                log.info("the plan is not carried over: it would not keep to the wish")
+                return None
         except Exception as error:  # if the call is broken, so is the plain model's
             log.info("the plan is not carried over: %s", error)
             return None
@@ -65,6 +102,14 @@ class Replanner:
             return self.make(model, call, None)
 
 
-def _elements(given: Call | Graph) -> int:
+def _shapes(given: Call | Graph) -> list[tuple[int, ...]]:
     inputs = InputSpec.of(given.args, given.kwargs)[0] if isinstance(given, Call) else given.program.inputs
-    return sum(torch.Size(spec.shape).numel() for spec in inputs.tensors)
+    return [spec.shape for spec in inputs.tensors]
+
+
+def _elements(given: Call | Graph) -> int:
+    return sum(map(prod, _shapes(given)))
+
+
+def _is_larger_somewhere(call: Call, graph: Graph) -> bool:
+    return any(map(gt, chain.from_iterable(_shapes(call)), chain.from_iterable(_shapes(graph))))

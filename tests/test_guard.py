@@ -354,6 +354,82 @@ def test_a_plain_plan_within_its_budget_becomes_another_for_a_larger_batch(opene
         assert bool(opened) == is_planned
 
 
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.taken, self.given = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        query, key, value = self.taken(x).chunk(3, -1)
+        return x + self.given(torch.softmax(query @ key.transpose(1, 2) / 4, -1) @ value)
+
+
+def towers(layers=8):
+    torch.manual_seed(0)
+    return nn.Sequential(*(SelfAttention() for _ in range(layers)))
+
+
+def plan_of_call(optimised, x):
+    """The plan that a call ran by, weighed for that call."""
+    variant = runner_of(optimised).select(optimised, (x,), {})
+    plan = runner_of(optimised).variants[0].plan if variant is None else variant.plan
+    graph = ogc.parse(optimised, x)
+    plain = ogc.solve(graph, solver="none")
+    return plain if plan.is_plain else ogc.make_plan(graph, plan.segments, remade=plan.remade)
+
+
+@pytest.mark.parametrize("shape", [(8, 64, 16), (2, 128, 16), (64, 8, 16), (3, 5, 16), (31, 16, 16)])
+def test_a_budget_in_bytes_holds_for_as_many_numbers_in_another_shape(shape):
+    model, sample, x = towers(), torch.randn(32, 16, 16), torch.randn(shape)
+    budget = 1_128_089
+    optimised = ogc.optimize(model, sample, memory_budget=budget)
+    assert not optimised.plan.is_plain
+    plan = plan_of_call(optimised, x)
+    least = ogc.solve(ogc.parse(model, x)).peak_bytes
+    assert plan.peak_bytes <= max(budget, least)
+    assert measured_peak(optimised, (x,)) <= 1.01 * max(budget, least)
+    assert_same_step(model, optimised, x)
+
+
+def test_a_plain_plan_is_not_run_beyond_a_budget_in_bytes():
+    model, sample, x = towers(), torch.randn(32, 16, 16), torch.randn(8, 64, 16)
+    budget = ogc.solve(ogc.parse(model, sample), solver="none").peak_bytes
+    optimised = ogc.optimize(model, sample, memory_budget=budget)
+    assert optimised.plan.is_plain
+    assert measured_peak(model, (x,)) > 1.2 * budget
+    assert measured_peak(optimised, (x,)) <= 1.01 * budget
+
+
+@pytest.mark.parametrize("shape", [(8, 64, 16), (2, 128, 16), (64, 8, 16), (3, 5, 16), (1, 300, 16)])
+@pytest.mark.parametrize("wish", [{"memory_budget": 0.5}, {"memory_budget": 0.8}, {"max_overhead": 0.1}])
+def test_shares_hold_for_other_shapes(shape, wish):
+    model, sample, x = towers(4), torch.randn(32, 16, 16), torch.randn(shape)
+    optimised = ogc.optimize(model, sample, **wish)
+    plan = plan_of_call(optimised, x)
+    assert plan.peak_bytes <= wish.get("memory_budget", 1.0) * plan.plain_peak_bytes
+    assert plan.overhead <= wish.get("max_overhead", 1.0)
+    assert_same_step(model, optimised, x)
+
+
+def test_a_plan_that_keeps_the_wish_elsewhere_is_carried_over(parses):
+    model, sample = towers(), torch.randn(32, 16, 16)
+    optimised = ogc.optimize(model, sample, memory_budget=0.5)
+    for length in (14, 12, 16):
+        optimised(torch.randn(32, length, 16)).sum().backward()
+    assert len(parses) <= 2
+    assert sum(variant.is_carried for variant in runner_of(optimised).variants) >= 1
+
+
+def test_a_share_that_nothing_meets_gets_the_least_peak_at_all_sizes(parses, caplog):
+    model = towers()
+    optimised = ogc.optimize(model, torch.randn(32, 16, 16), memory_budget=0.2)
+    for batch in (8, 9, 10):
+        x = torch.randn(batch, 64, 16)
+        assert 0.2 < plan_of_call(optimised, x).peak_bytes / ogc.solve(ogc.parse(model, x)).plain_peak_bytes < 0.3
+    assert len(parses) == 1 + 2  # for the share, and for the least peak
+    assert caplog.text.count("taking the least peak instead") == 1
+
+
 # -- other differences ----------------------------------------------------------------------------------
 
 

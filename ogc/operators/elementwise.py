@@ -35,7 +35,7 @@ class WrittenOver(LowMemory):
         return plain.written_over()
 
 
-def _low_memory(operator: OpOverload, backward: saves: str, *constants: Any) -> WrittenOver:
+def _low_memory(operator: OpOverload, backward: Any, saves: str, *constants: Any) -> WrittenOver:
     """Of an operator whose backward is ``backward(gradient, saved, *constants)``, element by element."""
     again_differentiable = _silu_backward if backward is aten.silu_backward else backward.default
 

@@ -1,7 +1,8 @@
 """Gives a graph for a call whose inputs differ in size, or in what Python reads out of them, by the same plan.
 
-The forward is recorded anew for that call. Where it is the same program up to numbers, the weights and the plan of the
-first one serve; what its operations save and share is seen again, as kernels are chosen by shape.
+The forward is recorded anew for that call. Where it is the same program up to numbers, the plan of the first one
+serves, and its weights too unless it matters what the plan takes now. What its operations save and share is seen again,
+as kernels are chosen by shape.
 """
 
 from __future__ import annotations
@@ -14,24 +15,34 @@ import torch
 from ..errors import ParseError
 from ..graph import Graph
 from ..operators.sliced import Sliced
+from ..operators.weights import Weights
 from ..program.leaf import Leaf
 from ..program.program import Program
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import untouched
 from ..torch_state.plainly import plainly
 from .arguments import call_arguments, check_devices
-from .assemble import memory_of, program_of, values_of, versions_of
+from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
-from .parse import lower, record_program
+from .parse import lower, profiler_of, record_program
 from .traced import called_leaves
+from .weigh.estimate import Estimator
+from .weigh.leaf import weigh
+from .weigh.measure import Measurer
 from .weigh.record import Record
 
 
 @plainly()
-def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any) -> Graph:
-    """``graph`` as it is for another call; the weights of its operations stay those of the first one.
+def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool = False) -> Graph:
+    """``graph`` as it is for another call.
 
-    The forward runs as often as in :func:`ogc.parse`, with the memory of inference; nothing is weighed.
+    The forward runs as often as in :func:`ogc.parse`, with the memory of inference.
+
+    Args:
+        model: what ``graph`` was parsed from.
+        graph: from :func:`ogc.parse`.
+        sample_input: the other call.
+        weighed: find the weights of its operations anew, or else keep those of the first call.
 
     Raises:
         ParseError: it is another program.
@@ -45,8 +56,12 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any) -> Graph
     modules = sorted(called_leaves(program.graph))
     with untouched(given=spec.constants):
         recorded = record_program(model, spec, tensors, program.parse_graph, Leaves(model, modules))
-        traced, observation = lower(model, recorded, tensors, home, _Repeating(program))
+        visitor = _Repeating(model, program, profiler_of(graph.profile, home, home) if weighed else None)
+        traced, observation = lower(model, recorded, tensors, home, visitor)
     _check_same_program(program.graph, traced.graph)
+    if weighed:
+        found = graph_of(spec, traced, observation, visitor.weights, graph.device, graph.profile)
+        return replace(found, program=replace(found.program, parse_graph=program.parse_graph))
     taken = versions_of(traced.graph, observation)
     again = replace(program_of(spec, traced, observation, taken), parse_graph=program.parse_graph)
     seen = memory_of(observation.records, taken)
@@ -55,22 +70,24 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any) -> Graph
 
 
 class _Repeating:
-    """Lets those leaves be called again that may be in a known program."""
+    """Lets those leaves be called again that may be in a known program, and weighs all if there is a profiler."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, model: torch.nn.Module, program: Program, profiler: Measurer | Estimator | None) -> None:
+        self.model = model
+        self.profiler = profiler
         self.leaves = [node.target for node in program.operations if isinstance(node.target, Leaf)]
         self.begin()
 
     def begin(self) -> None:
         self.pending = iter(self.leaves)
+        self.weights: list[Weights] = []
 
     def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
-        if not isinstance(node.target, Leaf):
-            return
-        known = next(self.pending, None)
-        if known is not None and known.repeatable:
+        if isinstance(node.target, Leaf) and (known := next(self.pending, None)) is not None and known.repeatable:
             node.target = replace(node.target, repeatable=True)
             record.random = True  # as it may draw numbers
+        if self.profiler is not None:
+            self.weights.append(weigh(self.model, self.profiler, node, args, kwargs, record))
 
 
 def _check_same_program(known: torch.fx.Graph, new: torch.fx.Graph) -> None:

@@ -10,7 +10,7 @@ from ..errors import ParseError
 from ..program.structures import InputSpec
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
-from ..torch_state.no_trace import repeatable, untouched
+from ..torch_state.no_trace import untouched
 from .arguments import copies
 from .custom import CustomForward
 from .forward.flat import forward_alone
@@ -100,7 +100,7 @@ def _refuse_dependence(
         OpaqueError: it names the modules whose attributes count, collect or tell the first call from others.
     """
     with untouched(model):
-        with repeatable(model):
+        with untouched(model, attributes_stay=True):
             forward_alone(model, spec, copies(tensors))
         before = attributes_of(model)
         outputs = forward_alone(model, spec, copies(tensors))

@@ -33,7 +33,7 @@ from .passes.unfold import Unfolding
 from .repeatable import refuse_chance, why_not_again
 from .traced import READS, OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator
-from .weigh.leaf import weigh_leaf
+from .weigh.leaf import weigh
 from .weigh.measure import Measurer
 from .weigh.observe import observe, state_of
 from .weigh.record import Observation, Record
@@ -102,8 +102,7 @@ def parse(
     kind = profile_kind(profile, home, target)
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
-    profiler = Measurer(home) if kind == "measure" else Estimator(target, home)
-    weighing = _Weighing(model, profiler, leaves)
+    weighing = _Weighing(model, profiler_of(kind, target, home), leaves)
     with untouched(given=spec.constants):
         while True:
             recorded = record_program(model, spec, tensors, make, leaves)
@@ -116,6 +115,11 @@ def parse(
     graph = graph_of(spec, traced, observation, weighing.weights, str(target), kind)
     found = tuple(find_stretches(observation.records, weighing.samplewise))
     return replace(graph, program=replace(graph.program, parse_graph=make), stretches=found)
+
+
+def profiler_of(kind: str, device: torch.device, home: torch.device) -> Measurer | Estimator:
+    """What weighs operations for ``device`` by measuring or by estimating; the model is on ``home``."""
+    return Measurer(home) if kind == "measure" else Estimator(device, home)
 
 
 @dataclass(frozen=True)
@@ -206,9 +210,7 @@ class _Weighing:
             if record.random and node.meta[READS]:
                 refuse_chance(self.model, node, args)
             self._allow_repeats(node, args, record)
-            self.weights.append(weigh_leaf(self.model, self.profiler, node, args, record))
-        else:
-            self.weights.append(self.profiler.weigh(node, args, kwargs, record))
+        self.weights.append(weigh(self.model, self.profiler, node, args, kwargs, record))
         self.samplewise.append(is_samplewise(node, args))
 
     def _allow_repeats(self, node: torch.fx.Node, args: tuple[Any, ...], record: Record) -> None:

@@ -28,58 +28,30 @@ writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 @contextmanager
-def untouched(*models: torch.nn.Module, given: Any = ()) -> Iterator[None]:
+def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool = False) -> Iterator[None]:
     """Whatever runs inside, and however it ends, all this is afterwards as before:
 
     * which parameters, buffers, submodules and hooks the modules have, and their plain attributes: flags, values, and
-      what lists, dicts and sets among these hold;
-    * all that :func:`repeatable` puts back.
-
-    Not put back are what other objects hold, and what parameters and their gradients hold, but for parameters of models
-    in ``writing``: that would take a copy. Inference mode is left alone.
-
-    Args:
-        models: the models; they may share modules.
-        given: arguments of their forward, to look for random generators in.
-    """
-    modules = _modules(models)
-    plain = [(module, attributes(module)) for module in modules]
-    held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
-    tables = [(table, dict(table)) for module in modules for table in _tables(module)]
-    with repeatable(*models, given=given):  # what buffers hold is put back last, when all modules have theirs again
-        try:
-            yield
-        finally:
-            for table, content in tables:
-                if table or content:
-                    _put_back(table, content)
-            for module, found in plain:
-                for key in attributes(module).keys() - found.keys():
-                    del vars(module)[key]
-                vars(module).update(found)
-            for value, content in held:
-                _put_back(value, content)
-
-
-@contextmanager
-def repeatable(*models: torch.nn.Module, given: Any = ()) -> Iterator[None]:
-    """Whatever runs inside, and however it ends, all this is afterwards as before:
-
-    * which buffers the modules have, and what these hold, bit by bit, unseen by version counters;
+      what lists, dicts and sets among these hold; with ``attributes_stay`` only which buffers they have;
+    * what buffers hold, bit by bit, unseen by version counters;
     * which tensors are the gradients of the parameters;
     * the random states of Python, of numpy, of torch on the CPU and all GPUs in use, and of each ``torch.Generator``
-      that is an attribute of a module or among ``given``;
+      that is an attribute of a module or among ``given``, the arguments of a forward;
     * autocast: for which devices it is on, its types, whether it caches; cached casts are let go of first and last;
     * whether gradients are computed.
 
-    The arguments are those of :func:`untouched`, which says what is not put back.
+    Not put back are what other objects hold, and what parameters and their gradients hold, but for parameters of models
+    in ``writing``: that would take a copy, as buffers do. Inference mode is left alone.
     """
-    modules = _modules(models)
-    written = [(p, p.data, p.detach().clone()) for m in models if m in writing for p in m.parameters()]
-    gradients = [(p, p.grad) for model in models for p in model.parameters() if p.is_leaf]
+    modules = list({id(module): module for model in models for module in model.modules()}.values())
+    plain = [] if attributes_stay else [(module, attributes(module)) for module in modules]
+    held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
     tables = [(buffers_of(module), dict(buffers_of(module).items())) for module in modules]
     buffers = {id(b): b for _, content in tables for b in content.values() if b is not None}
     copies = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+    tables += [(table, dict(table)) for module, _ in plain for table in _tables(module)]
+    written = [(p, p.data, p.detach().clone()) for m in models if m in writing for p in m.parameters()]
+    gradients = [(p, p.grad) for model in models for p in model.parameters() if p.is_leaf]
     generators = [(generator, generator.get_state()) for generator in generators_of(models, given)]
     devices, settings = cuda_devices(), _settings()
     states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
@@ -90,19 +62,23 @@ def repeatable(*models: torch.nn.Module, given: Any = ()) -> Iterator[None]:
         torch.clear_autocast_cache()
         for setting, values in settings:
             setting(*values)
+        set_random_states(states, devices)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        for generator, state in generators:
+            generator.set_state(state)
+        for module, found in plain:
+            for key in attributes(module).keys() - found.keys():
+                del vars(module)[key]
+            vars(module).update(found)
+        for value, content in held + tables:
+            _put_back(value, content)
         for parameter, data, copy in written:
             data.copy_(copy)
             parameter.data = data
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
-        set_random_states(states, devices)
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
-        for generator, state in generators:
-            generator.set_state(state)
-        for table, content in tables:
-            _put_back(table, content)
         for buffer, copy in copies:
             if buffer.layout is not torch.strided or not (torch.equal(buffer, copy) and identical(buffer, copy)):
                 buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
@@ -121,6 +97,8 @@ def _settings() -> list[tuple[Any, tuple[Any, ...]]]:
 
 def _put_back(held: Any, content: Any) -> None:
     """Let a list, dict or set hold what it held before."""
+    if not held and not content:
+        return
     if isinstance(held, list):
         same = len(held) == len(content) and all(map(operator.is_, held, content))
     elif isinstance(held, set):
@@ -135,10 +113,6 @@ def _put_back(held: Any, content: Any) -> None:
     else:  # the buffers of a scripted module, whose names are fixed
         for key, item in content.items():
             held[key] = item
-
-
-def _modules(models: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    return list({id(module): module for model in models for module in model.modules()}.values())
 
 
 def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:

@@ -21,6 +21,15 @@ from .meter import metered
 from .record import Record
 
 
+def weigh(
+    model: torch.nn.Module, profiler: Estimator | Measurer, node: torch.fx.Node, args: Any, kwargs: Any, record: Record
+) -> Weights:
+    """The weights of one call, be it of a leaf or of an operator."""
+    if isinstance(node.target, Leaf):
+        return weigh_leaf(model, profiler, node, args, record)
+    return profiler.weigh(node, args, kwargs, record)
+
+
 def weigh_leaf(
     model: torch.nn.Module, profiler: Estimator | Measurer, node: torch.fx.Node, args: Any, record: Record
 ) -> Weights:
