@@ -99,29 +99,8 @@ class Graph:
         written: set[int] = set()
         savers: dict[int, Operation] = {}
         for op in self.operations:
-            unknown = [v for v in (*op.reads, *op.writes, *op.saves) if not 0 <= v < len(self.values)]
-            if unknown:
-                raise ParseError(f"operation {op.name} names value {unknown[0]}, which the graph lacks")
-            early = [v for v in op.reads if v not in written]
-            if early:
-                raise ParseError(
-                    f"operation {op.name} reads {self.values[early[0]].name} before any operation "
-                    "makes it; list the operations in topological order"
-                )
-            blind = [v for v in op.writes if v in written and v not in op.reads]
-            if blind:
-                raise ParseError(
-                    f"operation {op.name} changes {self.values[blind[0]].name} in place; "
-                    "name the value among its reads too"
-                )
-            if op.takes_over is not None and (op.takes_over not in op.reads or op.takes_over in op.writes):
-                raise ParseError(f"operation {op.name} takes over a value that it does not read, or writes itself")
+            self._check_reads_and_writes(op, written)
             written.update(op.writes)
-            stray = [v for v in op.saves if v not in op.reads and v not in op.writes]
-            if stray:
-                raise ParseError(
-                    f"operation {op.name} saves {self.values[stray[0]].name}, which it neither reads nor writes"
-                )
             for v in op.writes:
                 if v in savers:
                     raise ParseError(
@@ -138,6 +117,29 @@ class Graph:
         for index, value in enumerate(self.values):
             if index not in written:
                 raise ParseError(f"no operation makes value {value.name}")
+
+    def _check_reads_and_writes(self, op: Operation, written: set[int]) -> None:
+        unknown = [v for v in (*op.reads, *op.writes, *op.saves) if not 0 <= v < len(self.values)]
+        if unknown:
+            raise ParseError(f"operation {op.name} names value {unknown[0]}, which the graph lacks")
+        early = [v for v in op.reads if v not in written]
+        if early:
+            raise ParseError(
+                f"operation {op.name} reads {self.values[early[0]].name} before any operation "
+                "makes it; list the operations in topological order"
+            )
+        blind = [v for v in op.writes if v in written and v not in op.reads]
+        if blind:
+            raise ParseError(
+                f"operation {op.name} changes {self.values[blind[0]].name} in place; name the value among its reads too"
+            )
+        if op.takes_over is not None and (op.takes_over not in op.reads or op.takes_over in op.writes):
+            raise ParseError(f"operation {op.name} takes over a value that it does not read, or writes itself")
+        stray = [v for v in op.saves if v not in op.reads and v not in op.writes]
+        if stray:
+            raise ParseError(
+                f"operation {op.name} saves {self.values[stray[0]].name}, which it neither reads nor writes"
+            )
 
     def __len__(self) -> int:
         return len(self.operations)

@@ -77,13 +77,7 @@ def optimize(
         SolveError: nothing fits the budget; the message says what would.
         CheckError: with ``verify``, where the result differs from the plain model.
     """
-    if isinstance(batch_slices, bool) or not isinstance(batch_slices, int) or batch_slices < 1:
-        raise InputError(f"batch_slices must be a number of slices, 1 for none, not {batch_slices!r}")
-    if batch_slices > 1 and solver != "optimal":
-        raise InputError(f"solver={solver!r} does not slice the batch; only 'optimal' does")
-    if verify and batch_slices > 1:
-        raise InputError("verify=True compares bit by bit, but a sliced batch is equal up to rounding only")
-
+    _check_slices(batch_slices, solver, verify)
     parsing: dict[str, Any] = {"parse_graph": parse_graph, "repeatable_leaves": repeatable_leaves}
 
     def graph_of(model: torch.nn.Module, sample_input: Any) -> Graph:
@@ -100,30 +94,36 @@ def optimize(
 
     wish = Wish(memory_budget, max_overhead)
     options = Options(wish, solver, profile, leaf_modules, repeatable_leaves, parse_graph is None)
+    in_one_plan = batch_slices > 1 or parse_graph_of(model, parse_graph) is not None
     try:
         graph = graph_of(model, sample_input)
     except ParseError as problem:
-        if batch_slices > 1 or parse_graph_of(model, parse_graph) is not None:
+        if in_one_plan:
             raise
         optimized = _in_parts(model, sample_input, options, problem)
     else:
-        has_own_graph = parse_graph_of(model, parse_graph) is not None
-        heavy = {} if batch_slices > 1 or has_own_graph else heavy_leaves(model, graph, options)
+        heavy = {} if in_one_plan else heavy_leaves(model, graph, options)
         found: tuple[Graph, Plan] | SolveError
         try:
             found = plan_of(model, sample_input, graph, memory_budget)
         except SolveError as error:
             found = error
-        planner = Replanner(
-            make, memory_budget, hooked_modules(dict(model.named_modules())), meets(memory_budget, max_overhead)
-        )
-        optimized = _with_heavy_leaves(model, sample_input, options, heavy, found) or _as_a_whole(
-            model, found, None if solver == "none" else planner
-        )
+        hooked = hooked_modules(dict(model.named_modules()))
+        planner = None if solver == "none" else Replanner(make, memory_budget, hooked, meets(wish))
+        optimized = _with_heavy_leaves(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
     if verify:
         args, kwargs = call_arguments(sample_input)
         ONE_STEP.check(model, optimized, *args, **kwargs).raise_if_different()
     return optimized
+
+
+def _check_slices(batch_slices: int, solver: str, verify: bool) -> None:
+    if isinstance(batch_slices, bool) or not isinstance(batch_slices, int) or batch_slices < 1:
+        raise InputError(f"batch_slices must be a number of slices, 1 for none, not {batch_slices!r}")
+    if batch_slices > 1 and solver != "optimal":
+        raise InputError(f"solver={solver!r} does not slice the batch; only 'optimal' does")
+    if verify and batch_slices > 1:
+        raise InputError("verify=True compares bit by bit, but a sliced batch is equal up to rounding only")
 
 
 def _as_a_whole(

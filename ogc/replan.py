@@ -18,8 +18,7 @@ from .plan import simulate
 from .plan.plan import Plan
 from .plan.simulate import plain_peak
 from .program.structures import Call, InputSpec
-from .solver import Budget
-from .solver.wish import bytes_of
+from .solver import Budget, Wish
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +30,21 @@ Meets = Callable[[Graph, Plan], bool]
 """Whether a plan keeps the wish where a graph, weighed for that, is computed."""
 
 
-def meets(memory_budget: Budget | None, max_overhead: float | None) -> Meets | None:
-    """What tells whether a plan keeps these; None if nothing is asked for."""
+def meets(wish: Wish) -> Meets | None:
+    """What tells whether a plan meets a wish; None for a wish for nothing in particular."""
 
     def keeps(graph: Graph, plan: Plan) -> bool:
-        cost = simulate(graph, plan)
-        seconds = 0.0 if plan.is_plain else cost.recomputed_seconds
-        if max_overhead is not None and seconds > max_overhead * graph.step_seconds:
-            return False
         plain = plain_peak(graph)
-        return memory_budget is None or (plain if plan.is_plain else cost.peak_bytes) <= bytes_of(memory_budget, plain)
+        peak, seconds = plain, 0.0
+        if not plan.is_plain:
+            cost = simulate(graph, plan)
+            peak, seconds = cost.peak_bytes, cost.recomputed_seconds
+        if wish.max_overhead is not None:
+            return seconds <= wish.max_overhead * graph.step_seconds
+        budget = wish.budget_bytes(plain)
+        return budget is None or peak <= budget
 
-    return None if memory_budget is None and max_overhead is None else keeps
+    return keeps if wish else None
 
 
 class Replanner:

@@ -57,23 +57,19 @@ def slice_batch(
         SolveError: nothing fits the budget, with slices or without; the message is that of the last try.
     """
     plain_peak = plain_plan(graph).peak_bytes
-    leaves = {op.module for op in graph.operations if op.target.startswith("leaf ")}
+    parsing: dict[str, Any] = {
+        "parse_graph": parse_graph,
+        "slices": slices,
+        "leaf_modules": {op.module for op in graph.operations if op.target.startswith("leaf ")},
+        "repeatable_leaves": repeatable_leaves,
+    }
     failure: SolveError | None = None
 
     def choose(stretches: Stretches, profile: str) -> Choice:
         nonlocal failure
         found = graph
         if stretches:
-            found = parse(
-                model,
-                sample_input,
-                parse_graph=parse_graph,
-                profile=profile,
-                stretches=stretches,
-                slices=slices,
-                leaf_modules=leaves,
-                repeatable_leaves=repeatable_leaves,
-            )
+            found = parse(model, sample_input, profile=profile, stretches=stretches, **parsing)
             found = replace(found, plain_peak_bytes=plain_peak)
         try:
             plan = solve(found, memory_budget=memory_budget, max_overhead=max_overhead)
