@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -138,6 +140,28 @@ def random_decisions(graph: ogc.Graph, rng: random.Random) -> Decisions:
         return tuple(replace(s, parts=fated(s.parts), fates=some(s.start, s.stop)) if s.parts else s for s in segments)
 
     return Decisions(fated(random_tree(graph, rng)), some(0, len(graph)))
+
+
+def tree_and_values(graph: ogc.Graph, rng: random.Random) -> Decisions:
+    """A random tree, and random values that are remade."""
+    return Decisions.of(random_tree(graph, rng)).remaking(random_values(graph, rng))
+
+
+def random_plans(
+    graph: ogc.Graph, rng: random.Random, count: int, decide: Callable[..., Any] = tree_and_values
+) -> list[ogc.Plan]:
+    """So many plans without any sense, which no solver would try; those that may not be run are thrown away.
+
+    Raises:
+        AssertionError: so many are not found, and what was to be judged by them would not be.
+    """
+    found: list[ogc.Plan] = []
+    for _ in range(40 * count):
+        if len(found) < count:
+            with suppress(ogc.PlanError):
+                found.append(ogc.make_plan(graph, decide(graph, rng)))
+    assert len(found) == count, f"{len(found)} of {count} random plans may be run"
+    return found
 
 
 def random_values(graph: ogc.Graph, rng: random.Random) -> list[int]:

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from helpers import chain, measured_peak, random_graph, random_tree
+from helpers import chain, measured_peak, random_graph, random_plans
 from test_slicing import Wide
 
 import benchmark
@@ -30,11 +30,7 @@ KINDS = tuple(LAYERS)
 
 def plans_of_random_graphs(count):
     for seed in range(count):
-        graph = random_graph(seed, most=14)
-        try:
-            yield ogc.make_plan(graph, random_tree(graph, random.Random(seed)))
-        except ogc.PlanError:
-            continue
+        yield from random_plans(random_graph(seed, most=14), random.Random(seed), 1)
 
 
 def timeline_of(plan):

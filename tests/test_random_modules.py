@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import loss_of, random_tree, random_values, tensors_of
+from helpers import loss_of, random_plans, tensors_of
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from random_modules import Program, programs
@@ -88,18 +88,10 @@ def assert_faithful(program: Program, share: float, seed: int) -> None:
     budget = least.peak_bytes + int(share * (least.plain_peak_bytes - least.peak_bytes))
     rng = random.Random(seed)
     plans = [ogc.solve(graph, memory_budget=max(1, budget)), ogc.solve(graph, max_overhead=share / 2)]
-    for plan in plans + random_plans(graph, rng):
+    if len(graph):
+        plans += random_plans(graph, rng, 1)
+    for plan in plans:
         assert_same(training(model, ogc.apply(model, graph, plan), inputs), plain)
-
-
-def random_plans(graph: ogc.Graph, rng: random.Random) -> list[ogc.Plan]:
-    """A tree of segments without any sense, which the solver would not try; none where it may not be run."""
-    if not len(graph):
-        return []
-    try:
-        return [ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))]
-    except ogc.PlanError:
-        return []
 
 
 def faithful(examples: int, derandomize: bool = True) -> Counter[str]:

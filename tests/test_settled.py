@@ -5,11 +5,10 @@ import random
 
 import pytest
 import torch
-from helpers import assert_same_training, forced, measured_peak, random_tree, random_values
+from helpers import assert_same_training, forced, measured_peak, random_plans, random_tree, random_values
 from torch import nn
 
 import ogc
-from ogc.errors import PlanError
 
 TOKENS = torch.randint(1, 20, (3, 8), generator=torch.Generator().manual_seed(0))
 
@@ -130,10 +129,5 @@ def test_other_values_are_not_copied(make, prepare):
     model = make(prepare)
     graph = ogc.parse(model, TOKENS)
     assert not any("clone" in op.target for op in graph.operations)
-    for seed in range(4):
-        rng = random.Random(seed)
-        try:
-            plan = ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
-        except PlanError:
-            continue
+    for plan in random_plans(graph, random.Random(0), 4):
         assert_same_training(model, ogc.apply(model, graph, plan), (TOKENS,), steps=1)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from helpers import chain, random_decisions, random_graph, random_tree, random_values
+from helpers import chain, random_decisions, random_graph, random_plans
 from interval_oracle import all_flat_plans, flat_segments, weigh
 from oracles import every_tree
 
@@ -310,12 +310,8 @@ def test_nothing_is_below_the_lower_bound(seed):
     graph = random_graph(seed, most=14)
     rng = random.Random(seed)
     bound = lower_bound(graph)
-    for _ in range(10):
-        try:
-            tree, remade = random_tree(graph, rng), random_values(graph, rng)
-            assert simulate(graph, Decisions.of(tree).remaking(remade)).peak_bytes >= bound
-        except PlanError:
-            continue
+    for plan in random_plans(graph, rng, 10):
+        assert plan.peak_bytes >= bound
 
 
 class Strict(Memory):
