@@ -1,6 +1,7 @@
 """The house: which room may import which, how large files and functions get, and what does without torch."""
 
 import ast
+import pkgutil
 import re
 import subprocess
 import sys
@@ -185,3 +186,21 @@ def test_all_folders_are_in_the_package():
     (listed,) = re.findall(r"^packages = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
     folders = {".".join(path.parent.relative_to(ROOT.parent).parts) for path in ROOT.rglob("__init__.py")}
     assert set(re.findall(r'"(.*?)"', listed)) == folders
+
+
+def test_docstrings_name_what_there_is():
+    named = {}
+    for path in FILES.values():
+        for target in re.findall(r":(?:func|class|mod|meth|attr|data):`~?(ogc[\w.]*)`", path.read_text("utf-8")):
+            named.setdefault(target, path)
+    assert len(named) > 20
+    lost = [f"{path}: {target}" for target, path in named.items() if not is_there(target)]
+    assert not lost, "\n".join(lost)
+
+
+def is_there(target: str) -> bool:
+    try:
+        pkgutil.resolve_name(target)
+    except (ImportError, AttributeError):
+        return False
+    return True

@@ -76,7 +76,7 @@ def find_parts(
 
     Args:
         model: it is afterwards as before.
-        sample_input: as for :func:`ogc.optimizing`.
+        sample_input: as for :func:`ogc.optimize`.
         parse: makes the graph of a part.
         plain: modules that have to stay plain, by name, and why.
         closed: those of them in which nothing is planned either.

@@ -42,7 +42,7 @@ def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict
     """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
 
     Args:
-        model: as for :func:`ogc.optimizing`.
+        model: as for :func:`ogc.optimize`.
         graph: of the whole model.
         options: leaves that they name are not among them.
 
@@ -73,8 +73,8 @@ def optimize_in_parts(
     """The same model with its parts planned, where the whole cannot be.
 
     Args:
-        model: as for :func:`ogc.optimizing`.
-        sample_input: as for :func:`ogc.optimizing`.
+        model: as for :func:`ogc.optimize`.
+        sample_input: as for :func:`ogc.optimize`.
         options: as for :func:`ogc.optimize`.
         plain: modules that have to stay plain, by name, and why; ``""`` is the model itself.
         is_wanted: whether a plan is good enough.
