@@ -1,6 +1,7 @@
 """Operators that meta tensors cannot stand in for: they are weighed on real ones."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
+from ogc.operators import registry
 from ogc.parser.weigh import estimate
 
 TOKENS = torch.randint(0, 20, (4, 8), generator=torch.Generator().manual_seed(0))
@@ -58,7 +60,8 @@ def test_what_fails_on_shapes_alone_is_named_in_the_log(caplog, monkeypatch):
         raise RuntimeError("broken")
 
     model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
-    monkeypatch.setitem(estimate.QUICK, torch.ops.aten.relu.default, broken)
+    relu = torch.ops.aten.relu.default
+    monkeypatch.setitem(registry._registered, relu, replace(registry.of(relu), on_meta=broken))
     with caplog.at_level(logging.INFO, "ogc"):
         graph = ogc.parse(model, x)
         ogc.optimize(Packed(), TOKENS)
