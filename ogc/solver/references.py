@@ -14,8 +14,8 @@ from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, recomputed, 
 from ..plan.decisions import cut_into_segments
 from ..plan.schedule import Schedule
 from .feng_huang import checkpoint_positions
+from .local_search import weigh
 from .nested import MOST_TIMES
-from .polish import weigh
 from .wish import Solver, Wish
 
 MAX_TRIES = 64

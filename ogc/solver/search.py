@@ -14,13 +14,13 @@ from tqdm import tqdm
 from ..graph import Graph
 from ..plan.decisions import Decisions, Segment
 from ..plan.simulate import lower_bound
+from .constrained_path import LABELS, SLACK
 from .costs import Costs, SegmentCosts
-from .fronts import LABELS, SLACK
-from .interval import OuterLevel
-from .keeping import worth_keeping
+from .cuts import choose_grids, narrowest
+from .local_search import Candidate, dropped, finest, weigh
 from .nested import NestedTable
-from .polish import Candidate, finest, polished, selective, weigh
-from .scales import choose_scales, narrowest
+from .outer_level import OuterLevel
+from .selective import selective, worth_keeping
 
 MAX_CUTS = 800
 MAX_CELLS = 3_000_000
@@ -45,7 +45,7 @@ ROUGH_LABELS = 20_000
 ROUGH = 0.02
 """Share by which a first idea of the least peak may be too large: about one unit of its table."""
 
-KEEPING = 600
+KEPT_VALUES_UP_TO = 600
 """Operations up to which segments that keep values are tried for the least peak too. Single operations bound that in
 small programs, so that there are bytes to spare elsewhere.
 """
@@ -55,7 +55,7 @@ STEP = 1.4
 
 
 class Search:
-    """Interval and nested plans over one graph.
+    """Plans over one graph, by the outermost level and nested tables.
 
     Args:
         graph: the weighted graph.
@@ -64,7 +64,7 @@ class Search:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.weights = SegmentCosts(graph, _cuts(graph))
-        self.scales = choose_scales(graph, self.weights.cuts)
+        self.grids = choose_grids(graph, self.weights.cuts)
         self.tables: dict[tuple[int, int], NestedTable] = {}  # by the peak and the units they were made for
         self.level: OuterLevel | None = None  # the last one that was asked for: each takes memory
         self.seen: dict[tuple[Segment, ...], Candidate] = {}
@@ -75,14 +75,14 @@ class Search:
         self.tables.clear()  # or what was asked before would decide how it is rounded
         bound = lower_bound(self.graph) - 1
         costs = self.weights.costs()
-        few = costs.between(self.scales[:2][-1].chosen)
+        few = costs.between(self.grids[:2][-1].chosen)
         flat = OuterLevel(few).least_peak(above=bound, tolerance=ROUGH)
         rough = OuterLevel(costs, self._table(flat, ROUGH_LEVELS)).least_peak(above=bound, near=flat, tolerance=ROUGH)
         level = OuterLevel(costs, self._table(rough, FINE_LEVELS))
         least = level.least_peak(above=bound, near=rough)
         # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
-        best = finest(self.graph, polished(self.graph, self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:]))))
-        if len(self.graph) > KEEPING:
+        best = finest(self.graph, dropped(self.graph, self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:]))))
+        if len(self.graph) > KEPT_VALUES_UP_TO:
             return best
         return min(best, self._at(best.peak_bytes) or best)
 
@@ -151,7 +151,7 @@ class Search:
         for (top, units), table in self.tables.items():
             if top / STEP <= peak <= top and units >= levels:
                 return table
-        self.tables[peak, levels] = NestedTable(self.weights.nested, self.scales, peak, levels)
+        self.tables[peak, levels] = NestedTable(self.weights.nested, self.grids, peak, levels)
         return self.tables[peak, levels]
 
     @cached_property

@@ -10,7 +10,7 @@ from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
 from ..torch_state.collecting import collecting_new_only
-from .polish import Candidate
+from .local_search import Candidate
 from .references import REFERENCES
 from .search import Search
 from .wish import Budget, Solver, Wish, bytes_of
@@ -89,7 +89,7 @@ def optimal(graph: Graph, wish: Wish) -> Plan:
     """The plan with the least peak, and the least recomputed time at it; or what is asked for instead.
 
     Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.nested`). For a wish, one that
-    is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.keeping`).
+    is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.selective`).
 
     Raises:
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.

@@ -8,7 +8,7 @@ for what follows, so with
     K(j) = min over i < j and mode of  K(i) + kept(i, j)   where  K(i) + local(i, j) <= P
 
 K(N) is finite exactly if some plan peaks at or below P; bisection over P gives the optimum, in O(C² log bytes)
-for C cuts. A second pass, :mod:`ogc.solver.fronts`, finds the fastest plan within a peak.
+for C cuts. A second pass, :mod:`ogc.solver.constrained_path`, finds the fastest plan within a peak.
 
 This extends the linear case of Feng & Huang, CVPR 2021, section 3 (checkpoints minimising the kept bytes
 plus the largest interior) to a full memory model and to several levels.
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from ..errors import SolveError
 from ..plan.decisions import Segment, recomputed, saved
-from .costs import AGAIN, NEVER, SAVED, Costs, Ints
-from .fronts import LABELS, SLACK, Ways
+from .constrained_path import LABELS, SLACK, ConstrainedPaths
+from .costs import NEVER, RECOMPUTED, SAVED, Costs, Ints
 from .nested import NestedTable
 
 
@@ -32,16 +32,15 @@ class OuterLevel:
     """Plans over the segments of ``costs``, run again at once or as ``table`` says, if there is one."""
 
     def __init__(self, costs: Costs, table: NestedTable | None = None) -> None:
-        self.cuts = costs.cuts
-        self.grain = costs.grain
+        self.cuts, self.grain, self.kept_values = costs.cuts, costs.grain, costs.kept_values
         self.table = table
-        self.kept, self.local, self.seconds, self.keeping = costs.kept, costs.local, costs.seconds, costs.keeping
-        self.at_once = costs.local[AGAIN]
+        self.kept, self.local, self.seconds = costs.kept, costs.local, costs.seconds
+        self.at_once = costs.local[RECOMPUTED]
         if table is not None:
             nested = table.least_bytes()
             np.maximum(nested, table.costs.forward[1], out=nested)
             self.local = costs.local.copy()
-            np.minimum(self.at_once, nested.T, out=self.local[AGAIN])
+            np.minimum(self.at_once, nested.T, out=self.local[RECOMPUTED])
         self.least_local = self.local.min(0)
 
     def least_peak(self, *, above: int = -1, near: int | None = None, tolerance: float = 0.0) -> int:
@@ -122,7 +121,7 @@ class OuterLevel:
         kept, local, again = (
             weights.reshape(-1)[modes * count**2 + pairs] for weights in (self.kept, self.local, self.seconds)
         )
-        at_once = np.where(modes == AGAIN, self.at_once.reshape(-1)[pairs], 0)
+        at_once = np.where(modes == RECOMPUTED, self.at_once.reshape(-1)[pairs], 0)
         limit, end = np.minimum(peak - local, room[j] - kept), int(np.searchsorted(j, count - 1))
         kept[end:] = local[end:]
 
@@ -133,7 +132,7 @@ class OuterLevel:
                 taken[parts] = self.table.time(i[way[parts]], j[way[parts]], peak - before[parts])
             return taken
 
-        ways = Ways(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time)
+        ways = ConstrainedPaths(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time)
         path = ways.fastest(labels, slack)
         return tuple(self._segment(modes[way], i[way], j[way], peak - before) for way, before in path)
 
@@ -150,7 +149,7 @@ class OuterLevel:
         start, stop = int(self.cuts[i]), int(self.cuts[j])
         if mode == SAVED:
             return saved(start, stop)
-        if mode == AGAIN and self.table is not None and room < self.at_once[j, i]:
+        if mode == RECOMPUTED and self.table is not None and room < self.at_once[j, i]:
             return self.table.segment(i, j, room)
-        kept = (v for v, producer in self.keeping[mode] if start <= producer < stop)
+        kept = (v for v, producer in self.kept_values[mode] if start <= producer < stop)
         return recomputed(start, stop, kept=kept)

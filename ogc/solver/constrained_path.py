@@ -64,7 +64,7 @@ class _Priced:
         return float(self.rest[0] - self.price * peak)
 
 
-class Ways:
+class ConstrainedPaths:
     """The segments that plans within ``peak`` bytes may have.
 
     Args:
