@@ -63,19 +63,17 @@ def thinned(graph: Graph, cuts: Ints, finer: CutGrid, count: int) -> Ints:
         worth = (seconds[after] - seconds[before]) / widths[here]
         worth[stays[here] | (after - before > finer.reach)] = np.inf
         chosen = np.delete(chosen, 1 + int(np.argmin(worth)))
-    found: Ints = finer.chosen[chosen]
-    return found
+    return np.asarray(finer.chosen[chosen])
 
 
-def narrowest(graph: Graph, cuts: Ints, count: int) -> Ints:
+def narrowest(graph: Graph, cuts: Ints, count: int) -> list[int]:
     """``count`` of the cuts: a tenth lies around the operations that need the most bytes by themselves, the others are
     the narrowest of each of as many stretches."""
     stays = np.isin(np.arange(len(cuts)), [0, len(cuts) - 1, *_around_the_largest(graph, cuts, count // 10)])
     others, widths = np.flatnonzero(~stays), boundary_bytes(graph)[cuts]
     edges = np.linspace(0, len(others), count - int(stays.sum()) + 1).astype(int)
     stays[[others[a + np.argmin(widths[others[a:b]])] for a, b in pairwise(edges)]] = True
-    found: Ints = cuts[stays]
-    return found
+    return list(map(int, cuts[stays]))
 
 
 def _around_the_largest(graph: Graph, cuts: Ints, count: int) -> list[int]:

@@ -187,8 +187,7 @@ class TensorGraph:
             return Choice((), 0, closed.bytes)
         if closed.is_linear:
             return self._shortest_path(closed, limit)
-        parts = [self.choose(part, limit) for part in closed.parts]
-        return self._together(closed.splits, parts, 0)
+        return self._together(closed.splits, [self.choose(part, limit) for part in closed.parts], 0)
 
     def _shortest_path(self, closed: ClosedSet, limit: int) -> Choice:
         """Splitting vertices of a linear set by a shortest path over its runs. O(n log n) for n of them."""

@@ -11,15 +11,12 @@ from ..plan import Decisions, Plan, Segment, recomputed, saved, simulate
 from ..plan.decisions import cut_into_segments
 
 DROP_SIMULATIONS = 2_000_000
-"""Simulations that polishing may take, times the square of the number of operations. The gain falls with the size of
-the graph, as the time of each simulation grows. With much fewer, the least peak of a network of a hundred operations
-varies by some percent with the measured times.
-"""
+"""Simulations for what may be dropped, times the square of the number of operations: in larger graphs each takes longer
+and gains less. With much fewer, the least peak of a hundred operations varies by some percent with measured times."""
 
 FINEST_SIMULATIONS = 60_000
-"""Simulations for the plan that remakes every value, times the square of the number of operations. In a larger graph
-they would take many steps' time for little less memory.
-"""
+"""Simulations for the plan that remakes every value, times the square of the number of operations: in large graphs they
+take many steps' time for little less memory."""
 
 
 @dataclass(frozen=True, order=True)
@@ -54,14 +51,15 @@ def weigh(graph: Graph, decisions: Decisions) -> Candidate:
     return Candidate(cost.peak_bytes, cost.recomputed_seconds, decisions, cost.recomputed_flops, cost.peak_values)
 
 
-def dropped(graph: Graph, best: Candidate) -> Candidate:
+def drop_one_by_one(graph: Graph, best: Candidate) -> Candidate:
     """The plan without the values and cuts that are better made again than kept, as far as the simulator may be asked.
 
     Of the values alive at its peak and the cuts of its outermost level, the one or else the two whose loss helps
     most go, again and again.
     """
     asked = DROP_SIMULATIONS // max(1, len(graph)) ** 2
-    while asked > 0:
+    before = None
+    while best != before and asked > 0:
         before = best
         segments, remade = before.decisions.segments, before.decisions.remade
         kept = [v for v in before.peak_values if not graph.values[v].is_output and v not in remade]
@@ -78,8 +76,6 @@ def dropped(graph: Graph, best: Candidate) -> Candidate:
             asked -= len(losses)
             if best != before or asked <= 0:
                 break
-        if best == before:
-            break
     return best
 
 
@@ -88,11 +84,10 @@ def finest(graph: Graph, best: Candidate) -> Candidate:
 
     What that does not take for its peak is kept and saved after all, as far as it takes less time.
     """
-    cuts = graph.cuts
     values = [v for v, value in enumerate(graph.values) if not value.is_output]
-    if len(cuts) - 1 + len(values) > FINEST_SIMULATIONS // max(1, len(graph)) ** 2:
+    if len(graph.cuts) - 1 + len(values) > FINEST_SIMULATIONS // max(1, len(graph)) ** 2:
         return best
-    segments = cut_into_segments(cuts, [True] * (len(cuts) - 1))
+    segments = cut_into_segments(graph.cuts, [True] * (len(graph.cuts) - 1))
     try:
         found = weigh(graph, Decisions(segments).remaking(values))
     except PlanError:  # an operation would run twice that must not
@@ -100,7 +95,8 @@ def finest(graph: Graph, best: Candidate) -> Candidate:
     if found.peak_bytes >= best.peak_bytes:
         return best
     for value in values:
-        found = min(found, weigh(graph, found.decisions.leaving(value)))
+        fates = tuple(fate for fate in found.decisions.fates if fate[0] != value)
+        found = min(found, weigh(graph, replace(found.decisions, fates=fates)))
     for number, segment in enumerate(segments):
         others = list(found.decisions.segments)
         others[number] = saved(segment.start, segment.stop)

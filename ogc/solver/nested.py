@@ -8,10 +8,9 @@ time within a number of bytes, for all numbers at once. With m bytes at hand abo
                       min over k of  run (i, k) keeping what crosses k, then T(k, j, m - kept), then T(i, k, m),
                       min over k <= i + WHOLE of  run (i, k) keeping what it saves, then T(k, j, m - kept) )
 
-is the time that the backward of (i, j) adds, unless that exceeds ``MOST_TIMES`` runs of (i, j). Bytes are
-counted in units, always rounded against the plan.
-The table holds for every outermost level; that level itself is planned with exact bytes by
-:mod:`ogc.solver.outer_level`, for which (i, j) is one more way to run a segment, with T(i, j, m) as its time.
+is the time that the backward of (i, j) adds, unless that exceeds ``MOST_TIMES`` runs of (i, j). Bytes are counted in
+units, always rounded against the plan. For :mod:`ogc.solver.outer_level`, which plans the outermost level with exact
+bytes, (i, j) is one more way to run a segment, with T(i, j, m) as its time.
 
 Complexity for M units and grids of C cuts that reach over R of them: O(C R² M) array steps and O(C R M)
 memory each. With one grid that reaches over all cuts, this is the persistent dynamic programme for
@@ -85,8 +84,7 @@ class NestedTable:
 
     def least_bytes(self) -> Ints:
         """[i, j]: the fewest bytes with which the backward of (i, j) can be carried out."""
-        least: Ints = np.where(self.least < self.levels, self.least * self.unit, NEVER)[self.row_of]
-        return least
+        return np.where(self.least < self.levels, self.least * self.unit, NEVER)[self.row_of]
 
     def time(self, i: Ints, j: Ints, room: Ints) -> Floats:
         """T(i, j, room) for arrays of cuts and bytes."""

@@ -1,9 +1,8 @@
 """The outermost level of a plan, exactly: the least peak, and the least recomputation within a peak.
 
-Class of plans: cut the program order at allowed positions; each segment is saved (plain autograd),
-recomputed at once, perhaps but for some values that it keeps, or, given a :class:`NestedTable`, recomputed
-through parts; every cut keeps its boundary. For a threshold P, fewer bytes kept before a cut are never worse
-for what follows, so with
+Class of plans: cut the program order at allowed positions; each segment is saved (plain autograd), recomputed at once,
+perhaps but for some values that it keeps, or, given a :class:`NestedTable`, recomputed through parts; every cut keeps
+its boundary. For a threshold P, fewer bytes kept before a cut are never worse for what follows, so with
 
     K(j) = min over i < j and mode of  K(i) + kept(i, j)   where  K(i) + local(i, j) <= P
 
@@ -21,7 +20,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import SolveError
 from ..plan.decisions import Segment, recomputed, saved
 from .constrained_path import LABELS, SLACK, ConstrainedPaths
 from .costs import NEVER, RECOMPUTED, SAVED, Costs, Ints
@@ -91,19 +89,11 @@ class OuterLevel:
         first = (self.least_local[1:] <= peak).argmax(1)
         return ((j, slice(i, j)) for j, i in enumerate(first.tolist(), 1))
 
-    def fastest(self, peak: int, labels: int = LABELS, slack: Sequence[float] = SLACK) -> tuple[Segment, ...]:
-        """The plan with the least recomputed time whose peak is at most ``peak`` bytes, with ``labels`` in all.
+    def fastest(self, peak: int, labels: int = LABELS, slack: Sequence[float] = SLACK) -> tuple[Segment, ...] | None:
+        """The plan with the least recomputed time of those that peak at or below ``peak`` bytes, or None.
 
-        Raises:
-            SolveError: no plan of the class fits.
+        ``labels`` and ``slack`` are those of :meth:`ConstrainedPaths.fastest`.
         """
-        found = self.find(peak, labels, slack)
-        if found is None:
-            raise SolveError(f"no plan peaks at or below {peak} bytes; the least peak is {self.least_peak()} bytes")
-        return found
-
-    def find(self, peak: int, labels: int = LABELS, slack: Sequence[float] = SLACK) -> tuple[Segment, ...] | None:
-        """The plan of :meth:`fastest`, or None if no plan of the class fits."""
         room = self._room(peak)
         if room[0] < 0:
             return None
@@ -118,23 +108,22 @@ class OuterLevel:
             fits[:, mode] = (local.reshape(-1)[pairs] <= left) & (kept.reshape(-1)[pairs] <= left_behind)
         pair, modes = np.nonzero(fits)
         i, j, pairs = i[pair], j[pair], pairs[pair]
-        kept, local, again = (
+        kept, local, seconds = (
             weights.reshape(-1)[modes * count**2 + pairs] for weights in (self.kept, self.local, self.seconds)
         )
         at_once = np.where(modes == RECOMPUTED, self.at_once.reshape(-1)[pairs], 0)
         limit, end = np.minimum(peak - local, room[j] - kept), int(np.searchsorted(j, count - 1))
         kept[end:] = local[end:]
 
-        def time(way: Ints, before: Ints) -> NDArray[np.float64]:
-            taken = again[way]
+        def time(numbers: Ints, before: Ints) -> NDArray[np.float64]:
+            taken = seconds[numbers]
             if self.table is not None:
-                parts = np.flatnonzero(at_once[way] > peak - before)
-                taken[parts] = self.table.time(i[way[parts]], j[way[parts]], peak - before[parts])
+                parts = np.flatnonzero(at_once[numbers] > peak - before)
+                taken[parts] = self.table.time(i[numbers[parts]], j[numbers[parts]], peak - before[parts])
             return taken
 
-        ways = ConstrainedPaths(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time)
-        path = ways.fastest(labels, slack)
-        return tuple(self._segment(modes[way], i[way], j[way], peak - before) for way, before in path)
+        path = ConstrainedPaths(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time).fastest(labels, slack)
+        return tuple(self._segment(modes[number], i[number], j[number], peak - before) for number, before in path)
 
     def _room(self, peak: int) -> Ints:
         """For each cut, the most kept bytes from which the rest of the program still fits; negative: none."""

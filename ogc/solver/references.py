@@ -56,9 +56,8 @@ def chen(graph: Graph) -> Iterator[Sequence[Segment]]:
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, algorithm 3. For a budget of
     b bytes, the program is cut as soon as more than b bytes were made since the last cut. The paper tries
-    budgets around the geometric mean of the largest segment and the bytes kept; here they are 1/k of all
-    bytes for k up to 4 sqrt(n), and the least sum of the two is taken. A cut keeps all that crosses it, on
-    a chain the paper's one tensor. O(n^1.5 log n).
+    budgets around the geometric mean of the largest segment and the bytes kept; here they are 1/k of all bytes for k up
+    to 4 sqrt(n), and the least sum of the two is taken. A cut keeps all that crosses it. O(n^1.5 log n).
     """
     made = np.zeros(len(graph) + 1, np.int64)
     sizes = np.array([v.bytes for v in graph.values], np.int64)
@@ -99,10 +98,9 @@ def uniform(graph: Graph) -> Iterator[Sequence[Segment]]:
 def binomial(graph: Graph) -> Iterator[Sequence[Segment]]:
     """Nested segments that are optimal for a chain of equal steps; the steps here lie between cuts.
 
-    Source: Griewank & Walther, "Algorithm 799: revolve", 2000. With s snapshots, l <= C(s + r, s) steps are
-    each run again r times at most, and as rarely as possible in all. Here s is chosen by the simulated peak,
-    then the recomputed time, from where r is ``MOST_TIMES``, as for our own plans, to where it is 2. O(l r)
-    for a plan, and its simulation.
+    Source: Griewank & Walther, "Algorithm 799: revolve", 2000. With s snapshots, l <= C(s + r, s) steps are each run
+    again r times at most, and as rarely as possible in all. Here s is chosen by the simulated peak, then the recomputed
+    time, from where r is ``MOST_TIMES``, as for our own plans, to where it is 2. O(l r) for a plan, and its simulation.
     """
     steps = len(graph.cuts) - 1
     few_enough = (s for s in _counts(isqrt(2 * steps) + 1) if _repetitions(steps, s) <= MOST_TIMES)

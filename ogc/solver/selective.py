@@ -1,10 +1,9 @@
-"""Values that a segment may keep although it is run again: those whose making costs most time for their bytes.
+"""Selective checkpointing: a segment that is run again keeps what costs most time to make for its bytes.
 
-In a convolutional network that is what convolutions make, in a transformer what matrix products make; normalisation,
-activations and sums are run again. The bytes are those of the value and of the internal tensors that are kept with
-it. One threshold (seconds per byte) for all values, as in selective activation checkpointing, but which segments
-keep, and at which of a few thresholds, is left to the search. One of them lies where the seconds per byte fall most:
-between the products and everything else, if that is how they differ.
+That is what convolutions and matrix products make; normalisation, activations and sums are run again. Bytes are those
+of the value and of the internal tensors that are kept with it. A threshold in seconds per byte holds for all values;
+which segments keep, and at which of a few thresholds, is left to the search. One of them lies where the seconds per
+byte fall most: between the products and everything else, if that is how they differ.
 """
 
 from __future__ import annotations

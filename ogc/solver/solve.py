@@ -10,7 +10,6 @@ from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
 from ..torch_state.collecting import collecting_new_only
-from .local_search import Candidate
 from .references import REFERENCES
 from .search import Search
 from .wish import Budget, Solver, Wish, bytes_of
@@ -31,9 +30,8 @@ def solve(
         memory_budget: the least recomputed time such that the simulated peak of activations fits: bytes, a
             text such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain peak.
         max_overhead: the least peak with at most this share of the plain step's time recomputed.
-        solver: ``"optimal"`` or, to compare with, ``"none"`` (the plain model) or one of
-            :mod:`ogc.solver.references`: ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only
-            ``"optimal"`` takes a wish.
+        solver: ``"optimal"`` or, to compare with, ``"none"`` (the plain model) or one of :mod:`ogc.solver.references`:
+            ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a wish.
 
     Returns:
         The plan. If the plain model meets the wish, or nothing beats it, that is it (``plan.is_plain``). The
@@ -100,7 +98,6 @@ def optimal(graph: Graph, wish: Wish) -> Plan:
     if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
         return plain
     search = Search(graph)
-    found: Candidate | None = None
     if budget is not None:
         found = search.fastest(budget)
         if found is None:
@@ -125,12 +122,7 @@ def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
     )
 
 
-def none(graph: Graph, wish: Wish) -> Plan:
-    """The plain model."""
-    return plain_plan(graph)
-
-
-SOLVERS: dict[str, Solver] = {"optimal": optimal, "none": none, **REFERENCES}
+SOLVERS: dict[str, Solver] = {"optimal": optimal, "none": lambda graph, wish: plain_plan(graph), **REFERENCES}
 """All solvers by the names that :func:`ogc.solve` takes; only ``"optimal"`` takes a wish."""
 
 

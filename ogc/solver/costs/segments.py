@@ -1,10 +1,8 @@
 """Weights of every segment between two cuts: saved, run again at once, or run again but for values that it keeps.
 
-The rule that makes them depend on the two ends alone: every cut keeps its whole boundary, and a kept value is
-released by position: after the segment with its first use has run again, or after the backward of its
-first saver. A segment is run again as it is by the runtime: once the backward of one of its operations asks for
-something that it makes, with the gradients that are alive then. Complexity for N operations, V values and C
-cuts: O(C (N + V)) memory, O(C² N) simple array steps at most.
+The rule that makes them depend on the two ends alone: every cut keeps its whole boundary, and a kept value is released
+by position: after the segment with its first use has run again, or after the backward of its first saver. Complexity
+for N operations, V values and C cuts: O(C (N + V)) memory, O(C² N) simple array steps at most.
 """
 
 from __future__ import annotations
