@@ -27,7 +27,7 @@ from torch import fx, nn
 
 import ogc
 from ogc.operators.low_memory import LowMemory, plain_operator
-from ogc.solver import polish, search
+from ogc.solver import local_search, search
 from ogc.torch_state.allocator import peak_bytes
 
 from .measuring import allocate_gradients, environment, step, write_json
@@ -57,7 +57,7 @@ def without() -> Iterator[tuple[str, AbstractContextManager[Any]]]:
     yield "nothing", nullcontext()
     yield "nested plans", patch.object(search.Search, "_table", lambda *_: None)
     yield "kept values", patch.object(search, "worth_keeping", lambda graph: [])
-    yield "remade values", patch.object(polish, "POLISHING", 0)
+    yield "remade values", patch.object(local_search, "DROP_SIMULATIONS", 0)
 
 
 def main() -> int:

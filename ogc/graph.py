@@ -1,15 +1,15 @@
-"""The weighted computation graph: operations in program order and the values they make.
+"""The weighted computation graph: operations in program order and the values they make. Nothing here needs torch.
 
-Nothing here needs torch. The parser fills these types, the solver reads them. A *value* is one tensor
-storage (views share their base's value); parameters, buffers and the inputs of the forward pass are not
-values, because they stay in memory whatever the plan.
+A *value* is one tensor storage (views share their base's value); parameters, buffers and the inputs of the forward
+pass are not values, because they stay in memory whatever the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import networkx as nx
@@ -56,7 +56,7 @@ class Operation:
     scratch_bytes: int = 0  # temporaries of its forward
     gradient_bytes: int = 0  # gradients alive when its backward is about to start
     backward_bytes: int = 0  # most gradients and temporaries alive while its backward runs
-    late_bytes: int = 0  # the same once it has let go of what it saved, if it does so before it is done
+    late_bytes: int = 0  # of these, once it has let go of what it saved, if it does so before it is done
     plain: PlainOperator | None = None  # what PyTorch's own takes instead; None: the same
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
@@ -149,43 +149,47 @@ class Graph:
         """The same program with every operator PyTorch's own."""
         if all(op.plain is None for op in self.operations):
             return self
-        operations = (
-            op if op.plain is None else replace(op, late_bytes=0, plain=None, **vars(op.plain))
-            for op in self.operations
-        )
-        return replace(self, operations=tuple(operations))
+        plain = (replace(op, late_bytes=0, plain=None, **vars(op.plain)) if op.plain else op for op in self.operations)
+        return replace(self, operations=tuple(plain))
 
     @cached_property
     def producers(self) -> tuple[int, ...]:
         """For each value, the operation that makes it."""
-        return self._first(lambda op: op.writes, len(self))
+        return self._by_value(((v, t) for t, op in self._backwards for v in op.writes), len(self))
 
     @cached_property
     def last_writes(self) -> tuple[int, ...]:
         """For each value, the last operation that writes it."""
-        return self._last(lambda op: op.writes)
+        return self._by_value(((v, t) for t, op in enumerate(self.operations) for v in op.writes), -1)
 
     @cached_property
     def first_uses(self) -> tuple[int, ...]:
         """For each value, the first operation after its last write that reads or saves it, or N."""
-        first = [len(self)] * len(self.values)
-        for position in range(len(self) - 1, -1, -1):
-            op = self.operations[position]
-            for v in (*op.reads, *op.saves):
-                if position > self.last_writes[v] or v in op.saves:
-                    first[v] = position
-        return tuple(first)
+        used = ((v, t) for t, op in self._backwards for v in (*op.reads, *op.saves))
+        return self._by_value(
+            ((v, t) for v, t in used if t > self.last_writes[v] or v in self.operations[t].saves), len(self)
+        )
 
     @cached_property
     def last_uses(self) -> tuple[int, ...]:
         """For each value, the last operation of the forward that touches it; N for an output."""
-        last = self._last(lambda op: (*op.reads, *op.writes))
-        return tuple(len(self) if v.is_output else t for v, t in zip(self.values, last, strict=True))
+        touched = ((v, t) for t, op in enumerate(self.operations) for v in (*op.reads, *op.writes))
+        outputs = ((v, len(self)) for v, value in enumerate(self.values) if value.is_output)
+        return self._by_value(chain(touched, outputs), -1)
 
     @cached_property
     def first_savers(self) -> tuple[int, ...]:
         """For each value, the first operation that saves it (its backward runs last), or N."""
-        return self._first(lambda op: op.saves, len(self))
+        return self._by_value(((v, t) for t, op in self._backwards for v in op.saves), len(self))
+
+    @property
+    def _backwards(self) -> Iterator[tuple[int, Operation]]:
+        return zip(reversed(range(len(self))), reversed(self.operations), strict=True)
+
+    def _by_value(self, entries: Iterable[tuple[int, int]], absent: int) -> tuple[int, ...]:
+        """For each value, the number that the last of the entries (value, number) has for it."""
+        numbers = dict(entries)
+        return tuple(numbers.get(v, absent) for v in range(len(self.values)))
 
     @cached_property
     def keeps_internals(self) -> tuple[bool, ...]:
@@ -197,7 +201,7 @@ class Graph:
         )
 
     def keeps_internals_with(self, kept: Collection[int]) -> tuple[bool, ...]:
-        """The same where a segment of the forward keeps these values, and with all that an operation writes its own."""
+        """:attr:`keeps_internals`, and those of each operation of which a segment of the forward keeps all results."""
         return tuple(
             always or (bool(op.writes) and all(v in kept for v in op.writes))
             for op, always in zip(self.operations, self.keeps_internals, strict=True)
@@ -237,21 +241,16 @@ class Graph:
         A value that is read before its last in-place write has two contents over time; no cut may fall
         between its production and its last use, so that a kept copy is never mistaken for the older one.
         """
-        blocked = [0] * (len(self) + 2)
-        read_early = self._read_before_last_write()
-        for v, (first, last) in enumerate(zip(self.producers, self.last_writes, strict=True)):
-            if v in read_early:
-                last = min(self.last_uses[v], len(self) - 1)
-            blocked[first + 1] += 1
-            blocked[last + 1] -= 1
-        allowed, depth = [], 0
-        for position in range(len(self) + 1):
-            depth += blocked[position]
-            # After an operation that touches no value, the cut is the one before it.
-            idle = position > 0 and not (self.operations[position - 1].reads or self.operations[position - 1].writes)
-            if (depth == 0 and not idle) or position in (0, len(self)):
-                allowed.append(position)
-        return tuple(allowed)
+        last = list(self.last_writes)
+        for t, op in enumerate(self.operations):
+            for v in op.reads:
+                if v not in op.writes and t < self.last_writes[v]:
+                    last[v] = self.last_uses[v]
+        # After an operation that touches no value, the cut is the one before it.
+        barred = {t + 1 for t, op in enumerate(self.operations) if not (op.reads or op.writes)}
+        for before, after in zip(self.producers, last, strict=True):
+            barred.update(range(before + 1, after + 1))
+        return tuple(cut for cut in range(len(self) + 1) if cut not in barred or cut in (0, len(self)))
 
     def boundary(self, cut: int) -> tuple[int, ...]:
         """Values made before ``cut`` and used at or after it (outputs are used by the caller)."""
@@ -300,37 +299,8 @@ class Graph:
         op = self.operations[position]
         made = sum(self.values[v].bytes for v in op.writes if self.producers[v] == position)
         saved = op.internal_bytes + sum(self.values[v].bytes for v in op.saves)
-        return [
-            str(position),
-            op.name,
-            op.target,
-            op.module,
-            op.source,
-            f"{made / 1e6:.3f}",
-            f"{saved / 1e6:.3f}",
-            f"{op.forward_seconds * 1e3:.3f}",
-            f"{op.backward_seconds * 1e3:.3f}",
-        ]
-
-    def _read_before_last_write(self) -> set[int]:
-        early: set[int] = set()
-        for position, op in enumerate(self.operations):
-            early.update(v for v in op.reads if v not in op.writes and position < self.last_writes[v])
-        return early
-
-    def _first(self, select: Any, absent: int) -> tuple[int, ...]:
-        first = [absent] * len(self.values)
-        for position in range(len(self) - 1, -1, -1):
-            for v in select(self.operations[position]):
-                first[v] = position
-        return tuple(first)
-
-    def _last(self, select: Any) -> tuple[int, ...]:
-        last = [-1] * len(self.values)
-        for position, op in enumerate(self.operations):
-            for v in select(op):
-                last[v] = position
-        return tuple(last)
+        numbers = (made / 1e6, saved / 1e6, op.forward_seconds * 1e3, op.backward_seconds * 1e3)
+        return [str(position), op.name, op.target, op.module, op.source, *(f"{number:.3f}" for number in numbers)]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

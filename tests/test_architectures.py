@@ -15,7 +15,7 @@ import ogc
 from benchmarks.measuring import step
 from benchmarks.networks import NETWORKS, PUBLISHED
 from benchmarks.tables import files, rows
-from ogc.solver import polish
+from ogc.solver import local_search
 from ogc.torch_state.allocator import peak_bytes
 
 MIB = 2**20
@@ -59,7 +59,7 @@ def test_what_is_better_lost_goes_whatever_the_times(monkeypatch, threads):
         slower = [replace(op, forward_seconds=op.forward_seconds * noise.uniform(0.8, 1.2)) for op in graph.operations]
         peaks.append(ogc.solve(replace(graph, operations=tuple(slower))).peak_bytes)
     assert max(peaks) <= 1.01 * min(peaks)
-    monkeypatch.setattr(polish, "POLISHING", 0)
+    monkeypatch.setattr(local_search, "DROP_SIMULATIONS", 0)
     assert max(peaks) <= 0.92 * ogc.solve(graph).peak_bytes
 
 

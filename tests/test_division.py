@@ -13,8 +13,8 @@ from helpers import chain, random_graph
 import ogc
 from ogc.graph import Graph, Operation, Value
 from ogc.solver import LEAST_PEAK
+from ogc.solver.feng_huang import SOURCE, TensorGraph
 from ogc.solver.references import feng_huang
-from ogc.solver.references.division import SOURCE, TensorGraph
 
 
 def small_graph(seed, most=9):
@@ -123,7 +123,7 @@ def test_branches_stay_whole_one_by_one():
     tensors = TensorGraph(graph)
     choice = tensors.choose(tensors.tree, 30)
     assert (choice.kept, choice.largest) == (2, 30)
-    assert {tensors.places[v] for v in choice.checkpoints} == {1, 8}
+    assert {tensors.positions[v] for v in choice.checkpoints} == {1, 8}
 
 
 def test_what_is_changed_in_place_is_one_vertex():
@@ -137,7 +137,7 @@ def test_what_is_changed_in_place_is_one_vertex():
         (Value("a", 5), Value("b", 7), Value("c", 7)),
     )
     tensors = TensorGraph(graph)
-    assert sorted((tensors.bytes[v], tensors.places[v]) for v in tensors.vertices) == [(5, 2), (7, 4)]
+    assert sorted((tensors.bytes[v], tensors.positions[v]) for v in tensors.vertices) == [(5, 2), (7, 4)]
 
 
 def test_a_concatenation_may_be_made_again():

@@ -17,9 +17,7 @@ from ogc.graph import Graph
 from ogc.plan import simulate
 from ogc.plan.decisions import saved
 from ogc.solver import LEAST_PEAK, SOLVERS
-from ogc.solver.references import REFERENCES, chen, uniform
-from ogc.solver.references.binomial import revolve
-from ogc.solver.references.common import all_but_last
+from ogc.solver.references import REFERENCES, all_but_last, chen, revolve, uniform
 
 
 def edges(segments):

@@ -15,14 +15,14 @@ from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Decisions, PartCost, Plan, Segment, make_plan, part_cost, recomputed, saved
 from ..solver import frontier, solve
-from ..solver.keeping import worth_keeping
+from ..solver.selective import worth_keeping
 from .combine import Point
 
 POINTS = 10
 """Peaks that the frontier of a part is looked at for."""
 
 MOST = 40
-"""Ways to run a part; more would take time for nothing."""
+"""ConstrainedPaths to run a part; more would take time for nothing."""
 
 
 @dataclass(frozen=True)

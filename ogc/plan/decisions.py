@@ -1,7 +1,6 @@
 """The decisions of a plan: where the program is cut, which segments run again, and the fates of single values.
 
-Plain frozen data. What follows from it, which operations run again and when each value is let go of, is the matter of
-:mod:`ogc.plan.schedule`.
+Plain frozen data. Which operations run again for it, and when values are let go of: :mod:`ogc.plan.schedule`.
 """
 
 from __future__ import annotations
@@ -92,10 +91,6 @@ class Decisions:
         fates = {**dict(self.fates), **dict.fromkeys(values, Fate.REMADE)}
         return replace(self, fates=tuple(sorted(fates.items())))
 
-    def leaving(self, value: int) -> Decisions:
-        """These decisions, but with no fate for the value."""
-        return replace(self, fates=tuple((v, fate) for v, fate in self.fates if v != value))
-
     @property
     def remade(self) -> tuple[int, ...]:
         """The values that are not kept where they cross a cut, ascending."""
@@ -132,7 +127,7 @@ def recomputed(start: int, stop: int, *parts: Segment, kept: Iterable[int] = ())
 def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[Segment, ...]:
     """Segments between consecutive ``cuts``, each recomputed at once or saved."""
     return tuple(
-        recomputed(a, b) if again else saved(a, b) for (a, b), again in zip(pairwise(cuts), recompute, strict=True)
+        recomputed(*span) if again else saved(*span) for span, again in zip(pairwise(cuts), recompute, strict=True)
     )
 
 

@@ -39,12 +39,11 @@ def part_cost(graph: Graph, plan: Plan) -> PartCost:
         PlanError: as :func:`ogc.simulate` does.
     """
     memory = replay(_Part(Schedule(graph.with_plain_operators if plan.is_plain else graph, plan.decisions)))
-    forward = [event.bytes for event in memory.timeline[: len(graph)]]
-    behind = [event.bytes for event in memory.timeline[len(graph) :]]
+    sizes = [event.bytes for event in memory.timeline]
     return PartCost(
         kept_bytes=memory.kept_bytes,
-        forward_bytes=max(forward, default=0),
-        backward_bytes=max(behind, default=0),
+        forward_bytes=max(sizes[: len(graph)], default=0),
+        backward_bytes=max(sizes[len(graph) :], default=0),
         seconds=plan.recomputed_seconds,
         gradient_bytes=memory.graph.operations[-1].gradient_bytes if len(graph) else 0,
     )

@@ -1,8 +1,8 @@
-"""The plan: decisions with their simulated cost. Plain frozen data."""
+"""Plans, which are decisions with their simulated cost, and frontiers, which are plans. Plain frozen data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -196,3 +196,45 @@ def make_plan(
         recomputed_flops=cost.recomputed_flops,
         solver=solver,
     )
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The curve of memory against overhead: each plan is faster and larger than the one before."""
+
+    plans: tuple[Plan, ...]
+
+    def plot(
+        self,
+        path: str | PathLike[str] | None = None,
+        *,
+        peers: Mapping[str, tuple[int, float]] | None = None,
+        ax: Axes | None = None,
+    ) -> Figure:
+        """Memory against overhead, with the plain model and the lower bound, and other methods as named points.
+
+        Args:
+            path: where to save the picture, ending in .png, .svg or .pdf.
+            peers: by name, the peak in bytes and the overhead as a share of the plain step.
+            ax: matplotlib axes to draw on, instead of a new figure.
+
+        Raises:
+            DependencyError: matplotlib is not installed.
+            InputError: the path ends otherwise, or a peer is no pair of numbers.
+        """
+        from .pictures.frontier import plot_frontier
+
+        points, plain = [(plan.peak_bytes, plan.overhead) for plan in self.plans], self.plans[-1]
+        return plot_frontier(points, plain.plain_peak_bytes, plain.lower_bound, peers or {}, path, ax)
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                f"{plan.peak_bytes / 1e6:.1f}",
+                f"{plan.peak_bytes / plan.plain_peak_bytes:.1%}" if plan.plain_peak_bytes else "-",
+                f"{plan.overhead:.1%}",
+                str(max((segment.depth for segment in plan.segments), default=0)),
+            ]
+            for plan in self.plans
+        ]
+        return table(["peak MB", "of plain", "overhead", "levels"], rows)

@@ -1,13 +1,11 @@
 """The schedule that a plan stands for: its runs, and how long each copy of a value is needed.
 
-A plan is carried out in *runs*. Run 0 is the forward. Each recomputed segment is run again before its
-backward; it can start from any value that is still there. The backward of a saved segment takes what it
-needs from the run that the segment belongs to. Everything else follows: which operations a run repeats
-(those that somebody needs), and when each value is let go (after its last use). A value that crosses a cut
-is there from then on, unless the plan has it *remade*: then whoever needs it runs what makes it again, however
-far back that lies. A value that a recomputed segment has *kept* is never made again; if that segment is one of the
-forward's, and keeps all that an operation writes, so are the operation's internal tensors. The simulator counts
-the bytes of exactly this, the runtime executes exactly this.
+A plan is carried out in *runs*. Run 0 is the forward. Each recomputed segment is run again before its backward; it can
+start from any value that is still there. The backward of a saved segment takes what it needs from the run that the
+segment belongs to. A run repeats the operations that somebody needs; a value is let go after its last use. One that
+crosses a cut is there from then on, unless it is *remade*: then whoever needs it runs what makes it again, however far
+back that lies. One that a recomputed segment has *kept* is never made again; nor are the internal tensors of an
+operation, if a segment of the forward keeps all that it writes. The simulator counts this, the runtime executes this.
 """
 
 from __future__ import annotations
@@ -65,8 +63,8 @@ class Step(NamedTuple):
 class Schedule:
     """The runs of a plan over a graph, in the order in which they are carried out.
 
-    ``keeps_internals`` says of each operation whether the internal tensors of its forward stay for its backward,
-    whatever is run again.
+    Attributes:
+        keeps_internals: for each operation, whether the internal tensors of its forward stay for its backward.
 
     Raises:
         PlanError: the decisions do not fit the graph, or an operation would run twice that must not.
@@ -156,22 +154,15 @@ class Schedule:
         return number
 
     @cached_property
-    def suppliers(self) -> tuple[int, ...]:
-        """For each operation, the run that its backward is supplied by."""
-        found = [FORWARD] * len(self.graph)
-        for number, run in enumerate(self.runs):
-            for start, stop in run.leaves:
-                found[start:stop] = [number] * (stop - start)
-        return tuple(found)
-
-    @cached_property
     def keepers(self) -> tuple[int, ...]:
         """For each operation, the run whose internal tensors its backward uses; those without bytes stay anyway."""
-        programs = [frozenset(run.program) for run in self.runs]
-        return tuple(
-            supplier if t in programs[supplier] and op.internal_bytes and not self.keeps_internals[t] else FORWARD
-            for t, (op, supplier) in enumerate(zip(self.graph.operations, self.suppliers, strict=True))
-        )
+        keepers = [FORWARD] * len(self.graph)
+        for number, run in enumerate(self.runs):
+            in_leaves = {t for start, stop in run.leaves for t in range(start, stop)}
+            for t in in_leaves.intersection(run.program):
+                if self.graph.operations[t].internal_bytes and not self.keeps_internals[t]:
+                    keepers[t] = number
+        return tuple(keepers)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -196,13 +187,11 @@ class Schedule:
 
     def _around(self, number: int, done: set[int]) -> list[int]:
         """The run and those around it that are not done, outermost first."""
-        found: list[int] = []
-        while number not in done:
-            found.insert(0, number)
-            parent = self.runs[number].parent
-            assert parent is not None
-            number = parent
-        return found
+        if number in done:
+            return []
+        parent = self.runs[number].parent
+        assert parent is not None
+        return [*self._around(parent, done), number]
 
     def reads(self, step: Step) -> list[tuple[int, int]]:
         """The copies (run, value) that a step needs to be there."""

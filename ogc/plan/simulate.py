@@ -1,9 +1,8 @@
 """The judge: a replay of forward and backward that counts every live byte of a plan.
 
-It shares no code with any solver and is in turn judged by the allocator. It goes through the steps of
-:class:`ogc.plan.schedule.Schedule` one by one and counts copies of values from the step that makes them to the
-last that needs them, saved internal tensors, temporaries of each operation, outputs, and the gradients
-alive during each backward. A value is counted once however many hold it.
+It shares no code with any solver and is in turn judged by the allocator. Step by step of the schedule, it counts copies
+of values from the step that makes them to the last that needs them, each once, saved internal tensors, temporaries of
+each operation, outputs, and the gradients alive during each backward.
 """
 
 from __future__ import annotations
@@ -85,14 +84,12 @@ def simulate(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Sim
     """
     schedule = Schedule(graph, Decisions.of(plan))
     memory = replay(Memory(schedule))
-    again = [t for run in schedule.runs[1:] for t in run.program]
+    ops, again = graph.operations, [t for run in schedule.runs[1:] for t in run.program]
     return Simulation(
         peak_bytes=max(memory.peak_bytes, 0),
         peak_values=memory.peak_values(),
-        recomputed_seconds=sum(graph.repeat_seconds[t] for t in again)
-        + sum(op.again_seconds for op in graph.operations),
-        recomputed_flops=sum(graph.operations[t].forward_flops for t in again)
-        + sum(op.again_flops for op in graph.operations),
+        recomputed_seconds=sum(graph.repeat_seconds[t] for t in again) + sum(op.again_seconds for op in ops),
+        recomputed_flops=sum(ops[t].forward_flops for t in again) + sum(op.again_flops for op in ops),
         timeline=tuple(memory.timeline),
     )
 
@@ -121,10 +118,7 @@ class Memory:
 
     def take(self, number: int, step: Step) -> None:
         """Carry out one step."""
-        if step.is_backward:
-            self._backward(number, step)
-        else:
-            self._forward(number, step)
+        (self._backward if step.is_backward else self._forward)(number, step)
 
     def _forward(self, number: int, step: Step) -> None:
         op, t = self.graph.operations[step.operation], step.operation
@@ -152,12 +146,16 @@ class Memory:
     def _add(self, copy: tuple[int, int]) -> None:
         if copy not in self.live:
             self.live[copy] = len(self.timeline)
-            self.live_bytes += self.graph.values[copy[1]].bytes
+            self._count(copy, self.graph.values[copy[1]].bytes)
 
     def _drop(self, copy: tuple[int, int]) -> None:
         if copy in self.live:
             self.gone.append((copy[1], self.live.pop(copy), len(self.timeline)))
-            self.live_bytes -= self.graph.values[copy[1]].bytes
+            self._count(copy, -self.graph.values[copy[1]].bytes)
+
+    def _count(self, copy: tuple[int, int], change: int) -> None:
+        """The bytes alive change by those of this copy."""
+        self.live_bytes += change
 
     def _drop_all(self, copies: Iterable[tuple[int, int]]) -> None:
         """Drop these copies, but outputs of the model stay."""

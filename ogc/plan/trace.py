@@ -39,8 +39,7 @@ def trace(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> tuple[
 
     Args:
         graph: the weighted graph.
-        plan: a plan, its decisions, or segments alone, for this graph. One that ``is_plain`` runs PyTorch's own
-            backwards.
+        plan: a plan, its decisions, or segments alone, for this graph.
 
     Returns:
         One moment per event of ``simulate(graph, plan).timeline``, the same events in the same order; for a plan
@@ -64,28 +63,19 @@ class _Trace(Memory):
         super().__init__(schedule)
         self.moments: list[Moment] = []
         self.checkpoint_bytes = 0
-        self.again_bytes = 0
+        self.recomputed_bytes = 0
 
     def take(self, number: int, step: Step) -> None:
         """Carry out one step."""
         before = self.internal_bytes
         super().take(number, step)
         if self.schedule.keepers[step.operation] != FORWARD:
-            self.again_bytes += self.internal_bytes - before
-
-    def _add(self, copy: tuple[int, int]) -> None:
-        before = self.live_bytes
-        super()._add(copy)
-        self._count(copy, self.live_bytes - before)
-
-    def _drop(self, copy: tuple[int, int]) -> None:
-        before = self.live_bytes
-        super()._drop(copy)
-        self._count(copy, self.live_bytes - before)
+            self.recomputed_bytes += self.internal_bytes - before
 
     def _count(self, copy: tuple[int, int], change: int) -> None:
+        super()._count(copy, change)
         if copy[0] != FORWARD:
-            self.again_bytes += change
+            self.recomputed_bytes += change
         elif copy[1] in self.schedule.checkpoints:
             self.checkpoint_bytes += change
 
@@ -100,12 +90,7 @@ class _Trace(Memory):
         else:
             assert step.during is not None
             gradients, again = self.graph.operations[step.during].gradient_bytes, op.internal_bytes
-        moment = Moment(
-            event=self.timeline[-1],
-            checkpoints=self.checkpoint_bytes,
-            recomputed=self.again_bytes + again,
-            saved=self.live_bytes + self.internal_bytes - self.checkpoint_bytes - self.again_bytes + forward,
-            gradients=gradients,
-            working=extra - gradients - forward - again,
-        )
+        saved = self.live_bytes + self.internal_bytes - self.checkpoint_bytes - self.recomputed_bytes + forward
+        working, recomputed = extra - gradients - forward - again, self.recomputed_bytes + again
+        moment = Moment(self.timeline[-1], self.checkpoint_bytes, recomputed, saved, gradients, working)
         self.moments.append(moment)

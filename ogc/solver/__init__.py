@@ -1,7 +1,6 @@
 """From a weighted graph to a plan. Numbers in, plain data out: nothing here needs torch."""
 
-from .registry import SOLVERS, solver_of
-from .solve import frontier, solve
+from .solve import SOLVERS, frontier, solve, solver_of
 from .wish import LEAST_PEAK, Budget, Solver, Wish, bytes_of
 
 __all__ = ["LEAST_PEAK", "SOLVERS", "Budget", "Solver", "Wish", "bytes_of", "frontier", "solve", "solver_of"]

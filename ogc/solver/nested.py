@@ -1,20 +1,19 @@
 """Nested plans: a stretch that is run again may be run in parts, each kept or run again in its turn.
 
-Class of plans: all trees of :class:`ogc.Segment` over the cuts of each scale. Objective: the least recomputed
+Class of plans: all trees of :class:`ogc.Segment` over the cuts of each grid. Objective: the least recomputed
 time within a number of bytes, for all numbers at once. With m bytes at hand above what was kept before cut i,
 
     T(i, j, m) = min( run (i, j) again at once,
-                      T(i, j, m) between the cuts of a finer scale,
+                      T(i, j, m) between the cuts of a finer grid,
                       min over k of  run (i, k) keeping what crosses k, then T(k, j, m - kept), then T(i, k, m),
                       min over k <= i + WHOLE of  run (i, k) keeping what it saves, then T(k, j, m - kept) )
 
-is the time that the backward of (i, j) adds, unless that exceeds ``MOST_TIMES`` runs of (i, j). Bytes are
-counted in units, always rounded against the plan.
-The table holds for every outermost level; that level itself is planned with exact bytes by
-:mod:`ogc.solver.interval`, for which (i, j) is one more way to run a segment, with T(i, j, m) as its time.
+is the time that the backward of (i, j) adds, unless that exceeds ``MOST_TIMES`` runs of (i, j). Bytes are counted in
+units, always rounded against the plan. For :mod:`ogc.solver.outer_level`, which plans the outermost level with exact
+bytes, (i, j) is one more way to run a segment, with T(i, j, m) as its time.
 
-Complexity for M units and scales of C cuts that reach over R of them: O(C R² M) array steps and O(C R M)
-memory each. With one scale that reaches over all cuts, this is the persistent dynamic programme for
+Complexity for M units and grids of C cuts that reach over R of them: O(C R² M) array steps and O(C R M)
+memory each. With one grid that reaches over all cuts, this is the persistent dynamic programme for
 heterogeneous chains (Beaumont et al., "Optimal memory-aware backpropagation of deep join networks", 2020,
 and Herrmann et al., 2019) carried over to the cuts of a graph. On a chain, and up to the rounding, that is
 exact; on other graphs every cut pays for its whole boundary, which the simulator may find to be less.
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 
 from ..plan.decisions import Segment, recomputed, saved
 from .costs import NEVER, Ints, NestedCosts
-from .scales import Scale
+from .cuts import CutGrid
 
 Floats = NDArray[np.float32]
 
@@ -60,18 +59,18 @@ class NestedTable:
 
     Args:
         costs: of the stretches between the cuts.
-        scales: between which of them T is known, from the finest to the coarsest.
+        grids: between which of them T is known, from the finest to the coarsest.
         most_bytes: the largest number of bytes of interest.
         levels: into how many units it is divided.
     """
 
-    def __init__(self, costs: NestedCosts, scales: Sequence[Scale], most_bytes: int, levels: int) -> None:
+    def __init__(self, costs: NestedCosts, grids: Sequence[CutGrid], most_bytes: int, levels: int) -> None:
         self.costs = costs
         self.levels = levels
         self.unit = _best_unit(costs, max(1, -(-most_bytes // (levels - 1))))
-        sizes = [len(scale.chosen) * (scale.reach + 1) for scale in scales]
+        sizes = [len(grid.chosen) * (grid.reach + 1) for grid in grids]
         self.firsts = np.cumsum([1, *sizes])
-        # A row per pair of cuts of each scale. What is looked up with fewer bytes than there are is a window
+        # A row per pair of cuts of each grid. What is looked up with fewer bytes than there are is a window
         # further to the left. Row 0 is impossible altogether; rows of no pair are not looked up.
         self.rows: Floats = np.zeros((self.firsts[-1], levels), np.float32)
         self.rows[0] = np.inf
@@ -79,14 +78,13 @@ class NestedTable:
         self.windows = _windows(self.rows, levels)
         barriers = np.repeat(np.array([np.inf, 0], np.float32), levels)
         self.barriers = _windows(barriers, levels)  # row n is infinite below levels - n units
-        self.row_of = np.zeros((len(costs.cuts),) * 2, np.int64)  # the row of the coarsest scale that has the pair
-        self.finer = np.zeros(self.firsts[-1], np.int64)  # by row: the row of the same pair, one scale finer
-        self.scales = [_ScaleTable(self, *each) for each in zip(scales, self.firsts[:-1], strict=True)]
+        self.row_of = np.zeros((len(costs.cuts),) * 2, np.int64)  # the row of the coarsest grid that has the pair
+        self.finer = np.zeros(self.firsts[-1], np.int64)  # by row: the row of the same pair, one grid finer
+        self.grids = [_GridTable(self, *each) for each in zip(grids, self.firsts[:-1], strict=True)]
 
     def least_bytes(self) -> Ints:
         """[i, j]: the fewest bytes with which the backward of (i, j) can be carried out."""
-        least: Ints = np.where(self.least < self.levels, self.least * self.unit, NEVER)[self.row_of]
-        return least
+        return np.where(self.least < self.levels, self.least * self.unit, NEVER)[self.row_of]
 
     def time(self, i: Ints, j: Ints, room: Ints) -> Floats:
         """T(i, j, room) for arrays of cuts and bytes."""
@@ -99,7 +97,7 @@ class NestedTable:
 
     def parts(self, row: int, m: int) -> list[Segment]:
         """The parts in which the pair of a row is run again with m units at hand."""
-        return self.scales[int(np.searchsorted(self.firsts, row, side="right")) - 1].parts(row, m)
+        return self.grids[int(np.searchsorted(self.firsts, row, side="right")) - 1].parts(row, m)
 
     def in_units(self, weights: Ints) -> Ints:
         """Bytes in units, rounded up."""
@@ -107,36 +105,36 @@ class NestedTable:
         return -(-np.clip(weights, -limit, limit) // self.unit)
 
 
-class _ScaleTable:
-    """T between the cuts of one scale.
+class _GridTable:
+    """T between the cuts of one grid.
 
     Weights are those of :class:`NestedCosts`, in units, by [i, length] for the pair (i, i + length).
     """
 
-    def __init__(self, table: NestedTable, scale: Scale, first: int) -> None:
+    def __init__(self, table: NestedTable, grid: CutGrid, first: int) -> None:
         self.table: NestedTable = proxy(table)  # no cycle, so that large tables go with the last use of theirs
-        self.width = scale.reach + 1
+        self.width = grid.reach + 1
         self.first = first
-        self.count = len(scale.chosen)
-        self.cuts = table.costs.cuts[scale.chosen]
+        self.count = len(grid.chosen)
+        self.cuts = table.costs.cuts[grid.chosen]
         self.shifts = np.arange(table.levels)
         here = slice(first, first + self.width * self.count)
         self.least = table.least[here].reshape(self.width, self.count).T  # [i, length]
         costs = table.costs
         ends = np.minimum(np.arange(self.count)[:, None] + np.arange(self.width), self.count - 1)
-        starts, stops = scale.chosen[:, None], scale.chosen[ends]
+        starts, stops = grid.chosen[:, None], grid.chosen[ends]
         self.kept, self.forward = (
             [table.in_units(weights[starts, stops]) for weights in modes] for modes in (costs.kept, costs.forward)
         )
-        self.backward, self.again, self.running, self.waiting = (
+        self.backward, self.at_once, self.running, self.waiting = (
             table.in_units(weights[starts, stops])
-            for weights in (costs.backward, costs.again, costs.running, costs.waiting)
+            for weights in (costs.backward, costs.at_once, costs.running, costs.waiting)
         )
         self.seconds = [seconds[starts, stops].astype(np.float32) for seconds in costs.seconds]
-        self.again_seconds = costs.again_seconds[starts, stops].astype(np.float32)
+        self.at_once_seconds = costs.at_once_seconds[starts, stops].astype(np.float32)
         for length in range(1, self.width):
             i = np.arange(self.count - length)
-            chosen = scale.chosen[i], scale.chosen[i + length]
+            chosen = grid.chosen[i], grid.chosen[i + length]
             rows = self._row(i, length)
             table.finer[rows] = table.row_of[chosen]
             table.row_of[chosen] = rows
@@ -153,7 +151,7 @@ class _ScaleTable:
         if finer.any():
             np.minimum(times, self.table.rows[finer], out=times)
         # With bytes enough to run the longest again at once, nothing is faster.
-        stop = min(self.table.levels, int(self.again[i, length].max()))
+        stop = min(self.table.levels, int(self.at_once[i, length].max()))
         for choices in self._divided(i, length, stop):
             here = times[:, stop - choices.shape[2] : stop]
             np.minimum(here, choices.min(0), out=here)
@@ -164,8 +162,8 @@ class _ScaleTable:
 
     def _at_once(self, i: Ints, length: int) -> Floats:
         """[pair, m]: time of the backward of each pair (i, i + length) if it is run again at once."""
-        fits = self.shifts >= self.again[i, length, None]
-        return np.where(fits, self.again_seconds[i, length, None], np.float32(np.inf))
+        fits = self.shifts >= self.at_once[i, length, None]
+        return np.where(fits, self.at_once_seconds[i, length, None], np.float32(np.inf))
 
     def _divided(self, i: Ints, length: int, stop: int, start: int = 0) -> Iterator[Floats]:
         """[choice, pair, m]: time of the backward of each pair if it is divided at k = i + 1, i + 2 ....
@@ -203,7 +201,7 @@ class _ScaleTable:
         parts: list[Segment] = []
         while True:
             length, i = divmod(row - self.first, self.count)
-            if m >= self.again[i, length]:  # nothing is faster, but for what is rounded
+            if m >= self.at_once[i, length]:  # nothing is faster, but for what is rounded
                 return [*parts, saved(*self._span(i, length))]
             finer = int(self.table.finer[row])
             if self.table.rows[finer, m] <= self.table.rows[row, m]:

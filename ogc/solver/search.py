@@ -1,7 +1,6 @@
 """One search per graph for many questions, with the exact outermost level over nested tables.
 
-Every answer is weighed by the simulator before it is given, so that what the tables round against a plan,
-or count for a boundary that nobody needs, is not lost.
+The simulator weighs every answer: what tables round, or count for a boundary that nobody needs, is not lost.
 """
 
 from __future__ import annotations
@@ -14,22 +13,20 @@ from tqdm import tqdm
 from ..graph import Graph
 from ..plan.decisions import Decisions, Segment
 from ..plan.simulate import lower_bound
+from .constrained_path import LABELS, SLACK
 from .costs import Costs, SegmentCosts
-from .fronts import LABELS, SLACK
-from .interval import OuterLevel
-from .keeping import worth_keeping
+from .cuts import choose_grids, narrowest
+from .local_search import Candidate, drop_one_by_one, finest, weigh
 from .nested import NestedTable
-from .polish import Candidate, finest, polished, selective, weigh
-from .scales import choose_scales, narrowest
+from .outer_level import OuterLevel
+from .selective import selective, worth_keeping
 
 MAX_CUTS = 800
 MAX_CELLS = 3_000_000
 MIN_CUTS = 250
 """Cuts that are weighed, cuts times operations, and cuts that are weighed however many operations there are: the time
-for a plan is quadratic in the cuts, the memory linear in both. Longer programs are cut at their narrowest places.
-
-With one cut per stretch of s operations, the peak of a plan exceeds that with all cuts by at most what one
-stretch holds when it is run again.
+for a plan is quadratic in the cuts, the memory linear in both. Longer programs are cut where they are narrowest. The
+peak of a plan exceeds that with all cuts by at most what the operations from one cut to the next hold when run again.
 """
 
 LEVELS = 160
@@ -45,26 +42,21 @@ ROUGH_LABELS = 20_000
 ROUGH = 0.02
 """Share by which a first idea of the least peak may be too large: about one unit of its table."""
 
-KEEPING = 600
+KEPT_VALUES_UP_TO = 600
 """Operations up to which segments that keep values are tried for the least peak too. Single operations bound that in
-small programs, so that there are bytes to spare elsewhere.
-"""
+small programs, so that there are bytes to spare elsewhere."""
 
 STEP = 1.4
 """Ratio of the peak that a table was made for to the least that it serves: its units get coarse for less."""
 
 
 class Search:
-    """Interval and nested plans over one graph.
-
-    Args:
-        graph: the weighted graph.
-    """
+    """Plans over one weighted graph, by the outermost level and nested tables."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.weights = SegmentCosts(graph, _cuts(graph))
-        self.scales = choose_scales(graph, self.weights.cuts)
+        self.grids = choose_grids(graph, self.weights.cuts)
         self.tables: dict[tuple[int, int], NestedTable] = {}  # by the peak and the units they were made for
         self.level: OuterLevel | None = None  # the last one that was asked for: each takes memory
         self.seen: dict[tuple[Segment, ...], Candidate] = {}
@@ -75,14 +67,16 @@ class Search:
         self.tables.clear()  # or what was asked before would decide how it is rounded
         bound = lower_bound(self.graph) - 1
         costs = self.weights.costs()
-        few = costs.between(self.scales[:2][-1].chosen)
+        few = costs.between(self.grids[:2][-1].chosen)
         flat = OuterLevel(few).least_peak(above=bound, tolerance=ROUGH)
         rough = OuterLevel(costs, self._table(flat, ROUGH_LEVELS)).least_peak(above=bound, near=flat, tolerance=ROUGH)
         level = OuterLevel(costs, self._table(rough, FINE_LEVELS))
         least = level.least_peak(above=bound, near=rough)
         # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
-        best = finest(self.graph, polished(self.graph, self._weigh(level.fastest(least, ROUGH_LABELS, SLACK[2:]))))
-        if len(self.graph) > KEEPING:
+        segments = level.fastest(least, ROUGH_LABELS, SLACK[2:])
+        assert segments is not None
+        best = finest(self.graph, drop_one_by_one(self.graph, self._weigh(segments)))
+        if len(self.graph) > KEPT_VALUES_UP_TO:
             return best
         return min(best, self._at(best.peak_bytes) or best)
 
@@ -131,7 +125,7 @@ class Search:
 
     def _at(self, peak: int, labels: int = LABELS) -> Candidate | None:
         """The fastest plan for ``peak``, or None if nothing fits."""
-        segments = self._level(peak).find(peak, labels)
+        segments = self._level(peak).fastest(peak, labels)
         return None if segments is None else self._weigh(segments)
 
     def _weigh(self, segments: tuple[Segment, ...]) -> Candidate:
@@ -151,7 +145,7 @@ class Search:
         for (top, units), table in self.tables.items():
             if top / STEP <= peak <= top and units >= levels:
                 return table
-        self.tables[peak, levels] = NestedTable(self.weights.nested, self.scales, peak, levels)
+        self.tables[peak, levels] = NestedTable(self.weights.nested, self.grids, peak, levels)
         return self.tables[peak, levels]
 
     @cached_property
@@ -163,7 +157,4 @@ class Search:
 def _cuts(graph: Graph) -> list[int]:
     """The cuts that plans may use: all, or in a long program the narrow ones."""
     most = min(MAX_CUTS, max(MIN_CUTS, MAX_CELLS // max(1, len(graph))))
-    if len(graph.cuts) <= most:
-        return list(graph.cuts)
-    found: list[int] = narrowest(graph, np.array(graph.cuts), most).tolist()
-    return found
+    return list(graph.cuts) if len(graph.cuts) <= most else narrowest(graph, np.array(graph.cuts), most)

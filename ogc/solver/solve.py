@@ -1,17 +1,18 @@
-"""The solver's front door: a graph and a wish in, a described plan out."""
+"""From a graph and a wish to a plan: ``solve``, ``frontier``, and the solvers by name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, SolveError
 from ..graph import Graph
-from ..plan import Frontier, Plan, plain_plan
+from ..plan import Frontier, Plan, plain_plan, simulate
 from ..torch_state.collecting import collecting_new_only
-from .registry import solver_of
+from .references import REFERENCES
 from .search import Search
-from .wish import Budget, Wish, bytes_of
+from .wish import Budget, Solver, Wish, bytes_of
 
 
 @collecting_new_only()
@@ -29,9 +30,8 @@ def solve(
         memory_budget: the least recomputed time such that the simulated peak of activations fits: bytes, a
             text such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain peak.
         max_overhead: the least peak with at most this share of the plain step's time recomputed.
-        solver: ``"optimal"`` or, to compare with, ``"none"`` (the plain model) or one of
-            :mod:`ogc.solver.references`: ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only
-            ``"optimal"`` takes a wish.
+        solver: ``"optimal"`` or, to compare with, ``"none"`` (the plain model) or one of :mod:`ogc.solver.references`:
+            ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a wish.
 
     Returns:
         The plan. If the plain model meets the wish, or nothing beats it, that is it (``plan.is_plain``). The
@@ -81,3 +81,59 @@ def _check_graph(graph: Any) -> None:
         raise InputError(
             f"graph must be a Graph, as ogc.parse(model, sample_input) returns, not {type(graph).__name__}"
         )
+
+
+def optimal(graph: Graph, wish: Wish) -> Plan:
+    """The plan with the least peak, and the least recomputed time at it; or what is asked for instead.
+
+    Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.nested`). For a wish, one that
+    is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.selective`).
+
+    Raises:
+        SolveError: nothing fits the budget; the message says what would, and what stands in the way.
+    """
+    plain = plain_plan(graph)
+    budget = wish.budget_bytes(plain.peak_bytes)
+    plain = replace(plain, budget_bytes=budget)
+    if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
+        return plain
+    search = Search(graph)
+    if budget is not None:
+        found = search.fastest(budget)
+        if found is None:
+            raise SolveError(_infeasible(graph, search.least_peak.as_plan(plain), budget))
+    elif wish.max_overhead is not None:
+        found = search.within(wish.max_overhead * graph.step_seconds)
+    else:
+        found = search.least_peak
+    return found.as_plan(plain) if found is not None and found.peak_bytes < plain.peak_bytes else plain
+
+
+def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
+    cost = simulate(graph, least)
+    op = graph.operations[cost.peak_event.operation]
+    where = " ".join(part for part in (op.module, f"({op.source})" if op.source else "") if part)
+    largest = sorted(((graph.values[v].bytes, graph.values[v].name) for v in cost.peak_values), reverse=True)[:5]
+    tensors = ", ".join(f"{name} {size / 1e6:.1f} MB" for size, name in largest)
+    return (
+        f"no plan found peaks at or below {budget / 1e6:.1f} MB ({budget} bytes); the smallest peak is "
+        f"{least.peak_bytes / 1e6:.1f} MB ({least.peak_bytes} bytes) at {least.overhead:.1%} overhead. It is reached "
+        f"in the {cost.peak_event.phase} of operation {op.name}, {op.target} {where}, with these alive: {tensors}"
+    )
+
+
+SOLVERS: dict[str, Solver] = {"optimal": optimal, "none": lambda graph, wish: plain_plan(graph), **REFERENCES}
+"""All solvers by the names that :func:`ogc.solve` takes; only ``"optimal"`` takes a wish."""
+
+
+def solver_of(name: str, wish: Wish) -> Solver:
+    """The solver of this name, for this wish.
+
+    Raises:
+        InputError: there is none, or it takes no wish.
+    """
+    if name not in SOLVERS:
+        raise InputError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, not {name!r}")
+    if name != "optimal" and wish:
+        raise InputError(f"solver={name!r} takes neither memory_budget nor max_overhead; only 'optimal' does")
+    return SOLVERS[name]

@@ -69,22 +69,16 @@ def bytes_of(budget: Budget, plain: int) -> int:
     Raises:
         InputError: it stands for none.
     """
-    wrong = InputError(
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?\s*", budget.lower())
+        if found is not None:
+            return int(float(found[1]) * UNITS[found[2] or ""])
+    elif _is_number(budget) and budget > 0 and (isinstance(budget, int) or budget <= 1):
+        return budget if isinstance(budget, int) else int(budget * plain)
+    raise InputError(
         f"memory_budget must be bytes, a text like '8GB' or '512MiB', or a share in (0, 1] of the plain peak, "
         f"not {budget!r}"
     )
-    if isinstance(budget, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?\s*", budget.lower())
-        if found is None:
-            raise wrong
-        return int(float(found[1]) * UNITS[found[2] or ""])
-    if not _is_number(budget) or not budget > 0:
-        raise wrong
-    if isinstance(budget, int):
-        return budget
-    if budget > 1:
-        raise wrong
-    return int(budget * plain)
 
 
 def _is_number(wish: Any) -> bool:

@@ -8,6 +8,7 @@ Raises:
 
 from __future__ import annotations
 
+from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,6 @@ class Picture(Figure):
     """A figure that notebooks show without further ado."""
 
     def _repr_png_(self) -> bytes:
-        from io import BytesIO
-
         file = BytesIO()
         self.savefig(file, format="png")
         return file.getvalue()
@@ -61,15 +60,20 @@ def axes_of(ax: Axes | None, size: tuple[float, float]) -> tuple[Figure, Axes, b
     return figure, figure.add_subplot(), True
 
 
-def legend(figure: Figure, ax: Axes, handles: list[Any], is_ours: bool) -> None:
+def finish(figure: Figure, ax: Axes, handles: list[Any], is_ours: bool, path: Location) -> Figure:
+    """The figure with its legend, saved if there is a path; the same picture is the same file."""
     style: dict[str, Any] = {"handles": handles, "frameon": False, "ncols": 3, "fontsize": 9}
     if is_ours:
         figure.legend(loc="outside upper left", **style)
     else:
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), **style)
+    if path is not None:
+        with matplotlib.rc_context({"svg.hashsalt": "ogc"}):
+            figure.savefig(path, metadata={"Date": None} if Path(path).suffix.lower() == ".svg" else None)
+    return figure
 
 
-def finish(ax: Axes) -> None:
+def draw_grid(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(axis="y", color=PALE, linewidth=0.6)
     ax.set_axisbelow(True)
@@ -78,12 +82,3 @@ def finish(ax: Axes) -> None:
 def mib(size: float) -> str:
     size /= MIB
     return f"{size:.0f} MiB" if size >= 10 else f"{size:.3g} MiB"
-
-
-def save(figure: Figure, path: Location) -> Figure:
-    if path is not None:
-        ending = Path(path).suffix.lower()
-        # The same picture is the same file.
-        with matplotlib.rc_context({"svg.hashsalt": "ogc"}):
-            figure.savefig(path, metadata={"Date": None} if ending == ".svg" else None)
-    return figure

@@ -49,9 +49,8 @@ def plot_frontier(
     ax.set_ylim(-0.03 * top, 1.1 * top)
     ax.set_xlabel("peak activation memory, MiB")
     ax.set_ylabel("recomputed time, % of a plain step")
-    canvas.finish(ax)
-    canvas.legend(figure, ax, handles, is_ours)
-    return canvas.save(figure, path)
+    canvas.draw_grid(ax)
+    return canvas.finish(figure, ax, handles, is_ours, path)
 
 
 def _peer(name: str, point: Any) -> tuple[float, float]:

@@ -48,8 +48,7 @@ def draw_graph(graph: Graph, decisions: Decisions, path: Location = None, ax: Ax
         Line2D([], [], marker="o", linestyle="", color=BLUE, markersize=7, label="makes a checkpoint (MiB)"),
         Line2D([], [], marker="o", linestyle="", color="white", markeredgecolor=GREY, label="other operation"),
     ]
-    canvas.legend(figure, ax, handles, is_ours)
-    return canvas.save(figure, path)
+    return canvas.finish(figure, ax, handles, is_ours, path)
 
 
 _BANDS = {"saved": "#D9EAF5", "recomputed": "#F9E3B4", "nested": "#EFC06A"}

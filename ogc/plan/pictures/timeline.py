@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -68,14 +69,8 @@ class Timeline:
 
 def _edges(events: Sequence[Event]) -> NDArray[np.float64]:
     """An operation run is 1 wide; those of its events that follow one another share that."""
-    sizes: list[int] = []
-    for number, event in enumerate(events):
-        last = events[number - 1] if number else None
-        if last is not None and (last.phase, last.run, last.operation) == (event.phase, event.run, event.operation):
-            sizes[-1] += 1
-        else:
-            sizes.append(1)
-    widths = np.concatenate([np.full(size, 1 / size) for size in sizes]) if sizes else np.zeros(0)
+    groups = (len([*group]) for _, group in groupby(events, lambda event: event[:3]))
+    widths = [1 / size for size in groups for _ in range(size)]
     return np.concatenate([[0.0], np.cumsum(widths)])
 
 
@@ -105,9 +100,8 @@ def plot_timeline(
     ax.set_ylim(0, 1.15 * top)
     ax.set_xlabel("operations run, in order")
     ax.set_ylabel("activation memory, MiB")
-    canvas.finish(ax)
-    canvas.legend(figure, ax, handles, is_ours)
-    return canvas.save(figure, path)
+    canvas.draw_grid(ax)
+    return canvas.finish(figure, ax, handles, is_ours, path)
 
 
 def _outline(ax: Axes, timeline: Timeline) -> Any:
@@ -141,5 +135,5 @@ def _mark_peak(ax: Axes, timeline: Timeline) -> None:
 
 def _mark_phases(ax: Axes, timeline: Timeline, top: float) -> None:
     ax.axvline(timeline.backward, color=GREY, linestyle=":", linewidth=1)
-    for text, side, ha in (("forward ", timeline.backward, "right"), (" backward", timeline.backward, "left")):
-        ax.text(side, 1.14 * top, text, ha=ha, va="top", color=GREY)
+    for text, ha in (("forward ", "right"), (" backward", "left")):
+        ax.text(timeline.backward, 1.14 * top, text, ha=ha, va="top", color=GREY)

@@ -1,7 +1,6 @@
 """Weights of every stretch of a program between two cuts, for the search."""
 
-from .arrays import boundary_bytes
-from .segments import SegmentCosts
-from .weights import AGAIN, NEVER, SAVED, Costs, Ints, NestedCosts
+from .arrays import NEVER, Ints, boundary_bytes
+from .segments import RECOMPUTED, SAVED, Costs, NestedCosts, SegmentCosts
 
-__all__ = ["AGAIN", "NEVER", "SAVED", "Costs", "Ints", "NestedCosts", "SegmentCosts", "boundary_bytes"]
+__all__ = ["NEVER", "RECOMPUTED", "SAVED", "Costs", "Ints", "NestedCosts", "SegmentCosts", "boundary_bytes"]

@@ -13,7 +13,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...graph import Graph
-from .weights import NEVER, Bools, Ints
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+NEVER = np.iinfo(np.int64).max // 4
+"""Bytes that no plan may have: marks the impossible; a sum of two does not overflow."""
 
 Rectangles = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, Ints]
 """Rows from and to, columns from and to, and a weight, for every value."""

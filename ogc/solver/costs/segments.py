@@ -1,25 +1,99 @@
 """Weights of every segment between two cuts: saved, run again at once, or run again but for values that it keeps.
 
-The rule that makes them depend on the two ends alone: every cut keeps its whole boundary, and a kept value is
-released by position: after the segment with its first use has run again, or after the backward of its
-first saver. A segment is run again as it is by the runtime: once the backward of one of its operations asks for
-something that it makes, with the gradients that are alive then. Complexity for N operations, V values and C
-cuts: O(C (N + V)) memory, O(C² N) simple array steps at most.
+The rule that makes them depend on the two ends alone: every cut keeps its whole boundary, and a kept value is released
+by position: after the segment with its first use has run again, or after the backward of its first saver. Complexity
+for N operations, V values and C cuts: O(C (N + V)) memory, O(C² N) simple array steps at most.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .again import RunAgain
-from .arrays import prefix
-from .weights import NEVER, Bools, Costs, Ints, NestedCosts
+from .arrays import NEVER, Bools, Ints, prefix
+from .recompute import RecomputeCosts
+
+SAVED, RECOMPUTED = range(2)
+"""The modes that keep no values of their own."""
+
+KeptValues = tuple[tuple[int, int], ...]
+"""Values that a mode keeps, each with the position of what makes it."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Weights of all segments (i, j) between cuts, by [mode, j, i]: all that end at one cut lie side by side.
+
+    Mode ``SAVED`` is saved, ``RECOMPUTED`` recomputed at once, further modes recomputed at once but for the values that
+    ``kept_values`` has for them. ``kept`` is what a segment adds to the bytes that outlive the forward, ``local``
+    the most bytes alive in its forward, its recomputation and its backward, above what was kept before it.
+    ``seconds`` is the time of running it again at once. All bytes are multiples of ``grain``.
+    """
+
+    cuts: Ints
+    grain: int
+    kept: Ints
+    local: Ints
+    seconds: NDArray[np.float64]
+    kept_values: tuple[KeptValues, ...]
+
+    def between(self, chosen: Ints) -> Costs:
+        """The weights of the segments between the chosen cuts (indices)."""
+        pairs = np.ix_(chosen, chosen)
+        kept, local = (weights[:, pairs[0], pairs[1]] for weights in (self.kept, self.local))
+        seconds = self.seconds[:, pairs[0], pairs[1]]
+        return replace(self, cuts=self.cuts[chosen], kept=kept, local=local, seconds=seconds)
+
+    def undominated(self) -> Costs:
+        """The weights without segments that keep values to no avail: some mode is faster with no more bytes, or one
+        before theirs is as fast."""
+        kept, local, seconds = self.kept, self.local.copy(), self.seconds
+        for n in range(RECOMPUTED + 1, len(local)):
+            for m in range(len(local)):
+                if m != n:
+                    faster = seconds[m] <= seconds[n] if m < n else seconds[m] < seconds[n]
+                    local[n][faster & (kept[m] <= kept[n]) & (local[m] <= local[n])] = NEVER
+        used = 1 + max(n for n in range(len(local)) if n <= RECOMPUTED or local[n].min() < NEVER)
+        return replace(
+            self, kept=kept[:used], local=local[:used], seconds=seconds[:used], kept_values=self.kept_values[:used]
+        )
+
+
+@dataclass(frozen=True)
+class NestedCosts:
+    """Weights of all stretches (i, j) between cuts, for plans that may run a stretch again in parts.
+
+    By [i, j], some for two modes: mode 0 keeps what the stretch saves, mode 1 only what crosses its end.
+
+    Attributes:
+        cuts: positions.
+        grain: a divisor of all bytes.
+        kept: bytes that the stretch leaves behind.
+        forward: most bytes alive while it runs.
+        backward: most bytes alive in its backward, given what it saved.
+        at_once: most bytes alive while it is run again at once and in its backward.
+        running: bytes alive besides, while something in it is run again: gradients, outputs, and values that
+            are used beyond its end.
+        waiting: most bytes alive in its backward before something in it is run again.
+        seconds: time of running it.
+        at_once_seconds: time of running it again at once.
+    """
+
+    cuts: Ints
+    grain: int
+    kept: tuple[Ints, Ints]
+    forward: tuple[Ints, Ints]
+    backward: Ints
+    at_once: Ints
+    running: Ints
+    waiting: Ints
+    seconds: tuple[NDArray[np.float64], NDArray[np.float64]]
+    at_once_seconds: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -32,22 +106,22 @@ class _Mode:
     seconds: NDArray[np.float64]
 
 
-class SegmentCosts(RunAgain):
+class SegmentCosts(RecomputeCosts):
     """Weights of every segment (i, j) between two of the cuts.
 
     What is relative to K(i) may be negative: kept values that a later segment alone uses are free by then.
     """
 
-    def costs(self, *keeping: Collection[int]) -> Costs:
+    def costs(self, *kept_values: Collection[int]) -> Costs:
         """The weights for the outermost level, with a further mode for each set of values that may be kept.
 
         Each set has all values of the one before it.
         """
-        places = [tuple((v, int(self.producer[v])) for v in sorted(values)) for values in keeping]
-        shape = (2 + len(keeping), *self.later.shape)
+        places = [tuple((v, int(self.producer[v])) for v in sorted(values)) for values in kept_values]
+        shape = (2 + len(kept_values), *self.later.shape)
         kept, local, seconds = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape)
         # One after the other: each takes memory.
-        for n, mode in enumerate(chain((self._whole, self._at_once), map(self._again, keeping))):
+        for n, mode in enumerate(chain((self._whole, self._at_once), map(self._recomputed, kept_values))):
             kept[n], local[n], seconds[n] = mode.kept.T, np.maximum(mode.forward, mode.local).T, mode.seconds.T
         gains_nothing = seconds[2:] >= seconds[1:-1]
         local[2:][gains_nothing] = NEVER
@@ -56,7 +130,7 @@ class SegmentCosts(RunAgain):
     @cached_property
     def nested(self) -> NestedCosts:
         """The weights for plans that may run a stretch again in parts."""
-        again = self._at_once
+        at_once = self._at_once
         # Values that cross j and are used before it are still there when (i, j) is run again.
         retained = self._sum_ij(
             (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(self.output, 0, self.size))
@@ -72,14 +146,14 @@ class SegmentCosts(RunAgain):
         return NestedCosts(
             cuts=self.cuts,
             grain=self.grain,
-            kept=(self._whole.kept, again.kept),
-            forward=(self._whole.forward, again.forward),
+            kept=(self._whole.kept, at_once.kept),
+            forward=(self._whole.forward, at_once.forward),
             backward=self._backward,
-            again=np.maximum(again.local, self._backward) + sooner,
+            at_once=np.maximum(at_once.local, self._backward) + sooner,
             running=retained + once + sooner,
             waiting=retained + before,
             seconds=(saved_seconds, crossing_seconds),
-            again_seconds=again.seconds,
+            at_once_seconds=at_once.seconds,
         )
 
     @cached_property
@@ -101,9 +175,9 @@ class SegmentCosts(RunAgain):
     @cached_property
     def _at_once(self) -> _Mode:
         """Weights of segments that are run again at once."""
-        return self._again(())
+        return self._recomputed(())
 
-    def _again(self, values: Collection[int]) -> _Mode:
+    def _recomputed(self, values: Collection[int]) -> _Mode:
         """Weights of segments that are run again at once, but for these values, which stay."""
         stay = np.zeros(len(self.size), bool)
         stay[list(values)] = True

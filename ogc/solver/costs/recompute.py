@@ -6,11 +6,10 @@ from functools import cached_property
 
 import numpy as np
 
-from .arrays import ProgramArrays, cumsum_rows, prefix
-from .weights import NEVER, Bools, Ints
+from .arrays import NEVER, Bools, Ints, ProgramArrays, cumsum_rows, prefix
 
 
-class RunAgain(ProgramArrays):
+class RecomputeCosts(ProgramArrays):
     """Segments (i, j) that are run again at once, for all i and j.
 
     Once the backward of one of its operations asks for something that a segment makes, with the gradients that are

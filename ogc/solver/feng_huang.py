@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import networkx as nx
 
-from ...graph import Graph
+from ..graph import Graph
 
 SOURCE = -1
 """Stands before every vertex that is made from no other."""
@@ -75,7 +75,7 @@ class TensorGraph:
     Attributes:
         dag: the vertices between ``SOURCE`` and ``sink``.
         bytes: of each vertex.
-        places: for each vertex, the position in the program from which it is there, unchanged.
+        positions: for each vertex, the position in the program from which it is there, unchanged.
         rank: of each vertex in the topological order.
     """
 
@@ -101,7 +101,7 @@ class TensorGraph:
         members = dict(self.dag.nodes(data="members"))
         self.vertices = frozenset(members)
         self.bytes = {vertex: sum(size[m] for m in found) for vertex, found in members.items()}
-        self.places = {vertex: max(place[m] for m in found) for vertex, found in members.items()}
+        self.positions = {vertex: max(place[m] for m in found) for vertex, found in members.items()}
         self.sink = len(members)
         self.dag.add_edges_from([(SOURCE, v) for v in members if not self.dag.in_degree(v)])
         self.dag.add_edges_from([(v, self.sink) for v in members if not self.dag.out_degree(v)])
@@ -187,8 +187,7 @@ class TensorGraph:
             return Choice((), 0, closed.bytes)
         if closed.is_linear:
             return self._shortest_path(closed, limit)
-        parts = [self.choose(part, limit) for part in closed.parts]
-        return self._together(closed.splits, parts, 0)
+        return self._together(closed.splits, [self.choose(part, limit) for part in closed.parts], 0)
 
     def _shortest_path(self, closed: ClosedSet, limit: int) -> Choice:
         """Splitting vertices of a linear set by a shortest path over its runs. O(n log n) for n of them."""
@@ -245,7 +244,7 @@ class TensorGraph:
         return best
 
 
-def checkpoint_places(graph: Graph) -> list[int]:
+def checkpoint_positions(graph: Graph) -> list[int]:
     """Positions in the program from which the checkpoints of the published algorithm are there."""
     tensors = TensorGraph(graph)
-    return sorted({tensors.places[v] for v in tensors.best_choice().checkpoints})
+    return sorted({tensors.positions[v] for v in tensors.best_choice().checkpoints})

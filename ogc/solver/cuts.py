@@ -14,42 +14,42 @@ NEAR = 16
 """Cuts over which a stretch may reach between any two cuts."""
 
 FAR = 24
-"""Cuts of a coarser scale over which a stretch may reach: more than ``NEAR``, as there are fewer of them."""
+"""Cuts of a coarser grid over which a stretch may reach: more than ``NEAR``, as there are fewer of them."""
 
 COARSER = 4
-"""Ratio of the cuts of one scale to those of the next: below ``NEAR``, so that the finer one reaches over the gaps."""
+"""Ratio of the cuts of one grid to those of the next: below ``NEAR``, so that the finer one reaches over the gaps."""
 
 ALL = 210
-"""Cuts up to which one scale is enough, in which a stretch may reach as far as it likes."""
+"""Cuts up to which one grid is enough, in which a stretch may reach as far as it likes."""
 
 MOST = 80
-"""Cuts of the coarsest of several scales, in which a stretch may reach as far as it likes: fewer than ``ALL``, as the
-other scales take time too."""
+"""Cuts of the coarsest of several grids, in which a stretch may reach as far as it likes: fewer than ``ALL``, as the
+other grids take time too."""
 
 GOLDEN = (np.sqrt(5) - 1) / 2
 """The fractions of its multiples are spread evenly, however many there are."""
 
 
 @dataclass(frozen=True)
-class Scale:
+class CutGrid:
     """Stretches between the ``chosen`` cuts (indices), as far as ``reach`` of them."""
 
     chosen: Ints
     reach: int
 
 
-def choose_scales(graph: Graph, cuts: Ints) -> list[Scale]:
-    """Scales from all ``cuts`` to at most ``MOST`` of them, or one scale if they are few."""
+def choose_grids(graph: Graph, cuts: Ints) -> list[CutGrid]:
+    """Grids from all ``cuts`` to at most ``MOST`` of them, or one grid if they are few."""
     chosen = np.arange(len(cuts))
-    scales: list[Scale] = []
-    while len(chosen) > (MOST if scales else ALL):
-        scales.append(Scale(chosen, FAR if scales else NEAR))
-        chosen = thinned(graph, cuts, scales[-1], max(MOST, len(chosen) // COARSER))
-    return [*scales, Scale(chosen, len(chosen) - 1)]
+    grids: list[CutGrid] = []
+    while len(chosen) > (MOST if grids else ALL):
+        grids.append(CutGrid(chosen, FAR if grids else NEAR))
+        chosen = thinned(graph, cuts, grids[-1], max(MOST, len(chosen) // COARSER))
+    return [*grids, CutGrid(chosen, len(chosen) - 1)]
 
 
-def thinned(graph: Graph, cuts: Ints, finer: Scale, count: int) -> Ints:
-    """``count`` cuts of the finer scale, none further from the next than that scale reaches.
+def thinned(graph: Graph, cuts: Ints, finer: CutGrid, count: int) -> Ints:
+    """``count`` cuts of the finer grid, none further from the next than that grid reaches.
 
     A third of them lies around the operations that need the most bytes by themselves. The others are what is
     left when those are dropped, one by one, that save little time for their width.
@@ -63,19 +63,17 @@ def thinned(graph: Graph, cuts: Ints, finer: Scale, count: int) -> Ints:
         worth = (seconds[after] - seconds[before]) / widths[here]
         worth[stays[here] | (after - before > finer.reach)] = np.inf
         chosen = np.delete(chosen, 1 + int(np.argmin(worth)))
-    found: Ints = finer.chosen[chosen]
-    return found
+    return np.asarray(finer.chosen[chosen])
 
 
-def narrowest(graph: Graph, cuts: Ints, count: int) -> Ints:
+def narrowest(graph: Graph, cuts: Ints, count: int) -> list[int]:
     """``count`` of the cuts: a tenth lies around the operations that need the most bytes by themselves, the others are
     the narrowest of each of as many stretches."""
     stays = np.isin(np.arange(len(cuts)), [0, len(cuts) - 1, *_around_the_largest(graph, cuts, count // 10)])
     others, widths = np.flatnonzero(~stays), boundary_bytes(graph)[cuts]
     edges = np.linspace(0, len(others), count - int(stays.sum()) + 1).astype(int)
     stays[[others[a + np.argmin(widths[others[a:b]])] for a, b in pairwise(edges)]] = True
-    found: Ints = cuts[stays]
-    return found
+    return list(map(int, cuts[stays]))
 
 
 def _around_the_largest(graph: Graph, cuts: Ints, count: int) -> list[int]:

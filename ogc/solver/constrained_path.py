@@ -1,16 +1,13 @@
-"""The fastest way through the cuts of a program within so many bytes: fronts of labels, guided by a price of bytes.
+"""The fastest path through the cuts of a program within so many bytes, by label setting.
 
-This is multi-criteria label setting (Hansen, "Bicriterion path problems", 1980; Martins, "On a multicriteria
-shortest path problem", 1984) on a graph without cycles, whose vertices are cuts and whose edges are segments.
-A label is a plan up to a cut: the bytes it keeps and the time it recomputes. At each cut those stay that no
-other beats in both. What can still follow a label is bounded by a Lagrangian relaxation: bytes have a price,
-and the rest of the program costs at least so much. The same bound, from both ends, tells which segments no
-plan within a given time has, so that few of them are looked at: first those of plans within half a percent of
-the bound, then of slower ones, until there is a plan.
+Labels (Hansen, "Bicriterion path problems", 1980; Martins, "On a multicriteria shortest path problem", 1984) are plans
+up to a cut: the bytes they keep and the time they recompute. Vertices are cuts, edges segments. At each cut those stay
+that no other beats in both, its front. A Lagrangian relaxation, in which bytes have a price, bounds what follows a
+label. From both ends, it tells which segments no plan within a given time has: first those of plans within half a
+percent of the bound are looked at, then of slower ones, until there is a plan.
 
-Complexity for W segments and C cuts: O(W + C) array steps for a price, O(W F) for fronts of F labels. Exact
-while no front exceeds F; beyond that the F labels stay that promise most, so that the plan still fits but may
-recompute a little more than the least.
+Complexity for W segments and C cuts: O(W + C) array steps for a price, O(W F) for fronts of F labels. Exact while no
+front exceeds F; else the F labels stay that promise most: the plan fits, but may recompute a little more than need be.
 """
 
 from __future__ import annotations
@@ -26,6 +23,9 @@ from numpy.typing import NDArray
 from .costs import NEVER, Ints
 
 Seconds = NDArray[np.float64]
+
+TimeOfSegments = Callable[[Ints, Ints], Seconds]
+"""From the numbers of segments and the bytes kept before each."""
 
 LABELS = 80_000
 """Labels that are kept over all cuts; a cut whose share is exceeded thins its front. Time and memory grow with them."""
@@ -64,32 +64,23 @@ class _Priced:
         return float(self.rest[0] - self.price * peak)
 
 
-class Ways:
-    """The segments that plans within ``peak`` bytes may have.
+class ConstrainedPaths:
+    """Plans within ``peak`` bytes: paths from the first cut to the last, whose edges are numbered segments.
 
     Args:
         peak: most bytes alive.
         i, j: the cuts that each segment lies between, by ascending j.
         limit: most bytes kept before cut i with which the segment fits, and something after it.
         kept: bytes that it adds to those; in the end of the program, the most bytes alive in it.
-        seconds: the least time that it takes again.
-        time: the time that segments take again (numbers of segments, bytes kept before each).
+        seconds: the least time that recomputes it.
+        time: seconds that recompute each segment.
     """
 
     def __init__(
-        self,
-        peak: int,
-        i: Ints,
-        j: Ints,
-        limit: Ints,
-        kept: Ints,
-        seconds: Seconds,
-        time: Callable[[Ints, Ints], Seconds],
+        self, peak: int, i: Ints, j: Ints, limit: Ints, kept: Ints, seconds: Seconds, time: TimeOfSegments
     ) -> None:
-        self.peak = peak
+        self.peak, self.time, self.last = peak, time, int(j[-1])
         self.i, self.j, self.limit, self.kept, self.seconds = i, j, limit, kept, seconds
-        self.time = time
-        self.last = int(j[-1])
         by_i = np.argsort(i.astype(np.uint16), kind="stable")  # a radix sort, for there are few cuts
         self.from_i = self.j[by_i], self.kept[by_i], self.seconds[by_i]
         self.first_from = np.cumsum([0, *np.bincount(i, minlength=self.last)]).tolist()
@@ -98,16 +89,16 @@ class Ways:
     def fastest(self, labels: int, slack: Sequence[float] = SLACK) -> list[tuple[int, int]]:
         """The fastest plan, with so many labels in all: the number of each segment and the bytes kept before it."""
         guide = self._guide()
-        bound, again = max(0.0, guide.bound(self.peak)), float(self.seconds.max())
+        bound, longest = max(0.0, guide.bound(self.peak)), float(self.seconds.max())
         through = self._through(guide)
         for share in slack:
-            within = bound + share * (bound + again / 100)
-            path, seconds = self._spread(guide, through, within, labels)
+            within = bound + share * (bound + longest / 100)
+            path, seconds = self._fastest_within(guide, through, within, labels)
             if path:
                 break
         if seconds <= within * (1.0 if labels >= LABELS else NEAR_ENOUGH):
             return path
-        other, seconds_of_other = self._spread(guide, through, seconds, labels)
+        other, seconds_of_other = self._fastest_within(guide, through, seconds, labels)
         return other if seconds_of_other < seconds else path
 
     def _guide(self) -> _Priced:
@@ -159,13 +150,13 @@ class Ways:
                 before[j] = (before[self.i[first:stop]] + costs[first:stop]).min()
         return before[self.i] + costs + guide.rest[self.j] - guide.price * self.peak
 
-    def _ends(self, ways: Ints) -> Iterator[tuple[int, Ints]]:
-        """The segments that end at each cut, cut by cut."""
-        for j, (first, stop) in enumerate(pairwise(np.searchsorted(ways, self.first_to).tolist())):
+    def _by_end(self, numbers: Ints) -> Iterator[tuple[int, Ints]]:
+        """The segments of these numbers that end at each cut, cut by cut."""
+        for j, (first, stop) in enumerate(pairwise(np.searchsorted(numbers, self.first_to).tolist())):
             if first < stop:
-                yield j, ways[first:stop]
+                yield j, numbers[first:stop]
 
-    def _spread(
+    def _fastest_within(
         self, guide: _Priced, through: Seconds, within: float, labels: int
     ) -> tuple[list[tuple[int, int]], float]:
         """The fastest plan of those that the guide gives so many seconds, if there is one, and its time."""
@@ -178,19 +169,19 @@ class Ways:
         least_kept, least_costs = kept[:, 0].copy(), costs[:, 0].copy()  # of the labels at each cut
         # What is left for what comes before each segment, if the segment takes as little time as it may.
         left = within + guide.price * self.peak - guide.rest[self.j] - guide.price * self.kept - self.seconds
-        for j, here in self._ends(np.flatnonzero(through <= within)):
+        for j, here in self._by_end(np.flatnonzero(through <= within)):
             i = self.i[here]
             some = (least_kept[i] <= self.limit[here]) & (least_costs[i] <= left[here])
             here, i = here[some], i[some]
             fits = kept[i] <= self.limit[here, None]
             fits &= costs[i] <= left[here, None]
-            row, label = np.nonzero(fits)
+            row, parent = np.nonzero(fits)
             if not len(row):
                 continue
-            way, start = here[row], i[row] * count + label
+            segment, start = here[row], i[row] * count + parent
             before = kept.reshape(-1)[start]
-            after = before + self.kept[way]
-            taken = seconds.reshape(-1)[start] + self.time(way, before)
+            after = before + self.kept[segment]
+            taken = seconds.reshape(-1)[start] + self.time(segment, before)
             estimates = taken + guide.price * (after - self.peak) + guide.rest[j]
             promising = np.flatnonzero(estimates <= within)
             front = promising[_front(after[promising], taken[promising])]
@@ -198,14 +189,14 @@ class Ways:
             after, taken = after[best], taken[best]
             kept[j, : len(best)], seconds[j, : len(best)] = after, taken
             costs[j, : len(best)] = taken + guide.price * after
-            parents[j, : len(best), 0], parents[j, : len(best), 1] = way[best], label[best]
+            parents[j, : len(best)] = np.stack([segment[best], parent[best]], 1)
             least_kept[j], least_costs[j] = kept[j].min(), costs[j].min()
         path: list[tuple[int, int]] = []
-        cut, place = self.last, int(seconds[-1].argmin())
-        while cut > 0 and seconds[cut, place] < np.inf:
-            number, place = (int(n) for n in parents[cut, place])
+        cut, label = self.last, int(seconds[-1].argmin())
+        while cut > 0 and seconds[cut, label] < np.inf:
+            number, label = (int(n) for n in parents[cut, label])
             cut = int(self.i[number])
-            path.append((number, int(kept[cut, place])))
+            path.append((number, int(kept[cut, label])))
         return path[::-1], float(seconds[-1].min())
 
 
@@ -219,9 +210,7 @@ def _front(kept: Ints, seconds: Seconds) -> NDArray[np.intp]:
 
 def _where_new(numbers: NDArray[Any]) -> NDArray[np.bool_]:
     """Which numbers are not the same as the one before."""
-    found = np.ones(len(numbers), bool)
-    np.not_equal(numbers[1:], numbers[:-1], out=found[1:])
-    return found
+    return np.concatenate([np.ones(len(numbers[:1]), bool), numbers[1:] != numbers[:-1]])
 
 
 def _thinned(estimates: Seconds, limit: int) -> NDArray[np.intp]:

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise, product
-
-import numpy as np
 
 from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Decisions, Plan, Segment, recomputed, saved, simulate
 from ..plan.decisions import cut_into_segments
-from .keeping import worth_keeping
 
-POLISHING = 2_000_000
-"""Simulations that polishing may take, times the square of the number of operations. The gain falls with the size of
-the graph, as the time of each simulation grows. With much fewer, the least peak of a network of a hundred operations
-varies by some percent with the measured times.
-"""
+DROP_SIMULATIONS = 2_000_000
+"""Simulations for what may be dropped, times the square of the number of operations: in larger graphs each takes longer
+and gains less. With much fewer, the least peak of a hundred operations varies by some percent with measured times."""
 
-FINEST = 60_000
-"""Simulations for the plan that remakes every value, times the square of the number of operations. In a larger graph
-they would take many steps' time for little less memory.
-"""
-
-SELECTIVE_SHARES = tuple(1 - np.geomspace(0.7, 0.005, 12))
-"""Shares of the program's time that the values kept by selective plans make up; closer where little is made again."""
-
-PARTS = 200
-"""Segments of a selective plan at most: each looks at what comes before it."""
-
-SELECTING = 10_000
-"""Operations up to which selective plans are tried: each takes a simulation of as many runs as it has segments."""
+FINEST_SIMULATIONS = 60_000
+"""Simulations for the plan that remakes every value, times the square of the number of operations: in large graphs they
+take many steps' time for little less memory."""
 
 
 @dataclass(frozen=True, order=True)
@@ -68,14 +51,15 @@ def weigh(graph: Graph, decisions: Decisions) -> Candidate:
     return Candidate(cost.peak_bytes, cost.recomputed_seconds, decisions, cost.recomputed_flops, cost.peak_values)
 
 
-def polished(graph: Graph, best: Candidate) -> Candidate:
-    """The plan without values and cuts that are better made again than kept, as far as the simulator may be asked.
+def drop_one_by_one(graph: Graph, best: Candidate) -> Candidate:
+    """The plan without the values and cuts that are better made again than kept, as far as the simulator may be asked.
 
     Of the values alive at its peak and the cuts of its outermost level, the one or else the two whose loss helps
     most go, again and again.
     """
-    asked = POLISHING // max(1, len(graph)) ** 2
-    while asked > 0:
+    asked = DROP_SIMULATIONS // max(1, len(graph)) ** 2
+    before = None
+    while best != before and asked > 0:
         before = best
         segments, remade = before.decisions.segments, before.decisions.remade
         kept = [v for v in before.peak_values if not graph.values[v].is_output and v not in remade]
@@ -92,8 +76,6 @@ def polished(graph: Graph, best: Candidate) -> Candidate:
             asked -= len(losses)
             if best != before or asked <= 0:
                 break
-        if best == before:
-            break
     return best
 
 
@@ -102,11 +84,10 @@ def finest(graph: Graph, best: Candidate) -> Candidate:
 
     What that does not take for its peak is kept and saved after all, as far as it takes less time.
     """
-    cuts = graph.cuts
     values = [v for v, value in enumerate(graph.values) if not value.is_output]
-    if len(cuts) - 1 + len(values) > FINEST // max(1, len(graph)) ** 2:
+    if len(graph.cuts) - 1 + len(values) > FINEST_SIMULATIONS // max(1, len(graph)) ** 2:
         return best
-    segments = cut_into_segments(cuts, [True] * (len(cuts) - 1))
+    segments = cut_into_segments(graph.cuts, [True] * (len(graph.cuts) - 1))
     try:
         found = weigh(graph, Decisions(segments).remaking(values))
     except PlanError:  # an operation would run twice that must not
@@ -114,33 +95,13 @@ def finest(graph: Graph, best: Candidate) -> Candidate:
     if found.peak_bytes >= best.peak_bytes:
         return best
     for value in values:
-        found = min(found, weigh(graph, found.decisions.leaving(value)))
+        fates = tuple(fate for fate in found.decisions.fates if fate[0] != value)
+        found = min(found, weigh(graph, replace(found.decisions, fates=fates)))
     for number, segment in enumerate(segments):
         others = list(found.decisions.segments)
         others[number] = saved(segment.start, segment.stop)
         found = min(found, weigh(graph, replace(found.decisions, segments=tuple(others))))
     return found
-
-
-def selective(graph: Graph) -> Iterator[Candidate]:
-    """Plans that keep what is worth it by one threshold and make everything else again wherever it is used.
-
-    The tables only let go of what does not cross a cut. Where much costs next to nothing to make, as when time is
-    counted in FLOPs, that holds more than these plans do.
-    """
-    if len(graph) > SELECTING:
-        return
-    cuts = graph.cuts[: -1 : -(-len(graph.cuts) // PARTS)] + graph.cuts[-1:]
-    for kept in worth_keeping(graph, SELECTIVE_SHARES):
-        by_place = sorted(kept, key=graph.producers.__getitem__)
-        edges = np.searchsorted([graph.producers[v] for v in by_place], cuts)
-        segments = tuple(
-            recomputed(start, stop, kept=by_place[first:last])
-            for (start, stop), (first, last) in zip(pairwise(cuts), pairwise(edges), strict=True)
-        )
-        remade = (v for v, value in enumerate(graph.values) if not value.is_output and v not in kept)
-        with suppress(PlanError):  # an operation would run twice that must not
-            yield weigh(graph, Decisions(segments).remaking(remade))
 
 
 def _remaking(graph: Graph, segments: tuple[Segment, ...], lost: tuple[int, ...], plan: Candidate) -> Candidate:

@@ -1,14 +1,13 @@
 """The outermost level of a plan, exactly: the least peak, and the least recomputation within a peak.
 
-Class of plans: cut the program order at allowed positions; each segment is saved (plain autograd),
-recomputed at once, perhaps but for some values that it keeps, or, given a :class:`NestedTable`, recomputed
-through parts; every cut keeps its boundary. For a threshold P, fewer bytes kept before a cut are never worse
-for what follows, so with
+Class of plans: cut the program order at allowed positions; each segment is saved (plain autograd), recomputed at once,
+perhaps but for some values that it keeps, or, given a :class:`NestedTable`, recomputed through parts; every cut keeps
+its boundary. For a threshold P, fewer bytes kept before a cut are never worse for what follows, so with
 
     K(j) = min over i < j and mode of  K(i) + kept(i, j)   where  K(i) + local(i, j) <= P
 
 K(N) is finite exactly if some plan peaks at or below P; bisection over P gives the optimum, in O(C² log bytes)
-for C cuts. A second pass, :mod:`ogc.solver.fronts`, finds the fastest plan within a peak.
+for C cuts. A second pass, :mod:`ogc.solver.constrained_path`, finds the fastest plan within a peak.
 
 This extends the linear case of Feng & Huang, CVPR 2021, section 3 (checkpoints minimising the kept bytes
 plus the largest interior) to a full memory model and to several levels.
@@ -21,10 +20,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import SolveError
 from ..plan.decisions import Segment, recomputed, saved
-from .costs import AGAIN, NEVER, SAVED, Costs, Ints
-from .fronts import LABELS, SLACK, Ways
+from .constrained_path import LABELS, SLACK, ConstrainedPaths
+from .costs import NEVER, RECOMPUTED, SAVED, Costs, Ints
 from .nested import NestedTable
 
 
@@ -32,16 +30,15 @@ class OuterLevel:
     """Plans over the segments of ``costs``, run again at once or as ``table`` says, if there is one."""
 
     def __init__(self, costs: Costs, table: NestedTable | None = None) -> None:
-        self.cuts = costs.cuts
-        self.grain = costs.grain
+        self.cuts, self.grain, self.kept_values = costs.cuts, costs.grain, costs.kept_values
         self.table = table
-        self.kept, self.local, self.seconds, self.keeping = costs.kept, costs.local, costs.seconds, costs.keeping
-        self.at_once = costs.local[AGAIN]
+        self.kept, self.local, self.seconds = costs.kept, costs.local, costs.seconds
+        self.at_once = costs.local[RECOMPUTED]
         if table is not None:
             nested = table.least_bytes()
             np.maximum(nested, table.costs.forward[1], out=nested)
             self.local = costs.local.copy()
-            np.minimum(self.at_once, nested.T, out=self.local[AGAIN])
+            np.minimum(self.at_once, nested.T, out=self.local[RECOMPUTED])
         self.least_local = self.local.min(0)
 
     def least_peak(self, *, above: int = -1, near: int | None = None, tolerance: float = 0.0) -> int:
@@ -92,19 +89,11 @@ class OuterLevel:
         first = (self.least_local[1:] <= peak).argmax(1)
         return ((j, slice(i, j)) for j, i in enumerate(first.tolist(), 1))
 
-    def fastest(self, peak: int, labels: int = LABELS, slack: Sequence[float] = SLACK) -> tuple[Segment, ...]:
-        """The plan with the least recomputed time whose peak is at most ``peak`` bytes, with ``labels`` in all.
+    def fastest(self, peak: int, labels: int = LABELS, slack: Sequence[float] = SLACK) -> tuple[Segment, ...] | None:
+        """The plan with the least recomputed time of those that peak at or below ``peak`` bytes, or None.
 
-        Raises:
-            SolveError: no plan of the class fits.
+        ``labels`` and ``slack`` are those of :meth:`ConstrainedPaths.fastest`.
         """
-        found = self.find(peak, labels, slack)
-        if found is None:
-            raise SolveError(f"no plan peaks at or below {peak} bytes; the least peak is {self.least_peak()} bytes")
-        return found
-
-    def find(self, peak: int, labels: int = LABELS, slack: Sequence[float] = SLACK) -> tuple[Segment, ...] | None:
-        """The plan of :meth:`fastest`, or None if no plan of the class fits."""
         room = self._room(peak)
         if room[0] < 0:
             return None
@@ -119,23 +108,22 @@ class OuterLevel:
             fits[:, mode] = (local.reshape(-1)[pairs] <= left) & (kept.reshape(-1)[pairs] <= left_behind)
         pair, modes = np.nonzero(fits)
         i, j, pairs = i[pair], j[pair], pairs[pair]
-        kept, local, again = (
+        kept, local, seconds = (
             weights.reshape(-1)[modes * count**2 + pairs] for weights in (self.kept, self.local, self.seconds)
         )
-        at_once = np.where(modes == AGAIN, self.at_once.reshape(-1)[pairs], 0)
+        at_once = np.where(modes == RECOMPUTED, self.at_once.reshape(-1)[pairs], 0)
         limit, end = np.minimum(peak - local, room[j] - kept), int(np.searchsorted(j, count - 1))
         kept[end:] = local[end:]
 
-        def time(way: Ints, before: Ints) -> NDArray[np.float64]:
-            taken = again[way]
+        def time(numbers: Ints, before: Ints) -> NDArray[np.float64]:
+            taken = seconds[numbers]
             if self.table is not None:
-                parts = np.flatnonzero(at_once[way] > peak - before)
-                taken[parts] = self.table.time(i[way[parts]], j[way[parts]], peak - before[parts])
+                parts = np.flatnonzero(at_once[numbers] > peak - before)
+                taken[parts] = self.table.time(i[numbers[parts]], j[numbers[parts]], peak - before[parts])
             return taken
 
-        ways = Ways(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time)
-        path = ways.fastest(labels, slack)
-        return tuple(self._segment(modes[way], i[way], j[way], peak - before) for way, before in path)
+        path = ConstrainedPaths(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time).fastest(labels, slack)
+        return tuple(self._segment(modes[number], i[number], j[number], peak - before) for number, before in path)
 
     def _room(self, peak: int) -> Ints:
         """For each cut, the most kept bytes from which the rest of the program still fits; negative: none."""
@@ -150,7 +138,7 @@ class OuterLevel:
         start, stop = int(self.cuts[i]), int(self.cuts[j])
         if mode == SAVED:
             return saved(start, stop)
-        if mode == AGAIN and self.table is not None and room < self.at_once[j, i]:
+        if mode == RECOMPUTED and self.table is not None and room < self.at_once[j, i]:
             return self.table.segment(i, j, room)
-        kept = (v for v, producer in self.keeping[mode] if start <= producer < stop)
+        kept = (v for v, producer in self.kept_values[mode] if start <= producer < stop)
         return recomputed(start, stop, kept=kept)
