@@ -13,8 +13,8 @@ from ogc.parser.faithful import faithful_program
 from ogc.parser.judge import judge
 from ogc.parser.leaves import Leaves
 from ogc.parser.traced import OpaqueError
+from ogc.program.program import WithoutGrad
 from ogc.program.structures import InputSpec
-from ogc.program.without_grad import WithoutGrad
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from ogc.operators.holders import is_ours
 from ogc.operators.low_memory import LowMemory, plain_operator
 from ogc.operators.registry import Operator, live_arguments, low_memory_form, of, register, registered, unregister
 from ogc.operators.weights import InputGradient, Use, Weights
-from ogc.program.without_grad import WithoutGrad
+from ogc.program.program import WithoutGrad
 
 aten = torch.ops.aten
 ROOT = Path(ogc.__file__).parent

@@ -9,7 +9,7 @@ from torch import nn
 
 import ogc
 from ogc.errors import ParseError
-from ogc.program.without_grad import WithoutGrad
+from ogc.program.program import WithoutGrad
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
 

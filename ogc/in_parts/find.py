@@ -23,9 +23,7 @@ from ..parser import carry_over
 from ..parser.arguments import call_arguments, copies
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec
-from ..torch_state.attributes import attributes_of, changes
-from ..torch_state.no_trace import untouched
-from ..torch_state.plainly import plainly
+from ..torch_state.no_trace import attributes_of, changes, plainly, untouched
 from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, version_of
 from .guard import without_unwatched
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..torch_state.attributes import attributes_of
+from ..torch_state.no_trace import attributes_of
 from ..torch_state.private import CALL
 
 UNWATCHED = ("training", "forward", CALL)

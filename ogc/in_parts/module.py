@@ -23,7 +23,7 @@ from ..program.leaf import Leaf
 from ..program.structures import Call
 from ..runtime.module import copied, instance_around, original_class, planned_forward
 from ..runtime.runner import Planner, Runner, log
-from ..torch_state.plainly import is_plain, plainly
+from ..torch_state.no_trace import is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
 from .guard import Attributes
 

@@ -19,8 +19,7 @@ from ..operators.weights import Weights
 from ..program.leaf import Leaf
 from ..program.program import Program
 from ..program.structures import InputSpec
-from ..torch_state.no_trace import untouched
-from ..torch_state.plainly import plainly
+from ..torch_state.no_trace import plainly, untouched
 from .arguments import call_arguments, check_devices
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks

@@ -8,9 +8,8 @@ import torch
 
 from ..errors import ParseError
 from ..program.structures import InputSpec
-from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
-from ..torch_state.no_trace import untouched
+from ..torch_state.no_trace import attributes_of, changes, untouched
 from .arguments import copies
 from .custom import CustomForward
 from .forward.flat import forward_alone

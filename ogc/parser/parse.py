@@ -17,8 +17,7 @@ from ..program.leaf import Leaf
 from ..program.structures import InputSpec
 from ..torch_state.collecting import collecting_new_only
 from ..torch_state.compare import difference, same_bits
-from ..torch_state.no_trace import untouched
-from ..torch_state.plainly import plainly
+from ..torch_state.no_trace import plainly, untouched
 from .arguments import call_arguments, check_devices, check_model, copies, device_of, profile_kind
 from .assemble import graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of

@@ -54,13 +54,12 @@ class Returned:
         same = tuple(unchanged.get(id(tensor)) for tensor in tensors)
         storages = {storage_id(one): n for n, one in reversed(list(enumerate(inputs)))}
         sources = [storages.get(storage_id(tensor)) for tensor in tensors]
-        described = Returned(
+        return Returned(
             outputs,
             tuple(map(TensorSpec.of, tensors)),
             same,
             tuple(None if n is None else (n, int(t.storage_offset())) for n, t in zip(sources, tensors, strict=True)),
-        )
-        return described, tensors
+        ), tensors
 
     def holds_for(self, other: Returned) -> bool:
         """Whether a program made for this result can go on with the other one."""

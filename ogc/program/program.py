@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ..torch_state.private import is_view, pytree
+from ..torch_state.private import OpOverload, is_view, pytree
 from .structures import InputSpec, OutputSpec, autocast_kinds
 
 CONSTANT = "_ogc_constant_"
@@ -81,6 +81,28 @@ class Program:
     def operations(self) -> list[torch.fx.Node]:
         """The fx node of each operation."""
         return [node for node in self.graph.nodes if node.op == "call_function"]
+
+
+@dataclass(frozen=True)
+class WithoutGrad:
+    """An operator that runs under ``torch.no_grad()``, as it did when it was recorded; all else about it is its own.
+
+    The kernels are those of the recorded forward, as arguments still say that they require grad.
+    """
+
+    operator: OpOverload
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "operator":  # of an instance that is being copied
+            raise AttributeError(name)
+        return getattr(self.operator, name)
+
+    def __str__(self) -> str:
+        return str(self.operator)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        with torch.no_grad():
+            return self.operator(*args, **keywords)
 
 
 @dataclass(frozen=True)

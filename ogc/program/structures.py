@@ -8,6 +8,7 @@ of its result.
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -83,7 +84,7 @@ class InputSpec:
                 described.append(TensorSpec.of(leaf))
                 tensors.append(leaf)
             elif is_holder(leaf):
-                spec, inside = InputSpec.of((vars(leaf),), {})
+                spec, inside = _content(leaf)
                 described.append(HolderSpec(type(leaf), spec))
                 tensors += inside
             else:
@@ -102,16 +103,12 @@ class InputSpec:
 
     def _all(self) -> Iterator[Any]:
         for leaf in self.leaves:
-            if isinstance(leaf, HolderSpec):
-                yield from leaf.content._all()
-            else:
-                yield leaf
+            yield from leaf.content._all() if isinstance(leaf, HolderSpec) else (leaf,)
 
     def fits(self, other: InputSpec, size: bool = True) -> bool:
         """Whether calls of the two are alike; without ``size``, up to shapes and strides."""
-        same_tree = self.tree is other.tree or self.tree == other.tree
         return (
-            same_tree
+            (self.tree is other.tree or self.tree == other.tree)
             and self.casts == other.casts
             and all(_same_leaf(a, b, size) for a, b in zip(self.leaves, other.leaves, strict=True))
         )
@@ -126,9 +123,7 @@ class InputSpec:
             if isinstance(described, TensorSpec):
                 return next(source)
             if isinstance(described, HolderSpec):
-                result: Any = object.__new__(described.kind)
-                vars(result).update(described.content._rebuild(source)[0][0])
-                return result
+                return described.instance(described.content._rebuild(source)[0][0])
             return described
 
         return pytree.tree_unflatten([leaf_of(leaf) for leaf in self.leaves], self.tree)
@@ -143,10 +138,16 @@ def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
 
 @dataclass(frozen=True)
 class HolderSpec:
-    """An object that is taken apart: its class and its attributes."""
+    """An object that is taken apart: its class, and the InputSpec or OutputSpec of its attributes."""
 
     kind: type
-    content: InputSpec
+    content: Any
+
+    def instance(self, attributes: dict[str, Any]) -> Any:
+        """A new object of the class, made without calling it."""
+        result: Any = object.__new__(self.kind)
+        vars(result).update(attributes)
+        return result
 
 
 def is_holder(thing: Any, depth: int = 0) -> bool:
@@ -170,26 +171,26 @@ class Given:
         self.arguments = args, kwargs
         self.leaves, self.tree = pytree.tree_flatten(self.arguments)
         self.holders = [leaf for leaf in self.leaves if is_holder(leaf)]
-        self.before = [self._content(holder) for holder in self.holders]
+        self.before = list(map(_content, self.holders))
 
     def changed_holders(self) -> tuple[int, ...]:
         """The numbers of the objects that hold something else than before."""
-        changed = []
-        for number, (holder, (spec, tensors)) in enumerate(zip(self.holders, self.before, strict=True)):
-            now, then = self._content(holder), tensors
-            alike = now[0] == spec and len(now[1]) == len(then)
-            if not alike or any(a is not b for a, b in zip(now[1], then, strict=True)):
-                changed.append(number)
-        return tuple(changed)
+        pairs = zip(map(_content, self.holders), self.before, strict=True)
+        alike = (now == then and _same_objects(tensors, before) for (now, tensors), (then, before) in pairs)
+        return tuple(number for number, same in enumerate(alike) if not same)
 
     def has_other_items(self) -> bool:
         """Whether lists or dicts among the arguments hold something else than before."""
         leaves, tree = pytree.tree_flatten(self.arguments)
-        return tree != self.tree or any(a is not b for a, b in zip(leaves, self.leaves, strict=True))
+        return tree != self.tree or not _same_objects(leaves, self.leaves)
 
-    @staticmethod
-    def _content(holder: Any) -> tuple[InputSpec, list[torch.Tensor]]:
-        return InputSpec.of((vars(holder),), {})
+
+def _content(holder: Any) -> tuple[InputSpec, list[torch.Tensor]]:
+    return InputSpec.of((vars(holder),), {})
+
+
+def _same_objects(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 @cache
@@ -217,7 +218,8 @@ class OutputSpec:
 
     Attributes:
         tree: its structure; where objects that were given are changed, that of a pair: the result, and what they hold.
-        leaves: TENSOR for each tensor, else an opened object, an object that was given, or the leaf itself.
+        leaves: TENSOR for each tensor, a HolderSpec for each object that is taken apart, else an object that was given,
+            or the leaf itself.
         changed: the numbers of the given objects that are changed.
     """
 
@@ -232,9 +234,8 @@ class OutputSpec:
         changed = () if given is None else given.changed_holders()
         known = {id(holder): _GivenObject(number) for number, holder in enumerate(holders)}
         if not changed:
-            return _output_of(result, known, ())
-        content = [_Content(vars(holders[number])) for number in changed]
-        spec, tensors = _output_of((result, content), known, ())
+            return _output_of(result, known)
+        spec, tensors = _output_of((result, [_Content(vars(holders[number])) for number in changed]), known)
         return OutputSpec(spec.tree, spec.leaves, changed), tensors
 
     @property
@@ -242,15 +243,15 @@ class OutputSpec:
         """What is no tensor, in order."""
         found: list[Any] = []
         for leaf in self.leaves:
-            if isinstance(leaf, _Opened):
-                found += leaf.attributes.constants
+            if isinstance(leaf, HolderSpec):
+                found += leaf.content.constants
             elif leaf is not TENSOR and not isinstance(leaf, _GivenObject):
                 found.append(leaf)
         return found
 
     def deliver(self, tensors: Iterable[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call with these arguments; objects among them are changed as by the call."""
-        has_objects = self.changed or any(isinstance(leaf, (_Opened, _GivenObject)) for leaf in self.leaves)
+        has_objects = self.changed or any(isinstance(leaf, (HolderSpec, _GivenObject)) for leaf in self.leaves)
         holders = Given(args, kwargs).holders if has_objects else []
         result = self._rebuild(iter(tensors), holders)
         if not self.changed:
@@ -268,9 +269,11 @@ class OutputSpec:
                 return next(source)
             if isinstance(described, _GivenObject):
                 return holders[described.number]
-            return described.rebuild(source, holders) if isinstance(described, _Opened) else described
+            if isinstance(described, HolderSpec):
+                return described.instance(described.content._rebuild(source, holders))
+            return described
 
-        return pytree.tree_unflatten([leaf_of(described) for described in self.leaves], self.tree)
+        return pytree.tree_unflatten([leaf_of(leaf) for leaf in self.leaves], self.tree)
 
 
 class _Content:
@@ -287,50 +290,28 @@ class _GivenObject:
     number: int
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """An object that holds tensors (a cache, a dataclass): its class and attributes."""
-
-    kind: type
-    attributes: OutputSpec
-
-    def rebuild(self, source: Iterator[torch.Tensor], holders: list[Any]) -> Any:
-        result: Any = object.__new__(self.kind)
-        vars(result).update(self.attributes._rebuild(source, holders))
-        return result
-
-
 def _output_of(
-    result: Any, known: dict[int, _GivenObject], around: tuple[Any, ...]
+    result: Any, known: dict[int, _GivenObject], around: tuple[Any, ...] = ()
 ) -> tuple[OutputSpec, list[torch.Tensor]]:
     """The specification and the tensors; ``around`` are the objects that hold the result."""
     leaves, tree = pytree.tree_flatten(result)
-    described: list[Any] = []
-    tensors: list[torch.Tensor] = []
-    for leaf in leaves:
-        if id(leaf) in known:
-            described.append(known[id(leaf)])
-            continue
-        opened, inside = _open(leaf, known, around)
-        described.append(opened)
-        tensors += inside
-    return OutputSpec(tree, tuple(described)), tensors
+    opened = [_open(leaf, known, around) for leaf in leaves]
+    return OutputSpec(tree, tuple(leaf for leaf, _ in opened)), [tensor for _, inside in opened for tensor in inside]
 
 
 def _open(leaf: Any, known: dict[int, _GivenObject], around: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
+    if id(leaf) in known:
+        return known[id(leaf)], []
     if isinstance(leaf, torch.Tensor):
         return TENSOR, [leaf]
-    if isinstance(leaf, (type, torch.nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__"):
-        return leaf, []
-    if any(leaf is one for one in around):
+    is_closed = isinstance(leaf, (type, torch.nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__")
+    if is_closed or any(leaf is one for one in around):
         return leaf, []
     is_own = any(isinstance(one, _Content) for one in (leaf, *around))  # else objects without tensors stay themselves
     spec, tensors = _output_of(vars(leaf), known, (*around, leaf))
-    return (
-        (_Opened(type(leaf), spec), tensors)
-        if tensors or isinstance(leaf, _Content) or (is_own and is_holder(leaf))
-        else (leaf, [])
-    )
+    if tensors or isinstance(leaf, _Content) or (is_own and is_holder(leaf)):
+        return HolderSpec(type(leaf), spec), tensors
+    return leaf, []
 
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:

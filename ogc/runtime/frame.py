@@ -89,10 +89,9 @@ class Frame:
         self.lock = step.lock
         self.parent = parent
         self.inner: dict[int, weakref.ref[Frame]] = {}
-        around = parent
-        while around is not None:
-            around.inner[code.number] = weakref.ref(self)
-            around = around.parent
+        while parent is not None:
+            parent.inner[code.number] = weakref.ref(self)
+            parent = parent.parent
         self.held: dict[str, Any] = {}
         self.versions: list[tuple[torch.Tensor, int]] = []
         self.slots: dict[Any, torch.Tensor] = {}
@@ -184,13 +183,14 @@ class Frame:
 
     def _check_versions(self) -> None:
         current = {name: attribute(self.step.model, name) for name in self.code.externals}
-        replaced = [name for name, tensor in current.items() if all(tensor is not t for t, _ in self.versions)]
-        changed = [tensor for tensor, version in self.versions if version_of(tensor) != version]
+        known = {id(tensor) for tensor, _ in self.versions}
+        changed = {id(tensor) for tensor, version in self.versions if version_of(tensor) != version}
+        replaced = [name for name, tensor in current.items() if id(tensor) not in known]
         if not replaced and not changed:
             return
-        names = replaced or [name for name, tensor in current.items() if any(tensor is t for t in changed)]
+        names = replaced + [name for name, tensor in current.items() if id(tensor) in changed]
         raise ReplayError(
-            f"{names[0] if names else 'an input of the model'} was modified in place or replaced between the "
+            f"{next(iter(names), 'an input of the model')} was modified in place or replaced between the "
             f"forward and the backward, so part {self.code.number} of the plan cannot be recomputed; run the backward "
             "before the change (for example before optimizer.step())"
         )
@@ -198,7 +198,7 @@ class Frame:
     @contextmanager
     def leaf(self, *arguments: torch.Tensor) -> Iterator[None]:
         """Call a leaf, which keeps all that it saves but for those arguments that have a slot."""
-        slots = [(tensor, self._next_slot()) for tensor in arguments]
+        slots = ((tensor, self._next_slot()) for tensor in arguments)
         given = {storage_id(t): Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -225,13 +225,7 @@ class Frame:
     ) -> Any:
         """Call a leaf that is called again for its backward, and let go of what it saves.
 
-        Args:
-            operation: its number in the program.
-            leaf: the leaf.
-            module: the submodule that it calls.
-            given: its arguments.
-            stays: those of them that stay in memory for its backward.
-            results: the numbers of its results that do.
+        Those of its arguments in ``stays`` and its results with the numbers ``results`` stay in memory for that.
         """
         call = self.calls[operation] = RepeatedCall(operation, leaf)
         result = call.run(module, given)

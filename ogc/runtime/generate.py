@@ -11,7 +11,6 @@ import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
@@ -47,14 +46,8 @@ def generate(graph: Graph, plan: Plan) -> Generated:
     source = "\n\n".join([_ForwardWriter(layout).text(), *(writer.text() for writer in again)])
     targets = [*(node.target for node in graph.program.operations), *graph.program.out_of_place.values()]
     forms = SimpleNamespace(**{t.__name__: t for t in targets if isinstance(t, LowMemory)})
-    names: dict[str, Any] = {
-        "torch": torch,
-        "operator": operator,
-        "low_memory": forms,
-        "inf": math.inf,
-        "nan": math.nan,
-    }
-    names.update(graph.program.constants)
+    names: dict[str, Any] = {"torch": torch, "operator": operator, "low_memory": forms}
+    names.update(graph.program.constants, inf=math.inf, nan=math.nan)
     names.update({target.name: target for target in targets if isinstance(target, (Leaf, Sliced))})
     filename = f"<ogc plan {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
@@ -70,7 +63,9 @@ class _Layout:
     Attributes:
         slots: for each run, a slot for each saved tensor (operation, number) that the run remakes.
         nodes: for each run, the nodes that it executes: its program and the views that it needs.
-        held: for each run, the nodes that it starts from, by the run that makes them.
+        held: for each run, the nodes that it starts from, each with the run that makes it.
+        wanted: for each run, the nodes that it makes for runs inside it, each with these.
+        repeated: the operations that some run executes again.
     """
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
@@ -84,16 +79,15 @@ class _Layout:
             (step.run, step.operation): n for n, step in enumerate(schedule.steps) if not step.is_backward
         }
         runs = schedule.runs
-        self.slots: list[dict[tuple[int, int], int]] = [self._assign_slots(n) for n in range(len(runs))]
+        self.repeated = {t for run in runs[1:] for t in run.program}
+        self.slots: list[dict[tuple[int, int], int]] = [{}, *map(self._assign_slots, range(1, len(runs)))]
         self.nodes: list[list[torch.fx.Node]] = [[] for _ in runs]
         self.held: list[dict[torch.fx.Node, int]] = [{} for _ in runs]
-        self.wanted: list[dict[torch.fx.Node, list[int]]] = [{} for _ in runs]  # node -> runs inside that start from it
+        self.wanted: list[dict[torch.fx.Node, list[int]]] = [{} for _ in runs]
         for number in range(len(runs) - 1, FORWARD, -1):
             self._place_nodes(number)
 
     def _assign_slots(self, number: int) -> dict[tuple[int, int], int]:
-        if number == FORWARD:
-            return {}
         slots: dict[tuple[int, int], int] = {}
         for start, stop in self.schedule.runs[number].leaves:
             for t in range(start, stop):
@@ -140,9 +134,13 @@ class _Layout:
                 use_inputs(node)
         self.nodes[number] = sorted(executed, key=self.position.__getitem__)
         for node in sorted((n for n in used if n not in executed), key=lambda n: self.position.get(n, -1)):
-            source = self._source(number, node)
-            self.held[number][node] = source
+            source = self.held[number][node] = self._source(number, node)
             self.wanted[source].setdefault(node, []).append(number)
+
+    def handed(self, number: int, source: int) -> str:
+        """The keyword arguments by which one run hands over what another starts from."""
+        names = [node.name for node, maker in self.held[number].items() if maker == source]
+        return ", ".join(f"{name}={name}" for name in names)
 
     def _source(self, number: int, node: torch.fx.Node) -> int:
         value = self._value(node)
@@ -174,12 +172,8 @@ class _Layout:
         ref = saved.tensor
         assert ref is not None
         node = self.by_name[ref.node]
-        if ref.index == 0 and not any(user.target is operator.getitem for user in node.users):
-            return node
-        for user in node.users:
-            if user.target is operator.getitem and user.args[1] == ref.index:
-                return user
-        return node
+        items = (user for user in node.users if user.target is operator.getitem and user.args[1] == ref.index)
+        return next(items, node)
 
     def target(self, number: int, t: int) -> Any:
         """The operator to run: in place only where the value that is taken over is of this run and not needed again."""
@@ -187,11 +181,6 @@ class _Layout:
         if taken is not None and self.schedule.last_needs.get((number, taken)) != self.step_numbers[number, t]:
             return self.program.out_of_place[t]
         return self.operations[t].target
-
-    @cached_property
-    def repeated(self) -> set[int]:
-        """Operations that some run executes again."""
-        return {t for run in self.schedule.runs[1:] for t in run.program}
 
 
 class _ForwardWriter:
@@ -211,20 +200,19 @@ class _ForwardWriter:
         graph = self.layout.program.graph
         placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
         output = next(node for node in graph.nodes if node.op == "output")
-        lines = [f"def forward({', '.join(['self', 'step', *placeholders])}):"]
         leaves = sorted((leaf, n) for n, run in enumerate(self.layout.schedule.runs) for leaf in run.leaves)
-        for (start, stop), number in leaves:
-            lines += [f"    {line}" for line in self._leaf(start, stop, number)]
-        lines.append(f"    return [{', '.join(argument(node) for node in output.args[0])}]")
-        return "\n".join(lines) + "\n"
+        lines = [line for (start, stop), number in leaves for line in self._leaf(start, stop, number)]
+        lines.append(f"return {argument(output.args[0])}")
+        return _function(f"forward({', '.join(['self', 'step', *placeholders])})", lines)
 
     def _leaf(self, start: int, stop: int, number: int) -> list[str]:
         lines = [f"# operations {start}-{stop - 1}" + (f", run again in run {number}" if number else "")]
-        lines += [self._open(n) for n in self.opened.get(start, [])]
+        for n in self.opened.get(start, []):
+            parent = self.layout.schedule.runs[n].parent
+            lines.append(f"frame_{n} = step.open({n}{f', frame_{parent}' if parent else ''})")
         body = [line for t in range(start, stop) for line in self._operation(t, number)]
         lines += [f"with frame_{number}:", *(f"    {line}" for line in body)] if number else body
-        for n in reversed(self.closed.get(stop, [])):
-            lines.append(self._close(n))
+        lines += [f"frame_{n}.close({self.layout.handed(n, FORWARD)})" for n in reversed(self.closed.get(stop, []))]
         freed = let_go(self.frees.get((stop, True), [])).removeprefix("; ")
         return [*lines, *([freed] if freed else [])]
 
@@ -252,15 +240,6 @@ class _ForwardWriter:
         results = [k for k, value in enumerate(made) if self.layout.schedule.source(number, value) == FORWARD]
         return f"{node.name} = frame_{number}.call({t}, {call_of(node)}, stays={argument(stays)}, results={results})"
 
-    def _open(self, number: int) -> str:
-        parent = self.layout.schedule.runs[number].parent
-        around = f", frame_{parent}" if parent else ""
-        return f"frame_{number} = step.open({number}{around})"
-
-    def _close(self, number: int) -> str:
-        held = [n.name for n, source in self.layout.held[number].items() if source == FORWARD]
-        return f"frame_{number}.close({', '.join(f'{name}={name}' for name in held)})"
-
     def _frees(self) -> dict[tuple[int, bool], list[torch.fx.Node]]:
         """Names to let go of, by (operation after which, False) or (cut at which, True)."""
         last: dict[torch.fx.Node, tuple[int, bool]] = {}
@@ -273,11 +252,7 @@ class _ForwardWriter:
             for node, source in held.items():
                 if source == FORWARD and run.stop > last[node][0]:
                     last[node] = (run.stop, True)
-        frees: dict[tuple[int, bool], list[torch.fx.Node]] = {}
-        for node, place in last.items():
-            if node.op != "get_attr":
-                frees.setdefault(place, []).append(node)
-        return frees
+        return _by_place({node: place for node, place in last.items() if node.op != "get_attr"})
 
 
 class _RunWriter:
@@ -293,11 +268,8 @@ class _RunWriter:
 
     def text(self) -> str:
         names = [node.name for node in self.held]
-        lines = [f"def run_{self.number}(self, frame):"]
-        if names:
-            keys = ", ".join(f"{name!r}" for name in names)
-            lines.append(f"    {', '.join(names)}{',' if len(names) == 1 else ''} = frame.take({keys})")
-        lines += [f"    {line}" for line in self._fills(before=True)]
+        lines = [f"{', '.join(names)}, = frame.take({', '.join(map(repr, names))})"] if names else []
+        lines += self._fills(before=True)
         freed = self._frees()
         for node in self.nodes:
             t = self.layout.position[node]
@@ -306,30 +278,20 @@ class _RunWriter:
                 text = f"{node.name} = frame.call_again({t}, {call_of(node)})"
             frees = let_go(freed.get(node, []))
             if t in self.layout.program.random and t in self.run.program:
-                lines += [f"    with frame.random({t}):", f"        {text}"]
-                lines += [f"    {frees.removeprefix('; ')}"] if frees else []
-            else:
-                lines.append(f"    {text}{frees}")
-        lines += [f"    {line}" for line in self._fills(before=False)]
-        lines += [f"    {line}" for line in self._gives()]
-        return "\n".join(lines if len(lines) > 1 else [*lines, "    pass"]) + "\n"
+                text, frees = f"with frame.random({t}):\n        {text}", frees.replace("; ", "\n    ", 1)
+            lines.append(f"{text}{frees}")
+        lines += self._fills(before=False)
+        inside = sorted({number for numbers in self.layout.wanted[self.number].values() for number in numbers})
+        lines += [f"frame.give({number}, {self.layout.handed(number, self.number)})" for number in inside]
+        return _function(f"run_{self.number}(self, frame)", lines or ["pass"])
 
     def _fills(self, before: bool) -> list[str]:
         """Statements that fill the slots of operations that do not run again, from the tensors they saved."""
-        lines = []
-        for node, slot, layout in self.layout.fills(self.number):
-            if before == (node not in self.executed):
-                layout_text = f", {layout!r}" if layout is not None else ""
-                lines.append(f"frame.fill({slot}, {node.name}{layout_text})")
-        return lines
-
-    def _gives(self) -> list[str]:
-        """Statements that hand values to the runs inside this one."""
-        names: dict[int, list[str]] = {}
-        for node, receivers in self.layout.wanted[self.number].items():
-            for number in receivers:
-                names.setdefault(number, []).append(f"{node.name}={node.name}")
-        return [f"frame.give({number}, {', '.join(given)})" for number, given in sorted(names.items())]
+        return [
+            f"frame.fill({slot}, {node.name}{'' if layout is None else f', {layout!r}'})"
+            for node, slot, layout in self.layout.fills(self.number)
+            if before == (node not in self.executed)
+        ]
 
     def _frees(self) -> dict[torch.fx.Node, list[torch.fx.Node]]:
         """For each node of the program, the names that nothing needs after it."""
@@ -342,22 +304,14 @@ class _RunWriter:
         for node in (*(node for node, _, _ in self.layout.fills(self.number)), *self.layout.wanted[self.number]):
             if node in self.executed:
                 last.pop(node, None)
-        frees: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-        for node, user in last.items():
-            frees.setdefault(user, []).append(node)
-        return frees
+        return _by_place(last)
 
     def code(self, program: Callable[..., None]) -> RunCode:
         """The tables of this run for its frames."""
         layout, slots = self.layout, self.layout.slots[self.number]
         saves = layout.program.saves
-        flat = [
-            (t, k)
-            for start, stop in self.run.leaves
-            for t in range(start, stop)
-            if not layout.is_repeated(self.number, t)
-            for k in range(len(saves[t]))
-        ]
+        saved = [t for start, stop in self.run.leaves for t in range(start, stop)]
+        flat = [(t, k) for t in saved if not layout.is_repeated(self.number, t) for k in range(len(saves[t]))]
         operations = [layout.position[node] for node in self.nodes if not isinstance(node.target, Leaf)]
         again = [(t, k) for t in operations for k in range(len(saves[t]))]
         read = [str(n.target) for node in self.nodes for n in self._reads(node) if n.op == "get_attr"]
@@ -384,3 +338,15 @@ class _RunWriter:
             return state if self.layout.is_repeated(self.number, self.layout.position[node]) else []
         live = live_nodes(node)
         return [n for n in node.all_input_nodes if n not in live]
+
+
+def _by_place(places: dict[torch.fx.Node, Any]) -> dict[Any, list[torch.fx.Node]]:
+    """The nodes of each place, in order."""
+    nodes: dict[Any, list[torch.fx.Node]] = {}
+    for node, place in places.items():
+        nodes.setdefault(place, []).append(node)
+    return nodes
+
+
+def _function(head: str, lines: list[str]) -> str:
+    return "\n    ".join([f"def {head}:", *lines]) + "\n"

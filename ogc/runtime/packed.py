@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol
 
@@ -74,13 +75,11 @@ class Argument:
             return found
 
 
+@dataclass(eq=False)
 class _Packed:
     """A pair that may be replaced by another one."""
 
-    __slots__ = ("__weakref__", "pair")
-
-    def __init__(self, pair: Any) -> None:
-        self.pair = pair
+    pair: Any
 
 
 class RepeatedCall:
@@ -115,7 +114,7 @@ class RepeatedCall:
             storage = storage_of(packed.pair[0])
             if storage is not None and id_of_storage(storage) not in in_memory:
                 self.dropped.append((number, weakref.ref(packed)))
-        self.marks = self._marks(self, results)
+        self.marks = self._marks_of_call(self, results)
         for number, _ in self.dropped:
             self.packed[number].pair = slots, (self.operation, number)
         self.packed = []
@@ -126,7 +125,7 @@ class RepeatedCall:
         Raises:
             ReplayError: the other call did not save and return the same.
         """
-        if len(again.packed) != self.count or self._marks(again, results) != self.marks:
+        if len(again.packed) != self.count or self._marks_of_call(again, results) != self.marks:
             raise self.changed()
         waiting = [number for number, reference in self.dropped if reference() is not None]
         return {(self.operation, number): again.packed[number].pair[0].detach() for number in waiting}
@@ -145,8 +144,7 @@ class RepeatedCall:
             packed.pair = None
         self.packed = []
 
-    def _marks(self, call: RepeatedCall, results: Sequence[torch.Tensor]) -> list[Hashable]:
-        """What calls are compared by."""
+    def _marks_of_call(self, call: RepeatedCall, results: Sequence[torch.Tensor]) -> list[Hashable]:
         return self.marks_of([*(call.packed[number].pair[0] for number, _ in self.dropped), *results])
 
     @staticmethod

@@ -17,8 +17,8 @@ from ..plan.plan import Plan
 from ..program.leaf import Leaf
 from ..program.program import without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
-from ..torch_state.plainly import is_plain
-from ..torch_state.watch import State, Watched
+from ..torch_state.module_state import State, WatchedModule
+from ..torch_state.no_trace import is_plain
 from .frame import Step
 from .generate import Generated, generate
 
@@ -57,11 +57,7 @@ class Variant:
         """Whether a call is of this kind; without ``size``, up to shapes and strides."""
         return (self.state is state or self.state == state) and self.inputs.fits(inputs, size)
 
-    def holds(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> bool:
-        """Whether Python would read the same out of these inputs."""
-        return not self.what_differs(model, tensors)
-
-    def what_differs(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> str:
+    def difference(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> str:
         """What Python would read otherwise out of these inputs, in words; "" if nothing."""
         guards = None if self.graph is None else self.graph.program.guards
         return "" if guards is None else guards.difference(guards.read(model, tensors))
@@ -74,10 +70,10 @@ class Runner:
         self.planner = planner
         self.training = model.training
         self.structures = count(1)
-        self.watched: weakref.WeakKeyDictionary[torch.nn.Module, Watched] = weakref.WeakKeyDictionary()
+        self.watched: weakref.WeakKeyDictionary[torch.nn.Module, WatchedModule] = weakref.WeakKeyDictionary()
         self.generated = generate(graph, plan)
         self.is_idle = plan.is_plain and planner is None
-        self.sample = self._variant(self.watch(model).state(model), graph.program.inputs, graph, plan, self.generated)
+        self.sample = _variant(self.watch(model).state(model), graph.program.inputs, graph, plan, self.generated)
         self.variants = [self.sample]  # most recently used first
         self.evictions = 0
         self.is_planning = False
@@ -92,34 +88,30 @@ class Runner:
         """Take in a plan for another kind of calls."""
         self.is_idle = self.is_idle and plan.is_plain
         watched = self.watched.get(model) or self.watch(model)
-        self.variants.append(self._variant(watched.state(model), graph.program.inputs, graph, plan))
+        self.variants.append(_variant(watched.state(model), graph.program.inputs, graph, plan))
 
-    def watch(self, model: torch.nn.Module, like: torch.nn.Module | None = None) -> Watched:
+    def watch(self, model: torch.nn.Module, like: torch.nn.Module | None = None) -> WatchedModule:
         """Start to compare ``model`` with what it is now: as the sample was planned for, or the same as ``like``."""
-        structure = self.watched[like].state(like)[0] if like in self.watched and like is not None else 0
-        watched = self.watched[model] = Watched(model, self.structures, structure)
+        structure = self.watched[like].state(like)[0] if like is not None and like in self.watched else 0
+        watched = self.watched[model] = WatchedModule(model, self.structures, structure)
         return watched
 
     def select(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
         """What runs this call, or None for the original forward."""
-        if self.is_idle or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        if self.is_idle or self.is_planning or is_plain() or (self.training and not model.training):
             return None
-        if (self.training and not model.training) or torch.jit.is_tracing() or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return None
-        if self.is_planning or is_plain():
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():
             return None
         state = (self.watched.get(model) or self.watch(model)).state(model)
         inputs, tensors = InputSpec.of(args, kwargs)
         alike = [variant for variant in self.variants if variant.fits(state, inputs)]
-        for variant in sorted(
-            alike, key=lambda variant: variant.graph is None
-        ):  # of those without one nothing is known
-            if variant.holds(model, tensors):
-                break
-        else:
-            if self.evictions > EVICTIONS:
-                return None
-            variant = self._make(model, Call(args, kwargs), state, inputs)
+        alike.sort(key=lambda variant: variant.graph is None)  # of those without one nothing is known
+        known = next((variant for variant in alike if not variant.difference(model, tensors)), None)
+        if known is None and self.evictions > EVICTIONS:
+            return None
+        variant = known or self._make(model, Call(args, kwargs), state, inputs)
         if variant is not self.variants[0]:
             self._put_first(variant)
         return variant if variant.code is not None else None
@@ -165,26 +157,12 @@ class Runner:
                 graph = self.planner.carry_over(model, call, origin.graph, origin.plan)
                 if graph is not None:
                     code = origin.code if _runs_the_same(graph, origin.graph) else None
-                    return self._variant(state, inputs, graph, origin.plan, code, is_carried=True)
+                    return _variant(state, inputs, graph, origin.plan, code, is_carried=True)
         return None
 
     def _plan(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant | None:
-        if self.planner is None:
-            return None
-        found = self.planner.plan(model, call)
-        return None if found is None else self._variant(state, inputs, *found)
-
-    def _variant(
-        self,
-        state: State,
-        inputs: InputSpec,
-        graph: Graph,
-        plan: Plan,
-        code: Generated | None = None,
-        is_carried: bool = False,
-    ) -> Variant:
-        code = None if plan.is_plain else code or generate(graph, plan)
-        return Variant(state, inputs, graph, plan, code, is_carried)
+        planned = None if self.planner is None else self.planner.plan(model, call)
+        return None if planned is None else _variant(state, inputs, *planned)
 
     def _put_first(self, variant: Variant) -> None:
         """Note that a variant is used; if it is new, one of its kind may have to make room."""
@@ -213,7 +191,7 @@ class Runner:
         """In what a call differs from the sample, in words."""
         known = next((variant for variant in self.variants if variant.fits(state, inputs)), None)
         if known is not None:
-            return known.what_differs(model, input_tensors(call.args, call.kwargs))
+            return known.difference(model, input_tensors(call.args, call.kwargs))
         found = []
         if state != self.sample.state:
             found.append("training flags, parameters, hooks or submodules differ from when it was optimized")
@@ -227,6 +205,13 @@ class Runner:
         if what not in self.told:
             self.told.add(what)
             log.warning(what)
+
+
+def _variant(
+    state: State, inputs: InputSpec, graph: Graph, plan: Plan, code: Generated | None = None, is_carried: bool = False
+) -> Variant:
+    code = None if plan.is_plain else code or generate(graph, plan)
+    return Variant(state, inputs, graph, plan, code, is_carried)
 
 
 def _runs_the_same(a: Graph, b: Graph) -> bool:

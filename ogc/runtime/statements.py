@@ -11,8 +11,7 @@ from ..operators.low_memory import LowMemory
 from ..operators.registry import live_arguments
 from ..operators.sliced import Sliced
 from ..program.leaf import Leaf
-from ..program.program import CONSTANT
-from ..program.without_grad import WithoutGrad
+from ..program.program import CONSTANT, WithoutGrad
 from ..torch_state.private import OpOverload
 
 

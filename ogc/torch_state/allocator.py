@@ -14,6 +14,8 @@ from .private import Allocation, is_profiled, traverse_dfs
 
 _MARK = "ogc: "
 
+Step = Callable[[Callable[[str], None]], object]
+
 
 def can_measure(device: torch.device) -> bool:
     """Whether bytes can be read off the allocator now: on a CPU, not while another profiler runs."""
@@ -30,25 +32,15 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
 
 
 def allocated_bytes(
-    step: Callable[[], object], device: torch.device | str, prepare: Callable[[], object] | None = None
+    step: Callable[[], object], device: torch.device | str, prepare: Callable[[], object] = lambda: None
 ) -> tuple[int, int]:
-    """The same, and the bytes that are allocated more after it than before.
+    """The peak as :func:`peak_bytes` gives it, and the bytes that are allocated more after the step than before.
 
     What ``prepare()``, run before it, allocates is known where it is let go of: so is not, on a CPU, what has
     been there for longer.
     """
-    device = torch.device(device)
-    prepare = prepare or (lambda: None)
-    if device.type == "cuda":
-        prepare()
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before, torch.cuda.memory_allocated(device) - before
-    marks = _marked_on_cpu(lambda mark: step(), prepare)
-    return max(mark.peak_bytes for mark in marks[1:]) - marks[0].bytes, marks[-1].bytes - marks[0].bytes
+    _, end = marked_bytes(lambda mark: step(), device, prepare)
+    return end.peak_bytes, end.bytes
 
 
 @dataclass(frozen=True)
@@ -68,17 +60,17 @@ class Mark:
     seconds: float
 
 
-def marked_bytes(step: Callable[[Callable[[str], None]], object], device: torch.device | str) -> list[Mark]:
+def marked_bytes(step: Step, device: torch.device | str, prepare: Callable[[], object] = lambda: None) -> list[Mark]:
     """Bytes allocated at the moments that ``step(mark)`` marks with labels, and between them.
 
-    They are counted from what was allocated before the step, which is the first mark.
+    They are counted from what was allocated before the step, which is the first mark; ``prepare()`` runs before that.
     """
     device = torch.device(device)
-    marks = _marked_on_cuda(step, device) if device.type == "cuda" else _marked_on_cpu(step, lambda: None)
+    marks = _marked_on_cuda(step, device, prepare) if device.type == "cuda" else _marked_on_cpu(step, prepare)
     return [replace(m, bytes=m.bytes - marks[0].bytes, peak_bytes=m.peak_bytes - marks[0].bytes) for m in marks]
 
 
-def _marked_on_cuda(step: Callable[[Callable[[str], None]], object], device: torch.device) -> list[Mark]:
+def _marked_on_cuda(step: Step, device: torch.device, prepare: Callable[[], object]) -> list[Mark]:
     marks: list[Mark] = []
 
     def mark(label: str) -> None:
@@ -87,13 +79,14 @@ def _marked_on_cuda(step: Callable[[Callable[[str], None]], object], device: tor
         marks.append(Mark(label, *found, time.perf_counter()))
         torch.cuda.reset_peak_memory_stats(device)
 
+    prepare()
     mark("begin")
     step(mark)
     mark("end")
     return marks
 
 
-def _marked_on_cpu(step: Callable[[Callable[[str], None]], object], prepare: Callable[[], object]) -> list[Mark]:
+def _marked_on_cpu(step: Step, prepare: Callable[[], object]) -> list[Mark]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or each session announces itself on stderr
 
     def mark(label: str) -> None:

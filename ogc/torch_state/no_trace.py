@@ -1,11 +1,16 @@
-"""Runs what may change a model, its gradients or the state that PyTorch is in, and leaves no trace of it."""
+"""Runs what may change a model, its gradients or the state that PyTorch is in, and leaves no trace of it.
+
+Tells, too, which plain attributes a forward changed: a replayed program does not, so what depends on them would be
+wrong.
+"""
 
 from __future__ import annotations
 
 import operator
 import random
+import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -25,6 +30,24 @@ TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstan
 
 writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose forward was seen to write their own parameters: copies are made of these, too."""
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Optimized modules that are called inside, on this thread, run the plain model: a model is looked at."""
+    before, _thread.is_plain = is_plain(), True
+    try:
+        yield
+    finally:
+        _thread.is_plain = before
+
+
+def is_plain() -> bool:
+    """Whether optimized modules are to run the plain model."""
+    return bool(getattr(_thread, "is_plain", False))
 
 
 @contextmanager
@@ -97,8 +120,6 @@ def _settings() -> list[tuple[Any, tuple[Any, ...]]]:
 
 def _put_back(held: Any, content: Any) -> None:
     """Let a list, dict or set hold what it held before."""
-    if not held and not content:
-        return
     if isinstance(held, list):
         same = len(held) == len(content) and all(map(operator.is_, held, content))
     elif isinstance(held, set):
@@ -157,3 +178,54 @@ def items(value: Any) -> Iterator[Any]:
 
 
 _KINDS: tuple[Any, ...] = (list, tuple, dict, set)
+
+
+def attributes_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """The attributes of each module, by its name; what they hold, not what it is held in."""
+    return {
+        name: {key: _content(value) for key, value in attributes(module).items()}
+        for name, module in model.named_modules()
+    }
+
+
+def changes(
+    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], leaves: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """The modules that are not inside leaves, with the first attribute of each that is not the same."""
+    covered = tuple(f"{leaf}." for leaf in leaves)
+    for name, found in after.items():
+        known = before.get(name, {})
+        different = (
+            key for key in dict.fromkeys((*found, *known)) if known.get(key, _ABSENT) != found.get(key, _ABSENT)
+        )
+        first = next(different, None)
+        if first is not None and not f"{name}.".startswith(covered):
+            yield name, first
+
+
+_ABSENT = object()
+
+
+class _Itself:
+    """Equal to what wraps the same object."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.wrapped is other.wrapped
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _content(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return type(value), repr(value)  # a NaN is the same as before
+    if not isinstance(value, (list, tuple, dict, set)) or depth == DEEP:
+        return _Itself(value)
+    if length(value) > LARGE:
+        return type(value), length(value)
+    if isinstance(value, set):
+        return type(value), frozenset(value)
+    pairs = dict.items(value) if isinstance(value, dict) else enumerate(items(value))
+    return type(value), [(key, _content(item, depth + 1)) for key, item in pairs]

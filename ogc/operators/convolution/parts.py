@@ -83,22 +83,17 @@ def gradient_of_images(
     kernel: torch.Tensor,
     *settings: Any,
 ) -> torch.Tensor:
-    """The first of ``aten.convolution_backward``'s results, from the images' shape, type and device.
+    """The first of ``aten.convolution_backward``'s results, part by part, from the images' shape, type and device.
 
-    Args:
-        parts: slices of the batch, from :func:`parts_of`.
-        gradient: of the convolution's result.
-        settings: those of ``aten.convolution_backward``, but for the last.
+    ``settings`` are that operator's arguments between the kernel and which gradients are wanted.
     """
     shape, dtype, device = like
 
-    def found(part: slice) -> torch.Tensor:
+    def of_part(part: slice) -> torch.Tensor:
         images = untouched((part.stop - part.start, *shape[1:]), dtype, device)
-        wanted = [True, False, False]
-        of_part: torch.Tensor = aten.convolution_backward.default(gradient[part], images, kernel, *settings, wanted)[0]
-        return of_part
+        return aten.convolution_backward.default(gradient[part], images, kernel, *settings, [True, False, False])[0]
 
-    return part_by_part(parts, found)
+    return part_by_part(parts, of_part)
 
 
 def is_product(images: torch.Tensor, kernel: torch.Tensor, settings: Sequence[Any]) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from ...torch_state.allocator import allocated_bytes
+from ...torch_state.allocator import allocated_bytes, peak_bytes
 from ..weights import Use, Weights
 from .parts import is_product, parts_of
 
@@ -82,7 +83,7 @@ def hidden_bytes(args: Sequence[Any], outputs: list[torch.Tensor]) -> int:
 
 
 def hidden_bytes_of_backward(args: Sequence[Any], outputs: list[torch.Tensor]) -> int:
-    """The same of its backward, from the arguments of ``aten.convolution_backward``."""
+    """Bytes that its backward allocates at once beyond its results, from those of ``aten.convolution_backward``."""
     result = _bytes_of(args[:1])
     sizes = _in_parts(_sizes(args[1:], result), args[1:], result)
     late = _bytes_of(args[2:3]) + (sizes.input_phase if args[-1][0] else 0)
@@ -117,7 +118,7 @@ def _sizes(
 def _in_parts(
     whole: ConvolutionBytes, args: Sequence[Any], result: int, flops: int = 0, can_run: bool = False
 ) -> ConvolutionBytes:
-    """The same for a low-memory convolution, which runs forward and makes the gradient of its input part by part."""
+    """Bytes of a low-memory convolution, which runs forward and makes the gradient of its input part by part."""
     parts = parts_of(*args[:9])
     if len(parts) == 1:
         return whole
@@ -160,12 +161,6 @@ def _with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], result: int
 
     How they divide the work depends on the machine. It is found by running the call, unless a sum per thread is
     nothing beside the rest; a long one with fewer images, which may be too few to be divided as the batch is.
-
-    Args:
-        sizes: by the rule.
-        args: those of ``aten.convolution``.
-        result: bytes of its result.
-        flops: of the forward.
     """
     image, kernel, bias = args[:3]
     threads = torch.get_num_threads()
@@ -180,20 +175,12 @@ def _with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], result: int
 
 @torch.no_grad()
 def _measured(args: Sequence[Any], wanted: Sequence[bool]) -> ConvolutionBytes:
-    """By running the call, forward and backward.
-
-    Args:
-        args: those of ``aten.convolution``.
-        wanted: whether the input, the weight and the bias get gradients.
-    """
+    """By running the call, forward and backward, for those gradients of input, weight and bias that are wanted."""
     image, kernel, bias = args[:3]
-    found: list[torch.Tensor] = []
-
-    def forward() -> None:
-        found.append(aten.convolution.default(image, kernel, bias, *args[3:]))
-
-    peak, result = allocated_bytes(forward, "cpu")
-    gradient = torch.ones_like(found.pop())
+    results: list[torch.Tensor] = []
+    convolve = partial(aten.convolution.default, image, kernel, bias, *args[3:])
+    peak, result = allocated_bytes(lambda: results.append(convolve()), "cpu")
+    gradient = torch.ones_like(results.pop())
     weights = _backward_bytes(args, gradient, [False, *wanted[1:]])
     inputs = _backward_bytes(args, gradient, [wanted[0], False, False])
     return ConvolutionBytes(_bytes_of([image]), peak - result, weights, inputs)
@@ -204,12 +191,8 @@ def _backward_bytes(args: Sequence[Any], gradient: torch.Tensor, wanted: list[bo
     """Most bytes allocated while the gradients of the input, the weight and the bias are made, as far as wanted."""
     image, kernel, bias = args[:3]
     sizes = None if bias is None else list(bias.shape)
-    found: list[Any] = []
-
-    def backward() -> None:
-        found[:] = aten.convolution_backward.default(gradient, image, kernel, sizes, *args[3:], wanted)
-
-    return allocated_bytes(backward, "cpu", found.clear)[0] if any(wanted) else 0
+    backward = partial(aten.convolution_backward.default, gradient, image, kernel, sizes, *args[3:], wanted)
+    return peak_bytes(backward, "cpu") if any(wanted) else 0
 
 
 def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:

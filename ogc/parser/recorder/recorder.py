@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_aggregate
 
-from ...program.program import call_beside, has_history, operator_name, tensor_leaves
+from ...program.program import WithoutGrad, call_beside, has_history, operator_name, tensor_leaves
 from ...program.structures import autocast_kinds
-from ...program.without_grad import WithoutGrad
 from ...torch_state.private import OpOverload, schema_of, version_of
 from ..forward.location import Scopes, user_line
 from ..traced import ON_CONSTANTS, OpaqueError

@@ -25,8 +25,7 @@ from ...operators.low_memory import LowMemory, plain_operator
 from ...operators.registry import Operator, like, of
 from ...operators.sliced import Sliced
 from ...operators.weights import InputGradient, Use, Weights
-from ...program.program import has_history, tensor_leaves
-from ...program.without_grad import WithoutGrad
+from ...program.program import WithoutGrad, has_history, tensor_leaves
 from ...torch_state.allocator import can_measure
 from ...torch_state.private import (
     FakeTensorMode,

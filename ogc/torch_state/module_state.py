@@ -25,7 +25,7 @@ State = tuple[Any, ...]
 """Describes a module; equal where the same program holds."""
 
 
-class Watched:
+class WatchedModule:
     """One module, whose state is asked for again and again.
 
     Args:
