@@ -14,7 +14,7 @@ from .errors import ParseError
 class GraphBuilder:
     """The calls of a model's forward, in the order in which they are to run.
 
-    For ``parse_graph=`` of :func:`ogc.optimizing` and :func:`ogc.parse`::
+    For ``parse_graph=`` of :func:`ogc.optimize` and :func:`ogc.parse`::
 
         def parse_graph(model, images):
             build = ogc.GraphBuilder(model)

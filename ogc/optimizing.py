@@ -59,7 +59,7 @@ def optimize(
         repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
         verify: run one step of the result and one of the plain model on the sample input and compare them. That takes
-            the time and the memory of a plain step; :func:`ogc.checking.check` tries more.
+            the time and the memory of a plain step; :func:`ogc.check` tries more.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by

@@ -288,7 +288,7 @@ def test_inputs_of_any_strides(carried, opened):
     expanded = torch.randn(1, 3, 8, 8).expand(4, 3, 8, 8)
     model = Net(lambda x: x.reshape(-1, 6, 8, 8).contiguous().tanh())
     for x in (strided, expanded, images().to(memory_format=torch.channels_last)):
-        optimised = (ogc.optimizing if carried else forced)(model, images(5) if carried else x)
+        optimised = (ogc.optimize if carried else forced)(model, images(5) if carried else x)
         opened.clear()
         assert_same_training(model, optimised, (x,))
         assert opened

@@ -45,7 +45,7 @@ def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **na
 
     Args:
         model: the plain model.
-        optimized: what :func:`ogc.optimizing` made of it, or any other module with the same parameters.
+        optimized: what :func:`ogc.optimize` made of it, or any other module with the same parameters.
         inputs: positional arguments of the forward.
         named_inputs: its keyword arguments.
 
@@ -62,7 +62,7 @@ def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **na
 
 @dataclass(frozen=True)
 class Checker:
-    """What :func:`ogc.checking.check` tries: ``Checker(seeds=10).check(model, optimized, images)``.
+    """What :func:`ogc.check` tries: ``Checker(seeds=10).check(model, optimized, images)``.
 
     Attributes:
         seeds: how many seeds the given input is tried with, 1, 2 and so on; at least one.
@@ -86,7 +86,7 @@ class Checker:
     def check(
         self, model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **named_inputs: Any
     ) -> CheckReport:
-        """As :func:`ogc.checking.check` says, with these options."""
+        """As :func:`ogc.check` says, with these options."""
         _check_comparable(model, optimized)
         found, skipped, before = [], {}, Snapshot((model, optimized))
         for trial in self._trials():

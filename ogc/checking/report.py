@@ -31,7 +31,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What :func:`ogc.checking.check` found; true if nothing differs.
+    """What :func:`ogc.check` found; true if nothing differs.
 
     Attributes:
         compared: how many tensors and other results were compared, over everything that was tried.

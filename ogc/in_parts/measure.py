@@ -52,7 +52,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
         model: the plain model.
         optimized: the model in parts.
         parts: those of ``optimized``.
-        sample_input: as for :func:`ogc.optimizing`.
+        sample_input: as for :func:`ogc.optimize`.
     """
     spec, tensors = InputSpec.of(*call_arguments(sample_input))
     given = copies(tensors)

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,11 +27,8 @@ from ..torch_state.plainly import is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
 from .guard import Attributes
 
-
-class LatePlanner(Protocol):
-    """Plans for a submodule that is called for the first time after the model was optimized."""
-
-    def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Planner | None]: ...
+PlanLate = Callable[[torch.nn.Module, str, Call], tuple[Graph, Plan, Planner | None]]
+"""Plans a call of a submodule, which has a name, the first time; gives what plans other calls of it, too."""
 
 
 class Twin:
@@ -105,15 +102,13 @@ class Parts:
     Args:
         twins: the parts.
         late: by name, submodules that are planned when they are first called.
-        planner: plans those.
+        plan_late: plans those.
     """
 
-    def __init__(
-        self, twins: Sequence[Twin], late: Mapping[str, torch.nn.Module], planner: LatePlanner | None = None
-    ) -> None:
+    def __init__(self, twins: Sequence[Twin], late: Mapping[str, torch.nn.Module], plan_late: PlanLate) -> None:
         self.twins = {id(twin.module): twin for twin in twins}  # which keep the modules, and with them the numbers
         self.late = {id(module): (name, module) for name, module in late.items()}
-        self.planner = planner
+        self.plan_late = plan_late
         self.lock = threading.RLock()
         self.uninstall: Callable[[], object] = lambda: None
         self.around: Callable[[Twin, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -134,7 +129,7 @@ class Parts:
             _twin(memo[id(t.module)], t.runner, like=t.planned) for t in self.twins.values() if id(t.module) in memo
         ]
         late = {name: memo[id(module)] for name, module in self.late.values() if id(module) in memo}
-        return Parts(twins, late, self.planner)
+        return Parts(twins, late, self.plan_late)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -166,12 +161,12 @@ class Parts:
             return None
         with self.lock:
             name, _ = self.late.get(id(module), ("", None))
-            if not name or self.planner is None or hooks_of(module)[1] or "forward" in vars(module):
+            if not name or hooks_of(module)[1] or "forward" in vars(module):
                 return self.twins.get(id(module))
             del self.late[id(module)]
             try:
                 with plainly():
-                    graph, plan, planner = self.planner(module, name, Call(args, kwargs))
+                    graph, plan, planner = self.plan_late(module, name, Call(args, kwargs))
                 twin = twin_of(module, [(graph, plan)], planner)
             except Exception as error:  # if the call is broken, it raises the same from the plain module
                 log.warning("ogc runs %s as it is: %s", name, str(error).partition("\n")[0])
