@@ -23,11 +23,11 @@ from ..parser import carry_over
 from ..parser.arguments import call_arguments, copies
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec
-from ..torch_state.attributes import attributes_of, changes
+from ..torch_state.attributes import changes
 from ..torch_state.no_trace import untouched
 from ..torch_state.plainly import plainly
 from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, version_of
-from .guard import without_unwatched
+from .module import watched_attributes
 from .options import Options
 
 
@@ -163,7 +163,7 @@ class _Forward:
         """Run it, and note what is called."""
         for tensor in (*tensor_leaves(args, kwargs), *self.model.parameters(), *self.model.buffers()):
             self._is_new(tensor)
-        parameters, self.attributes = dict(self.model.named_parameters()), self._attributes()
+        parameters, self.attributes = dict(self.model.named_parameters()), watched_attributes(self.model)
         with torch.enable_grad(), plainly(), self._watched():
             try:
                 results = tensor_leaves(self.model.forward(*args, **kwargs))
@@ -235,7 +235,7 @@ class _Forward:
         del vars(module)["forward"]
         try:
             with self._unwatched():
-                before = self._attributes()
+                before = watched_attributes(self.model)
                 self._refuse_set_from_outside(name, before)
                 part = self.graphs.part(module, name, Call(args, kwargs))
         except Exception as error:  # if the call is broken, it raises the same below
@@ -253,9 +253,6 @@ class _Forward:
             with self._unwatched():
                 self._note_set_outside(name, before)
 
-    def _attributes(self) -> dict[str, dict[str, Any]]:
-        return without_unwatched(attributes_of(self.model))
-
     def _refuse_set_from_outside(self, name: str, now: dict[str, dict[str, Any]]) -> None:
         """Raise ParseError if the forward around a part has set attributes of it before it is called."""
         for changed, key in changes(self.attributes, now, ()):
@@ -264,7 +261,7 @@ class _Forward:
 
     def _note_set_outside(self, name: str, before: dict[str, dict[str, Any]]) -> None:
         """Note a part that sets attributes of modules around it, which a plan would not."""
-        now = self._attributes()
+        now = watched_attributes(self.model)
         for changed, key in changes(before, now, ()):
             if not f"{changed}.".startswith(f"{name}."):
                 self.unfit[name] = f"sets the attribute {key} of {changed or 'the model'}"
