@@ -5,15 +5,16 @@ from itertools import product
 
 import pytest
 
-from ogc.in_parts.combine import Point, Problem, Stop, fastest, least_peak, within
+from ogc.in_parts.combine import Problem, Stop, fastest, least_peak, within
+from ogc.plan import PartCost
 
 
 def some_problem(seed: int, repeated: bool = False) -> Problem:
     rng = random.Random(seed)
 
-    def options() -> tuple[Point, ...]:
+    def options() -> tuple[PartCost, ...]:
         return tuple(
-            Point(rng.randrange(60), rng.randrange(90), rng.randrange(90), rng.choice([0.0, 1.0, 2.0, 5.0]))
+            PartCost(rng.randrange(60), rng.randrange(90), rng.randrange(90), rng.choice([0.0, 1.0, 2.0, 5.0]), 0)
             for _ in range(rng.randrange(1, 5))
         )
 
@@ -76,7 +77,7 @@ def test_the_least_peak_within_a_time_is_that_of_all_choices(seed):
 
 
 def test_large_sums_lose_little_by_rounding():
-    options = tuple(Point(k * 10**9 + 7, 5 * 10**9, 6 * 10**9, (4 - k) * 1.0) for k in range(5))
+    options = tuple(PartCost(k * 10**9 + 7, 5 * 10**9, 6 * 10**9, (4 - k) * 1.0, 0) for k in range(5))
     problem = Problem(tuple(Stop(part) for part in range(40)), (options,) * 40)
     least = least_peak(problem)
     assert problem.seconds(least) < 160  # the last ones may keep all
@@ -87,8 +88,8 @@ def test_large_sums_lose_little_by_rounding():
 
 
 def test_a_call_that_needs_much_leaves_little_to_those_before_it():
-    small = (Point(0, 10, 50, 1.0), Point(40, 50, 50, 0.0))
-    large = (Point(0, 100, 100, 0.0),)
+    small = (PartCost(0, 10, 50, 1.0, 0), PartCost(40, 50, 50, 0.0, 0))
+    large = (PartCost(0, 100, 100, 0.0, 0),)
     early = Problem((Stop(0), Stop(1)), (small, large))
     late = Problem((Stop(1), Stop(0)), (small, large))
     assert fastest(early, 100) == (0, 0)

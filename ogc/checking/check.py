@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InputError
-from .inputs import Arguments, NotVaried, another_input, as_given, smaller_batch
+from .inputs import Arguments, NotVaried, another_input, smaller_batch
 from .report import CheckReport, Difference
-from .restore import Snapshot
-from .step import Results, differences, results_of, state
+from .step import Snapshot, differences, results_of, state
 
 
 def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **named_inputs: Any) -> CheckReport:
@@ -88,19 +87,16 @@ class Checker:
     ) -> CheckReport:
         """As :func:`ogc.check` says, with these options."""
         _check_comparable(model, optimized)
-        found, skipped, before = [], {}, Snapshot((model, optimized))
+        before, found = Snapshot((model, optimized)), {}
         for trial in self._trials():
-            outcome = _outcome(trial, before, (inputs, named_inputs))
-            if isinstance(outcome, str):
-                skipped[trial.name] = outcome
-            else:
-                found.append(outcome)
+            found[trial.name] = _outcome(trial, before, (inputs, named_inputs))
+        tried = {name: outcome for name, outcome in found.items() if isinstance(outcome, _Outcome)}
         return CheckReport(
-            compared=sum(outcome.compared for outcome in found),
-            differences=tuple(difference for outcome in found for difference in outcome.differences),
-            is_deterministic=all(outcome.is_deterministic for outcome in found),
-            tried=tuple(outcome.name for outcome in found),
-            skipped=skipped,
+            compared=sum(outcome.compared for outcome in tried.values()),
+            differences=tuple(difference for outcome in tried.values() for difference in outcome.differences),
+            is_deterministic=all(outcome.is_deterministic for outcome in tried.values()),
+            tried=tuple(tried),
+            skipped={name: why for name, why in found.items() if isinstance(why, str)},
         )
 
     def _trials(self) -> Iterator[_Trial]:
@@ -123,13 +119,14 @@ class _Trial(NamedTuple):
 
     name: str
     seed: int = 1
-    vary: Callable[[Arguments], Arguments] = as_given
+    vary: Callable[[Arguments], Arguments] = lambda call: call
     after_step: bool = False
     is_given: bool = False
 
 
 class _Outcome(NamedTuple):
-    name: str
+    """What a comparison found: how many results were compared, and those that differ."""
+
     compared: int
     differences: list[Difference]
     is_deterministic: bool = True
@@ -153,21 +150,14 @@ def _outcome(trial: _Trial, before: Snapshot, call: Arguments) -> _Outcome | str
         if trial.is_given:
             raise
         return f"the plain model raises {_short(error)}"
-    return _compared(trial, plain, partial(step, model), partial(step, optimized))
-
-
-def _compared(
-    trial: _Trial, plain: Results, plain_step: Callable[[], Results], our_step: Callable[[], Results]
-) -> _Outcome:
     try:
-        found = differences(our_step(), plain, trial.name)
+        found = differences(step(optimized), plain, trial.name)
     except Exception as error:
         if trial.is_given:
             raise
         text = f"raises {_short(error)} where the plain model does not"
-        return _Outcome(trial.name, len(plain), [Difference("the call", float("inf"), text, trial.name)])
-    is_deterministic = not found or not differences(plain_step(), plain, trial.name)
-    return _Outcome(trial.name, len(plain), found, is_deterministic)
+        return _Outcome(len(plain), [Difference("the call", float("inf"), text, trial.name)])
+    return _Outcome(len(plain), found, not found or not differences(step(model), plain, trial.name))
 
 
 def _short(error: Exception) -> str:

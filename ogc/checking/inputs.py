@@ -18,10 +18,6 @@ class NotVaried(Exception):
     """No other input can be made of the given one; the message says why."""
 
 
-def as_given(call: Arguments) -> Arguments:
-    return call
-
-
 def another_input(call: Arguments) -> Arguments:
     """Inputs of the same shapes and layouts with other values.
 

@@ -1,25 +1,64 @@
-"""One training step of a model and everything that it gives, by name."""
+"""One training step of a model and everything that it gives, by name; what it changes is put back."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..program.program import tensor_leaves
-from ..torch_state.compare import difference, distance, same_bits
-from ..torch_state.no_trace import generators_of
+from ..torch_state.compare import difference, distance, identical, same_bits
+from ..torch_state.no_trace import generators_of, untouched
 from ..torch_state.private import pytree
-from ..torch_state.random_state import random_states
+from ..torch_state.random_state import cuda_devices, random_states
 from .inputs import Arguments, NotVaried
 from .report import Difference
-from .restore import Snapshot, set_seed
 
 Results = list[tuple[str, Any]]
 
 LARGEST_MOVE = 0.1
 """How far an optimizer step moves a parameter: its entry of the largest gradient by this share of its largest entry."""
+
+
+class Snapshot:
+    """The parameters, their gradients and the buffers of some models as they are now, copied once for many steps."""
+
+    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
+        self.models = models
+        self.parameters = _copies(parameter for model in models for parameter in model.parameters())
+        self.buffers = _copies(buffer for model in models for buffer in model.buffers())
+        gradients = (parameter.grad for parameter, _ in self.parameters.values())
+        self.gradients = _copies(g for g in gradients if g is not None and g.layout == torch.strided)
+
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy that was made, where the tensor is as it was; else a new one."""
+        known = self.parameters.get(id(tensor)) or self.buffers.get(id(tensor))
+        if known and known[0] is tensor and identical(*known):
+            return known[1]
+        return tensor.detach().clone()
+
+    @contextmanager
+    def restored(self, call: Arguments) -> Iterator[None]:
+        """Whatever runs inside, the models and all random states, also those in ``call``, are afterwards as before."""
+        with untouched(*self.models, given=call):
+            try:
+                yield
+            finally:
+                self._put_back()
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for parameter, copy in self.parameters.values():
+            if not identical(parameter, copy):
+                parameter.copy_(copy)  # seen by version counters, as what moved it was
+        for gradient, copy in self.gradients.values():
+            if not identical(gradient, copy):
+                gradient.data.copy_(copy)
 
 
 def results_of(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, after_step: bool = False) -> Results:
@@ -31,10 +70,27 @@ def results_of(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: in
         NotVaried: there is nothing for the optimizer to do.
     """
     with before.restored(call):
-        set_seed(seed, generators_of([run], call))
+        _set_seed(seed, generators_of([run], call))
         if after_step:
             _optimizer_step(run, dict(_step(run, before, call, seed)))
         return _step(run, before, call, seed)
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Each tensor with a copy of it, by its id."""
+    return {key: (tensor, tensor.detach().clone()) for key, tensor in {id(t): t for t in tensors}.items()}
+
+
+def _set_seed(seed: int, generators: Iterable[torch.Generator]) -> None:
+    """Seed these, and the random states of torch, of Python and of numpy."""
+    # Not torch.manual_seed: where CUDA is not in use yet, it would be seeded when that begins.
+    torch.default_generator.manual_seed(seed)
+    if cuda_devices():
+        torch.cuda.manual_seed_all(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    for generator in generators:
+        generator.manual_seed(seed)
 
 
 def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int) -> Results:

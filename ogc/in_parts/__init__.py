@@ -1,6 +1,6 @@
 """Models that cannot be planned as a whole: their submodules are, one by one, and share one wish.
 
-``find`` says what the parts are, ``points`` how each may be run, ``measure`` what is around them, ``combine`` which
+``find`` says what the parts are, ``ways`` how each may be run, ``measure`` what is around them, ``combine`` which
 plan each gets, ``module`` runs them.
 """
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from ..plan import PartCost
+
 CELLS = 8192
 """Units into which the bytes are divided."""
 
@@ -25,23 +27,6 @@ STEPS = 16
 
 SWEEPS = 2
 """How often the plan of each part that is called several times is chosen anew, given those of the others."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """One way to run a part.
-
-    Attributes:
-        kept: bytes that each call holds from its forward to its backward.
-        forward: most bytes that it takes while it runs forward, what it will keep included.
-        backward: the same for its backward.
-        seconds: that each call recomputes.
-    """
-
-    kept: int
-    forward: int
-    backward: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -59,6 +44,10 @@ class Stop:
     backward: int = 0
     after: int = 0
 
+    def most(self, cost: PartCost) -> int:
+        """Most bytes alive in this call, forward or backward, where the part takes ``cost``."""
+        return max(self.forward + cost.forward_bytes, self.backward + cost.backward_bytes)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -66,12 +55,12 @@ class Problem:
 
     Attributes:
         stops: the calls in the order of the forward.
-        options: for each part, the ways to run it.
+        options: for each part, what a call of it takes by each plan that it may get.
         before: most bytes of the rest before the first call, forward or backward.
     """
 
     stops: tuple[Stop, ...]
-    options: tuple[tuple[Point, ...], ...]
+    options: tuple[tuple[PartCost, ...], ...]
     before: int = 0
 
     @cached_property
@@ -88,14 +77,14 @@ class Problem:
         """Most bytes alive at once where each part runs by the option that ``choice`` names."""
         held, peak = 0, self.before
         for stop in self.stops:
-            point = self.options[stop.part][choice[stop.part]]
-            peak = max(peak, held + stop.forward + point.forward, held + stop.backward + point.backward)
-            held += point.kept
+            cost = self.options[stop.part][choice[stop.part]]
+            peak = max(peak, held + stop.most(cost))
+            held += cost.kept_bytes
             peak = max(peak, held + stop.after)
         return peak
 
     def seconds(self, choice: Sequence[int]) -> float:
-        """What one step recomputes."""
+        """The time that one step recomputes."""
         return sum(self.options[part][choice[part]].seconds * count for part, count in self.calls.items())
 
 
@@ -113,13 +102,12 @@ def fastest(problem: Problem, budget: int) -> Choice | None:
     least = _least(problem)
     best = least if problem.peak(least) <= budget else None
     fixed = {part: least[part] for part in problem.repeated}
-    best = _better(problem, best, _fastest(problem, budget, fixed))
+    best = _better(problem, best, _Table(problem, budget, fixed).fastest())
     for _ in range(SWEEPS if fixed else 0):
         before = best
         for part in problem.repeated:
             for option in range(len(problem.options[part])):
-                found = _fastest(problem, budget, {**fixed, part: option})
-                best = _better(problem, best, found)
+                best = _better(problem, best, _Table(problem, budget, {**fixed, part: option}).fastest())
             fixed = {part: best[part] for part in problem.repeated} if best else fixed
         if best == before:
             break
@@ -128,7 +116,7 @@ def fastest(problem: Problem, budget: int) -> Choice | None:
 
 def within(problem: Problem, seconds: float) -> Choice:
     """The choice with the least peak that recomputes for at most ``seconds``; the fastest if none does."""
-    quickest = tuple(min(range(len(o)), key=lambda n: (o[n].seconds, o[n].kept)) for o in problem.options)
+    quickest = tuple(min(range(len(o)), key=lambda n: (o[n].seconds, o[n].kept_bytes)) for o in problem.options)
     if problem.seconds(quickest) > seconds:
         return quickest
     best, low, high = quickest, problem.peak(least_peak(problem)), problem.peak(quickest)
@@ -169,7 +157,7 @@ def _neighbours(problem: Problem, choice: Choice) -> list[Choice]:
 
 def _least(problem: Problem) -> Choice:
     """A choice with the least peak; of those parts that are called several times, given the others."""
-    choice = tuple(min(range(len(o)), key=lambda n: (o[n].kept, o[n].backward)) for o in problem.options)
+    choice = tuple(min(range(len(o)), key=lambda n: (o[n].kept_bytes, o[n].backward_bytes)) for o in problem.options)
     while True:
         found = min([choice, *_neighbours(problem, choice)], key=problem.peak)
         if problem.peak(found) >= problem.peak(choice):
@@ -177,10 +165,6 @@ def _least(problem: Problem) -> Choice:
         choice = found
     table = _Table(problem, problem.peak(choice), {part: choice[part] for part in problem.repeated})
     return min(choice, table.least() or choice, key=problem.peak)
-
-
-def _fastest(problem: Problem, budget: int, fixed: dict[int, int]) -> Choice | None:
-    return _Table(problem, budget, fixed).fastest()
 
 
 class _Table:
@@ -227,12 +211,11 @@ class _Table:
         best = np.full(len(self.held), np.inf)
         options = np.full(len(self.held), -1, np.int32)
         for option in self.allowed[stop.part]:
-            point = self.problem.options[stop.part][option]
-            units = -(-point.kept // self.unit)
+            cost = self.problem.options[stop.part][option]
+            units = -(-cost.kept_bytes // self.unit)
             if units >= len(self.held):
                 continue
-            local = max(stop.forward + point.forward, stop.backward + point.backward)
-            there = pay(costs, self.held + local, point.seconds)[: len(self.held) - units]
+            there = pay(costs, self.held + stop.most(cost), cost.seconds)[: len(self.held) - units]
             better = there < best[units:]
             best[units:][better] = there[better]
             options[units:][better] = option
@@ -242,7 +225,7 @@ class _Table:
         choice = [0] * len(self.problem.options)
         for stop, options in zip(reversed(self.problem.stops), reversed(chosen), strict=True):
             choice[stop.part] = option = int(options[units])
-            units -= -(-self.problem.options[stop.part][option].kept // self.unit)
+            units -= -(-self.problem.options[stop.part][option].kept_bytes // self.unit)
         return tuple(choice)
 
 

@@ -7,7 +7,7 @@ calls is looked at instead. Nothing is saved for a backward, so that memory is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,12 +23,10 @@ from ..parser import carry_over
 from ..parser.arguments import call_arguments, copies
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec
-from ..torch_state.no_trace import attributes_of, changes, plainly, untouched
+from ..torch_state.no_trace import changes, plainly, untouched
 from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, version_of
-from .guard import without_unwatched
-
-Parse = Callable[[torch.nn.Module, str, Call], Graph]
-"""Parses a submodule, whose name is given too, with the arguments of a call."""
+from .module import watched_attributes
+from .options import Options
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +52,7 @@ class Found:
 
     Attributes:
         parts: in the order of their first calls.
-        calls: for each call of a part, its number, in order.
+        calls: for each call of a part, the number of the part, in order.
         plain: the modules that stay plain, by name, and why; ``""`` is the model itself.
         saved_bytes: what autograd saves for the operators of each of these, beside what others do.
         late: submodules that were not called, by name.
@@ -67,23 +65,22 @@ class Found:
     late: dict[str, torch.nn.Module] = field(default_factory=dict)
 
 
-def find_parts(
-    model: torch.nn.Module, sample_input: Any, parse: Parse, plain: dict[str, str], closed: Collection[str] = ()
-) -> Found:
+def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plain: Mapping[str, str]) -> Found:
     """The parts of ``model`` and what is left between them.
 
     Args:
         model: it is afterwards as before.
         sample_input: as for :func:`ogc.optimize`.
-        parse: makes the graph of a part.
-        plain: modules that have to stay plain, by name, and why.
-        closed: those of them in which nothing is planned either.
+        options: how parts are parsed, and in which submodules nothing is planned.
+        plain: other modules that have to stay plain, by name, and why.
 
     Raises:
         Exception: what the model's own forward raises.
     """
     spec, tensors = InputSpec.of(*call_arguments(sample_input))
-    plain, graphs = dict(plain), _Graphs(parse)
+    closed = options.asked_for(model)
+    plain = {**plain, **dict.fromkeys(closed, "was asked to be called as it is")}
+    graphs = _Graphs(options)
     while True:
         forward = _Forward(model, graphs, plain, closed)
         with untouched(model, given=spec.constants):
@@ -98,10 +95,9 @@ def find_parts(
 class _Graphs:
     """Graphs of calls, each made once; equal submodules share what was parsed."""
 
-    def __init__(self, parse: Parse) -> None:
-        self.parse = parse
+    def __init__(self, options: Options) -> None:
+        self.options = options
         self.parts: list[Part] = []
-        self.failed: dict[tuple[str, int], str] = {}
 
     def part(self, module: torch.nn.Module, name: str, call: Call) -> Part:
         """The part that a call is of.
@@ -113,7 +109,7 @@ class _Graphs:
         for part in self.parts:
             if part.module is module and part.graph.program.inputs.fits(inputs):
                 return part
-        graph = self._shared(module, call, inputs) or self.parse(module, name, call)
+        graph = self._shared(module, call, inputs) or self.options.parse(module, name, call)
         like = next((p.like for p in self.parts if p.graph == graph), len(self.parts))
         self.parts.append(Part(name, module, graph, like))
         return self.parts[-1]
@@ -150,25 +146,22 @@ class _Forward:
         self.model = model
         self.graphs = graphs
         self.closed = closed
-        self.names: dict[torch.nn.Module, str] = {}
-        for name, module in model.named_modules():
-            self.names.setdefault(module, name)
+        self.names = {module: name for name, module in model.named_modules()}
         self.found = Found(plain=dict(plain))
         self.called: set[torch.nn.Module] = set()
         self.scopes = [""]  # the plain modules that run
         self.in_part = False
-        self.hooks: saved_tensors_hooks | None = None
-        self.given: list[tuple[int, torch.Tensor, int]] = []  # part, what shares the version of its input, version
+        self.hooks = saved_tensors_hooks(self._saved, _never_unpacked)
+        self.given: list[tuple[str, torch.Tensor, int]] = []  # part, what shares the version of its input, version
         self.counted: dict[int, StorageWeakRef] = {}
         self.attributes: dict[str, dict[str, Any]] = {}  # as they were, but for what parts changed of their own
         self.unfit: dict[str, str] = {}  # parts that cannot be, after all
-        self.numbers: dict[int, int] = {}  # of parts, by identity
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run it, and note what is called."""
         for tensor in (*tensor_leaves(args, kwargs), *self.model.parameters(), *self.model.buffers()):
             self._is_new(tensor)
-        parameters, self.attributes = dict(self.model.named_parameters()), self._attributes()
+        parameters, self.attributes = dict(self.model.named_parameters()), watched_attributes(self.model)
         with torch.enable_grad(), plainly(), self._watched():
             try:
                 results = tensor_leaves(self.model.forward(*args, **kwargs))
@@ -186,41 +179,28 @@ class _Forward:
     def misfits(self) -> dict[str, str]:
         """Parts that turned out to be none: what they are given is changed in place later on, for instance."""
         why = "what it is given is changed in place afterwards"
-        parts = self.found.parts
-        written = {parts[number].name: why for number, tensor, version in self.given if version_of(tensor) != version}
+        written = {name: why for name, tensor, version in self.given if version_of(tensor) != version}
         return {**written, **self.unfit}
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Calls of submodules come here, and nothing is saved for a backward."""
         modules = [m for m in self.names if m is not self.model and not isinstance(m, torch.jit.ScriptModule)]
-        before = [(vars(module), vars(module).get(CALL, _ABSENT)) for module in modules]
-        for module in modules:
-            vars(module)[CALL] = partial(self._call, module)
-        self.hooks = saved_tensors_hooks(self._saved, _never_unpacked)
-        self.hooks.__enter__()
-        try:
-            yield
-        finally:
-            self.hooks.__exit__()
-            for found, call in before:
-                found.pop(CALL, None)
-                if call is not _ABSENT:
-                    found[CALL] = call
+        with _own_calls(modules):
+            for module in modules:
+                vars(module)[CALL] = partial(self._call, module)
+            with self.hooks:
+                yield
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         """For the parser, everything is as if there was no forward around it."""
-        seen = [(vars(module), vars(module).pop(CALL, _ABSENT)) for module in self.names]
-        assert self.hooks is not None
-        self.hooks.__exit__()
-        try:
-            yield
-        finally:
-            self.hooks.__enter__()
-            for found, call in seen:
-                if call is not _ABSENT:
-                    found[CALL] = call
+        with _own_calls(self.names):
+            self.hooks.__exit__()
+            try:
+                yield
+            finally:
+                self.hooks.__enter__()
 
     def _call(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.in_part or self.scopes[-1] in self.closed:
@@ -241,11 +221,10 @@ class _Forward:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return "is called without gradients"
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            return "has no parameter that is trained"
+            return _UNTRAINED
         if "forward" in vars(module):
             return "its forward was replaced on the instance"
         hooks = saved_tensors_hooks_in_use()
-        assert self.hooks is not None
         if hooks is None or hooks[0] != self.hooks.pack_hook:
             return "is called under other hooks for saved tensors, as those of torch.utils.checkpoint"
         return None
@@ -254,25 +233,23 @@ class _Forward:
         del vars(module)["forward"]
         try:
             with self._unwatched():
-                before = self._attributes()
+                before = watched_attributes(self.model)
                 self._refuse_set_from_outside(name, before)
                 part = self.graphs.part(module, name, Call(args, kwargs))
         except Exception as error:  # if the call is broken, it raises the same below
             return self._run_plain(module, name, _first_sentence(error), args, kwargs, module.forward)
         shadows = [shadow for tensor in tensor_leaves(args, kwargs) if (shadow := _without_memory(tensor)) is not None]
-        number = self._number(part)
-        self.found.calls.append(number)
+        if part not in self.found.parts:
+            self.found.parts.append(part)
+        self.found.calls.append(self.found.parts.index(part))
         self.in_part = True
         try:
             return module.forward(*args, **kwargs)
         finally:
             self.in_part = False
-            self.given += [(number, shadow, version_of(shadow)) for shadow in shadows]
+            self.given += [(name, shadow, version_of(shadow)) for shadow in shadows]
             with self._unwatched():
                 self._note_set_outside(name, before)
-
-    def _attributes(self) -> dict[str, dict[str, Any]]:
-        return without_unwatched(attributes_of(self.model))
 
     def _refuse_set_from_outside(self, name: str, now: dict[str, dict[str, Any]]) -> None:
         """Raise ParseError if the forward around a part has set attributes of it before it is called."""
@@ -282,23 +259,17 @@ class _Forward:
 
     def _note_set_outside(self, name: str, before: dict[str, dict[str, Any]]) -> None:
         """Note a part that sets attributes of modules around it, which a plan would not."""
-        now = self._attributes()
+        now = watched_attributes(self.model)
         for changed, key in changes(before, now, ()):
             if not f"{changed}.".startswith(f"{name}."):
                 self.unfit[name] = f"sets the attribute {key} of {changed or 'the model'}"
             elif changed in self.attributes:  # a leaf's, which it may change
                 self.attributes[changed] = now[changed]
 
-    def _number(self, part: Part) -> int:
-        if id(part) not in self.numbers:
-            self.numbers[id(part)] = len(self.found.parts)
-            self.found.parts.append(part)
-        return self.numbers[id(part)]
-
     def _run_plain(self, module: torch.nn.Module, name: str, why: str, args: Any, kwargs: Any, run: Any = None) -> Any:
         if why != _UNTRAINED:
             self.found.plain.setdefault(name, why)
-        self.scopes.append(name if why != _UNTRAINED else self.scopes[-1])
+        self.scopes.append(self.scopes[-1] if why == _UNTRAINED else name)
         try:
             return (run or own_call(module))(*args, **kwargs)
         finally:
@@ -335,7 +306,19 @@ class _Forward:
         return not self.called.isdisjoint(module.modules())
 
 
-_ABSENT = object()
+@contextmanager
+def _own_calls(modules: Collection[torch.nn.Module]) -> Iterator[None]:
+    """Modules are called as they are by themselves, and afterwards as before."""
+    replaced = {module: vars(module).pop(CALL) for module in modules if CALL in vars(module)}
+    try:
+        yield
+    finally:
+        for module in modules:
+            vars(module).pop(CALL, None)
+        for module, call in replaced.items():
+            vars(module)[CALL] = call
+
+
 _UNTRAINED = "has no parameter that is trained"
 
 

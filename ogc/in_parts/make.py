@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, partial
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -18,18 +18,17 @@ from ..graph import Graph
 from ..plan.plan import Plan
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
-from ..program.structures import Call
 from ..runtime.module import refuse_replaced_forward
 from ..solver import solver_of
 from ..torch_state.allocator import can_measure
 from .combine import Choice, Problem, Stop, fastest, least_peak, within
-from .find import Found, find_parts, is_alike
+from .find import Found, Part, find_parts, is_alike
 from .measure import Around, around_calls, measure
 from .module import Parts, Twin, module_in_parts, twin_of
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
-from .points import Way, ways_of
-from .share import Example, LateParts, Share, planner_of
+from .share import Example, Share, plan_late_part, planner_of
+from .ways import Way, ways_of
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +54,10 @@ def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict
     held = [(op.internal_bytes, name) for op, name in leaves if name is not None and name not in asked]
     if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
         return {}
-    found = {"": "leaves in it would hold much of the memory"}
-    for _, name in held:
-        for around in list(accumulate(name.split("."), "{}.{}".format))[:-1]:
-            if not isinstance(model.get_submodule(around), (torch.nn.ModuleList, torch.nn.ModuleDict)):
-                found[around] = "leaves in it would hold much of the memory"
-    return found
+    around = chain.from_iterable(list(accumulate(name.split("."), "{}.{}".format))[:-1] for _, name in held)
+    lists = torch.nn.ModuleList, torch.nn.ModuleDict
+    names = ["", *(name for name in around if not isinstance(model.get_submodule(name), lists))]
+    return dict.fromkeys(names, "leaves in it would hold much of the memory")
 
 
 def optimize_in_parts(
@@ -111,16 +108,15 @@ class _Planning:
         self.sample_input = sample_input
         self.options = options
         self.found = Found()
-        self.ways: list[tuple[Way, ...]] = []  # for each part, and behind them for each late one that is like a part
-        self.late: dict[str, int] = {}  # the late ones that are like a part, and the number of that
+        self.parts: list[Part] = []  # those found, and behind them the late ones that are like one of these
+        self.ways: list[tuple[Way, ...]] = []  # for each of these
+        self.late: dict[int, int] = {}  # numbers of the late ones, and of those that they are like
         self.around: Around | None = None
         self.twins: dict[tuple[int, Choice], Twin] = {}
 
     def find(self, plain: Mapping[str, str]) -> None:
         """Find the parts and the ways to run each."""
-        closed = self.options.asked_for(self.model)
-        plain = {**plain, **dict.fromkeys(closed, "was asked to be called as it is")}
-        found = find_parts(self.model, self.sample_input, self._parse, plain, closed)
+        found = find_parts(self.model, self.sample_input, self.options, plain)
         by_kind: dict[int, tuple[Way, ...]] = {}
         for part in found.parts:
             if part.like not in by_kind:
@@ -128,14 +124,15 @@ class _Planning:
         ways = [by_kind[part.like] for part in found.parts]
         if self.options.solver != "none":
             found, ways = _without_idle(found, ways)
-        self.found, self.ways = found, ways
-        if not self.ways:
+        self.found, self.parts, self.ways = found, [*found.parts], ways
+        if not ways:
             raise ParseError(f"Nothing in it can be planned either: {_listed(_reasons(found))}")
         for name, module in found.late.items():
-            like = next((n for n, part in enumerate(self.found.parts) if is_alike(part.module, module)), None)
+            like = next((n for n, part in enumerate(found.parts) if is_alike(part.module, module)), None)
             if like is not None:
-                self.late[name] = like
-        self.ways += [self.ways[like] for like in self.late.values()]
+                self.late[len(self.parts)] = like
+                self.parts.append(replace(found.parts[like], name=name, module=module))
+                self.ways.append(ways[like])
 
     def measure(self) -> None:
         """Find out what the rest takes, in a step with plans that keep little."""
@@ -159,26 +156,21 @@ class _Planning:
         """What is to be chosen; every part that the sample left out is called too."""
         around = self.around
         stops = list(around.stops if around else (Stop(part) for part in self.found.calls))
-        for number, like in enumerate(self.late.values(), len(self.found.parts)):
-            self._put_in(stops, number, like)
+        for number in self.late:
+            self._put_in(stops, number)
         return self._problem(tuple(stops), around.before if around else 0)
 
-    def _put_in(self, stops: list[Stop], number: int, like: int) -> None:
+    def _put_in(self, stops: list[Stop], number: int) -> None:
         """Add the call of a part that the sample left out, where the order of the modules has it."""
-        order = {name: place for place, (name, _) in enumerate(self.model.named_modules())}
-        names = [*(part.name for part in self.found.parts), *self.late]
-        alike = [n for n, stop in enumerate(stops) if self._kind(stop.part) == self._kind(like)]
-        before = [n for n in alike if order[names[stops[n].part]] < order[names[number]]]
+        part, order = self.parts[number], [name for name, _ in self.model.named_modules()]
+        alike = [n for n, stop in enumerate(stops) if self.parts[stop.part].like == part.like]
+        before = [n for n in alike if order.index(self.parts[stops[n].part].name) < order.index(part.name)]
         beside = before[-1] if before else alike[0]
-        place = beside + 1 if before else beside
-        stops.insert(place, replace(stops[beside], part=number))
+        stops.insert(beside + bool(before), replace(stops[beside], part=number))
         # What is given from one to the next stays, too, and the rest holds it.
-        given = sum(value.bytes for value in self.found.parts[like].graph.values if value.is_output)
-        for n in range(place if before else place + 1, len(stops)):
-            stop = stops[n]
-            stops[n] = replace(
-                stop, forward=stop.forward + given, backward=stop.backward + given, after=stop.after + given
-            )
+        given = sum(value.bytes for value in part.graph.values if value.is_output)
+        for n, stop in enumerate(stops[beside + 1 :], beside + 1):
+            stops[n] = Stop(stop.part, stop.forward + given, stop.backward + given, stop.after + given)
 
     def choose(self) -> Choice:
         """The choice that the wish asks for.
@@ -201,14 +193,9 @@ class _Planning:
     def plan(self, choice: Choice) -> PartsPlan:
         """The choice as a plan that can be looked at."""
         problem, found = self.problem, self.found
-        names = [*(part.name for part in found.parts), *self.late]
-        parts = [
-            PartPlan(name, problem.calls[n], self._part_plan(n, choice), self._way(n, choice).cost, self._leaves(n))
-            for n, name in enumerate(names)
-        ]
         plain_peak = problem.peak(self._plain)
         return PartsPlan(
-            parts=tuple(replace(part, is_late=n >= len(found.parts)) for n, part in enumerate(parts)),
+            parts=tuple(self._part(number, choice) for number in range(len(self.parts))),
             plain=tuple(PlainRest(name, why, found.saved_bytes.get(name, 0)) for name, why in found.plain.items()),
             peak_bytes=problem.peak(choice),
             plain_peak_bytes=plain_peak,
@@ -221,6 +208,14 @@ class _Planning:
             solver=self.options.solver,
         )
 
+    def _part(self, number: int, choice: Choice) -> PartPlan:
+        part, is_late = self.parts[number], number in self.late
+        cost = self.ways[number][choice[number]].cost
+        targets = [] if is_late else [node.target for node in part.graph.program.operations]
+        leaves = dict.fromkeys(f"{part.name}.{target.module}" for target in targets if isinstance(target, Leaf))
+        plan, calls = self._part_plan(number, choice), self.problem.calls[number]
+        return PartPlan(part.name, calls, plan, cost, tuple(leaves), is_late)
+
     def module(self, choice: Choice, plan: PartsPlan) -> torch.nn.Module:
         """The model with its parts run by the choice."""
         graphs = dict(zip(self._labels(), (part.graph for part in self.found.parts), strict=True))
@@ -232,7 +227,7 @@ class _Planning:
         return module_in_parts(self.model, parts, {"plan": plan, "graph": graphs, "code": code})
 
     def _problem(self, stops: tuple[Stop, ...], before: int = 0) -> Problem:
-        return Problem(stops, tuple(tuple(way.point for way in ways) for ways in self.ways), before)
+        return Problem(stops, tuple(tuple(way.cost for way in ways) for ways in self.ways), before)
 
     @property
     def _plain(self) -> Choice:
@@ -242,24 +237,8 @@ class _Planning:
     def _part_seconds(self) -> float:
         return sum(self.ways[part][0].plan.step_seconds * count for part, count in self.problem.calls.items())
 
-    def _kind(self, number: int) -> int:
-        late = number - len(self.found.parts)
-        return self.found.parts[number if late < 0 else list(self.late.values())[late]].like
-
-    def _way(self, number: int, choice: Choice) -> Way:
-        return self.ways[number][choice[number]]
-
     def _part_plan(self, number: int, choice: Choice) -> Plan:
-        graph = self.found.parts[number].graph if number < len(self.found.parts) else None
-        plan = self._way(number, choice).plan
-        return plan if graph is None else replace(plan, graph=graph)
-
-    def _leaves(self, number: int) -> tuple[str, ...]:
-        if number >= len(self.found.parts):
-            return ()
-        part = self.found.parts[number]
-        targets = (node.target for node in part.graph.program.operations)
-        return tuple(dict.fromkeys(f"{part.name}.{target.module}" for target in targets if isinstance(target, Leaf)))
+        return replace(self.ways[number][choice[number]].plan, graph=self.parts[number].graph)
 
     def _labels(self) -> list[str]:
         """The names of the parts; where one is called with several kinds of inputs, with numbers."""
@@ -272,19 +251,16 @@ class _Planning:
 
     def _twins(self, choice: Choice) -> dict[str, Twin]:
         """What runs each part by the choice, by its name."""
-        return {self.found.parts[n[0]].name: self._twin(n, choice) for n in self._modules.values()}
+        return {self.parts[numbers[0]].name: self._twin(numbers, choice) for numbers in self._modules.values()}
 
     def _parts(self, twins: Mapping[str, Twin], choice: Choice, late: Mapping[str, torch.nn.Module]) -> Parts:
         examples = {
-            name: Example(
-                self.found.parts[like].module,
-                self.found.parts[like].graph,
-                self._part_plan(number, choice),
-                self._share(number, choice),
+            self.parts[number].name: Example(
+                self.parts[like], self._part_plan(number, choice), self._share(number, choice)
             )
-            for number, (name, like) in enumerate(self.late.items(), len(self.found.parts))
+            for number, like in self.late.items()
         }
-        return Parts(list(twins.values()), late, LateParts(self.options, examples))
+        return Parts(list(twins.values()), late, partial(plan_late_part, self.options, examples))
 
     @cached_property
     def _modules(self) -> dict[torch.nn.Module, list[int]]:
@@ -297,18 +273,15 @@ class _Planning:
     def _twin(self, numbers: Sequence[int], choice: Choice) -> Twin:
         key = numbers[0], tuple(choice[number] for number in numbers)
         if key not in self.twins:
-            part = self.found.parts[numbers[0]]
-            plans = [(self.found.parts[number].graph, self._part_plan(number, choice)) for number in numbers]
+            part = self.parts[numbers[0]]
+            plans = [(self.parts[number].graph, self._part_plan(number, choice)) for number in numbers]
             planner = planner_of(self.options, part.name, part.module, self._share(numbers[0], choice))
             self.twins[key] = twin_of(part.module, plans, planner)
         return self.twins[key]
 
     def _share(self, number: int, choice: Choice) -> Share:
-        plain = self.ways[number][-1].plan.plain_peak_bytes
-        return Share(self._way(number, choice), plain, self.options.wish.is_in_bytes)
-
-    def _parse(self, module: torch.nn.Module, name: str, call: Call) -> Graph:
-        return self.options.parser_of(name, module)(module, call)
+        ways, wish = self.ways[number], self.options.wish
+        return Share(ways[choice[number]], ways[-1].plan.plain_peak_bytes, wish, wish.is_in_bytes)
 
     def _infeasible(self, budget: int) -> str:
         problem = self.problem

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -58,8 +58,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
     given = copies(tensors)
 
     def step(mark: Callable[[str], None]) -> None:
-        watch = _Marking(mark)
-        parts.around = watch.call
+        parts.around = _Marking(mark).call
         args, kwargs = spec.rebuild(given)
         with torch.enable_grad():
             ends = [t for t in tensor_leaves(optimized.forward(*args, **kwargs)) if t.requires_grad]
@@ -85,9 +84,8 @@ def _without_hooks(model: torch.nn.Module) -> None:
     for module in model.modules():
         for name, parameter in parameters_of(module).items():
             if parameter is not None:
-                if parameter not in twins:
-                    twins[parameter] = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-                parameters_of(module)[name] = twins[parameter]
+                twin = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+                parameters_of(module)[name] = twins.setdefault(parameter, twin)
 
 
 class _Marking:
@@ -147,12 +145,10 @@ class _Reading:
     def __init__(self, calls: Sequence[int], costs: Sequence[PartCost]) -> None:
         self.calls = calls
         self.costs = costs
-        self.kept = [0]
-        for cost in costs:
-            self.kept.append(self.kept[-1] + cost.kept_bytes)
+        self.kept = [0, *accumulate(cost.kept_bytes for cost in costs)]  # by how many calls are kept
         self.forward = [0] * len(calls)
         self.backward: list[int | None] = [None] * len(calls)
-        self.rest = [0] * (len(calls) + 1)  # by how many calls are kept
+        self.rest = [0] * (len(calls) + 1)  # like ``kept``
         self.turn = 0
         self.open: set[int] = set()  # calls whose backward is not done
         self.running: tuple[int, int] | None = None  # a call in its backward, and the bytes when that began
@@ -192,17 +188,15 @@ class _Reading:
             self.open = {n for n in self.open if n < call or (n == call and kind == "back")}
 
     def _forward_of_part(self, last: Mark, mark: Mark, call: int) -> None:
-        held = last.bytes - self.kept[call]
-        more = mark.peak_bytes - last.bytes - self.costs[call].forward_bytes
-        self.forward[call] = held + max(0, more)
+        most = max(last.bytes, mark.peak_bytes - self.costs[call].forward_bytes)
+        self.forward[call] = most - self.kept[call]
 
     def _backward_of_part(self, mark: Mark, call: int, start: int) -> None:
         cost = self.costs[call]
         held = start - self.kept[call + 1] - cost.gradient_bytes
-        more = mark.peak_bytes - self.kept[call] - held - cost.backward_bytes
+        rest = max(held, mark.peak_bytes - self.kept[call] - cost.backward_bytes)
         known = self.backward[call]
-        found = held + max(0, more)
-        self.backward[call] = found if known is None else max(known, found)
+        self.backward[call] = rest if known is None else max(known, rest)
 
     def _rest(self, mark: Mark) -> None:
         kept = 1 + max(self.open, default=-1)

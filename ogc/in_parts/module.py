@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from operator import is_
+from typing import Any
 
 import torch
 
@@ -23,15 +24,54 @@ from ..program.leaf import Leaf
 from ..program.structures import Call
 from ..runtime.module import copied, instance_around, original_class, planned_forward
 from ..runtime.runner import Planner, Runner, log
-from ..torch_state.no_trace import is_plain, plainly
+from ..torch_state.no_trace import attributes_of, changes, is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
-from .guard import Attributes
+
+UNWATCHED = ("training", "forward", CALL)
+"""Attributes that plans do not depend on: the flag that they are chosen by anyway, and what stands in for calls."""
+
+PlanLate = Callable[[torch.nn.Module, str, Call], tuple[Graph, Plan, Planner | None]]
+"""Plans a call of a submodule, which has a name, the first time; gives what plans other calls of it, too."""
 
 
-class LatePlanner(Protocol):
-    """Plans for a submodule that is called for the first time after the model was optimized."""
+def watched_attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """What the plain attributes of each module hold, by its name; without those that plans do not depend on."""
+    held = attributes_of(model)
+    return {name: {key: value for key, value in found.items() if key not in UNWATCHED} for name, found in held.items()}
 
-    def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Planner | None]: ...
+
+class Attributes:
+    """The plain attributes of a module and of its submodules, but for those inside leaves, as they are now.
+
+    The model's own forward may set them, differently in each step; a program has what they were made into. So each call
+    compares them with what they were: by identity, and only where that differs by what they hold.
+
+    Args:
+        module: the module.
+        leaves: names of submodules that are called as they are, and may change what they like.
+    """
+
+    def __init__(self, module: torch.nn.Module, leaves: Collection[str] = ()) -> None:
+        inside = tuple(f"{leaf}." for leaf in leaves)
+        modules = {name: child for name, child in module.named_modules() if not f"{name}.".startswith(inside)}
+        self.module, self.names = module, list(modules)
+        self.attributes = [vars(child) for child in modules.values()]
+        self.held = watched_attributes(module)
+        self.values = self._values()
+
+    def first_changed(self) -> str | None:
+        """The name of an attribute that is not what it was."""
+        values = self._values()
+        if len(values) == len(self.values) and all(map(is_, values, self.values)):
+            return None
+        held = watched_attributes(self.module)
+        for name, key in changes(self.held, {name: held.get(name, {}) for name in self.names}, ()):
+            return f"{name}.{key}" if name else key
+        self.values = values
+        return None
+
+    def _values(self) -> list[Any]:
+        return [value for attributes in self.attributes for value in attributes.values()]
 
 
 class Twin:
@@ -105,15 +145,13 @@ class Parts:
     Args:
         twins: the parts.
         late: by name, submodules that are planned when they are first called.
-        planner: plans those.
+        plan_late: plans those.
     """
 
-    def __init__(
-        self, twins: Sequence[Twin], late: Mapping[str, torch.nn.Module], planner: LatePlanner | None = None
-    ) -> None:
+    def __init__(self, twins: Sequence[Twin], late: Mapping[str, torch.nn.Module], plan_late: PlanLate) -> None:
         self.twins = {id(twin.module): twin for twin in twins}  # which keep the modules, and with them the numbers
         self.late = {id(module): (name, module) for name, module in late.items()}
-        self.planner = planner
+        self.plan_late = plan_late
         self.lock = threading.RLock()
         self.uninstall: Callable[[], object] = lambda: None
         self.around: Callable[[Twin, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -134,7 +172,7 @@ class Parts:
             _twin(memo[id(t.module)], t.runner, like=t.planned) for t in self.twins.values() if id(t.module) in memo
         ]
         late = {name: memo[id(module)] for name, module in self.late.values() if id(module) in memo}
-        return Parts(twins, late, self.planner)
+        return Parts(twins, late, self.plan_late)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -147,14 +185,10 @@ class Parts:
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a part."""
-        twin = self.twins.get(id(module))
-        if twin is None:
-            twin = self._planned_late(module, args, kwargs)
+        twin = self.twins.get(id(module)) or self._planned_late(module, args, kwargs)
         if twin is None:
             return own_call(module)(*args, **kwargs)
-        if self.around is not None:
-            return self.around(twin, args, kwargs)
-        return twin.call(args, kwargs)
+        return (self.around or Twin.call)(twin, args, kwargs)
 
     def has(self, module: torch.nn.Module) -> bool:
         """Whether a module is one of the parts."""
@@ -166,12 +200,12 @@ class Parts:
             return None
         with self.lock:
             name, _ = self.late.get(id(module), ("", None))
-            if not name or self.planner is None or hooks_of(module)[1] or "forward" in vars(module):
+            if not name or hooks_of(module)[1] or "forward" in vars(module):
                 return self.twins.get(id(module))
             del self.late[id(module)]
             try:
                 with plainly():
-                    graph, plan, planner = self.planner(module, name, Call(args, kwargs))
+                    graph, plan, planner = self.plan_late(module, name, Call(args, kwargs))
                 twin = twin_of(module, [(graph, plan)], planner)
             except Exception as error:  # if the call is broken, it raises the same from the plain module
                 log.warning("ogc runs %s as it is: %s", name, str(error).partition("\n")[0])

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..graph import Graph
 from ..parser import LeafModules, parse
+from ..program.structures import Call
 from ..solver import LEAST_PEAK, Wish
-
-ParsePart = Callable[[torch.nn.Module, Any], Graph]
-"""Parses one part, given a call of it."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +26,16 @@ class Options:
     repeatable_leaves: LeafModules | bool | None = None
     follows_own_graphs: bool = True
 
-    def parser_of(self, name: str, module: torch.nn.Module) -> ParsePart:
-        """What parses the submodule of a name."""
-        options: dict[str, Any] = {
-            "parse_graph": None if self.follows_own_graphs else False,
-            "profile": self.profile,
-            "leaf_modules": _inside(self.leaf_modules, name, module),
-            "repeatable_leaves": self._repeatable(name, module),
-        }
-        return lambda module, call: parse(module, call, **options)
+    def parse(self, module: torch.nn.Module, name: str, call: Call) -> Graph:
+        """The graph of a call of a submodule, as :func:`ogc.parse` makes it; the errors are the same, too."""
+        return parse(
+            module,
+            call,
+            parse_graph=None if self.follows_own_graphs else False,
+            profile=self.profile,
+            leaf_modules=_inside(self.leaf_modules, name, module),
+            repeatable_leaves=self._repeatable(name, module),
+        )
 
     def asked_for(self, model: torch.nn.Module) -> list[str]:
         """The names of the submodules that are to be called as they are."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from ..graph import table
 from ..plan import PartCost
 from ..plan.plan import Plan
+
+COLUMNS = ("part", "calls", "operations", "kept MB", "its peak MB", "plain MB", "of time", "recomputed", "leaves")
 
 
 @dataclass(frozen=True)
@@ -93,23 +95,13 @@ class PartsPlan:
         return all(part.plan.is_plain for part in self.parts)
 
     def __str__(self) -> str:
-        header = [
-            "part",
-            "calls",
-            "operations",
-            "kept MB",
-            "its peak MB",
-            "plain MB",
-            "of time",
-            "recomputed",
-            "leaves",
-        ]
         summary = (
             f"peak {self.peak_bytes / 1e6:.1f} MB (plain {self.plain_peak_bytes / 1e6:.1f} MB), "
             f"overhead {self.overhead:.1%}, {len(self.parts)} parts"
         )
         note = "" if self.is_measured else "; what is outside of the parts could not be measured and comes on top"
-        return f"{table(header, list(self._part_rows()))}\n{table(*self._plain_table())}\n{summary}{note}"
+        plain = table(["plain", "saved MB", "why"], self._plain_rows())
+        return f"{table(COLUMNS, list(self._part_rows()))}\n{plain}\n{summary}{note}"
 
     def _part_rows(self) -> Iterator[list[str]]:
         """A row for each run of parts with the same plan."""
@@ -128,13 +120,10 @@ class PartsPlan:
                 ", ".join(first.leaves) or "-",
             ]
 
-    def _plain_table(self) -> tuple[list[str], Sequence[Sequence[str]]]:
+    def _plain_rows(self) -> list[list[str]]:
         rows = [[rest.name or "the model", f"{rest.saved_bytes / 1e6:.2f}", rest.why] for rest in self.plain]
-        total = f"{self.rest_bytes / 1e6:.2f}"
-        return ["plain", "saved MB", "why"], [
-            *rows,
-            ["all of these", total, f"{self._share(self.rest_seconds)} of time"],
-        ]
+        total, share = f"{self.rest_bytes / 1e6:.2f}", self._share(self.rest_seconds)
+        return [*rows, ["all of these", total, f"{share} of time"]]
 
     def _share(self, seconds: float) -> str:
         return f"{seconds / self.step_seconds:.0%}" if self.step_seconds else "-"

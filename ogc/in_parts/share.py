@@ -17,10 +17,10 @@ from ..plan.plan import Plan
 from ..plan.simulate import plain_peak
 from ..program.structures import Call
 from ..replan import Meets, Replanner
-from ..solver import Budget
-from .find import is_alike
+from ..solver import Budget, Wish
+from .find import Part, is_alike
 from .options import Options
-from .points import Way, ways_of
+from .ways import Way, ways_of
 
 SLACK = 1.001
 """What a part may take more than its share: sizes are whole numbers of elements."""
@@ -33,26 +33,37 @@ class Share:
     Attributes:
         way: of the part, the one that was chosen.
         plain_bytes: the part's plain peak.
+        wish: that the whole model was planned by.
         in_bytes: whether the same bytes hold for calls of any size, or else the same share of their plain peak.
     """
 
     way: Way
     plain_bytes: int
+    wish: Wish
     in_bytes: bool
 
-    def of(self, ways: Sequence[Way]) -> Way:
-        """The fastest of these that keeps within the share; the one nearest to it if none does."""
+    @property
+    def keeps(self) -> Meets | None:
+        """What tells whether a plan keeps to the share; None without a wish."""
+        if self.wish.max_overhead is not None:
+            return self._is_as_quick
+        return None if self.wish.memory_budget is None else self._fits
+
+    def plan(self, graph: Graph, ways: Sequence[Way]) -> Plan:
+        """The fastest of these plans of a graph that keeps to the share; the one nearest to it if none does."""
+        if self.wish.max_overhead is not None:
+            ways = [way for way in ways if self._is_as_quick(graph, way.plan)]  # among them the plain one, the last
         plain = ways[-1].plan.plain_peak_bytes
         fits = [way for way in ways if self._excess(way.cost, plain) <= 0]
         if fits:
-            return min(fits, key=lambda way: way.cost.seconds)
-        return min(ways, key=lambda way: self._excess(way.cost, plain))
+            return min(fits, key=lambda way: way.cost.seconds).plan
+        return min(ways, key=lambda way: self._excess(way.cost, plain)).plan
 
-    def holds(self, graph: Graph, plan: Plan) -> bool:
-        """Whether a plan keeps within the share where this graph, weighed for that, is computed."""
+    def _fits(self, graph: Graph, plan: Plan) -> bool:
+        """Whether a plan takes no more bytes than the share where this graph, weighed for that, is computed."""
         return self._excess(part_cost(graph, plan), plain_peak(graph)) <= 0
 
-    def is_as_quick(self, graph: Graph, plan: Plan) -> bool:
+    def _is_as_quick(self, graph: Graph, plan: Plan) -> bool:
         """Whether a plan recomputes no larger share of the part's time than the one that was chosen."""
         seconds = 0.0 if plan.is_plain else simulate(graph, plan).recomputed_seconds
         return seconds <= self.way.plan.overhead * SLACK * graph.step_seconds
@@ -68,73 +79,60 @@ def _most(cost: PartCost) -> int:
     return max(cost.forward_bytes, cost.backward_bytes)
 
 
-def _keeps(options: Options, share: Share) -> Meets | None:
-    if options.wish.max_overhead is not None:
-        return share.is_as_quick
-    return None if options.wish.memory_budget is None else share.holds
-
-
-def _chosen(options: Options, share: Share, graph: Graph, ways: Sequence[Way]) -> Way:
-    if options.wish.max_overhead is not None:
-        ways = [way for way in ways if share.is_as_quick(graph, way.plan)]  # among them the plain one, the last
-    return share.of(ways)
-
-
 def planner_of(options: Options, name: str, module: torch.nn.Module, share: Share) -> Replanner | None:
     """What plans a part for calls unlike its sample."""
     if options.solver == "none":
         return None
-    parse = options.parser_of(name, module)
 
     def make(module: torch.nn.Module, call: Any, budget: Budget | None) -> tuple[Graph, Plan]:
-        graph = parse(module, call)
-        return graph, _chosen(options, share, graph, ways_of(graph, options.solver)).plan
+        graph = options.parse(module, name, call)
+        return graph, share.plan(graph, ways_of(graph, options.solver))
 
     budget = _most(share.way.cost) if share.in_bytes else None
-    return Replanner(make, budget, hooked_modules(dict(module.named_modules())), _keeps(options, share))
+    return Replanner(make, budget, hooked_modules(dict(module.named_modules())), share.keeps)
 
 
 @dataclass(frozen=True)
 class Example:
-    """A part that another one is like, and what that other one was given of the whole.
+    """The part that a submodule is like which the sample's forward left out, and what that submodule may take.
 
     Attributes:
-        module: the part.
-        graph: what its calls compute.
-        plan: for the other one.
-        share: of the other one.
+        part: the part.
+        plan: for the submodule.
+        share: of the submodule.
     """
 
-    module: torch.nn.Module
-    graph: Graph
+    part: Part
     plan: Plan
     share: Share
 
 
-class LateParts:
-    """Plans for submodules that the sample's forward left out, when they are first called.
+def plan_late_part(
+    options: Options, examples: Mapping[str, Example], module: torch.nn.Module, name: str, call: Call
+) -> tuple[Graph, Plan, Replanner | None]:
+    """Plan a submodule that the sample's forward left out, when it is first called.
 
     Args:
         options: what the model was optimized by.
-        examples: for those that are like a part, by name.
+        examples: for submodules that are like a part, by name.
+        module: the submodule.
+        name: of it.
+        call: its arguments.
+
+    Returns:
+        The graph of the call, a plan for it and what plans for other calls. One that is like no part keeps little.
+
+    Raises:
+        OgcError: the call cannot be parsed or planned.
     """
-
-    def __init__(self, options: Options, examples: Mapping[str, Example]) -> None:
-        self.options = options
-        self.examples = examples
-
-    def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Replanner | None]:
-        """The graph of a call, a plan for it, and what plans for others; one that is like no part keeps little."""
-        example = self.examples.get(name)
-        share = None
-        if example is not None and is_alike(example.module, module):
-            share = example.share
-            keeps = _keeps(self.options, share)
-            with suppress(OgcError):
-                graph = carry_over(module, example.graph, call, weighed=keeps is not None)
-                if keeps is None or keeps(graph, example.plan):
-                    return graph, example.plan, planner_of(self.options, name, module, share)
-        graph = self.options.parser_of(name, module)(module, call)
-        ways = ways_of(graph, self.options.solver)
-        share = share or Share(ways[0], ways[-1].plan.plain_peak_bytes, False)
-        return graph, _chosen(self.options, share, graph, ways).plan, planner_of(self.options, name, module, share)
+    example, share = examples.get(name), None
+    if example is not None and is_alike(example.part.module, module):
+        share = example.share
+        with suppress(OgcError):
+            graph = carry_over(module, example.part.graph, call, weighed=share.keeps is not None)
+            if share.keeps is None or share.keeps(graph, example.plan):
+                return graph, example.plan, planner_of(options, name, module, share)
+    graph = options.parse(module, name, call)
+    ways = ways_of(graph, options.solver)
+    share = share or Share(ways[0], ways[-1].plan.plain_peak_bytes, options.wish, in_bytes=False)
+    return graph, share.plan(graph, ways), planner_of(options, name, module, share)

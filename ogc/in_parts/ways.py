@@ -7,16 +7,16 @@ which keeps nothing but what the part was given, or what is costly to make.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import le
 
 from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Decisions, PartCost, Plan, Segment, make_plan, part_cost, recomputed, saved
 from ..solver import frontier, solve
 from ..solver.selective import worth_keeping
-from .combine import Point
 
 POINTS = 10
 """Peaks that the frontier of a part is looked at for."""
@@ -32,10 +32,14 @@ class Way:
     plan: Plan
     cost: PartCost
 
-    @property
-    def point(self) -> Point:
-        """The same as numbers to choose by."""
-        return Point(self.cost.kept_bytes, self.cost.forward_bytes, self.cost.backward_bytes, self.cost.seconds)
+    def is_as_good_as(self, other: Way) -> bool:
+        """Whether this one takes no more of anything than another."""
+        return all(map(le, _amounts(self), _amounts(other)))
+
+
+def _amounts(way: Way) -> tuple[float, ...]:
+    """What less of is better, the most important first."""
+    return way.cost.seconds, way.cost.kept_bytes, way.cost.backward_bytes, way.cost.forward_bytes
 
 
 def ways_of(graph: Graph, solver: str = "optimal") -> tuple[Way, ...]:
@@ -45,16 +49,16 @@ def ways_of(graph: Graph, solver: str = "optimal") -> tuple[Way, ...]:
         graph: of the part.
         solver: as for :func:`ogc.solve`; with another than ``"optimal"`` its plan is the only one, beside the plain.
     """
-    plain = solve(graph, solver="none")
-    if solver != "optimal":
-        plans: Iterable[Plan] = [] if solver == "none" else [solve(graph, solver=solver)]
-        return tuple(Way(plan, part_cost(graph, plan)) for plan in (*plans, plain))
-    found = [plan for plan in frontier(graph, points=POINTS).plans if not plan.is_plain]
-    for decisions in [*(plan.decisions for plan in found), Decisions((saved(0, len(graph)),))]:
-        found += _inside_a_run_again(graph, decisions)
-    found += _keeping_what_is_costly(graph)
-    as_it_is = Way(plain, part_cost(graph, plain))
-    return (*_best([as_it_is, *(Way(plan, part_cost(graph, plan)) for plan in found)]), as_it_is)
+    plans: list[Plan] = []
+    if solver == "optimal":
+        plans = [plan for plan in frontier(graph, points=POINTS).plans if not plan.is_plain]
+        for decisions in [*(plan.decisions for plan in plans), Decisions((saved(0, len(graph)),))]:
+            plans += _inside_a_run_again(graph, decisions)
+        plans += _keeping_what_is_costly(graph)
+    elif solver != "none":
+        plans = [solve(graph, solver=solver)]
+    plain, *others = (Way(plan, part_cost(graph, plan)) for plan in (solve(graph, solver="none"), *plans))
+    return (*(_best([plain, *others]) if solver == "optimal" else others), plain)
 
 
 def _inside_a_run_again(graph: Graph, decisions: Decisions) -> Iterator[Plan]:
@@ -72,9 +76,7 @@ def _inside_a_run_again(graph: Graph, decisions: Decisions) -> Iterator[Plan]:
 
 def _joined(group: list[Segment]) -> Segment:
     first, last = group[0], group[-1]
-    if len(group) == 1 and first.parts and not first.kept:
-        return first
-    if len(group) == 1 and first.start + 1 == first.stop:
+    if len(group) == 1 and ((first.parts and not first.kept) or first.start + 1 == first.stop):
         return first
     return recomputed(first.start, last.stop, *group)
 
@@ -88,17 +90,8 @@ def _keeping_what_is_costly(graph: Graph) -> Iterator[Plan]:
 def _best(ways: list[Way]) -> list[Way]:
     """Those that no other is as good as in every respect, without the plain one; the most frugal first."""
     front: list[Way] = []
-    for way in sorted(ways, key=lambda w: (w.point.seconds, w.point.kept, w.point.backward, w.point.forward)):
-        if not any(_is_as_good(other.point, way.point) for other in front):
+    for way in sorted(ways, key=_amounts):
+        if not any(other.is_as_good_as(way) for other in front):
             front.append(way)
     front = [way for way in front if not way.plan.is_plain]
-    return sorted(front, key=lambda w: (w.point.kept, w.point.backward))[:MOST]
-
-
-def _is_as_good(one: Point, other: Point) -> bool:
-    return (
-        one.kept <= other.kept
-        and one.forward <= other.forward
-        and one.backward <= other.backward
-        and one.seconds <= other.seconds
-    )
+    return sorted(front, key=lambda way: (way.cost.kept_bytes, way.cost.backward_bytes))[:MOST]
