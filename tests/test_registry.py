@@ -22,12 +22,12 @@ aten = torch.ops.aten
 ROOT = Path(ogc.__file__).parent
 
 ELSEWHERE = {
-    "parser/judge.py": {"lift_fresh", "detach_"},  # what recording is about: data that become tensors
-    "parser/recorder/recorder.py": {"lift_fresh", "detach_", "requires_grad_"},
+    "parser/traced.py": {"lift_fresh", "detach_"},  # what recording is about: data that become tensors
+    "parser/recorder/recorder.py": {"lift_fresh", "requires_grad_"},
     "parser/recorder/guards.py": {"_pack_padded_sequence", "clone", "count_nonzero", "stack", "sum"},
     "parser/recorder/record.py": {"clone"},  # calls that a pass or the recorder puts into a program
     "parser/recorder/tensors.py": {"as_strided", "detach"},
-    "parser/passes/settled.py": {"clone"},
+    "parser/passes/last_writes.py": {"clone"},
 }
 """Operators that are named in other rooms, where they are the room's own subject."""
 
