@@ -9,6 +9,7 @@ from torch import nn
 
 import ogc
 from ogc.errors import ParseError
+from ogc.parser.arguments import Sample
 from ogc.parser.faithful import faithful_program
 from ogc.parser.judge import judge
 from ogc.parser.leaves import Leaves
@@ -62,9 +63,8 @@ class Model(nn.Module):
 def recorded():
     torch.manual_seed(0)
     model = Model()
-    spec, tensors = InputSpec.of((torch.randn(4, 3, 8, 8), torch.rand(4)), {})
-    traced, _ = faithful_program(model, spec, tensors, None, Leaves(model, ()))
-    return model, spec, tensors, traced
+    sample = Sample(model, *InputSpec.of((torch.randn(4, 3, 8, 8), torch.rand(4)), {}))
+    return sample, faithful_program(sample, None, Leaves(model, ()))
 
 
 def copied(traced):
@@ -217,27 +217,27 @@ MUTATIONS = [
 
 
 def test_the_program_as_it_was_recorded_is_accepted(recorded):
-    model, spec, tensors, traced = recorded
-    judge(model, spec, tensors, traced)
-    judge(model, spec, tensors, copied(traced))
+    sample, traced = recorded
+    judge(sample, traced)
+    judge(sample, copied(traced))
 
 
 @pytest.mark.parametrize("seed", range(110))
 def test_a_program_that_is_changed_in_one_place_is_refused(recorded, seed):
-    model, spec, tensors, traced = recorded
+    sample, traced = recorded
     changed = copied(traced)
     MUTATIONS[seed % len(MUTATIONS)](changed.graph, random.Random(seed))
     changed.graph.lint()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in sample.model.state_dict().items()}
     random_state = torch.get_rng_state()
     with pytest.raises(OpaqueError):
-        judge(model, spec, tensors, changed)
+        judge(sample, changed)
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in sample.model.state_dict().items())
 
 
 def test_the_first_difference_is_named_with_its_place(recorded):
-    model, spec, tensors, traced = recorded
+    sample, traced = recorded
     changed = copied(traced)
     (node,) = (
         n for n in calls(changed.graph) if n.target is aten.gelu.default and n.meta["module"] == "blocks.1.mix.1"
@@ -247,7 +247,7 @@ def test_the_first_difference_is_named_with_its_place(recorded):
     with pytest.raises(
         OpaqueError, match=r"module 'blocks.1.mix.1', test_judge.py:\d+.*aten.silu.default.*aten.gelu"
     ) as caught:
-        judge(model, spec, tensors, changed)
+        judge(sample, changed)
     assert set(caught.value.modules) == {"blocks.1.mix.1"}
 
 

@@ -2,12 +2,12 @@
 
 import torch
 
-from ogc.parser.passes.reached import reached
+from ogc.parser.forward.flat import gradient_targets
 
 
 def test_inputs_are_numbers_and_parameters_themselves():
     x, w, unused = (torch.ones(3, requires_grad=True) for _ in range(3))
-    found, _ = reached([x * w, torch.ones(3), x], [unused, x])
+    found, _ = gradient_targets([x * w, torch.ones(3), x], [unused, x])
     assert found == {1, w}
 
 
@@ -16,7 +16,7 @@ def test_nodes_come_after_those_that_they_hold():
     skips = [x]
     for _ in range(20):
         skips.append(skips[-1].sin() + sum(skips[-3:]))
-    found, nodes = reached([skips[-1], skips[-4]], [x])
+    found, nodes = gradient_targets([skips[-1], skips[-4]], [x])
     place = {node: number for number, node in enumerate(nodes)}
     assert found == {0} and len(place) == len(nodes)
     held = [(place[node], place[next_]) for node in nodes for next_, _ in node.next_functions if next_ is not None]
@@ -28,6 +28,6 @@ def test_a_long_chain_can_be_let_go_of():
     y = w.exp()
     for _ in range(100_000):
         y = y * w
-    found, nodes = reached([y], [w])
+    found, nodes = gradient_targets([y], [w])
     assert found == {0} and len(nodes) == 100_002
     del y  # and the nodes after it

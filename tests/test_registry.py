@@ -27,7 +27,7 @@ ELSEWHERE = {
     "parser/recorder/guards.py": {"_pack_padded_sequence", "clone", "count_nonzero", "stack", "sum"},
     "parser/recorder/record.py": {"clone"},  # calls that a pass or the recorder puts into a program
     "parser/recorder/tensors.py": {"as_strided", "detach"},
-    "parser/passes/settled.py": {"clone"},
+    "parser/passes/last_writes.py": {"clone"},
 }
 """Operators that are named in other rooms, where they are the room's own subject."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import InputError
-from ..program.structures import Call
+from ..program.structures import Call, InputSpec
 from ..torch_state.hooks import is_compiled
 from .weigh.record import is_dense
 
@@ -62,16 +62,28 @@ def call_arguments(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def check_devices(model: torch.nn.Module, tensors: list[torch.Tensor]) -> torch.device:
+class Sample(NamedTuple):
+    """A model and the arguments of one call of it, rebuilt by ``spec`` from their tensors."""
+
+    model: torch.nn.Module
+    spec: InputSpec
+    tensors: list[torch.Tensor]
+
+    def copies(self) -> list[torch.Tensor]:
+        """Inputs of their own for a run on the side."""
+        return copies(self.tensors)
+
+
+def check_devices(sample: Sample) -> torch.device:
     """The device of the model's parameters.
 
     Raises:
         InputError: there is no tensor in the sample input, or one lives on another device.
     """
-    home = next(p.device for p in model.parameters())
-    if not tensors:
+    home = next(p.device for p in sample.model.parameters())
+    if not sample.tensors:
         raise InputError("sample_input holds no tensor")
-    for number, tensor in enumerate(tensors):
+    for number, tensor in enumerate(sample.tensors):
         if tensor.device != home and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
             raise InputError(
                 f"tensor {number} of sample_input is on {tensor.device}, the model on {home}; "

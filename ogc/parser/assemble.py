@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,25 +13,23 @@ from ..operators.weights import Weights
 from ..program.leaf import runs_once
 from ..program.program import Program, TensorRef
 from ..program.structures import InputSpec
-from .passes.versions import separate_versions
+from .passes.in_place import separate_versions
 from .traced import Traced
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
 from .weigh.record import Observation, Record
 
 
-def graph_of(
-    spec: InputSpec, traced: Traced, observation: Observation, weights: list[Weights], device: str, kind: str
-) -> Graph:
+def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: str, kind: str) -> Graph:
+    """The graph of a program that was observed and weighed for ``device``; ``kind`` is the profile's."""
     records = observation.records
     taken = versions_of(traced.graph, observation)
     ends = [TensorRef(node.name, 0) for node in _returned(traced.graph)]
     returned = [observation.rebased.get(ref, ref) for ref in ends]
-    live = gradient_bytes([_gradients(r, w) for r, w in zip(records, weights, strict=True)], returned)
-    plain = gradient_bytes([_gradients(r, w.plain or w) for r, w in zip(records, weights, strict=True)], returned)
+    live = gradient_bytes([_gradients(r, r.weights) for r in records], returned)
+    plain = gradient_bytes([_gradients(r, r.weights.plain or r.weights) for r in records], returned)
     seen = memory_of(records, taken)
-    operations = tuple(
-        _operation(*of_one, observation.storages) for of_one in zip(records, weights, live, plain, seen, strict=True)
-    )
+    each = zip(records, live, plain, seen, strict=True)
+    operations = tuple(_operation(*of_one, observation.storages) for of_one in each)
     program = program_of(spec, traced, observation, taken)
     return Graph(operations, values_of(observation), program, device, kind)
 
@@ -93,13 +91,12 @@ def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> l
 
 def _operation(
     record: Record,
-    weights: Weights,
     live: LiveGradients,
     plain_gradients: LiveGradients,
     seen: dict[str, Any],
-    storages: Mapping[TensorRef, int],
+    storages: dict[TensorRef, int],
 ) -> Operation:
-    node = record.node
+    node, weights = record.node, record.weights
     ours = PlainOperator(seen["saves"], _internal_bytes(record, weights), weights.scratch_bytes, live.during)
     theirs = weights.plain or weights
     given = (record.arguments[n] for n in theirs.saved_arguments)

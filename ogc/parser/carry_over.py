@@ -8,6 +8,7 @@ as kernels are chosen by shape.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,11 @@ import torch
 from ..errors import ParseError
 from ..graph import Graph
 from ..operators.sliced import Sliced
-from ..operators.weights import Weights
 from ..program.leaf import Leaf
 from ..program.program import Program
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import plainly, untouched
-from .arguments import call_arguments, check_devices
+from .arguments import Sample, call_arguments, check_devices
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
 from .parse import lower, profiler_of, record_program
@@ -50,43 +50,39 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
     if any(isinstance(node.target, Sliced) for node in program.operations):
         raise ParseError("a plan in slices is not carried over")
     refuse_root_hooks(model)
-    spec, tensors = InputSpec.of(*call_arguments(sample_input))
-    home = check_devices(model, tensors)
-    modules = sorted(called_leaves(program.graph))
-    with untouched(given=spec.constants):
-        recorded = record_program(model, spec, tensors, program.parse_graph, Leaves(model, modules))
-        visitor = _Repeating(model, program, profiler_of(graph.profile, home, home) if weighed else None)
-        traced, observation = lower(model, recorded, tensors, home, visitor)
+    sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
+    home = check_devices(sample)
+    leaves = {node.target.name: node.target for node in program.operations if isinstance(node.target, Leaf)}
+    profiler = profiler_of(graph.profile, home, home) if weighed else None
+    with untouched(given=sample.spec.constants):
+        recorded = record_program(sample, program.parse_graph, Leaves(model, sorted(called_leaves(program.graph))))
+        traced, observation = lower(sample, recorded, home, partial(_visit, model, leaves, profiler))
     _check_same_program(program.graph, traced.graph)
     if weighed:
-        found = graph_of(spec, traced, observation, visitor.weights, graph.device, graph.profile)
+        found = graph_of(sample.spec, traced, observation, graph.device, graph.profile)
         return replace(found, program=replace(found.program, parse_graph=program.parse_graph))
     taken = versions_of(traced.graph, observation)
-    again = replace(program_of(spec, traced, observation, taken), parse_graph=program.parse_graph)
+    again = replace(program_of(sample.spec, traced, observation, taken), parse_graph=program.parse_graph)
     seen = memory_of(observation.records, taken)
     operations = tuple(replace(op, **fields) for op, fields in zip(graph.operations, seen, strict=True))
     return replace(graph, operations=operations, values=values_of(observation), program=again)
 
 
-class _Repeating:
-    """Lets those leaves be called again that may be in a known program, and weighs all if there is a profiler."""
-
-    def __init__(self, model: torch.nn.Module, program: Program, profiler: Measurer | Estimator | None) -> None:
-        self.model = model
-        self.profiler = profiler
-        self.leaves = [node.target for node in program.operations if isinstance(node.target, Leaf)]
-        self.begin()
-
-    def begin(self) -> None:
-        self.pending = iter(self.leaves)
-        self.weights: list[Weights] = []
-
-    def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
-        if isinstance(node.target, Leaf) and (known := next(self.pending, None)) is not None and known.repeatable:
-            node.target = replace(node.target, repeatable=True)
-            record.random = True  # as it may draw numbers
-        if self.profiler is not None:
-            self.weights.append(weigh(self.model, self.profiler, node, args, kwargs, record))
+def _visit(
+    model: torch.nn.Module,
+    leaves: dict[str, Leaf],
+    profiler: Measurer | Estimator | None,
+    node: torch.fx.Node,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    record: Record,
+) -> None:
+    """Let a leaf be called again that may be in the known program; weigh an operation if there is a profiler."""
+    if isinstance(node.target, Leaf) and (known := leaves.get(node.target.name)) is not None and known.repeatable:
+        node.target = replace(node.target, repeatable=True)
+        record.random = True  # as it may draw numbers
+    if profiler is not None:
+        record.weights = weigh(model, profiler, node, args, kwargs, record)
 
 
 def _check_same_program(known: torch.fx.Graph, new: torch.fx.Graph) -> None:

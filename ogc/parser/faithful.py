@@ -7,43 +7,35 @@ from dataclasses import replace
 import torch
 
 from ..errors import ParseError
-from ..program.structures import InputSpec
 from ..torch_state.compare import same_bits
 from ..torch_state.no_trace import attributes_of, changes, untouched
-from .arguments import copies
+from .arguments import Sample
 from .custom import CustomForward
-from .forward.flat import forward_alone
+from .forward.flat import FlatForward, state_of
 from .judge import judge
 from .leaves import Leaves
 from .recorder import record
 from .traced import FrontEnd, OpaqueError, RecordAgain, Traced, called_leaves
-from .weigh.observe import state_of
 
 front_end: FrontEnd = record
 """The one in use."""
 
 
-def faithful_program(
-    model: torch.nn.Module,
-    spec: InputSpec,
-    tensors: list[torch.Tensor],
-    forward: CustomForward | None,
-    leaves: Leaves,
-) -> tuple[Traced, list[torch.Tensor]]:
-    """The model's program, every call in it, with as many leaves as it takes; the model's state afterwards.
+def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leaves) -> Traced:
+    """The model's program, every call in it, with as many leaves as it takes; with the model's state after it.
 
     It has been held against a forward that nobody records; see :mod:`ogc.parser.judge`.
     """
-    is_careful = False
+    model, is_careful = sample.model, False
     while True:
         try:
             with untouched(model):
                 before = attributes_of(model)
-                traced = front_end(model, spec, copies(tensors), forward, leaves.names, is_careful=is_careful)
-                after = state_of(model)
-                called = called_leaves(traced.graph)
-                changed = dict(changes(before, after_attributes := attributes_of(model), called))
-                leaves.changing = dict(changes(before, after_attributes, ()))
+                traced = front_end(model, sample.spec, sample.copies(), forward, leaves.names, is_careful=is_careful)
+                state, after = state_of(model), attributes_of(model)
+            called = called_leaves(traced.graph)
+            changed = dict(changes(before, after, called))
+            leaves.changing = dict(changes(before, after, ()))
             if forward is not None:
                 leaves.check_hooks(called)
             elif not any(traced.requires_grad):
@@ -52,43 +44,43 @@ def faithful_program(
                     "take torch.no_grad() or detach() out of it"
                 )
             elif changed:
-                _refuse_dependence(model, spec, tensors, traced, changed, leaves.names)
-            judge(model, spec, tensors, traced, forward)
-            return _with_expected(model, tensors, traced), after
+                _refuse_dependence(sample, traced, changed, leaves.names)
+            judge(sample, traced, forward)
+            return replace(_with_expected(sample, traced), state=state)
         except RecordAgain as again:
             is_careful = again.is_careful
         except OpaqueError as problem:
-            if isinstance(problem.__cause__, Exception) and not _runs(model, spec, tensors):
+            if isinstance(problem.__cause__, Exception) and not _runs(sample):
                 raise problem.__cause__ from None
             leaves.cover(problem)
 
 
-def _runs(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) -> bool:
+def _runs(sample: Sample) -> bool:
     try:
-        with untouched(model):
-            forward_alone(model, spec, copies(tensors))
+        with untouched(sample.model):
+            _outputs(sample)
     except Exception:  # the model's own, as it was in the recording
         return False
     return True
 
 
-def _with_expected(model: torch.nn.Module, tensors: list[torch.Tensor], traced: Traced) -> Traced:
+def _outputs(sample: Sample) -> list[torch.Tensor]:
+    """The tensors that the model's forward returns, detached."""
+    flat = FlatForward(sample.model.forward, sample.spec)
+    flat.run(sample.copies())
+    return flat.outputs
+
+
+def _with_expected(sample: Sample, traced: Traced) -> Traced:
     """The program with what its guards read for the sample."""
     if traced.guards is None:
         return traced
-    with untouched(model):
-        expected = traced.guards.read(model, copies(tensors))
+    with untouched(sample.model):
+        expected = traced.guards.read(sample.model, sample.copies())
     return replace(traced, guards=replace(traced.guards, expected=expected))
 
 
-def _refuse_dependence(
-    model: torch.nn.Module,
-    spec: InputSpec,
-    tensors: list[torch.Tensor],
-    traced: Traced,
-    changed: dict[str, str],
-    leaves: set[str],
-) -> None:
+def _refuse_dependence(sample: Sample, traced: Traced, changed: dict[str, str], leaves: set[str]) -> None:
     """Raise OpaqueError unless the attributes that a first call changed stay as they are then, and make no difference.
 
     Args:
@@ -98,11 +90,12 @@ def _refuse_dependence(
     Raises:
         OpaqueError: it names the modules whose attributes count, collect or tell the first call from others.
     """
+    model = sample.model
     with untouched(model):
         with untouched(model, attributes_stay=True):
-            forward_alone(model, spec, copies(tensors))
+            _outputs(sample)
         before = attributes_of(model)
-        outputs = forward_alone(model, spec, copies(tensors))
+        outputs = _outputs(sample)
         again = dict(changes(before, attributes_of(model), leaves))
     when = "each call" if again else "its first call"
     if again or not all(map(same_bits, outputs, traced.outputs)):

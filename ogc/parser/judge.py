@@ -8,62 +8,48 @@ backward in between, build the same autograd graph, and leave the same outputs, 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..program.program import OWN, args_of, get_attribute, run_nodes, storage_of, without_autocast
-from ..program.structures import InputSpec, OutputSpec
+from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
 from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode, id_of_storage
-from .arguments import copies
-from .forward.flat import FlatForward, nothing_saved
+from .arguments import Sample
+from .forward.flat import FlatForward, gradient_targets, nothing_saved, other_state, state_of
 from .forward.patches import seen_as_recorded
-from .passes.reached import reached
 from .traced import ON_CONSTANTS, OpaqueError, Traced, called_leaves
-from .weigh.observe import state_of
 
 Forward = Callable[..., Any]
 
 
-def judge(
-    model: torch.nn.Module,
-    spec: InputSpec,
-    tensors: list[torch.Tensor],
-    traced: Traced,
-    forward: Forward | None = None,
-) -> None:
-    """Do nothing if the program is what the forward runs.
+def judge(sample: Sample, traced: Traced, forward: Forward | None = None) -> None:
+    """Do nothing if the program, every call in it, is what the model's forward runs, or ``forward`` if that is given.
 
-    It takes a forward of the model and one of the program, with the memory of inference.
-
-    Args:
-        model: the model.
-        spec: how the arguments are rebuilt from ``tensors``.
-        tensors: the tensors among the arguments of the call.
-        traced: the recorded program, every call in it.
-        forward: what was recorded, if not the model's forward.
+    It takes a run of each, with the memory of inference.
 
     Raises:
         OpaqueError: it names the module, the file and the line where the two part.
     """
     leaves = called_leaves(traced.graph)
-    with untouched(model):
-        eager = _Run(model, copies(tensors))
-        with eager.seen(leaves):
-            eager.run_forward(model.forward if forward is None else forward, spec)
+    flat = FlatForward(sample.model.forward if forward is None else forward, sample.spec)
+    eager = _Run(sample, leaves, lambda log, inputs: flat(*inputs))
     _compare_outputs(traced, traced.outputs, eager.outputs)
     eager.outputs = []
-    with untouched(model):
-        replay = _Run(model, copies(tensors))
-        with replay.seen(leaves):
-            replay.run_program(traced)
+    replay = _Run(sample, leaves, partial(_replay, sample.model, traced))
     _compare_events(eager.log, replay.log)
-    _compare_results(model, eager, replay, traced)
+    if flat.output_spec != traced.output_spec:
+        _refuse(None, f"a result of the structure {traced.output_spec} instead of {flat.output_spec}")
+    _compare_outputs(traced, replay.outputs, traced.outputs)
+    if replay.autograd != eager.autograd:
+        _refuse(None, _first_difference(replay.autograd, eager.autograd))
+    if other := other_state(replay.state, eager.state):
+        _refuse(None, ": ".join(other))
 
 
 class _Log(TorchDispatchMode):
@@ -96,9 +82,8 @@ class _Log(TorchDispatchMode):
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Note that autograd saves a tensor."""
-        if self.is_paused:
-            return
-        self._add(("saved", self._tensor(tensor, is_known=True)))
+        if not self.is_paused:
+            self._add(("saved", self._tensor(tensor, is_known=True)))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -131,15 +116,8 @@ class _Log(TorchDispatchMode):
         number = self._number(tensor)
         # What nobody made in this forward is known by what it holds.
         content = None if is_known or self.count == before or tensor.is_meta else int(fingerprint(tensor))
-        return (
-            number,
-            content,
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.dtype,
-            tensor.device,
-        )
+        layout = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        return number, content, *layout, tensor.dtype, tensor.device
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -151,51 +129,32 @@ class _Log(TorchDispatchMode):
 
 
 class _Run:
-    """One run under a log, and what came of it."""
+    """One run under a log, and what came of it.
 
-    def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
-        self.model = model
-        self.inputs = inputs
-        self.log = _Log([*inputs, *model.parameters(), *model.buffers()])
-        self.outputs: list[torch.Tensor] = []
-        self.output_spec: OutputSpec | None = None
-        self.autograd: list[Any] = []
-        self.state: list[torch.Tensor] = []
-        self._nodes: list[Any] = []  # held until the outputs are gone
+    Args:
+        sample: the model and its arguments; the model is afterwards as before.
+        leaves: names of the submodules that the program calls.
+        forward: returns the output tensors, given the log and the input tensors.
+    """
 
-    def seen(self, leaves: Collection[str]) -> AbstractContextManager[None]:
-        """Inside, the forward runs as a front end sees it, and this log is told of what leaves save."""
-        return seen_as_recorded(self.model, leaves, self.log.saved, self.log.paused)
+    def __init__(
+        self, sample: Sample, leaves: Collection[str], forward: Callable[[_Log, list[torch.Tensor]], list[torch.Tensor]]
+    ) -> None:
+        model = sample.model
+        with untouched(model):
+            inputs = sample.copies()
+            self.log = log = _Log([*inputs, *model.parameters(), *model.buffers()])
+            with seen_as_recorded(model, leaves, log.saved, log.paused), nothing_saved(log.saved), log:
+                outputs = forward(log, inputs)
+            self.outputs = [tensor.detach() for tensor in outputs]
+            _, self._nodes = gradient_targets(outputs, inputs)  # held until the outputs are gone
+            self.autograd = self._described(outputs, [*inputs, *model.parameters()])
+            self.state = state_of(model)
 
-    def run_forward(self, forward: Forward, spec: InputSpec) -> None:
-        """Run what eager runs."""
-        flat = FlatForward(forward, spec)
-        with nothing_saved(self.log.saved), self.log:
-            outputs = flat(*self.inputs)
-        self.output_spec = flat.output_spec
-        self._finish(outputs)
-
-    def run_program(self, traced: Traced) -> None:
-        """Run a program."""
-        try:
-            with nothing_saved(self.log.saved), without_autocast(), self.log:
-                fetch = partial(get_attribute, self.model, traced.constants)
-                outputs = list(run_nodes(traced.graph.nodes, self.inputs, fetch, self._call))
-        except Exception as error:
-            _refuse(self.log.owner, f"a call that fails ({type(error).__name__}: {error})")
-        self._finish(outputs)
-
-    def _finish(self, outputs: list[torch.Tensor]) -> None:
-        self.outputs = [tensor.detach() for tensor in outputs]
-        _, self._nodes = reached(outputs, self.inputs)
-        self.autograd = self._described(outputs)
-        self.state = state_of(self.model)
-        self.inputs = []
-
-    def _described(self, outputs: list[torch.Tensor]) -> list[Any]:
+    def _described(self, outputs: list[torch.Tensor], ends: list[torch.Tensor]) -> list[Any]:
         """The autograd graph behind the outputs, in an order that depends on it alone."""
         numbers = {node: number for number, node in enumerate(self._nodes)}
-        known = {id(tensor): number for number, tensor in enumerate([*self.inputs, *self.model.parameters()])}
+        known = {id(tensor): number for number, tensor in enumerate(ends)}
         described: list[Any] = [None if t.grad_fn is None else (numbers[t.grad_fn], t.output_nr) for t in outputs]
         for node in self._nodes:
             edges = [None if after is None else (numbers[after], place) for after, place in node.next_functions]
@@ -203,35 +162,30 @@ class _Run:
             described.append((node.name(), edges, None if variable is None else known.get(id(variable))))
         return described
 
-    def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
-        self.log.owner = node
-        args, kwargs = args_of(node, values)
-        target: Any = node.target
-        with self.log.paused() if OWN in node.meta else nullcontext():
-            return target(*args, **kwargs)
+
+def _replay(model: torch.nn.Module, traced: Traced, log: _Log, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a program, and tell the log which call is running."""
+
+    def call(node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+        log.owner = node
+        with log.paused() if OWN in node.meta else nullcontext():
+            return call_node(node, values)
+
+    try:
+        with without_autocast():
+            return list(run_nodes(traced.graph.nodes, inputs, partial(get_attribute, model, traced.constants), call))
+    except Exception as error:
+        _refuse(log.owner, f"a call that fails ({type(error).__name__}: {error})")
 
 
 def _compare_events(eager: _Log, replay: _Log) -> None:
-    for number, (theirs, ours) in enumerate(zip(eager.events, replay.events, strict=False)):
+    for theirs, ours, owner in zip_longest(eager.events, replay.events, replay.owners):
+        if ours is None:
+            _refuse(replay.owner, f"nothing more where {_text(theirs)} follows")
+        if theirs is None:
+            _refuse(owner, f"{_text(ours)} where nothing more follows")
         if theirs != ours:
-            _refuse(replay.owners[number], f"{_text(ours)} instead of {_text(theirs)}")
-    if len(eager.events) > len(replay.events):
-        _refuse(replay.owner, f"nothing more where {_text(eager.events[len(replay.events)])} follows")
-    if len(eager.events) < len(replay.events):
-        number = len(eager.events)
-        _refuse(replay.owners[number], f"{_text(replay.events[number])} where nothing more follows")
-
-
-def _compare_results(model: torch.nn.Module, eager: _Run, replay: _Run, traced: Traced) -> None:
-    if eager.output_spec != traced.output_spec:
-        _refuse(None, f"a result of the structure {traced.output_spec} instead of {eager.output_spec}")
-    _compare_outputs(traced, replay.outputs, traced.outputs)
-    if replay.autograd != eager.autograd:
-        _refuse(None, _first_difference(replay.autograd, eager.autograd))
-    names = [*(f"buffer {name}" for name, _ in model.named_buffers()), "random state"]
-    for name, ours, theirs in zip(names, replay.state, eager.state, strict=True):
-        if not same_bits(ours, theirs):
-            _refuse(None, f"another {name}: {difference(ours, theirs)}")
+            _refuse(owner, f"{_text(ours)} instead of {_text(theirs)}")
 
 
 def _compare_outputs(traced: Traced, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from ..errors import ParseError
 from ..graph import Graph
 from ..operators.registry import low_memory_form
-from ..operators.weights import Weights
 from ..program.leaf import Leaf
 from ..program.structures import InputSpec
 from ..torch_state.collecting import collecting_new_only
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.no_trace import plainly, untouched
-from .arguments import call_arguments, check_devices, check_model, copies, device_of, profile_kind
+from .arguments import Sample, call_arguments, check_devices, check_model, device_of, profile_kind
 from .assemble import graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
-from .forward.flat import FlatForward
+from .forward.flat import FlatForward, other_state, state_of
 from .leaves import LeafModules, Leaves
-from .passes.reached import names_of
-from .passes.rebased import run_out_of_place
-from .passes.settled import copy_settled
+from .passes.in_place import run_out_of_place
+from .passes.last_writes import copy_after_last_write
 from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .passes.unfold import Unfolding
 from .repeatable import refuse_chance, why_not_again
@@ -34,10 +32,8 @@ from .traced import READS, OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator
 from .weigh.leaf import weigh
 from .weigh.measure import Measurer
-from .weigh.observe import observe, state_of
+from .weigh.observe import Visit, observe
 from .weigh.record import Observation, Record
-
-log = logging.getLogger(__name__)
 
 
 @collecting_new_only()
@@ -94,25 +90,24 @@ def parse(
         ParseError: the forward cannot be represented faithfully, or the graph made by hand is not the model's.
     """
     check_model(model)
-    args, kwargs = call_arguments(sample_input)
-    spec, tensors = InputSpec.of(args, kwargs)
-    home = check_devices(model, tensors)
+    sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
+    home = check_devices(sample)
     target = device_of(device) if device is not None else home
     kind = profile_kind(profile, home, target)
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
-    weighing = _Weighing(model, profiler_of(kind, target, home), leaves)
-    with untouched(given=spec.constants):
+    visit = partial(_visit, model, profiler_of(kind, target, home), leaves)
+    with untouched(given=sample.spec.constants):
         while True:
-            recorded = record_program(model, spec, tensors, make, leaves)
+            recorded = record_program(sample, make, leaves)
             try:
-                traced, observation = lower(model, recorded, tensors, target, weighing, stretches, slices)
+                traced, observation = lower(sample, recorded, target, visit, stretches, slices)
                 break
             except OpaqueError as problem:
                 leaves.cover(problem)
     leaves.report()
-    graph = graph_of(spec, traced, observation, weighing.weights, str(target), kind)
-    found = tuple(find_stretches(observation.records, weighing.samplewise))
+    graph = graph_of(sample.spec, traced, observation, str(target), kind)
+    found = tuple(find_stretches(observation.records))
     return replace(graph, program=replace(graph.program, parse_graph=make), stretches=found)
 
 
@@ -121,111 +116,90 @@ def profiler_of(kind: str, device: torch.device, home: torch.device) -> Measurer
     return Measurer(home) if kind == "measure" else Estimator(device, home)
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """A program that is what eager runs, and the model's state after it."""
-
-    traced: Traced
-    state: list[torch.Tensor]
-
-
-def record_program(
-    model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor], make: ParseGraph | None, leaves: Leaves
-) -> Recorded:
+def record_program(sample: Sample, make: ParseGraph | None, leaves: Leaves) -> Traced:
     """The program of a model's forward, or of the graph that ``make`` returns, every call in it."""
-    custom = None
-    if make is not None:
-        with untouched(model):
-            custom = custom_forward(model, make, *spec.rebuild(copies(tensors)))
-    traced, state = faithful_program(model, spec, tensors, custom, leaves)
-    if custom is not None:
-        _refuse_foreign_parameters(traced)
-        traced = _check_custom(model, custom, spec, tensors, traced, state)
-    return Recorded(traced, state)
-
-
-class Visitor(Protocol):
-    """Is shown each operation as it runs, from the start as often as the program changes."""
-
-    def begin(self) -> None: ...
-
-    def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None: ...
+    if make is None:
+        return faithful_program(sample, None, leaves)
+    with untouched(sample.model):
+        custom = custom_forward(sample.model, make, *sample.spec.rebuild(sample.copies()))
+    traced = faithful_program(sample, custom, leaves)
+    _refuse_foreign_parameters(traced)
+    return _check_custom(sample, custom, traced)
 
 
 def lower(
-    model: torch.nn.Module,
-    recorded: Recorded,
-    tensors: list[torch.Tensor],
+    sample: Sample,
+    recorded: Traced,
     device: torch.device,
-    visitor: Visitor,
+    visit: Visit,
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
 ) -> tuple[Traced, Observation]:
     """The program in the form that is planned, and an observation of one run of it.
 
+    ``visit`` is shown each operation as it runs, from the start as often as the program changes.
+
     Raises:
         ParseError: in that form it is not what the model computes.
     """
-    program = without_unused(recorded.traced.graph)
+    program = without_unused(recorded.graph)
     run_out_of_place(program)
     use_low_memory(program, device)
     unfolding = Unfolding()
 
-    def visit(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
-        visitor(node, args, kwargs, record)
+    def visit_and_meet(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
+        visit(node, args, kwargs, record)
         if device.type == "cpu":
             unfolding.meet(node, args, kwargs)
 
     while True:
-        visitor.begin()
-        traced = replace(recorded.traced, graph=without_unused(program) if stretches else program)
+        traced = replace(recorded, graph=without_unused(program) if stretches else program)
         slice_stretches(traced.graph, stretches, slices)
-        with untouched(model):
-            observation = observe(model, traced, copies(tensors), visit)
-            state = state_of(model)
-        has_copies = copy_settled(program, observation)
+        with untouched(sample.model):
+            observation = observe(sample.model, traced, sample.copies(), visit_and_meet)
+            state = state_of(sample.model)
+        has_copies = copy_after_last_write(program, observation)
         if not unfolding.carry_out(program) and not has_copies:
             break
-    check_same(traced, observation, recorded.state, state, close if stretches else same_bits)
-    _check_grad_targets("replaying the program", observation.grad_targets, traced.grad_targets, model)
+    _check_same(traced, observation, state, close if stretches else same_bits)
+    _check_grad_targets("replaying the program", observation.grad_targets, traced.grad_targets, sample.model)
     return traced, observation
 
 
-class _Weighing:
-    """Weighs each operation."""
+def _visit(
+    model: torch.nn.Module,
+    profiler: Measurer | Estimator,
+    leaves: Leaves,
+    node: torch.fx.Node,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    record: Record,
+) -> None:
+    """Weigh an operation, and find out how it may be run."""
+    if isinstance(node.target, Leaf):
+        if record.random and node.meta[READS]:
+            refuse_chance(model, node, args)
+        _allow_repeats(model, leaves, node, args, record)
+    record.weights = weigh(model, profiler, node, args, kwargs, record)
+    record.is_samplewise = is_samplewise(node, args)
 
-    def __init__(self, model: torch.nn.Module, profiler: Measurer | Estimator, leaves: Leaves) -> None:
-        self.model = model
-        self.profiler = profiler
-        self.leaves = leaves
-        self.begin()
 
-    def begin(self) -> None:
-        self.weights: list[Weights] = []
-        self.samplewise: list[bool] = []
-
-    def __call__(self, node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
-        if isinstance(node.target, Leaf):
-            if record.random and node.meta[READS]:
-                refuse_chance(self.model, node, args)
-            self._allow_repeats(node, args, record)
-        self.weights.append(weigh(self.model, self.profiler, node, args, kwargs, record))
-        self.samplewise.append(is_samplewise(node, args))
-
-    def _allow_repeats(self, node: torch.fx.Node, args: tuple[Any, ...], record: Record) -> None:
-        """Make a leaf repeatable unless something stands in the way."""
-        assert isinstance(node.target, Leaf)
-        name, is_named = node.target.module, self.leaves.is_repeatable(node.target.module)
-        if not is_named and (record.random or not self.leaves.finds_repeatable):
-            return
-        changed = self.leaves.changed_attribute(name) if node.target.submodule is not None else None
-        obstacle = f"changes its attribute {changed}" if changed else why_not_again(self.model, node, args, record)
-        node.target = replace(node.target, repeatable=obstacle is None)
-        if obstacle is None:
-            self.leaves.repeated.add(name)
-            record.random = True  # it may draw numbers as the data will have it
-        elif is_named:
-            self.leaves.obstacles[name] = obstacle
+def _allow_repeats(
+    model: torch.nn.Module, leaves: Leaves, node: torch.fx.Node, args: tuple[Any, ...], record: Record
+) -> None:
+    """Make a leaf repeatable unless something stands in the way."""
+    assert isinstance(node.target, Leaf)
+    name, is_named = node.target.module, leaves.is_repeatable(node.target.module)
+    if not is_named and (record.random or not leaves.finds_repeatable):
+        return
+    changed = leaves.changed_attribute(name) if node.target.submodule is not None else None
+    obstacle = f"changes its attribute {changed}" if changed else why_not_again(model, node, args, record)
+    node.target = replace(node.target, repeatable=obstacle is None)
+    if obstacle is None:
+        leaves.repeated.add(name)
+        record.random = True  # it may draw numbers as the data will have it
+    elif is_named:
+        leaves.obstacles[name] = obstacle
 
 
 def _refuse_foreign_parameters(traced: Traced) -> None:
@@ -239,19 +213,12 @@ def _refuse_foreign_parameters(traced: Traced) -> None:
             )
 
 
-def _check_custom(
-    model: torch.nn.Module,
-    custom: CustomForward,
-    spec: InputSpec,
-    tensors: list[torch.Tensor],
-    traced: Traced,
-    after_trace: list[torch.Tensor],
-) -> Traced:
+def _check_custom(sample: Sample, custom: CustomForward, traced: Traced) -> Traced:
     """A graph made by hand must do what the model's forward does. Its outputs get the forward's structure."""
-    plain = FlatForward(model.forward, spec)
-    with untouched(model):
-        plain.run(copies(tensors))
-        after_plain = state_of(model)
+    plain = FlatForward(sample.model.forward, sample.spec)
+    with untouched(sample.model):
+        plain.run(sample.copies())
+        state = state_of(sample.model)
     if len(traced.outputs) != len(plain.outputs):
         raise ParseError(
             f"the graph gives {len(traced.outputs)} output tensors, the model's forward {len(plain.outputs)}"
@@ -262,11 +229,9 @@ def _check_custom(
             raise ParseError(f"{where}: {difference(ours, theirs)}")
         if traced.requires_grad[number] != plain.requires_grad[number]:
             raise ParseError(f"{where}: only one of the two requires grad")
-    _check_grad_targets("the graph", traced.grad_targets, plain.grad_targets, model)
-    names = [*(f"buffer {name}" for name, _ in model.named_buffers()), "random state"]
-    for name, ours, theirs in zip(names, after_trace, after_plain, strict=True):
-        if not same_bits(ours, theirs):
-            raise ParseError(f"the graph leaves another {name} than the model's forward: {difference(ours, theirs)}")
+    _check_grad_targets("the graph", traced.grad_targets, plain.grad_targets, sample.model)
+    if other := other_state(traced.state, state):
+        raise ParseError(f"the graph leaves {other[0]} than the model's forward: {other[1]}")
     assert plain.output_spec is not None
     return replace(traced, output_spec=plain.output_spec)
 
@@ -280,11 +245,10 @@ def use_low_memory(graph: torch.fx.Graph, device: torch.device) -> None:
             node.target = form
 
 
-def check_same(
+def _check_same(
     traced: Traced,
     observation: Observation,
-    after_trace: list[torch.Tensor],
-    after_program: list[torch.Tensor],
+    state: dict[str, torch.Tensor],
     same: Callable[[torch.Tensor, torch.Tensor], bool],
 ) -> None:
     """Raise ParseError unless the program gave what the model gave, or it is not this model's."""
@@ -294,18 +258,22 @@ def check_same(
                 f"replaying the program gives another output {number} than the model's forward; "
                 "the forward is not deterministic, or depends on Python state that changes between calls"
             )
-    if not all(same(a, b) for a, b in zip(after_trace, after_program, strict=True)):
+    if not all(same(traced.state[name], state[name]) for name in traced.state):
         raise ParseError("replaying the program leaves other buffers or random state than the model's forward")
 
 
 def _check_grad_targets(what: str, ours: frozenset[Any], theirs: frozenset[Any], model: torch.nn.Module) -> None:
     """Raise ParseError unless both give gradients to the same inputs and parameters."""
-    known = {*map(id, model.parameters())}
-    ours, theirs = (frozenset(t for t in targets if isinstance(t, int) or id(t) in known) for targets in (ours, theirs))
-    if ours != theirs:
+    known = {id(parameter): name for name, parameter in model.named_parameters()}
+    given, wanted = (
+        {f"input {t}" if isinstance(t, int) else known[id(t)] for t in targets if isinstance(t, int) or id(t) in known}
+        for targets in (ours, theirs)
+    )
+    if given != wanted:
+        missing, added = (", ".join(sorted(names)) or "nothing" for names in (wanted - given, given - wanted))
         raise ParseError(
-            f"{what} does not give gradients to what the model's forward gives them to: it misses "
-            f"{names_of(theirs - ours, model)} and adds {names_of(ours - theirs, model)}"
+            f"{what} does not give gradients to what the model's forward gives them to: it misses {missing} and adds "
+            f"{added}"
         )
 
 

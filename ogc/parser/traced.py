@@ -65,8 +65,9 @@ class Traced:
         output_spec: the structure of the result.
         outputs: its tensors, detached.
         requires_grad: of each output.
-        grad_targets: the tensors that a backward gives gradients to; see :func:`ogc.parser.passes.reached.reached`.
+        grad_targets: what a backward gives gradients to; see :func:`ogc.parser.forward.flat.gradient_targets`.
         guards: what Python read out of tensors on the way; the program holds as long as these are the same.
+        state: the model's after the call, once that was judged; see :func:`ogc.parser.forward.flat.state_of`.
     """
 
     graph: torch.fx.Graph
@@ -76,6 +77,7 @@ class Traced:
     requires_grad: list[bool] = field(default_factory=list)
     grad_targets: frozenset[Any] = frozenset()
     guards: Guards | None = None
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class RecordAgain(Exception):

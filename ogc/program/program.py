@@ -123,13 +123,8 @@ class Guards:
 
     def read(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
         """What the guards return for these inputs."""
-
-        def call(node: Any, values: dict[torch.fx.Node, Any]) -> Any:
-            args, kwargs = args_of(node, values)
-            return node.target(*args, **kwargs)
-
         with torch.no_grad(), without_autocast():
-            return tuple(run_nodes(self.graph.nodes, inputs, partial(get_attribute, model, self.constants), call))
+            return tuple(run_nodes(self.graph.nodes, inputs, partial(get_attribute, model, self.constants), call_node))
 
     def difference(self, values: tuple[Any, ...]) -> str:
         """The first value that is not as expected, in words; "" if there is none."""
@@ -186,6 +181,12 @@ def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], ta
 def args_of(node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
     """Positional and keyword arguments of a call, with values in the places of nodes."""
     return torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+
+
+def call_node(node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+    """What a call returns, with values in the places of nodes."""
+    args, kwargs = args_of(node, values)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def run_nodes(

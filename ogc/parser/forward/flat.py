@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...errors import OgcError, ParseError, add_note
 from ...program.structures import Given, InputSpec, OutputSpec
-from ..passes.reached import reached
+from ...torch_state.compare import difference, same_bits
 from ..traced import OpaqueError
 from .location import entry
 
@@ -57,7 +57,7 @@ class FlatForward:
         """Look at the outputs of a call with these tensors; apart from it, as calls may be watched."""
         self.outputs = [tensor.detach() for tensor in outputs]
         self.requires_grad = [tensor.requires_grad for tensor in outputs]
-        self.grad_targets, self.graph = reached(outputs, tensors)
+        self.grad_targets, self.graph = gradient_targets(outputs, tensors)
 
     def run(self, tensors: list[torch.Tensor]) -> None:
         """Call it, with gradients on and nothing saved, and look at the outputs."""
@@ -65,11 +65,55 @@ class FlatForward:
             self.finish(self(*tensors), tensors)
 
 
-def forward_alone(model: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that the model's forward returns, detached, with gradients on and nothing saved."""
-    flat = FlatForward(model.forward, spec)
-    flat.run(tensors)
-    return flat.outputs
+def gradient_targets(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[frozenset[Any], list[Any]]:
+    """The tensors that the backward of ``outputs`` ends at: an input is its number, anything else itself.
+
+    Returns:
+        The tensors, and the nodes on the way, which are to be held until the outputs are gone. Nodes that Python
+        has looked at are freed recursively by PyTorch 2.15, which takes more stack for a long program than there is;
+        a list lets go of its last item first, and each node here comes after those that it holds.
+    """
+    numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
+    found: set[Any] = {numbers.get(id(t), t) for t in outputs if t.requires_grad and t.grad_fn is None}
+    starts: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    holders = dict.fromkeys(starts, 0)
+    pending = list(holders)
+    while pending:
+        for following in _following(pending.pop()):
+            if following not in holders:
+                holders[following] = 0
+                pending.append(following)
+            holders[following] += 1
+    nodes: list[Any] = []
+    pending = [node for node, count in holders.items() if count == 0]
+    while pending:
+        nodes.append(node := pending.pop())
+        if hasattr(node, "variable"):
+            found.add(numbers.get(id(node.variable), node.variable))
+        for following in _following(node):
+            holders[following] -= 1
+            if holders[following] == 0:
+                pending.append(following)
+    return frozenset(found), nodes[::-1]
+
+
+def _following(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a forward may change, by what messages call it: copies of the buffers, and the random state."""
+    return {f"buffer {name}": b.clone() for name, b in model.named_buffers()} | {"random state": torch.get_rng_state()}
+
+
+def other_state(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[str, str] | None:
+    """The first entry of a model's state that is not the same after another run, and how it differs, in words."""
+    for name, tensor in theirs.items():
+        if not same_bits(ours[name], tensor):
+            return f"another {name}", difference(ours[name], tensor)
+    return None
 
 
 @contextmanager
@@ -103,12 +147,17 @@ def saved_until_done(told: Pack = id) -> Iterator[list[torch.Tensor]]:
         told: called with each tensor that is saved.
     """
     saved: list[torch.Tensor] = []
+    with saving(saved, told):
+        yield saved
+    saved.clear()
+
+
+def saving(saved: list[torch.Tensor], told: Pack = id) -> saved_tensors_hooks:
+    """Hooks that list what autograd saves, and tell of it."""
 
     def pack(tensor: torch.Tensor) -> int:
         told(tensor)
         saved.append(tensor)
         return len(saved) - 1
 
-    with saved_tensors_hooks(pack, saved.__getitem__):
-        yield saved
-    saved.clear()
+    return saved_tensors_hooks(pack, saved.__getitem__)

@@ -17,21 +17,17 @@ Stretch = tuple[str, str]
 """Names of the first and the last operation."""
 
 
-def find_stretches(records: Sequence[Record], samplewise: Sequence[bool]) -> list[Stretch]:
+def find_stretches(records: Sequence[Record]) -> list[Stretch]:
     """Stretches worth slicing, in program order.
 
     Each runs from one tensor to another, where nothing in between is used elsewhere, and ends where the data
     get narrower: cut at a wide place, all of it would have to be there.
-
-    Args:
-        records: of all operations.
-        samplewise: for each, whether it works sample by sample.
     """
     found: list[Stretch] = []
     start = 0
     while start < len(records):
         stop = start
-        while stop < len(records) and samplewise[stop] and (stop == start or _continues(records, stop)):
+        while stop < len(records) and records[stop].is_samplewise and (stop == start or _continues(records, stop)):
             stop += 1
         for first, last in pairwise(_ends(records, start, stop)):
             stretch = _trimmed(records, first, last)

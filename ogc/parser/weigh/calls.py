@@ -72,16 +72,6 @@ def own_argument(leaf: Any, copied: bool) -> Any:
     return own.clone() if copied and leaf.requires_grad else own
 
 
-def saving(saved: list[torch.Tensor]) -> saved_tensors_hooks:
-    """Hooks that list what autograd saves."""
-
-    def pack(tensor: torch.Tensor) -> int:
-        saved.append(tensor)
-        return len(saved) - 1
-
-    return saved_tensors_hooks(pack, saved.__getitem__)
-
-
 def measured_bytes(call: Call) -> tuple[int, int]:
     """Most bytes that the call allocates at once on a CPU beside what it keeps, and that its backward allocates."""
     with torch.random.fork_rng([]):

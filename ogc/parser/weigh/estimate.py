@@ -27,16 +27,11 @@ from ...operators.sliced import Sliced
 from ...operators.weights import InputGradient, Use, Weights
 from ...program.program import WithoutGrad, has_history, tensor_leaves
 from ...torch_state.allocator import can_measure
-from ...torch_state.private import (
-    FakeTensorMode,
-    OpOverload,
-    is_view,
-    sparse_parts,
-    storage_id,
-)
+from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts, storage_id
 from ...torch_state.random_state import cuda_devices
-from ..passes.rebased import COPIES, REBASED
-from .calls import Call, call_key, measured_bytes, own_argument, saving
+from ..forward.flat import saving
+from ..passes.in_place import COPIES, REBASED
+from .calls import Call, call_key, measured_bytes, own_argument
 from .meter import Meter
 from .record import Record, is_dense
 

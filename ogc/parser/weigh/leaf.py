@@ -24,29 +24,14 @@ from .record import Record
 def weigh(
     model: torch.nn.Module, profiler: Estimator | Measurer, node: torch.fx.Node, args: Any, kwargs: Any, record: Record
 ) -> Weights:
-    """The weights of one call, be it of a leaf or of an operator."""
-    if isinstance(node.target, Leaf):
-        return weigh_leaf(model, profiler, node, args, record)
-    return profiler.weigh(node, args, kwargs, record)
+    """The weights of one call, be it of an operator or of a leaf; the model is afterwards as before.
 
-
-def weigh_leaf(
-    model: torch.nn.Module, profiler: Estimator | Measurer, node: torch.fx.Node, args: Any, record: Record
-) -> Weights:
-    """The weights of one call of a leaf; the model is afterwards as before.
-
-    Bytes are those of the device that the model is on; time and FLOPs come from the profiler.
-
-    Args:
-        model: the model that the leaf is part of.
-        profiler: weighs the other operations.
-        node: the call.
-        args: its arguments: the module, the tensors that it is given, those that it holds.
-        record: what it was seen to do.
+    A leaf's bytes are those of the device that the model is on; its time and FLOPs come from the profiler.
     """
+    if not isinstance(node.target, Leaf):
+        return profiler.weigh(node, args, kwargs, record)
     home = next(model.parameters()).device
     seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
-    assert isinstance(node.target, Leaf)
     call = _Call(node.target, args, in_place=record.in_place)
     with untouched(model):
         call.prepare()

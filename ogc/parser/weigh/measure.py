@@ -17,7 +17,7 @@ import torch
 from ...operators.low_memory import LowMemory
 from ...operators.weights import Weights
 from ...torch_state.allocator import allocated_bytes, can_measure
-from ..passes.rebased import REBASED
+from ..passes.in_place import REBASED
 from .calls import Call, call_key
 from .estimate import Estimator
 from .record import Record

@@ -13,36 +13,27 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from tqdm import tqdm
 
 from ...program.leaf import Leaf
 from ...program.program import TensorRef, args_of, get_attribute, run_nodes, storage_of, tensor_leaves, without_autocast
 from ...torch_state.private import base_of, version_of
 from ...torch_state.random_state import State, random_states, same_states
-from ..passes.reached import reached
+from ..forward.flat import gradient_targets, saving
 from ..traced import Traced
 from .record import Memory, Observation, Record
 
 Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], Record], None]
+"""Called after each operation with its node, arguments and record."""
 
 
-def observe(
-    model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit | None = None
-) -> Observation:
-    """Run ``traced`` on ``inputs`` with gradients on and record every operation.
-
-    Args:
-        model: where the program's parameters and buffers live; buffers change as in one forward.
-        traced: the program.
-        inputs: tensors for its placeholders.
-        visit: called after each operation with its node, arguments and record, for a profiler.
-    """
+def observe(model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit) -> Observation:
+    """Run a program with gradients on and record every operation; the model's buffers change as in one forward."""
     return _Observer(model, traced, inputs, visit).run()
 
 
 class _Observer:
-    def __init__(self, model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit | None) -> None:
+    def __init__(self, model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit) -> None:
         self.model = model
         self.traced = traced
         self.visit = visit
@@ -58,7 +49,7 @@ class _Observer:
             outputs = run_nodes(nodes, map(self.memory.external, self.inputs), self._attribute, self._call)
             result = self.memory.result
             result.outputs = [t.detach() for t in outputs]
-            result.grad_targets, self.graph = reached(outputs, self.inputs)
+            result.grad_targets, self.graph = gradient_targets(outputs, self.inputs)
             result.output_values = {n for n in map(self.memory.value, outputs) if n is not None}
         return result
 
@@ -73,15 +64,10 @@ class _Observer:
         versions = [version_of(tensor) for tensor in tensors]
         histories = [None if base_of(tensor) is None else base_of(tensor).grad_fn for tensor in tensors]
         packed: list[torch.Tensor] = []
-
-        def pack(tensor: torch.Tensor) -> int:
-            packed.append(tensor)
-            return len(packed) - 1
-
         devices = {t.device for t in tensors if t.is_cuda}
         random_before = self.random if devices == self.devices else random_states(devices)
         buffers = [(buffer, version_of(buffer)) for buffer in self.model.buffers()] if is_leaf else []
-        with saved_tensors_hooks(pack, packed.__getitem__):
+        with saving(packed):
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         self.devices, self.random = devices, random_states(devices)
         record.random = _is_seeded(node) or not same_states(random_before, self.random)
@@ -96,8 +82,7 @@ class _Observer:
         self.memory.note_saves(record, packed, list(zip(tensors, refs, strict=True)), result)
         packed.clear()  # the autograd graph holds on to its hooks, and with them to this list
         self.memory.result.records.append(record)
-        if self.visit is not None:
-            self.visit(node, args, kwargs, record)
+        self.visit(node, args, kwargs, record)
         return result
 
     def _other_writes(self, before: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
@@ -124,8 +109,3 @@ def _tensor_arguments(
 
 def _is_seeded(node: torch.fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def state_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """What a forward may change: buffers and the random state."""
-    return [*(b.clone() for b in model.buffers()), torch.get_rng_state()]

@@ -9,6 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.registry import live_arguments
+from ...operators.weights import Weights
 from ...program.leaf import Leaf
 from ...program.program import Saved, TensorRef, has_history, tensor_leaves
 from ...torch_state.private import base_of, storage_id
@@ -36,6 +37,8 @@ class Record:
     rebase: Rebase | None = None
     layouts: list[tuple[Any, ...]] = field(default_factory=list)  # per tensor argument: type, shape, strides, dense
     random: bool = False
+    weights: Weights = field(default_factory=Weights)
+    is_samplewise: bool = False  # whether it can be part of a stretch
 
     @property
     def in_place(self) -> bool:

@@ -17,11 +17,11 @@ FAR = 10
 """Operations between the last write and the last use from which on a copy is made."""
 
 
-def copy_settled(graph: torch.fx.Graph, observation: Observation) -> bool:
+def copy_after_last_write(graph: torch.fx.Graph, observation: Observation) -> bool:
     """Put a copy behind the last write of each such value that needs no gradient; whether there is any."""
     nodes = {node.name: node for node in graph.nodes}
     places = {node: place for place, node in enumerate(graph.nodes)}
-    found = _settled(observation)
+    found = _written_in_pieces(observation)
     for writer, name in ((nodes[writer], nodes[name]) for writer, name in found):
         later = [user for user in name.users if places[user] > places[writer]]
         with graph.inserting_after(writer):
@@ -31,7 +31,7 @@ def copy_settled(graph: torch.fx.Graph, observation: Observation) -> bool:
     return bool(found)
 
 
-def _settled(observation: Observation) -> list[tuple[str, str]]:
+def _written_in_pieces(observation: Observation) -> list[tuple[str, str]]:
     """The last writer of each such value, and the name by which all later operations use it."""
     records = observation.records
     readers: dict[int, list[int]] = {}

@@ -1,9 +1,13 @@
-"""Gives each content of a storage that is changed in place a value of its own, where that is safe.
+"""In-place operators that may be run out of place.
 
 A convolution, batch norm, ``relu_`` in a row share one storage. Seen as one value, no cut may fall between
 the norm and ``relu_``. But ``relu_`` can be run as ``relu`` where the norm's result is wanted later: the
 bits are the same. So the result of such an operation becomes a new value that *takes over* the old one's
 storage, and the runtime writes in place exactly where no cut separates the two.
+
+Instance norm returns a view of what batch norm made. Where such a view is written in place, autograd differentiates
+the write as one to the whole storage, which takes three more copies of it (``CopySlices`` in
+torch/csrc/autograd/functions/tensor.cpp), and a low-memory backward cannot take its place.
 """
 
 from __future__ import annotations
@@ -16,8 +20,32 @@ from ...operators.low_memory import plain_operator
 from ...operators.registry import is_elementwise, of, out_of_place
 from ...program.program import TensorRef
 from ...torch_state.private import storage_id
-from ..weigh.calls import saving
+from ..forward.flat import saving
 from ..weigh.record import Observation, Record
+
+REBASED = "rebased"
+"""In a node's ``meta``: the plain model runs it in place, on a view."""
+
+COPIES = 3
+"""Most copies of what was written that are made in the backward, beside the gradient that it is given."""
+
+
+def run_out_of_place(graph: torch.fx.Graph) -> None:
+    """Mark operators that write such a view; put those without underscore in their places, if nothing else uses it.
+
+    Not if they save what they are given, which would have to be kept beside their result.
+    """
+    for node in graph.nodes:
+        given = node.args[0] if node.op == "call_function" and node.args else None
+        if not isinstance(given, torch.fx.Node) or not of(given.target).returns_view:
+            continue
+        twin = out_of_place(node.target)
+        is_random = torch.Tag.nondeterministic_seeded in getattr(twin, "tags", ())
+        if node.all_input_nodes != [given] or not is_elementwise(twin) or is_random:
+            continue
+        node.meta[REBASED] = True
+        if len(given.users) == 1 and _saves_result(node, twin) == _saves_result(node, node.target):
+            node.target = twin
 
 
 def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:
@@ -75,10 +103,10 @@ def _has_same_backward(node: torch.fx.Node, twin: Any) -> bool:
     What a result was computed from is gone when it is written in place, so some gradients are computed from the result
     there, but by other formulas from the operand out of place (``elu_``).
     """
-    return of(twin).from_either or saves_result(node, node.target) == saves_result(node, twin)
+    return of(twin).from_either or _saves_result(node, node.target) == _saves_result(node, twin)
 
 
-def saves_result(node: torch.fx.Node, target: Any) -> bool:
+def _saves_result(node: torch.fx.Node, target: Any) -> bool:
     """Whether the backward of such a call of ``target`` needs what it returns."""
     saved: list[torch.Tensor] = []
     with torch.enable_grad():
