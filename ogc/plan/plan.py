@@ -117,8 +117,7 @@ class Plan:
         return self.graph
 
     def __getstate__(self) -> dict[str, Any]:
-        graph = self.graph and replace(self.graph, program=None)
-        return {**vars(self), "graph": graph}
+        return {**vars(self), "graph": self.graph and replace(self.graph, program=None)}
 
     def __str__(self) -> str:
         summary = (

@@ -92,5 +92,4 @@ class _Trace(Memory):
             gradients, again = self.graph.operations[step.during].gradient_bytes, op.internal_bytes
         saved = self.live_bytes + self.internal_bytes - self.checkpoint_bytes - self.recomputed_bytes + forward
         working, recomputed = extra - gradients - forward - again, self.recomputed_bytes + again
-        moment = Moment(self.timeline[-1], self.checkpoint_bytes, recomputed, saved, gradients, working)
-        self.moments.append(moment)
+        self.moments.append(Moment(self.timeline[-1], self.checkpoint_bytes, recomputed, saved, gradients, working))

@@ -45,10 +45,7 @@ NEAR_ENOUGH = 1.1
 
 @dataclass(frozen=True)
 class _Priced:
-    """Costs of the ``rest`` of the program from each cut, at the ``price`` of a byte in seconds.
-
-    ``kept_bytes`` are those of the cheapest plan of the whole program.
-    """
+    """Seconds that the ``rest`` of the program costs from each cut at the ``price`` of a byte, by the cheapest plan."""
 
     price: float
     rest: Seconds

@@ -23,8 +23,7 @@ ALL = 210
 """Cuts up to which one grid is enough, in which a stretch may reach as far as it likes."""
 
 MOST = 80
-"""Cuts of the coarsest of several grids, in which a stretch may reach as far as it likes: fewer than ``ALL``, as the
-other grids take time too."""
+"""Cuts of the coarsest of several grids, over all of which a stretch may reach: below ``ALL``, as there are others."""
 
 GOLDEN = (np.sqrt(5) - 1) / 2
 """The fractions of its multiples are spread evenly, however many there are."""

@@ -35,8 +35,7 @@ class OuterLevel:
         self.kept, self.local, self.seconds = costs.kept, costs.local, costs.seconds
         self.at_once = costs.local[RECOMPUTED]
         if table is not None:
-            nested = table.least_bytes()
-            np.maximum(nested, table.costs.forward[1], out=nested)
+            nested = np.maximum(table.least_bytes(), table.costs.forward[1])
             self.local = costs.local.copy()
             np.minimum(self.at_once, nested.T, out=self.local[RECOMPUTED])
         self.least_local = self.local.min(0)

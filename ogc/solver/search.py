@@ -67,8 +67,7 @@ class Search:
         self.tables.clear()  # or what was asked before would decide how it is rounded
         bound = lower_bound(self.graph) - 1
         costs = self.weights.costs()
-        few = costs.between(self.grids[:2][-1].chosen)
-        flat = OuterLevel(few).least_peak(above=bound, tolerance=ROUGH)
+        flat = OuterLevel(costs.between(self.grids[:2][-1].chosen)).least_peak(above=bound, tolerance=ROUGH)
         rough = OuterLevel(costs, self._table(flat, ROUGH_LEVELS)).least_peak(above=bound, near=flat, tolerance=ROUGH)
         level = OuterLevel(costs, self._table(rough, FINE_LEVELS))
         least = level.least_peak(above=bound, near=rough)
@@ -100,8 +99,7 @@ class Search:
         def best() -> Candidate | None:
             return min((c for c in (self.least_peak, *self.seen.values()) if c.seconds <= seconds), default=None)
 
-        found = best()
-        if found is not None:
+        if (found := best()) is not None:
             self._at(found.peak_bytes)  # there may be a faster one for the same bytes
         return best()
 

@@ -78,9 +78,8 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
 
 def _check_graph(graph: Any) -> None:
     if not isinstance(graph, Graph):
-        raise InputError(
-            f"graph must be a Graph, as ogc.parse(model, sample_input) returns, not {type(graph).__name__}"
-        )
+        kind = type(graph).__name__
+        raise InputError(f"graph must be a Graph, as ogc.parse(model, sample_input) returns, not {kind}")
 
 
 def optimal(graph: Graph, wish: Wish) -> Plan:

@@ -117,15 +117,14 @@ class SegmentCosts(RecomputeCosts):
 
         Each set has all values of the one before it.
         """
-        places = [tuple((v, int(self.producer[v])) for v in sorted(values)) for values in kept_values]
+        producers = [tuple((v, int(self.producer[v])) for v in sorted(values)) for values in kept_values]
         shape = (2 + len(kept_values), *self.later.shape)
         kept, local, seconds = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape)
         # One after the other: each takes memory.
         for n, mode in enumerate(chain((self._whole, self._at_once), map(self._recomputed, kept_values))):
             kept[n], local[n], seconds[n] = mode.kept.T, np.maximum(mode.forward, mode.local).T, mode.seconds.T
-        gains_nothing = seconds[2:] >= seconds[1:-1]
-        local[2:][gains_nothing] = NEVER
-        return Costs(self.cuts, self.grain, kept, local, seconds, ((), (), *places))
+        local[2:][seconds[2:] >= seconds[1:-1]] = NEVER  # nothing is gained
+        return Costs(self.cuts, self.grain, kept, local, seconds, ((), (), *producers))
 
     @cached_property
     def nested(self) -> NestedCosts:
