@@ -38,9 +38,7 @@ def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
     if type(gradient) is not torch.Tensor or not whole:
         return ()
     holders = sys.getrefcount(gradient), tensor_holders(gradient), storage_holders(gradient)
-    if base is None:
-        return holders
-    return (*holders, sys.getrefcount(base), tensor_holders(base))
+    return holders if base is None else (*holders, sys.getrefcount(base), tensor_holders(base))
 
 
 _when_ours: set[tuple[int, ...]] = set()

@@ -34,10 +34,8 @@ def _overloads(*packets: Any) -> list[Any]:
 
 
 register(
-    Operator(aten.index_put.default, needs_data=_has_mask),
-    Operator(aten.index_put_.default, needs_data=_has_mask),
-    Operator(aten.masked_scatter.default, needs_data=_has_mask),
-    Operator(aten.masked_scatter_.default, needs_data=_has_mask),
+    *(Operator(one, needs_data=_has_mask) for one in (aten.index_put.default, aten.index_put_.default)),
+    *(Operator(one, needs_data=_has_mask) for one in (aten.masked_scatter.default, aten.masked_scatter_.default)),
     *(Operator(one, chooses_by_mask=True) for one in _overloads(aten.where, aten.masked_fill, aten.masked_fill_)),
     Operator(aten.cat.default, on_meta=_cat),
     Operator(aten.flatten.using_ints, by_sample=_keeps_first_axis),

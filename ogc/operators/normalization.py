@@ -92,16 +92,12 @@ def _normalized(
 ) -> torch.Tensor:
     """Batch norm by known statistics: the kernel scales by 1 / sqrt(1 + 0) * (weight * invstd), all else is as ever."""
     scale = invstd if weight is None else weight * invstd
-    result: torch.Tensor = aten.native_batch_norm.default(
-        x, scale, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0
-    )[0]
-    return result
+    return aten.native_batch_norm.default(x, scale, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)[0]
 
 
 def repeats_exactly(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *settings: Any) -> bool:
     """Whether known statistics give the bits of batch norm in training."""
-    given = [t for t in (weight, bias) if t is not None]
-    alike = all(t.dtype == x.dtype and t.is_contiguous() for t in given)
+    alike = all(t is None or (t.dtype == x.dtype and t.is_contiguous()) for t in (weight, bias))
     return alike and x.device.type == "cpu" and _by_channel(x) and _normalizes_bitwise(x.dtype)
 
 

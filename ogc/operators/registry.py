@@ -108,7 +108,7 @@ def live_positions(target: Any) -> tuple[int, ...]:
 
 
 def live_arguments(target: Any, args: Arguments) -> list[Any]:
-    """The arguments at these positions, as far as they are given."""
+    """The arguments that an operator updates and its own result does not depend on, as far as they are given."""
     return [args[p] for p in live_positions(target) if p < len(args)]
 
 

@@ -76,17 +76,12 @@ class _Slices(torch.autograd.Function):
         stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             return None, *_differentiable(stretch, tensors, needs, gradient)
-        whole = [t.detach().requires_grad_(need) if need else t for t, need in zip(tensors, needs, strict=True)]
-        totals = [
-            torch.empty_like(t) if need and k < stretch.cut else None
-            for k, (t, need) in enumerate(zip(tensors, needs, strict=True))
-        ]
+        whole = [t.detach().requires_grad_() if need else t for t, need in zip(tensors, needs, strict=True)]
+        wanted = [k for k, need in enumerate(needs) if need]
+        totals = [torch.empty_like(t) if k < stretch.cut and k in wanted else None for k, t in enumerate(tensors)]
         for part in stretch.parts(gradient.shape[0]):
-            given = [
-                t[part].detach().requires_grad_(need) if k < stretch.cut else whole[k]
-                for k, (t, need) in enumerate(zip(tensors, needs, strict=True))
-            ]
-            wanted = [k for k, need in enumerate(needs) if need]
+            sliced = zip(tensors[: stretch.cut], needs, strict=False)
+            given = [*(t[part].detach().requires_grad_(need) for t, need in sliced), *whole[stretch.cut :]]
             with torch.enable_grad(), without_autocast():
                 result = stretch.run(given)
             found = torch.autograd.grad(result, [given[k] for k in wanted], gradient[part])

@@ -39,25 +39,16 @@ class Returned:
     def of(
         result: Any, given: Given, inputs: Sequence[torch.Tensor], versions: Sequence[int]
     ) -> tuple[Returned, list[torch.Tensor]]:
-        """The description of a result, and the tensors in it.
-
-        Args:
-            result: what the call returned.
-            given: its arguments.
-            inputs: the tensors in them.
-            versions: those of ``inputs`` before the call.
-        """
+        """The description of a call's result, and the tensors in it; ``versions`` are those of ``inputs`` before."""
         outputs, tensors = OutputSpec.of(result, given)
-        unchanged = {
-            id(t): n for n, (t, version) in enumerate(zip(inputs, versions, strict=True)) if version_of(t) == version
-        }
-        same = tuple(unchanged.get(id(tensor)) for tensor in tensors)
+        numbered = enumerate(zip(inputs, versions, strict=True))
+        unchanged = {id(tensor): n for n, (tensor, version) in numbered if version_of(tensor) == version}
         storages = {storage_id(one): n for n, one in reversed(list(enumerate(inputs)))}
         sources = [storages.get(storage_id(tensor)) for tensor in tensors]
         return Returned(
             outputs,
             tuple(map(TensorSpec.of, tensors)),
-            same,
+            tuple(unchanged.get(id(tensor)) for tensor in tensors),
             tuple(None if n is None else (n, int(t.storage_offset())) for n, t in zip(sources, tensors, strict=True)),
         ), tensors
 

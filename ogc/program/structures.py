@@ -94,16 +94,12 @@ class InputSpec:
     @property
     def tensors(self) -> list[TensorSpec]:
         """Those of all tensors, in order."""
-        return [leaf for leaf in self._all() if isinstance(leaf, TensorSpec)]
+        return [leaf for leaf in _flat(self.leaves) if isinstance(leaf, TensorSpec)]
 
     @property
     def constants(self) -> list[Any]:
         """What is no tensor, in order."""
-        return [leaf for leaf in self._all() if not isinstance(leaf, TensorSpec)]
-
-    def _all(self) -> Iterator[Any]:
-        for leaf in self.leaves:
-            yield from leaf.content._all() if isinstance(leaf, HolderSpec) else (leaf,)
+        return [leaf for leaf in _flat(self.leaves) if not isinstance(leaf, TensorSpec)]
 
     def fits(self, other: InputSpec, size: bool = True) -> bool:
         """Whether calls of the two are alike; without ``size``, up to shapes and strides."""
@@ -148,6 +144,11 @@ class HolderSpec:
         result: Any = object.__new__(self.kind)
         vars(result).update(attributes)
         return result
+
+
+def _flat(leaves: Iterable[Any]) -> Iterator[Any]:
+    for leaf in leaves:
+        yield from _flat(leaf.content.leaves) if isinstance(leaf, HolderSpec) else (leaf,)
 
 
 def is_holder(thing: Any, depth: int = 0) -> bool:
@@ -241,13 +242,7 @@ class OutputSpec:
     @property
     def constants(self) -> list[Any]:
         """What is no tensor, in order."""
-        found: list[Any] = []
-        for leaf in self.leaves:
-            if isinstance(leaf, HolderSpec):
-                found += leaf.content.constants
-            elif leaf is not TENSOR and not isinstance(leaf, _GivenObject):
-                found.append(leaf)
-        return found
+        return [leaf for leaf in _flat(self.leaves) if leaf is not TENSOR and not isinstance(leaf, _GivenObject)]
 
     def deliver(self, tensors: Iterable[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call with these arguments; objects among them are changed as by the call."""

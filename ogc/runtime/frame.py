@@ -241,7 +241,7 @@ class Frame:
         result = again.run(module, given)
         made = tensor_leaves(result)
         if operation in self.calls:
-            self.slots.update(self.calls[operation].found_in(again, made))
+            self.slots.update(self.calls[operation].awaited(again, made))
         elif again.marks_of(made) != self.step.returned[operation]:
             raise again.changed()
         again.let_go()

@@ -69,26 +69,17 @@ def planned_forward(model: torch.nn.Module, runner: Runner) -> Callable[..., Any
 def instance_around(
     model: torch.nn.Module, name: str, members: dict[str, Any], shown: dict[str, Any]
 ) -> torch.nn.Module:
-    """An instance of a subclass of the model's class that shares the model's attributes.
+    """An instance of a subclass, with this name and these members, that shares the model's attributes.
 
-    Args:
-        model: the module.
-        name: of the subclass.
-        members: of the subclass.
-        shown: more of them, unless the model has attributes of these names.
+    What is in ``shown`` becomes a member too, unless the model has an attribute of that name.
 
     Raises:
         InputError: the model's forward is not that of its class.
     """
     refuse_replaced_forward(model)
     original = original_class(model)
-    members = {
-        "_ogc_original": original,
-        "__reduce_ex__": _refuse_pickling,
-        "__module__": original.__module__,
-        "__doc__": original.__doc__,
-        **members,
-    }
+    members = {"_ogc_original": original, "__reduce_ex__": _refuse_pickling, **members}
+    members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():
         if hasattr(original, key) or key in vars(model):
             log.warning("the model has an attribute %r of its own; the optimized module's %r is not set", key, key)

@@ -114,18 +114,18 @@ class RepeatedCall:
             storage = storage_of(packed.pair[0])
             if storage is not None and id_of_storage(storage) not in in_memory:
                 self.dropped.append((number, weakref.ref(packed)))
-        self.marks = self._marks_of_call(self, results)
+        self.marks = self._marks(self, results)
         for number, _ in self.dropped:
             self.packed[number].pair = slots, (self.operation, number)
         self.packed = []
 
-    def found_in(self, again: RepeatedCall, results: Sequence[torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """By slot, what autograd still waits for.
+    def awaited(self, again: RepeatedCall, results: Sequence[torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """By slot, the tensors that autograd still waits for, as the second call, ``again``, saved them.
 
         Raises:
             ReplayError: the other call did not save and return the same.
         """
-        if len(again.packed) != self.count or self._marks_of_call(again, results) != self.marks:
+        if len(again.packed) != self.count or self._marks(again, results) != self.marks:
             raise self.changed()
         waiting = [number for number, reference in self.dropped if reference() is not None]
         return {(self.operation, number): again.packed[number].pair[0].detach() for number in waiting}
@@ -144,7 +144,7 @@ class RepeatedCall:
             packed.pair = None
         self.packed = []
 
-    def _marks_of_call(self, call: RepeatedCall, results: Sequence[torch.Tensor]) -> list[Hashable]:
+    def _marks(self, call: RepeatedCall, results: Sequence[torch.Tensor]) -> list[Hashable]:
         return self.marks_of([*(call.packed[number].pair[0] for number, _ in self.dropped), *results])
 
     @staticmethod

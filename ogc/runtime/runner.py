@@ -131,7 +131,7 @@ class Runner:
         why, start = self._difference(model, call, state, inputs), time.perf_counter()
         self.is_planning = True  # calls of the model from here on are the planner's
         try:
-            variant = self._carry_over(model, call, state, inputs) or self._plan(model, call, state, inputs)
+            variant = None if self.planner is None else self._planned(self.planner, model, call, state, inputs)
         except Exception as error:  # a broken call raises the same from the plain model
             self._tell(f"ogc runs the plain model for calls where {why}: {_first_line(error)}")
             return Variant(state, inputs)
@@ -148,20 +148,19 @@ class Runner:
             log.warning("a plan for calls where %s %s, after %.2f s", why, what, seconds)
         return variant
 
-    def _carry_over(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant | None:
-        for origin in self.variants if self.planner is not None else ():
+    def _planned(
+        self, planner: Planner, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec
+    ) -> Variant | None:
+        """A plan that is carried over from other sizes, or else one of its own."""
+        for origin in self.variants:
             if origin.graph is None or origin.plan is None or origin.is_carried:
                 continue
             if origin.fits(state, inputs, size=False):
-                assert self.planner is not None
-                graph = self.planner.carry_over(model, call, origin.graph, origin.plan)
+                graph = planner.carry_over(model, call, origin.graph, origin.plan)
                 if graph is not None:
                     code = origin.code if _runs_the_same(graph, origin.graph) else None
                     return _variant(state, inputs, graph, origin.plan, code, is_carried=True)
-        return None
-
-    def _plan(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant | None:
-        planned = None if self.planner is None else self.planner.plan(model, call)
+        planned = planner.plan(model, call)
         return None if planned is None else _variant(state, inputs, *planned)
 
     def _put_first(self, variant: Variant) -> None:

@@ -47,7 +47,7 @@ class WatchedModule:
             if len(children) != len(self.children) or not all(map(is_, children, self.children)):
                 self.structure, self.children = next(self.structures), children
             self._remember(model)
-        return self.found
+        return self.description
 
     def _is_as_remembered(self) -> bool:
         return (
@@ -75,7 +75,7 @@ class WatchedModule:
         self.training = list(map(_training, self.attributes))
         self.looks = list(map(_look, self.parameters))
         self.scripts = _describe_scripted(self.scripted)
-        self.found = self._describe(hooks)
+        self.description = self._describe(hooks)
 
     def _describe(self, hooks: list[Any]) -> State:
         tensors = [t for name in MEMBERS[:2] for found in self.attributes for t in found[name].values()]

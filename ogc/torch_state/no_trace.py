@@ -191,14 +191,12 @@ def attributes_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
 def changes(
     before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], leaves: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """The modules that are not inside leaves, with the first attribute of each that is not the same."""
+    """The modules that are not inside leaves, with the first attribute of each that differs; see attributes_of."""
     covered = tuple(f"{leaf}." for leaf in leaves)
     for name, found in after.items():
         known = before.get(name, {})
-        different = (
-            key for key in dict.fromkeys((*found, *known)) if known.get(key, _ABSENT) != found.get(key, _ABSENT)
-        )
-        first = next(different, None)
+        keys = dict.fromkeys((*found, *known))
+        first = next((key for key in keys if known.get(key, _ABSENT) != found.get(key, _ABSENT)), None)
         if first is not None and not f"{name}.".startswith(covered):
             yield name, first
 

@@ -100,12 +100,8 @@ def _sizes(
 ) -> ConvolutionBytes:
     """By the rule, or by running the call where that is wrong.
 
-    Args:
-        args: those of ``aten.convolution``; the sizes of a bias will do.
-        result: bytes of its result.
-        flops: of its forward.
-        can_run: whether it can be run.
-        wanted: whether the input, the weight and the bias get gradients.
+    ``args`` are those of ``aten.convolution`` (the sizes of a bias will do), ``result`` the bytes of its result,
+    ``flops`` those of its forward; ``wanted`` says whether the input, the weight and the bias get gradients.
     """
     if can_run and not _has_rule(args[0], args[1], args[3:9], flops):
         return _measured(args, wanted)
