@@ -83,14 +83,14 @@ def optimize(
     def graph_of(model: torch.nn.Module, sample_input: Any) -> Graph:
         return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)
 
-    def plan_of(model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None) -> tuple[Graph, Plan]:
+    def make(
+        model: torch.nn.Module, sample_input: Any, budget: Budget | None, graph: Graph | None = None
+    ) -> tuple[Graph, Plan]:
+        graph = graph_of(model, sample_input) if graph is None else graph
         asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}
         if batch_slices > 1:
             return slice_batch(model, sample_input, graph, slices=batch_slices, **parsing, **asked)
         return graph, solve(graph, solver=solver, **asked)
-
-    def make(model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
-        return plan_of(model, sample_input, graph_of(model, sample_input), budget)
 
     wish = Wish(memory_budget, max_overhead)
     options = Options(wish, solver, profile, leaf_modules, repeatable_leaves, parse_graph is None)
@@ -105,7 +105,7 @@ def optimize(
         heavy = {} if in_one_plan else heavy_leaves(model, graph, options)
         found: tuple[Graph, Plan] | SolveError
         try:
-            found = plan_of(model, sample_input, graph, memory_budget)
+            found = make(model, sample_input, memory_budget, graph)
         except SolveError as error:
             found = error
         hooked = hooked_modules(dict(model.named_modules()))
@@ -189,7 +189,9 @@ def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:
     return _apply(model, graph, plan, Replanner())
 
 
-def _check_made_for(model: torch.nn.Module, graph: Graph, plan: Plan) -> None:
+def _apply(model: torch.nn.Module, graph: Graph, plan: Plan, planner: Replanner | None) -> torch.nn.Module:
+    if graph.program is None:
+        raise PlanError("the graph has no program to run; use the graph that ogc.parse returned for the model")
     if plan.graph is not None and [op.name for op in plan.graph.operations] != [op.name for op in graph.operations]:
         raise PlanError("the plan was made for another graph; make one with ogc.solve(graph)")
     for node in graph.program.graph.find_nodes(op="get_attr"):
@@ -198,11 +200,6 @@ def _check_made_for(model: torch.nn.Module, graph: Graph, plan: Plan) -> None:
         except AttributeError:
             raise PlanError(f"the graph was parsed from another model: this one has no {node.target}") from None
 
-
-def _apply(model: torch.nn.Module, graph: Graph, plan: Plan, planner: Replanner | None) -> torch.nn.Module:
-    if graph.program is None:
-        raise PlanError("the graph has no program to run; use the graph that ogc.parse returned for the model")
-    _check_made_for(model, graph, plan)
     home = next(model.parameters()).device
     if torch.device(graph.device).type != home.type:
         raise PlanError(f"the graph was weighed for {graph.device} but the model is on {home}; parse it there")

@@ -1,4 +1,4 @@
-"""Plans for calls of an optimised module that differ from its sample input."""
+"""Plans for calls of an optimized module that differ from its sample input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 Make = Callable[[torch.nn.Module, Any, "Budget | None"], "tuple[Graph, Plan]"]
 """Parses a model with a sample input and plans within a budget."""
 
-
 Meets = Callable[[Graph, Plan], bool]
 """Whether a plan keeps the wish where a graph, weighed for that, is computed."""
 
@@ -34,15 +33,12 @@ def meets(wish: Wish) -> Meets | None:
     """What tells whether a plan meets a wish; None for a wish for nothing in particular."""
 
     def keeps(graph: Graph, plan: Plan) -> bool:
-        plain = plain_peak(graph)
-        peak, seconds = plain, 0.0
-        if not plan.is_plain:
-            cost = simulate(graph, plan)
-            peak, seconds = cost.peak_bytes, cost.recomputed_seconds
+        cost = None if plan.is_plain else simulate(graph, plan)
         if wish.max_overhead is not None:
-            return seconds <= wish.max_overhead * graph.step_seconds
+            return (cost.recomputed_seconds if cost else 0.0) <= wish.max_overhead * graph.step_seconds
+        plain = plain_peak(graph)
         budget = wish.budget_bytes(plain)
-        return budget is None or peak <= budget
+        return budget is None or (cost.peak_bytes if cost else plain) <= budget
 
     return keeps if wish else None
 
@@ -72,9 +68,12 @@ class Replanner:
     def carry_over(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
         """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the wish."""
         is_in_bytes = self.budget is not None and not isinstance(self.budget, float)
-        if is_in_bytes and _elements(call) > _elements(graph):
+        inputs = InputSpec.of(call.args, call.kwargs)[0], graph.program.inputs
+        sizes, planned = ([spec.shape for spec in given.tensors] for given in inputs)
+        if is_in_bytes and sum(map(prod, sizes)) > sum(map(prod, planned)):
             return None  # more bytes than were planned for
-        if plan.is_plain and not (is_in_bytes and _is_larger_somewhere(call, graph)):
+        is_larger_somewhere = any(map(gt, chain.from_iterable(sizes), chain.from_iterable(planned)))
+        if plan.is_plain and not (is_in_bytes and is_larger_somewhere):
             return graph
         missed = isinstance(self.budget, float) and plan.budget_bytes is None  # where it was made
         keeps = None if missed else self.keeps
@@ -102,16 +101,3 @@ class Replanner:
         except SolveError as error:
             log.warning("taking the least peak instead: %s", error)
             return self.make(model, call, None)
-
-
-def _shapes(given: Call | Graph) -> list[tuple[int, ...]]:
-    inputs = InputSpec.of(given.args, given.kwargs)[0] if isinstance(given, Call) else given.program.inputs
-    return [spec.shape for spec in inputs.tensors]
-
-
-def _elements(given: Call | Graph) -> int:
-    return sum(map(prod, _shapes(given)))
-
-
-def _is_larger_somewhere(call: Call, graph: Graph) -> bool:
-    return any(map(gt, chain.from_iterable(_shapes(call)), chain.from_iterable(_shapes(graph))))

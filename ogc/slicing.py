@@ -48,10 +48,8 @@ def slice_batch(
         sample_input: the same as for ``graph``.
         graph: from :func:`ogc.parse`, without slices.
         slices: into how many parts a stretch divides the batch.
-        parse_graph: the same as for ``graph``.
-        repeatable_leaves: the same as for ``graph``.
-        memory_budget: as for :func:`ogc.solve`.
-        max_overhead: as for :func:`ogc.solve`.
+        parse_graph, repeatable_leaves: the same as for ``graph``.
+        memory_budget, max_overhead: as for :func:`ogc.solve`.
 
     Raises:
         SolveError: nothing fits the budget, with slices or without; the message is that of the last try.
@@ -67,16 +65,15 @@ def slice_batch(
 
     def choose(stretches: Stretches, profile: str) -> Choice:
         nonlocal failure
-        found = graph
+        sliced = graph
         if stretches:
-            found = parse(model, sample_input, profile=profile, stretches=stretches, **parsing)
-            found = replace(found, plain_peak_bytes=plain_peak)
+            sliced = parse(model, sample_input, profile=profile, stretches=stretches, **parsing)
+            sliced = replace(sliced, plain_peak_bytes=plain_peak)
         try:
-            plan = solve(found, memory_budget=memory_budget, max_overhead=max_overhead)
+            return Choice(sliced, stretches, solve(sliced, memory_budget=memory_budget, max_overhead=max_overhead))
         except SolveError as error:
             failure = error
-            return Choice(found, stretches, None)
-        return Choice(found, stretches, plan)
+            return Choice(sliced, stretches, None)
 
     def rank(choice: Choice) -> tuple[bool, float, float]:
         if choice.plan is None:

@@ -251,7 +251,7 @@ def test_a_budget_is_kept_and_costs_less_than_the_least_peak(share):
     plan = optimised.plan
     assert plan.peak_bytes <= share * plan.plain_peak_bytes
     assert measured_peak(optimised, given) <= 1.01 * share * plan.plain_peak_bytes
-    assert plan.overhead < ogc.optimize(model, given).plan.overhead
+    assert plan.recomputed_seconds < ogc.optimize(model, given).plan.recomputed_seconds  # an overhead is measured, too
     assert_same_training(model, optimised, given)
 
 

@@ -100,8 +100,7 @@ class Checker:
         )
 
     def _trials(self) -> Iterator[_Trial]:
-        for seed in range(1, self.seeds + 1):
-            yield _Trial(f"seed {seed}", seed, is_given=True)
+        yield from (_Trial(f"seed {seed}", seed, is_given=True) for seed in range(1, self.seeds + 1))
         if self.another_input:
             yield _Trial("another input", vary=another_input)
         if self.smaller_batch:
@@ -169,7 +168,6 @@ def _check_comparable(model: torch.nn.Module, optimized: torch.nn.Module) -> Non
     for module in (model, optimized):
         if not isinstance(module, torch.nn.Module):
             raise InputError(f"check compares two torch.nn.Modules, not {type(module).__name__}")
-    names = [{name for name, _ in state(module)} for module in (model, optimized)]
-    if names[0] != names[1]:
-        stranger = min(names[0] ^ names[1])
-        raise InputError(f"only one of the two models has {stranger}; they cannot be compared")
+    strangers = dict(state(model)).keys() ^ dict(state(optimized)).keys()
+    if strangers:
+        raise InputError(f"only one of the two models has {min(strangers)}; they cannot be compared")

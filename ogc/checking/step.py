@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -125,9 +124,7 @@ def _gradients(
     if not differentiable or not sources:
         return dict.fromkeys(sources)
     generator = torch.Generator().manual_seed(seed)
-    upstream = [
-        torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype) for tensor in differentiable
-    ]
+    upstream = [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in differentiable]
     gradients = torch.autograd.grad(differentiable, list(sources.values()), upstream, allow_unused=True)
     return dict(zip(sources, gradients, strict=True))
 
@@ -151,10 +148,9 @@ def _optimizer_step(model: torch.nn.Module, found: dict[str, Any]) -> None:
 
 def differences(ours: Results, plain: Results, found_in: str) -> list[Difference]:
     """Where ``ours`` is not bit by bit what the plain model gave."""
-    theirs, mine = dict(plain), dict(ours)
-    missing = object()
+    theirs, mine, missing = dict(plain), dict(ours), object()
     found = []
-    for name in dict.fromkeys(chain(theirs, mine)):
+    for name in theirs | mine:
         a, b = mine.get(name, missing), theirs.get(name, missing)
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.layout == b.layout:
             a, b = _dense(a), _dense(b)

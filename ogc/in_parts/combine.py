@@ -102,12 +102,12 @@ def fastest(problem: Problem, budget: int) -> Choice | None:
     least = _least(problem)
     best = least if problem.peak(least) <= budget else None
     fixed = {part: least[part] for part in problem.repeated}
-    best = _better(problem, best, _Table(problem, budget, fixed).fastest())
+    best = _better(problem, best, _fastest(problem, budget, fixed))
     for _ in range(SWEEPS if fixed else 0):
         before = best
         for part in problem.repeated:
             for option in range(len(problem.options[part])):
-                best = _better(problem, best, _Table(problem, budget, {**fixed, part: option}).fastest())
+                best = _better(problem, best, _fastest(problem, budget, {**fixed, part: option}))
             fixed = {part: best[part] for part in problem.repeated} if best else fixed
         if best == before:
             break
@@ -139,11 +139,11 @@ def _polished(problem: Problem, choice: Choice, budget: int | None = None) -> Ch
     """The choice after exchanges, of one part's option each, that save time within the same peak or the budget."""
     budget = problem.peak(choice) if budget is None else budget
     while True:
-        better = [c for c in _neighbours(problem, choice) if problem.seconds(c) < problem.seconds(choice)]
-        found = min((c for c in better if problem.peak(c) <= budget), key=problem.seconds, default=None)
-        if found is None:
+        quicker = [c for c in _neighbours(problem, choice) if problem.seconds(c) < problem.seconds(choice)]
+        fits = [c for c in quicker if problem.peak(c) <= budget]
+        if not fits:
             return choice
-        choice = found
+        choice = min(fits, key=problem.seconds)
 
 
 def _neighbours(problem: Problem, choice: Choice) -> list[Choice]:
@@ -163,71 +163,50 @@ def _least(problem: Problem) -> Choice:
         if problem.peak(found) >= problem.peak(choice):
             break
         choice = found
-    table = _Table(problem, problem.peak(choice), {part: choice[part] for part in problem.repeated})
-    return min(choice, table.least() or choice, key=problem.peak)
-
-
-class _Table:
-    """Choices for the calls one by one, by the units kept so far.
-
-    Args:
-        problem: what is to be chosen.
-        budget: bytes that nothing may exceed.
-        fixed: parts whose option is given.
-    """
-
-    def __init__(self, problem: Problem, budget: int, fixed: dict[int, int]) -> None:
-        self.problem = problem
-        self.budget = budget
-        self.unit = max(1, -(-budget // CELLS))
-        self.held = np.arange(budget // self.unit + 1, dtype=np.int64) * self.unit
-        self.allowed = {
-            part: [fixed[part]] if part in fixed else range(len(options))
-            for part, options in enumerate(problem.options)
-        }
-
-    def fastest(self) -> Choice | None:
-        """The least time within the budget."""
-        return self._run(lambda costs, bytes_, seconds: np.where(bytes_ <= self.budget, costs + seconds, np.inf))
-
-    def least(self) -> Choice | None:
-        """The least peak."""
-        return self._run(lambda costs, bytes_, _: np.maximum(costs, bytes_))
-
-    def _run(self, pay: Pay) -> Choice | None:
-        """The cheapest way through all calls."""
-        costs = np.full(len(self.held), np.inf)
-        costs[0] = 0
-        costs = pay(costs, np.array(self.problem.before), 0.0)
-        chosen: list[Any] = []
-        for stop in self.problem.stops:
-            costs, options = self._call(pay, costs, stop)
-            chosen.append(options)
-        end = int(np.argmin(costs))
-        return self._back(chosen, end) if np.isfinite(costs[end]) else None
-
-    def _call(self, pay: Pay, costs: Any, stop: Stop) -> tuple[Any, Any]:
-        """The costs after a call, and for each number of units kept then the option that led there."""
-        best = np.full(len(self.held), np.inf)
-        options = np.full(len(self.held), -1, np.int32)
-        for option in self.allowed[stop.part]:
-            cost = self.problem.options[stop.part][option]
-            units = -(-cost.kept_bytes // self.unit)
-            if units >= len(self.held):
-                continue
-            there = pay(costs, self.held + stop.most(cost), cost.seconds)[: len(self.held) - units]
-            better = there < best[units:]
-            best[units:][better] = there[better]
-            options[units:][better] = option
-        return pay(best, self.held + stop.after, 0.0), options
-
-    def _back(self, chosen: list[Any], units: int) -> Choice:
-        choice = [0] * len(self.problem.options)
-        for stop, options in zip(reversed(self.problem.stops), reversed(chosen), strict=True):
-            choice[stop.part] = option = int(options[units])
-            units -= -(-self.problem.options[stop.part][option].kept_bytes // self.unit)
-        return tuple(choice)
+    fixed = {part: choice[part] for part in problem.repeated}
+    other = _cheapest(problem, problem.peak(choice), fixed, lambda peaks, held, _: np.maximum(peaks, held))
+    return min(choice, other or choice, key=problem.peak)
 
 
 Pay = Callable[[Any, Any, float], Any]
 """What costs become where so many bytes are alive and so many seconds are spent."""
+
+
+def _fastest(problem: Problem, budget: int, fixed: dict[int, int]) -> Choice | None:
+    """The least time within the budget; ``fixed`` as for :func:`_cheapest`."""
+    return _cheapest(problem, budget, fixed, lambda costs, held, time: np.where(held <= budget, costs + time, np.inf))
+
+
+def _cheapest(problem: Problem, budget: int, fixed: dict[int, int], pay: Pay) -> Choice | None:
+    """The cheapest way through all calls, from a table over the units kept so far; None if there is none.
+
+    Args:
+        problem: what is to be chosen.
+        budget: bytes that no more than are kept.
+        fixed: the options of parts that have no choice.
+        pay: tells what is cheap.
+    """
+    unit = max(1, -(-budget // CELLS))
+    held = np.arange(budget // unit + 1, dtype=np.int64) * unit
+    units = [[-(-cost.kept_bytes // unit) for cost in costs] for costs in problem.options]
+    start = np.where(held == 0, 0.0, np.inf)
+    table, chosen = pay(start, np.array(problem.before), 0.0), []
+    for stop in problem.stops:
+        best, taken = np.full(len(held), np.inf), np.full(len(held), -1, np.int32)  # by the units kept after the call
+        for option, cost in enumerate(problem.options[stop.part]):
+            more = units[stop.part][option]
+            if fixed.get(stop.part, option) == option and more < len(held):
+                there = pay(table, held + stop.most(cost), cost.seconds)[: len(held) - more]
+                better = there < best[more:]
+                best[more:][better] = there[better]
+                taken[more:][better] = option
+        table = pay(best, held + stop.after, 0.0)
+        chosen.append(taken)
+    end = int(np.argmin(table))
+    if not np.isfinite(table[end]):
+        return None
+    choice = [0] * len(problem.options)
+    for stop, taken in zip(reversed(problem.stops), reversed(chosen), strict=True):
+        choice[stop.part] = option = int(taken[end])
+        end -= units[stop.part][option]
+    return tuple(choice)

@@ -128,15 +128,15 @@ class _Graphs:
 
 def is_alike(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     """Whether two modules look the same, but for what their parameters and buffers hold."""
-    if type(one) is not type(other):
-        return False
-    state = [{name: _look(t) for name, t in (*m.named_parameters(), *m.named_buffers())} for m in (one, other)]
-    flags = [[(type(m), m.training) for m in module.modules()] for module in (one, other)]
-    return state[0] == state[1] and flags[0] == flags[1] and repr(one) == repr(other)
+    return type(one) is type(other) and _look(one) == _look(other)
 
 
-def _look(tensor: torch.Tensor) -> Any:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+def _look(module: torch.nn.Module) -> Any:
+    tensors = {
+        name: (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+        for name, t in (*module.named_parameters(), *module.named_buffers())
+    }
+    return tensors, [(type(child), child.training) for child in module.modules()], repr(module)
 
 
 class _Forward:
@@ -165,10 +165,9 @@ class _Forward:
         with torch.enable_grad(), plainly(), self._watched():
             try:
                 results = tensor_leaves(self.model.forward(*args, **kwargs))
-            except OgcError:
-                raise
             except Exception as error:
-                add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
+                if not isinstance(error, OgcError):
+                    add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
                 raise
         if not any(tensor.requires_grad for tensor in results):
             raise ParseError("No output of the forward requires grad")

@@ -27,11 +27,10 @@ from .measure import Around, around_calls, measure
 from .module import Parts, Twin, module_in_parts, twin_of
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
-from .share import Example, Share, plan_late_part, planner_of
+from .share import Share, plan_late_part, planner_of
 from .ways import Way, ways_of
 
 log = logging.getLogger(__name__)
-
 
 HEAVY = 1 / 3
 """Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
@@ -70,9 +69,7 @@ def optimize_in_parts(
     """The same model with its parts planned, where the whole cannot be.
 
     Args:
-        model: as for :func:`ogc.optimize`.
-        sample_input: as for :func:`ogc.optimize`.
-        options: as for :func:`ogc.optimize`.
+        model, sample_input, options: as for :func:`ogc.optimize`.
         plain: modules that have to stay plain, by name, and why; ``""`` is the model itself.
         is_wanted: whether a plan is good enough.
 
@@ -126,7 +123,7 @@ class _Planning:
             found, ways = _without_idle(found, ways)
         self.found, self.parts, self.ways = found, [*found.parts], ways
         if not ways:
-            raise ParseError(f"Nothing in it can be planned either: {_listed(_reasons(found))}")
+            raise ParseError(f"Nothing in it can be planned either: {_listed(_named(found.plain))}")
         for name, module in found.late.items():
             like = next((n for n, part in enumerate(found.parts) if is_alike(part.module, module)), None)
             if like is not None:
@@ -162,9 +159,9 @@ class _Planning:
 
     def _put_in(self, stops: list[Stop], number: int) -> None:
         """Add the call of a part that the sample left out, where the order of the modules has it."""
-        part, order = self.parts[number], [name for name, _ in self.model.named_modules()]
+        part, order = self.parts[number], {name: n for n, (name, _) in enumerate(self.model.named_modules())}
         alike = [n for n, stop in enumerate(stops) if self.parts[stop.part].like == part.like]
-        before = [n for n in alike if order.index(self.parts[stops[n].part].name) < order.index(part.name)]
+        before = [n for n in alike if order[self.parts[stops[n].part].name] < order[part.name]]
         beside = before[-1] if before else alike[0]
         stops.insert(beside + bool(before), replace(stops[beside], part=number))
         # What is given from one to the next stays, too, and the rest holds it.
@@ -218,13 +215,12 @@ class _Planning:
 
     def module(self, choice: Choice, plan: PartsPlan) -> torch.nn.Module:
         """The model with its parts run by the choice."""
-        graphs = dict(zip(self._labels(), (part.graph for part in self.found.parts), strict=True))
         twins = self._twins(choice)
         if not self.options.wish.is_in_bytes:  # else larger inputs may need a plan
             twins = {name: twin for name, twin in twins.items() if not twin.runner.is_plain}
         code = {name: twin.runner.generated.source for name, twin in twins.items()}
         parts = self._parts(twins, choice, self.found.late)
-        return module_in_parts(self.model, parts, {"plan": plan, "graph": graphs, "code": code})
+        return module_in_parts(self.model, parts, {"plan": plan, "graph": self._graphs(), "code": code})
 
     def _problem(self, stops: tuple[Stop, ...], before: int = 0) -> Problem:
         return Problem(stops, tuple(tuple(way.cost for way in ways) for ways in self.ways), before)
@@ -240,14 +236,14 @@ class _Planning:
     def _part_plan(self, number: int, choice: Choice) -> Plan:
         return replace(self.ways[number][choice[number]].plan, graph=self.parts[number].graph)
 
-    def _labels(self) -> list[str]:
-        """The names of the parts; where one is called with several kinds of inputs, with numbers."""
+    def _graphs(self) -> dict[str, Graph]:
+        """The graphs of parts by their names; where one is called with several kinds of inputs, with numbers."""
+        graphs: dict[str, Graph] = {}
         seen: Counter[str] = Counter()
-        labels = []
         for part in self.found.parts:
             seen[part.name] += 1
-            labels.append(part.name if seen[part.name] == 1 else f"{part.name} ({seen[part.name]})")
-        return labels
+            graphs[part.name if seen[part.name] == 1 else f"{part.name} ({seen[part.name]})"] = part.graph
+        return graphs
 
     def _twins(self, choice: Choice) -> dict[str, Twin]:
         """What runs each part by the choice, by its name."""
@@ -255,9 +251,7 @@ class _Planning:
 
     def _parts(self, twins: Mapping[str, Twin], choice: Choice, late: Mapping[str, torch.nn.Module]) -> Parts:
         examples = {
-            self.parts[number].name: Example(
-                self.parts[like], self._part_plan(number, choice), self._share(number, choice)
-            )
+            self.parts[number].name: (self.parts[like], self._share(number, choice))
             for number, like in self.late.items()
         }
         return Parts(list(twins.values()), late, partial(plan_late_part, self.options, examples))
@@ -288,7 +282,7 @@ class _Planning:
         least = least_peak(problem)
         peak, floor = problem.peak(least), max(problem.before, *(stop.after for stop in problem.stops))
         overhead = problem.seconds(least) / self._part_seconds if self._part_seconds else 0.0
-        plain = ", ".join(name or "the model itself" for name in self.found.plain)
+        plain = ", ".join(_named(self.found.plain))
         return (
             f"no plan found peaks at or below {budget / 1e6:.1f} MB ({budget} bytes); the smallest peak is "
             f"{peak / 1e6:.1f} MB ({peak} bytes) at {overhead:.1%} overhead. The model is planned in parts, and what "
@@ -315,10 +309,8 @@ def _without_idle(found: Found, ways: list[tuple[Way, ...]]) -> tuple[Found, lis
     return without, [ways[number] for number in stay]
 
 
-def _reasons(found: Found) -> dict[str, str]:
-    """Why nothing of a model is planned, by the names of modules."""
-    idle = {part.name: "no plan takes less memory than it does as it is" for part in found.parts}
-    return {name or "the model itself": why for name, why in found.plain.items()} | idle
+def _named(reasons: Mapping[str, str]) -> dict[str, str]:
+    return {name or "the model itself": why for name, why in reasons.items()}
 
 
 def _listed(reasons: Mapping[str, str]) -> str:
@@ -348,12 +340,8 @@ def _tell(plan: PartsPlan) -> None:
 def _quiet_about_leaves() -> Iterator[None]:
     """What leaves there are in parts is said by the plan, not part by part."""
     logger = logging.getLogger("ogc.parser.leaves")
-
-    def refuse(record: logging.LogRecord) -> bool:
-        return False
-
-    logger.addFilter(refuse)
+    before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        logger.removeFilter(refuse)
+        logger.disabled = before

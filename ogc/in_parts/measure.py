@@ -49,8 +49,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
     Gradients of parameters go no further than to where they would be added up. The model is afterwards as before.
 
     Args:
-        model: the plain model.
-        optimized: the model in parts.
+        model, optimized: the plain model, and the one in parts.
         parts: those of ``optimized``.
         sample_input: as for :func:`ogc.optimize`.
     """

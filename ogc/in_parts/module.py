@@ -75,13 +75,7 @@ class Attributes:
 
 
 class Twin:
-    """A part with its plans.
-
-    Args:
-        module: the part.
-        planned: what runs it planned.
-        runner: its plans.
-    """
+    """A part, the module that runs it planned, and its plans."""
 
     def __init__(self, module: torch.nn.Module, planned: torch.nn.Module, runner: Runner) -> None:
         self.module = module
@@ -301,6 +295,6 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
 
 
 def _is_planned_call(model: torch.nn.Module, training: bool) -> bool:
-    if is_plain() or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or (training and not model.training):
         return False
-    return not ((training and not model.training) or torch.jit.is_tracing() or torch.compiler.is_compiling())
+    return not (is_plain() or torch.jit.is_tracing() or torch.compiler.is_compiling())

@@ -39,26 +39,25 @@ class Options:
 
     def asked_for(self, model: torch.nn.Module) -> list[str]:
         """The names of the submodules that are to be called as they are."""
-        names = {entry for entry in self.leaf_modules if isinstance(entry, str)}
-        kinds = tuple(entry for entry in self.leaf_modules if isinstance(entry, type))
-        return [n for n, m in model.named_modules(remove_duplicate=False) if n and (n in names or isinstance(m, kinds))]
+        names, types = _names_and_types(self.leaf_modules)
+        return [n for n, m in model.named_modules(remove_duplicate=False) if n and (n in names or isinstance(m, types))]
 
     def _repeatable(self, name: str, module: torch.nn.Module) -> LeafModules | bool | None:
         wanted = self.repeatable_leaves
         if wanted is None or isinstance(wanted, bool):
             return wanted
-        kinds = tuple(entry for entry in wanted if isinstance(entry, type))
-        around = any(isinstance(entry, str) and f"{name}.".startswith(f"{entry}.") for entry in wanted)
-        return True if around or isinstance(module, kinds) else _inside(wanted, name, module)
+        names, types = _names_and_types(wanted)
+        is_around = any(f"{name}.".startswith(f"{around}.") for around in names)
+        return True if is_around or isinstance(module, types) else _inside(wanted, name, module)
+
+
+def _names_and_types(wanted: LeafModules) -> tuple[list[str], tuple[type[torch.nn.Module], ...]]:
+    return [w for w in wanted if isinstance(w, str)], tuple(w for w in wanted if isinstance(w, type))
 
 
 def _inside(wanted: LeafModules, name: str, module: torch.nn.Module) -> list[str | type[torch.nn.Module]]:
     """Of these names and types, those that mean something within a submodule, with names as seen from there."""
-    found: list[str | type[torch.nn.Module]] = []
-    for entry in wanted:
-        if isinstance(entry, type):
-            if any(isinstance(child, entry) for child in module.modules() if child is not module):
-                found.append(entry)
-        elif entry.startswith(f"{name}."):
-            found.append(entry.removeprefix(f"{name}."))
-    return found
+    names, types = _names_and_types(wanted)
+    children = [child for child in module.modules() if child is not module]
+    inner = [entry.removeprefix(f"{name}.") for entry in names if entry.startswith(f"{name}.")]
+    return [*inner, *(kind for kind in types if any(isinstance(child, kind) for child in children))]

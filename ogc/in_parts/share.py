@@ -92,29 +92,14 @@ def planner_of(options: Options, name: str, module: torch.nn.Module, share: Shar
     return Replanner(make, budget, hooked_modules(dict(module.named_modules())), share.keeps)
 
 
-@dataclass(frozen=True)
-class Example:
-    """The part that a submodule is like which the sample's forward left out, and what that submodule may take.
-
-    Attributes:
-        part: the part.
-        plan: for the submodule.
-        share: of the submodule.
-    """
-
-    part: Part
-    plan: Plan
-    share: Share
-
-
 def plan_late_part(
-    options: Options, examples: Mapping[str, Example], module: torch.nn.Module, name: str, call: Call
+    options: Options, examples: Mapping[str, tuple[Part, Share]], module: torch.nn.Module, name: str, call: Call
 ) -> tuple[Graph, Plan, Replanner | None]:
     """Plan a submodule that the sample's forward left out, when it is first called.
 
     Args:
         options: what the model was optimized by.
-        examples: for submodules that are like a part, by name.
+        examples: for submodules that are like a part, by name, this part and what they may take.
         module: the submodule.
         name: of it.
         call: its arguments.
@@ -125,13 +110,14 @@ def plan_late_part(
     Raises:
         OgcError: the call cannot be parsed or planned.
     """
-    example, share = examples.get(name), None
-    if example is not None and is_alike(example.part.module, module):
-        share = example.share
+    part, share = examples.get(name, (None, None))
+    if part is None or share is None or not is_alike(part.module, module):
+        share = None
+    else:
         with suppress(OgcError):
-            graph = carry_over(module, example.part.graph, call, weighed=share.keeps is not None)
-            if share.keeps is None or share.keeps(graph, example.plan):
-                return graph, example.plan, planner_of(options, name, module, share)
+            graph, plan = carry_over(module, part.graph, call, weighed=share.keeps is not None), share.way.plan
+            if share.keeps is None or share.keeps(graph, plan):
+                return graph, plan, planner_of(options, name, module, share)
     graph = options.parse(module, name, call)
     ways = ways_of(graph, options.solver)
     share = share or Share(ways[0], ways[-1].plan.plain_peak_bytes, options.wish, in_bytes=False)

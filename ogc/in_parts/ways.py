@@ -7,7 +7,7 @@ which keeps nothing but what the part was given, or what is costly to make.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import le
@@ -52,16 +52,23 @@ def ways_of(graph: Graph, solver: str = "optimal") -> tuple[Way, ...]:
     plans: list[Plan] = []
     if solver == "optimal":
         plans = [plan for plan in frontier(graph, points=POINTS).plans if not plan.is_plain]
-        for decisions in [*(plan.decisions for plan in plans), Decisions((saved(0, len(graph)),))]:
-            plans += _inside_a_run_again(graph, decisions)
-        plans += _keeping_what_is_costly(graph)
+        inner = [*(plan.decisions for plan in plans), Decisions((saved(0, len(graph)),))]
+        plans += _allowed(graph, (_inside_a_run_again(graph, decisions) for decisions in inner))
+        plans += _allowed(graph, ([recomputed(0, len(graph), kept=kept)] for kept in worth_keeping(graph)))
     elif solver != "none":
         plans = [solve(graph, solver=solver)]
     plain, *others = (Way(plan, part_cost(graph, plan)) for plan in (solve(graph, solver="none"), *plans))
     return (*(_best([plain, *others]) if solver == "optimal" else others), plain)
 
 
-def _inside_a_run_again(graph: Graph, decisions: Decisions) -> Iterator[Plan]:
+def _allowed(graph: Graph, decisions: Iterable[Decisions | list[Segment]]) -> Iterator[Plan]:
+    """The plans of those decisions that the graph allows."""
+    for decision in decisions:
+        with suppress(PlanError):
+            yield make_plan(graph, decision, "optimal")
+
+
+def _inside_a_run_again(graph: Graph, decisions: Decisions) -> Decisions:
     """The segments as parts of one that is run again, as far as nothing in it must run once."""
     groups: list[list[Segment]] = [[]]
     for segment in decisions.segments:
@@ -69,9 +76,7 @@ def _inside_a_run_again(graph: Graph, decisions: Decisions) -> Iterator[Plan]:
             groups[-1].append(segment)
         else:
             groups += [[segment], []]
-    joined = tuple(_joined(group) for group in groups if group)
-    with suppress(PlanError):
-        yield make_plan(graph, replace(decisions, segments=joined), "optimal")
+    return replace(decisions, segments=tuple(_joined(group) for group in groups if group))
 
 
 def _joined(group: list[Segment]) -> Segment:
@@ -79,12 +84,6 @@ def _joined(group: list[Segment]) -> Segment:
     if len(group) == 1 and ((first.parts and not first.kept) or first.start + 1 == first.stop):
         return first
     return recomputed(first.start, last.stop, *group)
-
-
-def _keeping_what_is_costly(graph: Graph) -> Iterator[Plan]:
-    for kept in worth_keeping(graph):
-        with suppress(PlanError):
-            yield make_plan(graph, [recomputed(0, len(graph), kept=kept)], "optimal")
 
 
 def _best(ways: list[Way]) -> list[Way]:
