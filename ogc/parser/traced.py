@@ -116,11 +116,8 @@ def without_unused(graph: torch.fx.Graph) -> torch.fx.Graph:
     """
     needed: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
-        if (
-            node.op in ("placeholder", "output")
-            or node in needed
-            or (node.op == "call_function" and has_effects(node.target))
-        ):
+        acts = node.op == "call_function" and has_effects(node.target)
+        if acts or node in needed or node.op in ("placeholder", "output"):
             needed.add(node)
             needed.update(node.all_input_nodes)
     needed.update(node for node in graph.nodes if _is_own_result(node) and node.args[0] in needed)

@@ -37,13 +37,13 @@ def record(
     flat = FlatForward(model.forward if forward is None else forward, spec)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     try:
-        outputs, has_draws = _run(model, recorder, flat, tensors, leaves, is_careful)
+        outputs, has_draws = _run(recorder, flat, tensors, is_careful)
     finally:
         if recorder.restore():
             writing.add(model)
     if not recorder.is_valid or (has_draws and not is_careful):
         raise RecordAgain(is_careful or has_draws)
-    nodes = [recorder.node(tensor) for tensor in outputs]
+    nodes = [recorder.tensors.node(tensor) for tensor in outputs]
     recorder.raise_if_leaky()
     _refuse_new_parameters(model, parameters)
     _refuse_new_buffers(model, buffers, leaves)
@@ -54,29 +54,17 @@ def record(
     recorder.graph.output(tuple(nodes))
     recorder.graph.lint()
     assert flat.output_spec is not None
-    return Traced(
-        recorder.graph,
-        recorder.tensors.constants,
-        flat.output_spec,
-        flat.outputs,
-        flat.requires_grad,
-        flat.grad_targets,
-        guards,
-    )
+    graph, constants = recorder.graph, recorder.tensors.constants
+    return Traced(graph, constants, flat.output_spec, flat.outputs, flat.requires_grad, flat.grad_targets, guards)
 
 
 def _run(
-    model: torch.nn.Module,
-    recorder: Recorder,
-    flat: FlatForward,
-    tensors: list[torch.Tensor],
-    leaves: Collection[str],
-    is_careful: bool,
+    recorder: Recorder, flat: FlatForward, tensors: list[torch.Tensor], is_careful: bool
 ) -> tuple[list[torch.Tensor], bool]:
     """The outputs of the recorded forward, and whether it drew random numbers past torch."""
     with (
         nothing_saved(where=lambda: recorder.scopes.current),
-        python_watched(model, recorder, leaves) as watch,
+        python_watched(recorder) as watch,
         scopes_in_use(recorder.scopes),
         dispatched_to(recorder),
     ):

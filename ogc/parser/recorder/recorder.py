@@ -61,14 +61,10 @@ class Before(NamedTuple):
 
 
 class Recorder:
-    """Writes down the operators of one forward.
-
-    Args:
-        model: the model.
-        inputs: the tensors that its forward is given.
-        leaves: names of the submodules that are leaves.
+    """Writes down the operators of one forward, which is given the tensors ``inputs``.
 
     Attributes:
+        leaves: names of the submodules that are leaves.
         graph: every call, also such as nothing uses.
         tensors: the nodes of its tensors.
         reads: what Python learnt of the content of tensors, in order.
@@ -79,8 +75,10 @@ class Recorder:
     """
 
     def __init__(self, model: torch.nn.Module, inputs: Sequence[torch.Tensor], leaves: Collection[str]) -> None:
+        self.model = model
+        self.leaves = leaves
         self.graph = torch.fx.Graph()
-        self.tensors = Tensors(self.graph, model, inputs)
+        self.tensors = Tensors(self.graph, model, inputs, self.refuse)
         self.scopes = Scopes()
         self.reads: list[Read] = []
         self.touched: dict[torch.fx.Node, Touched] = {}
@@ -90,7 +88,6 @@ class Recorder:
         self.is_valid = True
         self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
-        self.follows = bool(leaves)
         self.leaf: str | None = None  # that we are inside of
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
         self._given: set[int] = set()  # numbers of the storages that it was given
@@ -139,7 +136,8 @@ class Recorder:
             call = call._replace(args=args, kwargs=kwargs)
             tensors = tensor_leaves(args, kwargs)
             self.check_known(tensors)
-            self._note_constant(operator, tensors)
+            if operator is torch.ops.aten.lift_fresh.default and self.tensors.is_new(tensors[0]):
+                self.tensors.constant(tensors[0], is_fresh=True)
             given = self._nodes(args), self._nodes(kwargs)
             states = [Before(t, writes_of(t), t.requires_grad, has_history(t)) for t in tensors]
             if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
@@ -172,31 +170,22 @@ class Recorder:
     def _run(self, call: Call) -> Any:
         if not (call.is_composite and autocast_kinds()) or call.takes_numbers:
             return call.run()
-        watch = _CastsInside()
-        with dispatched_to(watch):
+        casts = []
+
+        def run(inner: Call) -> Any:
+            casts.append(inner.is_cast)
+            return inner.open() if inner.is_composite and not inner.takes_numbers else inner.run()
+
+        with dispatched_to(run):
             result = call.open()
-        if watch.has_casts:
+        if any(casts):
             _casting.add(call.operator)
             self.is_valid = False
         return result
 
-    def _note_constant(self, operator: OpOverload, tensors: list[torch.Tensor]) -> None:
-        if operator is torch.ops.aten.lift_fresh.default and self.tensors.is_new(tensors[0]):
-            self.tensors.constant(tensors[0], is_fresh=True)
-
-    def node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """The node of a tensor; what it cannot stand for is noted as opaque."""
-        node = self.tensors.node(tensor)
-        self._refuse_problems()
-        return node
-
-    def _refuse_problems(self) -> None:
-        while self.tensors.problems:
-            self.refuse(self.tensors.problems.pop())
-
     def _nodes(self, given: Any) -> Any:
         """Arguments with nodes instead of tensors."""
-        return map_aggregate(given, lambda x: self.node(x) if isinstance(x, torch.Tensor) else x)
+        return map_aggregate(given, lambda x: self.tensors.node(x) if isinstance(x, torch.Tensor) else x)
 
     def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Before], result: Any) -> None:
         operator, results = call.operator, tensor_leaves(result)
@@ -210,23 +199,18 @@ class Recorder:
         node.meta.update(self.scopes.here(), dims=max((t.dim() for t in results), default=0))
         written = [before for before in states if writes_of(before.tensor) != before.version]
         self._note_writes(operator, written)
-        has_grad = any(before.requires_grad for before in states)
-        if (
-            has_grad
-            and not torch.is_grad_enabled()
-            and (schema_of(operator).is_mutable or any(map(_is_floating, results)))
-        ):
+        changes = schema_of(operator).is_mutable or any(t.is_floating_point() or t.is_complex() for t in results)
+        if changes and not torch.is_grad_enabled() and any(before.requires_grad for before in states):
             node.target = WithoutGrad(operator)
         self._note_result(node, result)
         self._note_touched(node, [before.tensor for before in states], [before.tensor for before in written])
+        name = operator_name(operator)
         if is_number:
-            name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(
-                operator_name(operator), operator_name(operator)
-            )
+            name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(name, name)
             self._note_read(node, (), f"{name}() of a tensor", is_number=True)
         elif (decisive := deciding(operator, call.args, call.kwargs)) is not None:
-            what = f"the operator aten::{operator_name(operator)}, whose result has a shape that depends on the data,"
-            nodes = tuple(map(self.node, decisive))
+            what = f"the operator aten::{name}, whose result has a shape that depends on the data,"
+            nodes = tuple(map(self.tensors.node, decisive))
             self._note_read(node, nodes, what)
 
     def _note_read(
@@ -241,7 +225,7 @@ class Recorder:
             if self.leaf is not None:
                 self.counting.add(str(self.leaf))
             else:
-                self._note_read(self.node(tensor), (), what)
+                self._note_read(self.tensors.node(tensor), (), what)
 
     def read_size(self, tensor: torch.Tensor) -> None:
         """Note that Python asks for the shape of a tensor, which matters if the shape depends on data."""
@@ -253,7 +237,7 @@ class Recorder:
         """Inside, Python says of a tensor whether it requires grad, which is a call of its own if that is news."""
         before = tensor.requires_grad
         with unseen():
-            node = self.node(tensor)
+            node = self.tensors.node(tensor)
             yield
             if tensor.requires_grad == before:
                 return
@@ -270,7 +254,6 @@ class Recorder:
             if before.has_history and not torch.is_grad_enabled():
                 what = "writes in place, under no_grad, a tensor that requires grad"
                 self.refuse(f"{what}: {operator_name(operator)} at {user_line()}; make it out of place")
-        self._refuse_problems()
 
     def _note_result(self, node: torch.fx.Node, result: Any) -> None:
         if isinstance(result, torch.Tensor):
@@ -319,7 +302,7 @@ class Recorder:
 
     def check_known(self, used: list[torch.Tensor]) -> None:
         """Note which of the tensors should not be known to the leaf, or outside of leaves."""
-        for tensor in used if self.follows else ():
+        for tensor in used if self.leaves else ():
             storage = None if self.tensors.is_new(tensor) else self.tensors.storage(tensor)
             if storage is None or storage.leaf == self.leaf or storage.number in self._given:
                 continue
@@ -328,21 +311,6 @@ class Recorder:
                     self.leaky.setdefault(leaf, "shares tensors with other modules by other ways than arguments")
 
 
-class _CastsInside:
-    """Sees whether any operator that another one is made of is cast by autocast."""
-
-    def __init__(self) -> None:
-        self.has_casts = False
-
-    def __call__(self, call: Call) -> Any:
-        self.has_casts = self.has_casts or call.is_cast
-        return call.open() if call.is_composite and not call.takes_numbers else call.run()
-
-
 def writes_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written; tensors of inference do not count."""
     return 0 if tensor.is_inference() else int(version_of(tensor))
-
-
-def _is_floating(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

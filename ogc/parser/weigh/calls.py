@@ -12,16 +12,17 @@ from ...operators.registry import live_arguments
 from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, peak_bytes
 from ...torch_state.private import pytree, storage_id
+from .record import Record
 
 
 class Call:
     """One call with inputs of its own, ready to run forward and backward again and again."""
 
-    def __init__(self, node: torch.fx.Node, args: Any, kwargs: Any, in_place: bool) -> None:
-        self.target: Any = node.target
+    def __init__(self, record: Record, args: Any, kwargs: Any) -> None:
+        self.target: Any = record.node.target
         self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
-        live = live_arguments(node.target, args)
-        self.copied = [any(leaf is one for one in live) or in_place for leaf in self.leaves]
+        live = live_arguments(self.target, args)
+        self.copied = [any(leaf is one for one in live) or record.in_place for leaf in self.leaves]
         self.result: Any = None
         self.saved: list[torch.Tensor] = []
 

@@ -1,12 +1,11 @@
 """Weights of one operation without computing it: shapes only, time from a roofline.
 
-An operation is run once, forward and backward, on meta tensors of the shapes that it was seen with (several
-times faster than fake ones, and all but one weight depends on shapes alone). Every operator that this
-dispatches to is seen by :class:`.meter.Meter`, which adds up FLOPs and bytes moved and keeps the most bytes of
-fresh storage alive at once. Equal calls are looked up, not run again. On a CPU, attention and some
-convolutions are run all the same, for the bytes that their kernels take. What an operation saves can depend on
-the device (a dropout mask has one byte or four); for a device that the model is not on, it is found out
-under FakeTensorMode, which needs no such device.
+An operation is run once, forward and backward, on meta tensors of the shapes that it was seen with (several times
+faster than fake ones, and all but one weight depends on shapes alone). Every operator that this dispatches to is seen
+by :class:`.meter.Meter`, which adds up FLOPs and bytes moved and keeps the most bytes of fresh storage alive at once.
+Equal calls are looked up, not run again. On a CPU, attention and some convolutions are run all the same, for the bytes
+that their kernels take. What an operation saves can depend on the device (a dropout mask has one byte or four); for a
+device that the model is not on, it is found out under FakeTensorMode, which needs no such device.
 """
 
 from __future__ import annotations
@@ -79,11 +78,12 @@ class Estimator:
         self.rates = rates_of(device.type)
         self.seen: dict[Any, Weights] = {}
 
-    def weigh(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
-        """The weights of the call ``node.target(*args, **kwargs)``."""
+    def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:
+        """The weights of a call of an operator with these arguments."""
+        node = record.node
         operator = plain_operator(node.target)
         if isinstance(operator, Sliced):
-            return self._sliced(node, args, kwargs, record)
+            return self._sliced(operator, record, args, kwargs)
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
         if not record.outputs or not isinstance(kernel, OpOverload):
             return Weights(gradients=_pass_through(record))
@@ -93,7 +93,7 @@ class Estimator:
             if self.elsewhere and record.internal_bytes:
                 weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
             if of(kernel).has_other_kernels and self._can_measure():
-                scratch, working = measured_bytes(Call(node, args, kwargs, record.in_place))
+                scratch, working = measured_bytes(Call(record, args, kwargs))
                 weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
             use = Use(args, record.output_bytes[0], weights, self._can_measure())
             self.seen[key] = self._of_the_form(node.target, use, of(kernel))
@@ -110,12 +110,11 @@ class Estimator:
         """Whether a call can be run for the bytes of its CPU kernels."""
         return self.device.type == "cpu" and not self.elsewhere and can_measure(self.device)
 
-    def _sliced(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
-        assert isinstance(node.target, Sliced)
-        plain = node.target.with_plain_operators()
+    def _sliced(self, operator: Sliced, record: Record, args: Any, kwargs: Any) -> Weights:
+        plain = operator.with_plain_operators()
         weights = self._run(plain, args, kwargs, False, kernel_copies=self.device.type == "cpu")
         if self._can_measure() and weights.forward_flops < _SMALL_STRETCH_FLOPS:
-            scratch, working = measured_bytes(Call(node, args, kwargs, record.in_place))
+            scratch, working = measured_bytes(Call(record, args, kwargs))
             weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
         if not weights.gradients:
             return weights

@@ -176,10 +176,10 @@ class Memory:
             return Saved(external=True)
         same = [(t, ref) for t, ref in known if _same_kind(t, tensor)]
         for candidate, ref in same:
-            if _layout(candidate) == _layout(tensor):
+            if layout_of(candidate) == layout_of(tensor):
                 return Saved(ref)
         if same:
-            return Saved(same[0][1], _layout(tensor))
+            return Saved(same[0][1], layout_of(tensor))
         return Saved()
 
 
@@ -202,7 +202,8 @@ def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Its shape, strides and offset in entries."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
