@@ -58,7 +58,6 @@ def seen_as_recorded(
     """A forward that nobody records is seen as a recorder would see it.
 
     Args:
-        model: the model.
         leaves: names of submodules, which have what they save as long as they run, whatever else is saved.
         told: called with each tensor that leaves save.
         paused: entered while tensors become text, or Python gets hold of their content.

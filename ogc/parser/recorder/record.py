@@ -10,8 +10,8 @@ import torch
 from ...errors import OgcError, ParseError
 from ...program.leaf import Leaf
 from ...program.program import OWN, call_beside
-from ...program.structures import InputSpec
 from ...torch_state.no_trace import writing
+from ..arguments import Sample
 from ..forward.flat import FlatForward, nothing_saved
 from ..forward.location import scopes_in_use
 from ..traced import OpaqueError, RecordAgain, Traced
@@ -21,20 +21,14 @@ from .recorder import Recorder
 from .watch import python_watched
 
 
-def record(
-    model: torch.nn.Module,
-    spec: InputSpec,
-    tensors: list[torch.Tensor],
-    forward: Callable[..., Any] | None = None,
-    leaves: Collection[str] = (),
-    is_careful: bool = False,
-) -> Traced:
+def record(sample: Sample, forward: Callable[..., Any], leaves: Collection[str], is_careful: bool) -> Traced:
     """A :class:`~ogc.parser.traced.FrontEnd`.
 
     It is careful by a look at the random states of Python and numpy before each call, which takes time.
     """
+    model, spec, tensors = sample
     recorder = Recorder(model, tensors, leaves)
-    flat = FlatForward(model.forward if forward is None else forward, spec)
+    flat = FlatForward(forward, spec)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     try:
         outputs, has_draws = _run(recorder, flat, tensors, is_careful)

@@ -98,23 +98,12 @@ class Recorder:
 
     def raise_if_leaky(self) -> None:
         """Raise OpaqueError if a leaf does what it must not."""
-        if self.leaky:
-            reasons = "; ".join(f"{leaf} {why}" for leaf, why in self.leaky.items())
-            raise OpaqueError(
-                f"what cannot be replayed leaves the modules that would hide it: {reasons}. Pass tensors as arguments "
-                "and results (or in tuples, lists and dicts of these), or optimize the submodules around it instead",
-                self.leaky,
-            )
+        what = "what cannot be replayed leaves the modules that would hide it"
+        _raise_for(self.leaky, what, "Pass tensors as arguments and results (or in tuples, lists and dicts of these)")
 
     def raise_if_opaque(self) -> None:
         """Raise OpaqueError if a module does what no program can hold."""
-        if self.opaque:
-            reasons = "; ".join(f"{module or 'the model'} {why}" for module, why in self.opaque.items())
-            raise OpaqueError(
-                f"what no program can hold: {reasons}. Put it into a submodule of its own, or optimize the submodules "
-                "around it instead",
-                self.opaque,
-            )
+        _raise_for(self.opaque, "what no program can hold", "Put it into a submodule of its own")
 
     # -- operators -----------------------------------------------------------------------------------------
 
@@ -309,6 +298,13 @@ class Recorder:
             if not storage.is_state:
                 for leaf in {one for one in (storage.leaf, self.leaf) if one is not None}:
                     self.leaky.setdefault(leaf, "shares tensors with other modules by other ways than arguments")
+
+
+def _raise_for(modules: dict[str, str], what: str, advice: str) -> None:
+    if modules:
+        reasons = "; ".join(f"{module or 'the model'} {why}" for module, why in modules.items())
+        advice = f"{advice}, or optimize the submodules around it instead"
+        raise OpaqueError(f"{what}: {reasons}. {advice}", modules)
 
 
 def writes_of(tensor: torch.Tensor) -> int:

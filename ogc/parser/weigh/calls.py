@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...operators.registry import live_arguments
+from ...operators.weights import Weights
 from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, peak_bytes
 from ...torch_state.private import pytree, storage_id
@@ -73,16 +75,16 @@ def own_argument(leaf: Any, copied: bool) -> Any:
     return own.clone() if copied and leaf.requires_grad else own
 
 
-def measured_bytes(call: Call) -> tuple[int, int]:
-    """Most bytes that the call allocates at once on a CPU beside what it keeps, and that its backward allocates."""
+def with_measured_bytes(weights: Weights, call: Call) -> Weights:
+    """The same with the bytes that the call, and its backward, are measured to take on a CPU beside what it keeps."""
     with torch.random.fork_rng([]):
         call.prepare()
-        scratch = max(0, peak_bytes(call.forward, "cpu") - call.own_bytes())
+        scratch, working = max(0, peak_bytes(call.forward, "cpu") - call.own_bytes()), 0
         call.prepare(with_gradients=True)
-        if not call.ends() or not call.starts:
-            return scratch, 0
-        # Prepared once more under the eyes of the profiler: what several operators saved goes one by one.
-        return scratch, allocated_bytes(call.backward, "cpu", partial(call.prepare, with_gradients=True))[0]
+        if call.ends() and call.starts:
+            # Prepared once more under the eyes of the profiler: what several operators saved goes one by one.
+            working, _ = allocated_bytes(call.backward, "cpu", partial(call.prepare, with_gradients=True))
+    return replace(weights, scratch_bytes=scratch, working_bytes=working)
 
 
 def call_key(target: Any, args: Any, kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_p
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from ..passes.in_place import COPIES, REBASED
-from .calls import Call, call_key, measured_bytes, own_argument
+from .calls import Call, call_key, own_argument, with_measured_bytes
 from .meter import Meter
 from .record import Record, is_dense
 
@@ -93,8 +93,7 @@ class Estimator:
             if self.elsewhere and record.internal_bytes:
                 weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
             if of(kernel).has_other_kernels and self._can_measure():
-                scratch, working = measured_bytes(Call(record, args, kwargs))
-                weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
+                weights = with_measured_bytes(weights, Call(record, args, kwargs))
             use = Use(args, record.output_bytes[0], weights, self._can_measure())
             self.seen[key] = self._of_the_form(node.target, use, of(kernel))
         return _with_plain_copies(node, record, self.seen[key])
@@ -114,8 +113,7 @@ class Estimator:
         plain = operator.with_plain_operators()
         weights = self._run(plain, args, kwargs, False, kernel_copies=self.device.type == "cpu")
         if self._can_measure() and weights.forward_flops < _SMALL_STRETCH_FLOPS:
-            scratch, working = measured_bytes(Call(record, args, kwargs))
-            weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
+            weights = with_measured_bytes(weights, Call(record, args, kwargs))
         if not weights.gradients:
             return weights
         return replace(
@@ -141,23 +139,21 @@ class Estimator:
         return sum(size for key, size in internal.items() if key not in known)
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
-        on_cpu = self.device.type == "cpu"
         # With a mask, shapes depend on data, which meta tensors do not have.
         if not of(target).needs_data(tensor_leaves(args, kwargs)):
             try:
-                meter = Meter(self.rates.seconds, kernel_copies, on_cpu)
-                return self._run_on(_pretended, target, args, kwargs, in_place, meter)
+                return self._run_on(_pretended, target, args, kwargs, in_place, kernel_copies)
             except (NotImplementedError, RuntimeError) as error:
                 # Some operators have no kernel for meta tensors, or want certain operands on a CPU; else it is news.
                 level = logging.INFO if "meta" in str(error).lower() else logging.WARNING
                 log.log(level, "%s is weighed on real tensors, as it fails on shapes alone: %r", target, error)
-        meter = Meter(self.rates.seconds, kernel_copies, on_cpu, on_meta=False)
         with torch.random.fork_rng(cuda_devices()):
-            return self._run_on(own_argument, target, args, kwargs, in_place, meter)
+            return self._run_on(own_argument, target, args, kwargs, in_place, kernel_copies)
 
     def _run_on(
-        self, pretend: Callable[[Any, bool], Any], target: Any, args: Any, kwargs: Any, in_place: bool, meter: Meter
+        self, pretend: Callable[[Any, bool], Any], target: Any, args: Any, kwargs: Any, in_place: bool, copies: bool
     ) -> Weights:
+        meter = Meter(self.rates.seconds, copies, self.device.type == "cpu", on_meta=pretend is _pretended)
         with torch.enable_grad():
             given = map_aggregate((args, kwargs), lambda leaf: pretend(leaf, in_place))
             saved: list[torch.Tensor] = []
