@@ -34,7 +34,6 @@ class CustomForward:
     """A graph made by hand, called like the model's forward. It has been checked for structure.
 
     Args:
-        model: the model that it is a graph of.
         graph: the program, each node in front of those that use it.
         root: where the targets of its nodes are found, the model or a GraphModule around parts of it.
         signature: how arguments become its inputs; by default each placeholder is one.

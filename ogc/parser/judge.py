@@ -26,10 +26,8 @@ from .forward.patches import seen_as_recorded
 from .traced import ON_CONSTANTS, OpaqueError, Traced, called_leaves
 from .weigh.record import layout_of
 
-Forward = Callable[..., Any]
 
-
-def judge(sample: Sample, traced: Traced, forward: Forward | None = None) -> None:
+def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> None:
     """Do nothing if the program, every call in it, is what the model's forward runs, or ``forward`` if that is given.
 
     It takes a run of each, with the memory of inference.
@@ -54,17 +52,12 @@ def judge(sample: Sample, traced: Traced, forward: Forward | None = None) -> Non
 
 
 class _Log(TorchDispatchMode):
-    """Writes down what is dispatched below autograd, and what autograd saves.
-
-    Attributes:
-        events: in the order in which they happened.
-        owners: for each, the node of the program that it belongs to.
-    """
+    """Writes down what is dispatched below autograd, and what autograd saves."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.events: list[tuple[Any, ...]] = []
-        self.owners: list[torch.fx.Node | None] = []
+        self.events: list[tuple[Any, ...]] = []  # in the order in which they happened
+        self.owners: list[torch.fx.Node | None] = []  # for each, the node of the program that it belongs to
         self.owner: torch.fx.Node | None = None
         self.is_paused = False
         self.storages: dict[int, tuple[int, StorageWeakRef]] = {}

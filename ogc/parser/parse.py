@@ -239,10 +239,7 @@ def use_low_memory(graph: torch.fx.Graph, device: torch.device) -> None:
 
 
 def _check_same(
-    traced: Traced,
-    observation: Observation,
-    state: dict[str, torch.Tensor],
-    same: Callable[[torch.Tensor, torch.Tensor], bool],
+    traced: Traced, observation: Observation, state: dict[str, torch.Tensor], same: Callable[..., bool]
 ) -> None:
     """Raise ParseError unless the program gave what the model gave, or it is not this model's."""
     for number, (ours, theirs) in enumerate(zip(observation.outputs, traced.outputs, strict=True)):

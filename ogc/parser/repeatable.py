@@ -59,9 +59,8 @@ def why_not_again(model: torch.nn.Module, record: Record, args: Any) -> str | No
         return "writes a buffer, or what it is given"
     if any(leaf.returned.views[number] is not None for number in leaf.new):
         return "returns a view of what it is given"
-    home = next(model.parameters()).device
     with untouched(model):
-        return _difference(leaf, module, given, home)
+        return _difference(leaf, module, given, next(model.parameters()).device)
 
 
 def _difference(
@@ -73,7 +72,7 @@ def _difference(
     before = {} if module is None else attributes_of(module)
     first = _call(leaf, module, given)
     after = {} if module is None else attributes_of(module)
-    if (changed := next((key for _, key in changes(before, after, ())), None)) is not None:
+    for _, changed in changes(before, after, ()):
         return f"changes its attribute {changed}"
     if python_random_state() != python_state:
         return "draws random numbers of Python or numpy"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,9 +27,7 @@ ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.defaul
 class FrontEnd(Protocol):
     """Turns a forward into a program; :mod:`ogc.parser.faithful` names the one in use and has its program judged."""
 
-    def __call__(
-        self, sample: Sample, forward: Callable[..., Any], leaves: Collection[str], is_careful: bool
-    ) -> Traced:
+    def __call__(self, sample: Sample, forward: Callable[..., Any], leaves: set[str], is_careful: bool) -> Traced:
         """Run ``forward`` once on the arguments of ``sample`` and return what it computed.
 
         Gradients are on, but nothing is saved for a backward: memory is that of inference.

@@ -63,15 +63,11 @@ def scope(name: str) -> AbstractContextManager[None]:
 
 
 class Scopes:
-    """The modules that are being called, by name, the innermost last.
-
-    Attributes:
-        failed: the innermost that was left by an exception.
-    """
+    """The modules that are being called, by name, the innermost last."""
 
     def __init__(self) -> None:
         self.names = [""]
-        self.failed = ""
+        self.failed = ""  # the innermost that was left by an exception
 
     @property
     def current(self) -> str:

@@ -24,17 +24,11 @@ class LeafCalls:
         self.recorder = recorder
         self.count = 0
 
-    def module(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a submodule that is a leaf."""
         return self._call(name, self.recorder.model.get_submodule(name), call, args, kwargs)
 
-    def function(
-        self,
-        kind: type[torch.autograd.Function],
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def function(self, kind: type[torch.autograd.Function], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a custom ``autograd.Function``, a leaf of its own wherever it stands."""
         strange = [x for x in (*args, *kwargs.values()) if not isinstance(x, (torch.Tensor, *CONSTANTS))]
         if strange:
@@ -42,14 +36,8 @@ class LeafCalls:
             self.recorder.refuse(f"calls a custom torch.autograd.Function, {kind.__name__}, {given}, at {user_line()}")
         return self._call(self.recorder.scopes.current, kind, call, args, kwargs)
 
-    def _call(
-        self,
-        name: str,
-        called: torch.nn.Module | type[torch.autograd.Function],
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _call(self, name: str, called: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``called``, a submodule or a custom function, by ``call``."""
         recorder, tensors = self.recorder, self.recorder.tensors
         module, function = (called, None) if isinstance(called, torch.nn.Module) else (None, called)
         held = {} if module is None else {id(t): t for t in chain(module.parameters(), module.buffers())}

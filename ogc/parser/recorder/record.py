@@ -21,7 +21,7 @@ from .recorder import Recorder
 from .watch import python_watched
 
 
-def record(sample: Sample, forward: Callable[..., Any], leaves: Collection[str], is_careful: bool) -> Traced:
+def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_careful: bool) -> Traced:
     """A :class:`~ogc.parser.traced.FrontEnd`.
 
     It is careful by a look at the random states of Python and numpy before each call, which takes time.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,23 +25,14 @@ _casting: set[OpOverload] = set()
 
 
 class Read(NamedTuple):
-    """One read of a tensor's content by Python.
+    """One read of a tensor's content by Python."""
 
-    Attributes:
-        node: what tells it: a number, a tensor whose content was read, or one whose shape others' content decides.
-        deciding: those others.
-        is_number: whether the node gives a number.
-        last: the last call before it was read.
-        what: in words.
-        module: where.
-    """
-
-    node: torch.fx.Node
-    deciding: tuple[torch.fx.Node, ...]
-    is_number: bool
-    last: torch.fx.Node
-    what: str
-    module: str
+    node: torch.fx.Node  # a number, a tensor whose content was read, or one whose shape others' content decides
+    deciding: tuple[torch.fx.Node, ...]  # those others
+    is_number: bool  # whether the node gives a number
+    last: torch.fx.Node  # the last call before it was read
+    what: str  # in words
+    module: str  # where
 
 
 class Touched(NamedTuple):
@@ -61,31 +52,20 @@ class Before(NamedTuple):
 
 
 class Recorder:
-    """Writes down the operators of one forward, which is given the tensors ``inputs``.
+    """Writes down the operators of one forward, which is given the tensors ``inputs``."""
 
-    Attributes:
-        leaves: names of the submodules that are leaves.
-        graph: every call, also such as nothing uses.
-        tensors: the nodes of its tensors.
-        reads: what Python learnt of the content of tensors, in order.
-        touched: for each call, what it does to storages.
-        opaque: module -> what it does that no program can hold.
-        leaky: leaf -> what it does that a leaf must not.
-        is_valid: false if a call was written down before it was known to be cast in parts: to be recorded again.
-    """
-
-    def __init__(self, model: torch.nn.Module, inputs: Sequence[torch.Tensor], leaves: Collection[str]) -> None:
+    def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor], leaves: Collection[str]) -> None:
         self.model = model
-        self.leaves = leaves
-        self.graph = torch.fx.Graph()
+        self.leaves = leaves  # names of the submodules that are leaves
+        self.graph = torch.fx.Graph()  # every call, also such as nothing uses
         self.tensors = Tensors(self.graph, model, inputs, self.refuse)
         self.scopes = Scopes()
-        self.reads: list[Read] = []
-        self.touched: dict[torch.fx.Node, Touched] = {}
-        self.opaque: dict[str, str] = {}
-        self.leaky: dict[str, str] = {}
+        self.reads: list[Read] = []  # what Python learnt of the content of tensors, in order
+        self.touched: dict[torch.fx.Node, Touched] = {}  # for each call, what it does to storages
+        self.opaque: dict[str, str] = {}  # module -> what it does that no program can hold
+        self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
-        self.is_valid = True
+        self.is_valid = True  # until a call is found to be cast in parts that was written down whole: record again
         self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
         self.leaf: str | None = None  # that we are inside of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -36,29 +36,19 @@ class Storage:
 
 
 class Tensors:
-    """The nodes that stand for the tensors of a forward.
+    """The nodes that stand for the tensors of a forward; ``refuse`` is told what no program can hold, in words.
 
-    Attributes:
-        graph: gets a node for each parameter, buffer and constant that is used, where it first is.
-        constants: tensors that are no attribute of the model, by the name of their node.
-        fresh: nodes of constants that the forward makes anew each time of what Python holds.
-        rewritten: those of them that are written later.
-        refuse: told what no program can hold, in words.
-        external_numbers: of the storages of inputs, parameters and buffers.
+    ``graph`` gets one for each parameter, buffer and constant that is used, where it first is.
     """
 
     def __init__(
-        self,
-        graph: torch.fx.Graph,
-        model: torch.nn.Module,
-        inputs: Sequence[torch.Tensor],
-        refuse: Callable[[str], object],
+        self, graph: torch.fx.Graph, model: torch.nn.Module, inputs: list[torch.Tensor], refuse: Callable[[str], None]
     ) -> None:
         self.graph = graph
         self.refuse = refuse
-        self.constants: dict[str, torch.Tensor] = {}
-        self.fresh: set[torch.fx.Node] = set()
-        self.rewritten: set[torch.fx.Node] = set()
+        self.constants: dict[str, torch.Tensor] = {}  # no attributes of the model, by the name of their node
+        self.fresh: set[torch.fx.Node] = set()  # constants that the forward makes anew each time of what Python holds
+        self.rewritten: set[torch.fx.Node] = set()  # those of them that are written later
         self.requires_grad: dict[torch.fx.Node, bool] = {}
         self.state = dict(chain(model.named_parameters(), model.named_buffers()))
         self._names = {id(tensor): name for name, tensor in self.state.items()}  # all are held by the model
@@ -70,7 +60,7 @@ class Tensors:
         for tensor in self.state.values():
             if (storage := self.storage(tensor)) is not None:
                 storage.is_state = True
-        self.external_numbers = frozenset(range(self._count))
+        self.external_numbers = frozenset(range(self._count))  # of the storages of inputs, parameters and buffers
 
     def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         """From here on ``node`` stands for ``tensor``."""
