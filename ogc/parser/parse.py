@@ -28,7 +28,7 @@ from .passes.in_place import run_out_of_place
 from .passes.last_writes import copy_after_last_write
 from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .passes.unfold import Unfolding
-from .repeatable import refuse_chance, why_not_again
+from .repeatable import refuse_chance, why_not_repeatable
 from .traced import READS, OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator
 from .weigh.leaf import Profiler, weigh
@@ -186,7 +186,7 @@ def _allow_repeats(model: torch.nn.Module, leaves: Leaves, record: Record, args:
     if not is_named and (record.random or not leaves.finds_repeatable):
         return
     changed = leaves.changed_attribute(name) if node.target.submodule is not None else None
-    obstacle = f"changes its attribute {changed}" if changed else why_not_again(model, record, args)
+    obstacle = f"changes its attribute {changed}" if changed else why_not_repeatable(model, record, args)
     node.target = replace(node.target, repeatable=obstacle is None)
     if obstacle is None:
         leaves.repeated.add(name)

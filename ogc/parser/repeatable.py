@@ -46,7 +46,7 @@ CHANCES = 16
 """Random states that a leaf which decides by random numbers is tried from."""
 
 
-def why_not_again(model: torch.nn.Module, record: Record, args: Any) -> str | None:
+def why_not_repeatable(model: torch.nn.Module, record: Record, args: Any) -> str | None:
     """The reason, in words, why a leaf must not be called again; None if none was seen.
 
     It is called twice from the same random state; the model is afterwards as before.

@@ -17,8 +17,8 @@ from ..forward.location import scopes_in_use
 from ..traced import OpaqueError, RecordAgain, Traced
 from .dispatch import dispatched_to
 from .guards import guards_of
+from .python_calls import python_watched
 from .recorder import Recorder
-from .watch import python_watched
 
 
 def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_careful: bool) -> Traced:
@@ -58,11 +58,11 @@ def _run(
     """The outputs of the recorded forward, and whether it drew random numbers past torch."""
     with (
         nothing_saved(where=lambda: recorder.scopes.current),
-        python_watched(recorder) as watch,
+        python_watched(recorder) as calls,
         scopes_in_use(recorder.scopes),
         dispatched_to(recorder),
     ):
-        recorder.before_call = watch.look_for_draws if is_careful else None
+        recorder.before_call = calls.look_for_draws if is_careful else None
         try:
             outputs = flat(*tensors)
         except Exception as error:
@@ -71,9 +71,9 @@ def _run(
                 raise
             what = f"fails while it is recorded: {str(error).partition(chr(10))[0]}"
             raise OpaqueError(f"the forward {what}", {recorder.scopes.failed: what}) from error
-        watch.look_for_draws()
+        calls.look_for_draws()
     flat.finish(outputs, tensors)
-    return outputs, watch.has_draws
+    return outputs, calls.has_draws
 
 
 def _refuse_shared_casts(graph: torch.fx.Graph) -> None:

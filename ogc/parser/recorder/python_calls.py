@@ -25,18 +25,18 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 
 @contextmanager
-def python_watched(recorder: Recorder) -> Iterator[Watch]:
+def python_watched(recorder: Recorder) -> Iterator[PythonCalls]:
     """``recorder`` is told of all that this thread does inside."""
-    watch = Watch(recorder)
+    calls = PythonCalls(recorder)
     try:
-        watch.install()
-        with collectors_watched(recorder.model, watch.note_hooks):
-            yield watch
+        calls.install()
+        with collectors_watched(recorder.model, calls.note_hooks):
+            yield calls
     finally:
-        watch.patches.close()
+        calls.patches.close()
 
 
-class Watch:
+class PythonCalls:
     """Patches of torch that tell a recorder what this thread does past the dispatcher."""
 
     def __init__(self, recorder: Recorder) -> None:
