@@ -36,13 +36,13 @@ class ByName:
         self.operators = operators
         self.calls = 0
 
-    def __call__(self, model, spec, tensors, forward=None, leaves=(), is_careful=False):
+    def __call__(self, sample, forward, leaves, is_careful):
         self.calls += 1
-        flat = FlatForward(model.forward, spec)
-        flat.run(tensors)
+        flat = FlatForward(forward, sample.spec)
+        flat.run(sample.tensors)
         graph, nodes = torch.fx.Graph(), {}
-        for node in torch.fx.symbolic_trace(model).graph.nodes:
-            nodes[node] = self.copy(graph, model, node, nodes)
+        for node in torch.fx.symbolic_trace(sample.model).graph.nodes:
+            nodes[node] = self.copy(graph, sample.model, node, nodes)
         return Traced(graph, {}, flat.output_spec, flat.outputs, flat.requires_grad, flat.grad_targets)
 
     def copy(self, graph, model, node, nodes):
@@ -103,9 +103,9 @@ def test_the_judge_refuses_what_another_front_end_reads_wrongly(put):
 
 def test_a_front_end_is_called_until_it_knows_how(put):
     class Careful(ByName):
-        def __call__(self, *args, is_careful=False, **kwargs):
+        def __call__(self, *args, is_careful):
             if not is_careful:
                 raise RecordAgain(True)
-            return super().__call__(*args, **kwargs)
+            return super().__call__(*args, is_careful)
 
     assert put(Careful()) and ogc.parse(Net(), X)

@@ -25,9 +25,7 @@ from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
 from .parse import lower, profiler_of, record_program
 from .traced import called_leaves
-from .weigh.estimate import Estimator
-from .weigh.leaf import weigh
-from .weigh.measure import Measurer
+from .weigh.leaf import Profiler, weigh
 from .weigh.record import Record
 
 
@@ -69,20 +67,15 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
 
 
 def _visit(
-    model: torch.nn.Module,
-    leaves: dict[str, Leaf],
-    profiler: Measurer | Estimator | None,
-    node: torch.fx.Node,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    record: Record,
+    model: torch.nn.Module, leaves: dict[str, Leaf], profiler: Profiler | None, record: Record, args: Any, kwargs: Any
 ) -> None:
     """Let a leaf be called again that may be in the known program; weigh an operation if there is a profiler."""
+    node = record.node
     if isinstance(node.target, Leaf) and (known := leaves.get(node.target.name)) is not None and known.repeatable:
         node.target = replace(node.target, repeatable=True)
         record.random = True  # as it may draw numbers
     if profiler is not None:
-        record.weights = weigh(model, profiler, node, args, kwargs, record)
+        record.weights = weigh(model, profiler, record, args, kwargs)
 
 
 def _check_same_program(known: torch.fx.Graph, new: torch.fx.Graph) -> None:

@@ -34,7 +34,6 @@ class CustomForward:
     """A graph made by hand, called like the model's forward. It has been checked for structure.
 
     Args:
-        model: the model that it is a graph of.
         graph: the program, each node in front of those that use it.
         root: where the targets of its nodes are found, the model or a GraphModule around parts of it.
         signature: how arguments become its inputs; by default each placeholder is one.
@@ -246,11 +245,11 @@ def _check_dag(dag: nx.MultiDiGraph, source: Any, target: Any) -> None:
     if not nx.is_directed_acyclic_graph(dag):
         around = [edge[0] for edge in nx.find_cycle(dag)]
         raise ParseError(f"the graph has a cycle: {' -> '.join(map(repr, [*around, around[0]]))}")
-    reached, leading = nx.descendants(dag, source) | {source}, nx.ancestors(dag, target) | {target}
+    from_source, to_target = nx.descendants(dag, source) | {source}, nx.ancestors(dag, target) | {target}
     for vertex in dag:
-        if vertex not in reached:
+        if vertex not in from_source:
             raise ParseError(f"node {vertex!r} cannot be reached from the source {source!r}")
-        if vertex not in leading:
+        if vertex not in to_target:
             raise ParseError(f"node {vertex!r} does not lead to the target {target!r}")
 
 
@@ -275,7 +274,7 @@ def _ordered(vertex: Any, results: dict[tuple[Any, Any], Node], order: list[Any]
     if order is None:
         return list(results.values())
     tails = {tail: (tail, key) for tail, key in results}
-    edges = [entry if _is_key(entry, results) else tails.get(entry) for entry in order]
+    edges = [one if isinstance(one, tuple) and one in results else tails.get(one) for one in order]
     if None in edges:
         unknown = order[edges.index(None)]
         raise ParseError(
@@ -286,7 +285,3 @@ def _ordered(vertex: Any, results: dict[tuple[Any, Any], Node], order: list[Any]
         if edge not in edges:
             raise ParseError(f"node {vertex!r}: transition_input_order leaves out the edge from {edge!r} (tail, key)")
     return [results[edge] for edge in edges if edge is not None]
-
-
-def _is_key(entry: Any, results: dict[tuple[Any, Any], Node]) -> bool:
-    return isinstance(entry, tuple) and entry in results

@@ -27,11 +27,12 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
     It has been held against a forward that nobody records; see :mod:`ogc.parser.judge`.
     """
     model, is_careful = sample.model, False
+    run = model.forward if forward is None else forward
     while True:
         try:
             with untouched(model):
                 before = attributes_of(model)
-                traced = front_end(model, sample.spec, sample.copies(), forward, leaves.names, is_careful=is_careful)
+                traced = front_end(sample._replace(tensors=sample.copies()), run, leaves.names, is_careful=is_careful)
                 state, after = state_of(model), attributes_of(model)
             called = called_leaves(traced.graph)
             changed = dict(changes(before, after, called))
@@ -45,7 +46,7 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
                 )
             elif changed:
                 _refuse_dependence(sample, traced, changed, leaves.names)
-            judge(sample, traced, forward)
+            judge(sample, traced, run)
             return replace(_with_expected(sample, traced), state=state)
         except RecordAgain as again:
             is_careful = again.is_careful

@@ -24,11 +24,10 @@ from .arguments import Sample
 from .forward.flat import FlatForward, gradient_targets, nothing_saved, other_state, state_of
 from .forward.patches import seen_as_recorded
 from .traced import ON_CONSTANTS, OpaqueError, Traced, called_leaves
+from .weigh.record import layout_of
 
-Forward = Callable[..., Any]
 
-
-def judge(sample: Sample, traced: Traced, forward: Forward | None = None) -> None:
+def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> None:
     """Do nothing if the program, every call in it, is what the model's forward runs, or ``forward`` if that is given.
 
     It takes a run of each, with the memory of inference.
@@ -53,17 +52,12 @@ def judge(sample: Sample, traced: Traced, forward: Forward | None = None) -> Non
 
 
 class _Log(TorchDispatchMode):
-    """Writes down what is dispatched below autograd, and what autograd saves.
-
-    Attributes:
-        events: in the order in which they happened.
-        owners: for each, the node of the program that it belongs to.
-    """
+    """Writes down what is dispatched below autograd, and what autograd saves."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.events: list[tuple[Any, ...]] = []
-        self.owners: list[torch.fx.Node | None] = []
+        self.events: list[tuple[Any, ...]] = []  # in the order in which they happened
+        self.owners: list[torch.fx.Node | None] = []  # for each, the node of the program that it belongs to
         self.owner: torch.fx.Node | None = None
         self.is_paused = False
         self.storages: dict[int, tuple[int, StorageWeakRef]] = {}
@@ -116,8 +110,7 @@ class _Log(TorchDispatchMode):
         number = self._number(tensor)
         # What nobody made in this forward is known by what it holds.
         content = None if is_known or self.count == before or tensor.is_meta else int(fingerprint(tensor))
-        layout = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-        return number, content, *layout, tensor.dtype, tensor.device
+        return number, content, *layout_of(tensor), tensor.dtype, tensor.device
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -129,13 +122,7 @@ class _Log(TorchDispatchMode):
 
 
 class _Run:
-    """One run under a log, and what came of it.
-
-    Args:
-        sample: the model and its arguments; the model is afterwards as before.
-        leaves: names of the submodules that the program calls.
-        forward: returns the output tensors, given the log and the input tensors.
-    """
+    """One run under a log, and what came of it; ``forward`` returns output tensors, given the log and input tensors."""
 
     def __init__(
         self, sample: Sample, leaves: Collection[str], forward: Callable[[_Log, list[torch.Tensor]], list[torch.Tensor]]

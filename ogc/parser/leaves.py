@@ -23,7 +23,6 @@ class Leaves:
     """The leaf modules of one model, by name; more are added as recordings fail.
 
     Args:
-        model: the model.
         asked_for: names and types of leaves.
         repeatable: names and types of modules such that leaves in them may be called again; True for all. With None
             it is those that are seen to compute the same again, and to draw no random numbers.
@@ -104,15 +103,12 @@ class Leaves:
 
     def _smallest(self, name: str) -> str:
         """The smallest module that holds the named one and is not within a leaf; "" for the whole model."""
-        while name and (self._is_covered(name) or isinstance(self.modules[name], _NEVER_CALLED)):
+        while name and (_is_within(name, self.names) or isinstance(self.modules[name], _NEVER_CALLED)):
             name = name.rpartition(".")[0]
         return name
 
-    def _is_covered(self, name: str) -> bool:
-        return _is_within(name, self.names)
-
     def _add(self, name: str, why: str) -> None:
-        if not self._is_covered(name):
+        if not _is_within(name, self.names):
             inside = {leaf for leaf in self.names if leaf.startswith(f"{name}.")}
             self.names = self.names - inside | {name}
             self.reasons = {leaf: reason for leaf, reason in self.reasons.items() if leaf not in inside}

@@ -27,10 +27,10 @@ from .passes.in_place import run_out_of_place
 from .passes.last_writes import copy_after_last_write
 from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .passes.unfold import Unfolding
-from .repeatable import refuse_chance, why_not_again
+from .repeatable import refuse_chance, why_not_repeatable
 from .traced import READS, OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator
-from .weigh.leaf import weigh
+from .weigh.leaf import Profiler, weigh
 from .weigh.measure import Measurer
 from .weigh.observe import Visit, observe
 from .weigh.record import Observation, Record
@@ -111,7 +111,7 @@ def parse(
     return replace(graph, program=replace(graph.program, parse_graph=make), stretches=found)
 
 
-def profiler_of(kind: str, device: torch.device, home: torch.device) -> Measurer | Estimator:
+def profiler_of(kind: str, device: torch.device, home: torch.device) -> Profiler:
     """What weighs operations for ``device`` by measuring or by estimating; the model is on ``home``."""
     return Measurer(home) if kind == "measure" else Estimator(device, home)
 
@@ -147,10 +147,10 @@ def lower(
     use_low_memory(program, device)
     unfolding = Unfolding()
 
-    def visit_and_meet(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record) -> None:
-        visit(node, args, kwargs, record)
+    def visit_and_meet(record: Record, args: Any, kwargs: Any) -> None:
+        visit(record, args, kwargs)
         if device.type == "cpu":
-            unfolding.meet(node, args, kwargs)
+            unfolding.meet(record.node, args, kwargs)
 
     while True:
         traced = replace(recorded, graph=without_unused(program) if stretches else program)
@@ -166,34 +166,26 @@ def lower(
     return traced, observation
 
 
-def _visit(
-    model: torch.nn.Module,
-    profiler: Measurer | Estimator,
-    leaves: Leaves,
-    node: torch.fx.Node,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    record: Record,
-) -> None:
+def _visit(model: torch.nn.Module, profiler: Profiler, leaves: Leaves, record: Record, args: Any, kwargs: Any) -> None:
     """Weigh an operation, and find out how it may be run."""
+    node = record.node
     if isinstance(node.target, Leaf):
         if record.random and node.meta[READS]:
             refuse_chance(model, node, args)
-        _allow_repeats(model, leaves, node, args, record)
-    record.weights = weigh(model, profiler, node, args, kwargs, record)
+        _allow_repeats(model, leaves, record, args)
+    record.weights = weigh(model, profiler, record, args, kwargs)
     record.is_samplewise = is_samplewise(node, args)
 
 
-def _allow_repeats(
-    model: torch.nn.Module, leaves: Leaves, node: torch.fx.Node, args: tuple[Any, ...], record: Record
-) -> None:
+def _allow_repeats(model: torch.nn.Module, leaves: Leaves, record: Record, args: Any) -> None:
     """Make a leaf repeatable unless something stands in the way."""
+    node = record.node
     assert isinstance(node.target, Leaf)
     name, is_named = node.target.module, leaves.is_repeatable(node.target.module)
     if not is_named and (record.random or not leaves.finds_repeatable):
         return
     changed = leaves.changed_attribute(name) if node.target.submodule is not None else None
-    obstacle = f"changes its attribute {changed}" if changed else why_not_again(model, node, args, record)
+    obstacle = f"changes its attribute {changed}" if changed else why_not_repeatable(model, record, args)
     node.target = replace(node.target, repeatable=obstacle is None)
     if obstacle is None:
         leaves.repeated.add(name)
@@ -246,10 +238,7 @@ def use_low_memory(graph: torch.fx.Graph, device: torch.device) -> None:
 
 
 def _check_same(
-    traced: Traced,
-    observation: Observation,
-    state: dict[str, torch.Tensor],
-    same: Callable[[torch.Tensor, torch.Tensor], bool],
+    traced: Traced, observation: Observation, state: dict[str, torch.Tensor], same: Callable[..., bool]
 ) -> None:
     """Raise ParseError unless the program gave what the model gave, or it is not this model's."""
     for number, (ours, theirs) in enumerate(zip(observation.outputs, traced.outputs, strict=True)):

@@ -45,28 +45,21 @@ CHANCES = 16
 """Random states that a leaf which decides by random numbers is tried from."""
 
 
-def why_not_again(model: torch.nn.Module, node: torch.fx.Node, args: Any, record: Record) -> str | None:
+def why_not_repeatable(model: torch.nn.Module, record: Record, args: Any) -> str | None:
     """The reason, in words, why a leaf must not be called again; None if none was seen.
 
     It is called twice from the same random state; the model is afterwards as before.
-
-    Args:
-        model: the model that the leaf is part of.
-        node: the call.
-        args: its arguments: the module, the tensors that it is given, those that it holds.
-        record: what it was seen to do.
     """
-    assert isinstance(node.target, Leaf)
-    module, given, _ = args
+    leaf, (module, given, _) = record.node.target, args
+    assert isinstance(leaf, Leaf)
     if module is not None and hooked_modules(dict(module.named_modules())):
         return "has hooks, which would be called again"
     if record.in_place:
         return "writes a buffer, or what it is given"
-    if any(node.target.returned.views[number] is not None for number in node.target.new):
+    if any(leaf.returned.views[number] is not None for number in leaf.new):
         return "returns a view of what it is given"
-    home = next(model.parameters()).device
     with untouched(model):
-        return _difference(node.target, module, given, home)
+        return _difference(leaf, module, given, next(model.parameters()).device)
 
 
 def _difference(
@@ -78,7 +71,7 @@ def _difference(
     before = {} if module is None else attributes_of(module)
     first = _call(leaf, module, given)
     after = {} if module is None else attributes_of(module)
-    if (changed := next((key for _, key in changes(before, after, ())), None)) is not None:
+    for _, changed in changes(before, after, ()):
         return f"changes its attribute {changed}"
     if python_random_state() != python_state:
         return "draws random numbers of Python or numpy"

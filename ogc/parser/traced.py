@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,8 +13,9 @@ from ..errors import ParseError
 from ..operators.registry import live_positions
 from ..program.leaf import Leaf
 from ..program.program import Guards
-from ..program.structures import InputSpec, OutputSpec
+from ..program.structures import OutputSpec
 from ..torch_state.private import schema_of
+from .arguments import Sample
 
 READS = "reads"
 """In the ``meta`` of a leaf's node: whether Python reads numbers out of tensors in it."""
@@ -26,24 +27,14 @@ ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.defaul
 class FrontEnd(Protocol):
     """Turns a forward into a program; :mod:`ogc.parser.faithful` names the one in use and has its program judged."""
 
-    def __call__(
-        self,
-        model: torch.nn.Module,
-        spec: InputSpec,
-        tensors: list[torch.Tensor],
-        forward: Callable[..., Any] | None = None,
-        leaves: Collection[str] = (),
-        is_careful: bool = False,
-    ) -> Traced:
-        """Run ``model``, or ``forward`` in its place, once on ``tensors`` and return what it computed.
+    def __call__(self, sample: Sample, forward: Callable[..., Any], leaves: set[str], is_careful: bool) -> Traced:
+        """Run ``forward`` once on the arguments of ``sample`` and return what it computed.
 
         Gradients are on, but nothing is saved for a backward: memory is that of inference.
 
         Args:
-            model: the module; its buffers, attributes and the random states change as in one forward.
-            spec: how the arguments are rebuilt from ``tensors``.
-            tensors: the tensors among the arguments of the call.
-            forward: what is to be recorded, if not the model's forward.
+            sample: the model and its arguments; buffers, attributes and random states change as in one forward.
+            forward: what is to be recorded, the model's own or one made by hand.
             leaves: names of submodules to call as they are, each call one node, a :class:`~ogc.program.leaf.Leaf`.
             is_careful: look closer, at the cost of time; so asked for by :class:`RecordAgain`.
 
@@ -116,11 +107,8 @@ def without_unused(graph: torch.fx.Graph) -> torch.fx.Graph:
     """
     needed: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
-        if (
-            node.op in ("placeholder", "output")
-            or node in needed
-            or (node.op == "call_function" and has_effects(node.target))
-        ):
+        acts = node.op == "call_function" and has_effects(node.target)
+        if acts or node in needed or node.op in ("placeholder", "output"):
             needed.add(node)
             needed.update(node.all_input_nodes)
     needed.update(node for node in graph.nodes if _is_own_result(node) and node.args[0] in needed)

@@ -21,9 +21,8 @@ Pack = Callable[[torch.Tensor], object]
 class FlatForward:
     r"""A forward as a function of a flat list of tensors.
 
-    Attributes:
-        output_spec, outputs, requires_grad, grad_targets: of its last call, as in
-            :class:`~ogc.parser.traced.Traced`; all but the first once it was :meth:`finish`\ ed.
+    What came of its last call is called as in :class:`~ogc.parser.traced.Traced`; all but the structure of the result
+    is there once it was :meth:`finish`\ ed.
     """
 
     def __init__(self, forward: Callable[..., Any], spec: InputSpec) -> None:
@@ -120,9 +119,7 @@ def other_state(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 def nothing_saved(told: Pack = id, where: Callable[[], str] = str) -> Iterator[None]:
     """Gradients are on, but nothing is kept for a backward: memory is that of inference.
 
-    Args:
-        told: called with each tensor that would be saved.
-        where: the name of the module that is running.
+    ``told`` is called with each tensor that would be saved; ``where`` gives the name of the module that is running.
     """
 
     def pack(tensor: torch.Tensor) -> None:
@@ -141,11 +138,7 @@ def nothing_saved(told: Pack = id, where: Callable[[], str] = str) -> Iterator[N
 
 @contextmanager
 def saved_until_done(told: Pack = id) -> Iterator[list[torch.Tensor]]:
-    """Tensors saved inside are there for a backward that is run inside, and gone afterwards.
-
-    Args:
-        told: called with each tensor that is saved.
-    """
+    """Tensors saved inside are there for a backward that is run inside, and gone afterwards; ``told`` hears of each."""
     saved: list[torch.Tensor] = []
     with saving(saved, told):
         yield saved

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -56,27 +56,18 @@ def scopes_in_use(scopes: Scopes) -> Iterator[None]:
         del _thread.scopes
 
 
-@contextmanager
-def scope(name: str) -> Iterator[None]:
+def scope(name: str) -> AbstractContextManager[None]:
     """Operators recorded inside are said to come from ``name``, unless they come from a module."""
     scopes: Scopes | None = getattr(_thread, "scopes", None)
-    if scopes is None:
-        yield
-    else:
-        with scopes.inside(name):
-            yield
+    return nullcontext() if scopes is None else scopes.inside(name)
 
 
 class Scopes:
-    """The modules that are being called, by name, the innermost last.
-
-    Attributes:
-        failed: the innermost that was left by an exception.
-    """
+    """The modules that are being called, by name, the innermost last."""
 
     def __init__(self) -> None:
         self.names = [""]
-        self.failed = ""
+        self.failed = ""  # the innermost that was left by an exception
 
     @property
     def current(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -23,29 +23,32 @@ TEXT = ("__repr__", "__format__")
 def checkpoint_nothing(stack: ExitStack) -> None:
     """Let ``torch.utils.checkpoint`` save as without it, unless it is reentrant: its forward is planned like any."""
 
-    def make(around: Callable[..., Any]) -> Callable[..., Any]:
-        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-            yield
-
-        return generator
+    def generator(known: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
 
     for name in CHECKPOINTS:
         if hasattr(torch.utils.checkpoint, name):  # which of them is called depends on torch's version
-            replace(stack, torch.utils.checkpoint, name, make)
+            wrap(stack, torch.utils.checkpoint, name, generator)
+
+
+def wrap(stack: ExitStack, owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Put ``call(known, *args, **kwargs)`` in the place of a function of ``owner`` until ``stack`` is closed."""
+
+    def wrapped(known: Any) -> Any:
+        return wraps(known)(lambda *args, **kwargs: call(known, *args, **kwargs))
+
+    replace(stack, owner, name, wrapped)
 
 
 def replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Put what ``make`` returns for an attribute of a class or module in its place until ``stack`` is closed."""
     own = vars(owner).get(name)
     known = own if own is not None else next(vars(kind)[name] for kind in owner.__mro__ if name in vars(kind))
-    new = make(known)
-    if not isinstance(new, (staticmethod, classmethod, property)):
-        new = wraps(known)(new)
     if own is None:
         stack.callback(delattr, owner, name)
     else:
         stack.callback(setattr, owner, name, own)
-    setattr(owner, name, new)
+    setattr(owner, name, make(known))
 
 
 @contextmanager
@@ -55,33 +58,24 @@ def seen_as_recorded(
     """A forward that nobody records is seen as a recorder would see it.
 
     Args:
-        model: the model.
         leaves: names of submodules, which have what they save as long as they run, whatever else is saved.
         told: called with each tensor that leaves save.
         paused: entered while tensors become text, or Python gets hold of their content.
     """
     modules = {model.get_submodule(name) for name in leaves}
 
-    def in_leaves(call: Callable[..., Any]) -> Callable[..., Any]:
-        def module_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module not in modules:
-                return call(module, *args, **kwargs)
-            with saved_until_done(told):
-                return call(module, *args, **kwargs)
+    def in_leaves(call: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with saved_until_done(told) if module in modules else nullcontext():
+            return call(module, *args, **kwargs)
 
-        return module_call
-
-    def aside(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with paused():
-                return method(*args, **kwargs)
-
-        return call
+    def aside(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with paused():
+            return method(*args, **kwargs)
 
     with ExitStack() as stack:
         if modules:
-            replace(stack, torch.nn.Module, "__call__", in_leaves)
+            wrap(stack, torch.nn.Module, "__call__", in_leaves)
         checkpoint_nothing(stack)
         for name in (*CONTENT, *TEXT):
-            replace(stack, torch.Tensor, name, aside)
+            wrap(stack, torch.Tensor, name, aside)
         yield

@@ -29,13 +29,10 @@ def unfolds(target: Any, args: Any, kwargs: Any) -> MadeOf | None:
         return None
     with torch.random.fork_rng([]), torch.enable_grad():
         state = torch.get_rng_state()
-        found = [_tried(state, function, args, kwargs) for function in (target, partial(made_of, _run))]
+        made = partial(made_of, lambda operator, *args, **kwargs: operator(*args, **kwargs))
+        found = [_tried(state, function, args, kwargs) for function in (target, made)]
     is_same = all(a.stride() == b.stride() and same_bits(a, b) for a, b in zip(*found, strict=True))
     return made_of if is_same else None
-
-
-def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    return operator(*args, **kwargs)
 
 
 def _tried(state: torch.Tensor, function: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:

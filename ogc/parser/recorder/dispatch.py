@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +43,8 @@ class Call(NamedTuple):
     def takes_numbers(self) -> bool:
         """Whether it was given numbers for tensors."""
         wanted = zip(self.args, schema_of(self.operator).arguments, strict=False)
-        return any(_is_number(given) and str(argument.type) == "Tensor" for given, argument in wanted)
+        numbers = (bool, int, float, complex)
+        return any(isinstance(given, numbers) and str(argument.type) == "Tensor" for given, argument in wanted)
 
     def run(self) -> Any:
         """The result; what the operator is made of is not seen."""
@@ -57,10 +58,8 @@ class Call(NamedTuple):
         return self.operator.redispatch(self.keys, *self.args, **self.kwargs)
 
 
-class Handler(Protocol):
-    """Runs each call in its place and returns its result."""
-
-    def __call__(self, call: Call) -> Any: ...
+Handler = Callable[[Call], Any]
+"""Runs each call in its place and returns its result."""
 
 
 @contextmanager
@@ -90,7 +89,3 @@ def _dispatch(keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any
     call = Call(operator, args, kwargs, keys.remove(RECORDING))
     handler: Handler | None = getattr(_thread, "handler", None)
     return call.run() if handler is None else handler(call)  # none on a thread that was started inside
-
-
-def _is_number(given: Any) -> bool:
-    return isinstance(given, (bool, int, float, complex))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, dropwhile
+from posixpath import commonpath
 from typing import Any
 
 import torch
@@ -84,11 +85,8 @@ class _Slice:
         self.recorder = recorder
         self.nodes: set[torch.fx.Node] = {*(read.deciding or (read.node,))}
         self.storages: set[int] = set()
-        before = False
-        for node in reversed(recorder.graph.nodes):
-            before = before or node is read.last
-            if before:
-                self._include(node)
+        for node in dropwhile(lambda node: node is not read.last, reversed(recorder.graph.nodes)):
+            self._include(node)
         included = (node for node in recorder.graph.nodes if node in self.nodes)
         self.obstacle = next(filter(None, map(self._why_not, included)), "")
 
@@ -155,10 +153,8 @@ def _spread(recorder: Recorder, source: torch.fx.Node, outputs: Sequence[torch.f
     """The modules that use tensors whose shape depends on that of one call's result."""
     shapes = {source, *(user for user in source.users if user.target is operator.getitem)}
     modules = [str(source.meta["module"])]
-    after = False
-    for node in recorder.graph.nodes:
-        after = after or node is source
-        if not after or shapes.isdisjoint(node.all_input_nodes) or node.op != "call_function":
+    for node in dropwhile(lambda node: node is not source, recorder.graph.nodes):
+        if shapes.isdisjoint(node.all_input_nodes) or node.op != "call_function":
             continue
         modules.append(str(node.meta.get("module", "")))
         name = operator_name(node.target)
@@ -171,10 +167,4 @@ def _spread(recorder: Recorder, source: torch.fx.Node, outputs: Sequence[torch.f
 
 def _around(modules: Sequence[str]) -> str:
     """The innermost module that holds all of these."""
-    paths = [name.split(".") if name else [] for name in modules]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    return commonpath([name.replace(".", "/") for name in modules]).replace("/", ".")

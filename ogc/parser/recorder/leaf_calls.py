@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -21,72 +20,48 @@ from .recorder import Recorder, writes_of
 class LeafCalls:
     """Calls leaves, and writes each call down as one node."""
 
-    def __init__(self, recorder: Recorder, model: torch.nn.Module) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.model = model
         self.count = 0
 
-    def module(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def module(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a submodule that is a leaf."""
-        module = self.model.get_submodule(name)
-        held = {id(t): t for t in chain(module.parameters(), module.buffers())}
+        return self._call(name, self.recorder.model.get_submodule(name), call, args, kwargs)
 
-        def write(leaf: Leaf, given: list[torch.fx.Node]) -> torch.fx.Node:
-            tensors = self.recorder.tensors
-            own = [t for name, t in tensors.state.items() if id(t) in held]
-            state = [tensors.node(t) for t in own]
-            return self.recorder.graph.call_function(leaf, (tensors.get_attr(name), given, state))
-
-        return self._call(name, f"leaf {type(module).__name__}", call, args, kwargs, write)
-
-    def function(
-        self,
-        kind: type[torch.autograd.Function],
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def function(self, kind: type[torch.autograd.Function], call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a custom ``autograd.Function``, a leaf of its own wherever it stands."""
         strange = [x for x in (*args, *kwargs.values()) if not isinstance(x, (torch.Tensor, *CONSTANTS))]
-        name = self.recorder.scopes.current
         if strange:
             given = f"that is given a {type(strange[0]).__name__}"
             self.recorder.refuse(f"calls a custom torch.autograd.Function, {kind.__name__}, {given}, at {user_line()}")
+        return self._call(self.recorder.scopes.current, kind, call, args, kwargs)
 
-        def write(leaf: Leaf, given: list[torch.fx.Node]) -> torch.fx.Node:
-            return self.recorder.graph.call_function(replace(leaf, function=kind), (None, given, []))
-
-        return self._call(name, f"leaf {kind.__name__}", call, args, kwargs, write)
-
-    def _call(
-        self,
-        name: str,
-        what: str,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        write: Callable[[Leaf, list[torch.fx.Node]], torch.fx.Node],
-    ) -> Any:
-        recorder = self.recorder
+    def _call(self, name: str, called: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call ``called``, a submodule or a custom function, by ``call``."""
+        recorder, tensors = self.recorder, self.recorder.tensors
+        module, function = (called, None) if isinstance(called, torch.nn.Module) else (None, called)
+        held = {} if module is None else {id(t): t for t in chain(module.parameters(), module.buffers())}
         with unseen():
             inputs, given = InputSpec.of(args, kwargs)
             before = Given(args, kwargs)
             recorder.check_known(given)
-            nodes = [recorder.node(tensor) for tensor in given]
+            nodes = [tensors.node(tensor) for tensor in given]
             versions = [writes_of(tensor) for tensor in given]
         source = user_line()
         with recorder.inside(name, given), saved_until_done():
             result = call(*args, **kwargs)
         with unseen():
-            returned, tensors = Returned.of(result, before, given, versions)
-            leaf = Leaf(
-                f"_ogc_leaf_{self.count}", name, source, inputs, returned, torch.is_grad_enabled(), autocast_state()
-            )
+            returned, results = Returned.of(result, before, given, versions)
+            is_on, casts = torch.is_grad_enabled(), autocast_state()
+            leaf = Leaf(f"_ogc_leaf_{self.count}", name, source, inputs, returned, is_on, casts, function=function)
             self.count += 1
             self._check(leaf)
-            node = write(leaf, nodes)
+            state = [tensors.node(t) for t in tensors.state.values() if id(t) in held]
+            holder = None if module is None else tensors.get_attr(name)
+            node = recorder.graph.call_function(leaf, (holder, nodes, state))
+            what = f"leaf {(function or type(module)).__name__}"
             node.meta.update({"module": name, "source": source, "operator": what, READS: name in recorder.counting})
-            recorder.note_leaf(node, [tensors[number] for number in leaf.new], given)
+            recorder.note_leaf(node, [results[number] for number in leaf.new], given)
         return result
 
     def _check(self, leaf: Leaf) -> None:

@@ -10,40 +10,34 @@ import torch
 from ...errors import OgcError, ParseError
 from ...program.leaf import Leaf
 from ...program.program import OWN, call_beside
-from ...program.structures import InputSpec
 from ...torch_state.no_trace import writing
+from ..arguments import Sample
 from ..forward.flat import FlatForward, nothing_saved
 from ..forward.location import scopes_in_use
 from ..traced import OpaqueError, RecordAgain, Traced
 from .dispatch import dispatched_to
 from .guards import guards_of
+from .python_calls import python_watched
 from .recorder import Recorder
-from .watch import python_watched
 
 
-def record(
-    model: torch.nn.Module,
-    spec: InputSpec,
-    tensors: list[torch.Tensor],
-    forward: Callable[..., Any] | None = None,
-    leaves: Collection[str] = (),
-    is_careful: bool = False,
-) -> Traced:
+def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_careful: bool) -> Traced:
     """A :class:`~ogc.parser.traced.FrontEnd`.
 
     It is careful by a look at the random states of Python and numpy before each call, which takes time.
     """
+    model, spec, tensors = sample
     recorder = Recorder(model, tensors, leaves)
-    flat = FlatForward(model.forward if forward is None else forward, spec)
+    flat = FlatForward(forward, spec)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     try:
-        outputs, has_draws = _run(model, recorder, flat, tensors, leaves, is_careful)
+        outputs, has_draws = _run(recorder, flat, tensors, is_careful)
     finally:
         if recorder.restore():
             writing.add(model)
     if not recorder.is_valid or (has_draws and not is_careful):
         raise RecordAgain(is_careful or has_draws)
-    nodes = [recorder.node(tensor) for tensor in outputs]
+    nodes = [recorder.tensors.node(tensor) for tensor in outputs]
     recorder.raise_if_leaky()
     _refuse_new_parameters(model, parameters)
     _refuse_new_buffers(model, buffers, leaves)
@@ -54,33 +48,21 @@ def record(
     recorder.graph.output(tuple(nodes))
     recorder.graph.lint()
     assert flat.output_spec is not None
-    return Traced(
-        recorder.graph,
-        recorder.tensors.constants,
-        flat.output_spec,
-        flat.outputs,
-        flat.requires_grad,
-        flat.grad_targets,
-        guards,
-    )
+    graph, constants = recorder.graph, recorder.tensors.constants
+    return Traced(graph, constants, flat.output_spec, flat.outputs, flat.requires_grad, flat.grad_targets, guards)
 
 
 def _run(
-    model: torch.nn.Module,
-    recorder: Recorder,
-    flat: FlatForward,
-    tensors: list[torch.Tensor],
-    leaves: Collection[str],
-    is_careful: bool,
+    recorder: Recorder, flat: FlatForward, tensors: list[torch.Tensor], is_careful: bool
 ) -> tuple[list[torch.Tensor], bool]:
     """The outputs of the recorded forward, and whether it drew random numbers past torch."""
     with (
         nothing_saved(where=lambda: recorder.scopes.current),
-        python_watched(model, recorder, leaves) as watch,
+        python_watched(recorder) as calls,
         scopes_in_use(recorder.scopes),
         dispatched_to(recorder),
     ):
-        recorder.before_call = watch.look_for_draws if is_careful else None
+        recorder.before_call = calls.look_for_draws if is_careful else None
         try:
             outputs = flat(*tensors)
         except Exception as error:
@@ -89,9 +71,9 @@ def _run(
                 raise
             what = f"fails while it is recorded: {str(error).partition(chr(10))[0]}"
             raise OpaqueError(f"the forward {what}", {recorder.scopes.failed: what}) from error
-        watch.look_for_draws()
+        calls.look_for_draws()
     flat.finish(outputs, tensors)
-    return outputs, watch.has_draws
+    return outputs, calls.has_draws
 
 
 def _refuse_shared_casts(graph: torch.fx.Graph) -> None:

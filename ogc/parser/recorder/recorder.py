@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator as python_operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -24,23 +24,14 @@ _casting: set[OpOverload] = set()
 
 
 class Read(NamedTuple):
-    """One read of a tensor's content by Python.
+    """One read of a tensor's content by Python."""
 
-    Attributes:
-        node: what tells it: a number, a tensor whose content was read, or one whose shape others' content decides.
-        deciding: those others.
-        is_number: whether the node gives a number.
-        last: the last call before it was read.
-        what: in words.
-        module: where.
-    """
-
-    node: torch.fx.Node
-    deciding: tuple[torch.fx.Node, ...]
-    is_number: bool
-    last: torch.fx.Node
-    what: str
-    module: str
+    node: torch.fx.Node  # a number, a tensor whose content was read, or one whose shape others' content decides
+    deciding: tuple[torch.fx.Node, ...]  # those others
+    is_number: bool  # whether the node gives a number
+    last: torch.fx.Node  # the last call before it was read
+    what: str  # in words
+    module: str  # where
 
 
 class Touched(NamedTuple):
@@ -60,36 +51,22 @@ class Before(NamedTuple):
 
 
 class Recorder:
-    """Writes down the operators of one forward.
+    """Writes down the operators of one forward, which is given the tensors ``inputs``."""
 
-    Args:
-        model: the model.
-        inputs: the tensors that its forward is given.
-        leaves: names of the submodules that are leaves.
-
-    Attributes:
-        graph: every call, also such as nothing uses.
-        tensors: the nodes of its tensors.
-        reads: what Python learnt of the content of tensors, in order.
-        touched: for each call, what it does to storages.
-        opaque: module -> what it does that no program can hold.
-        leaky: leaf -> what it does that a leaf must not.
-        is_valid: false if a call was written down before it was known to be cast in parts: to be recorded again.
-    """
-
-    def __init__(self, model: torch.nn.Module, inputs: Sequence[torch.Tensor], leaves: Collection[str]) -> None:
-        self.graph = torch.fx.Graph()
-        self.tensors = Tensors(self.graph, model, inputs)
+    def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor], leaves: Collection[str]) -> None:
+        self.model = model
+        self.leaves = leaves  # names of the submodules that are leaves
+        self.graph = torch.fx.Graph()  # every call, also such as nothing uses
+        self.tensors = Tensors(self.graph, model, inputs, self.refuse)
         self.scopes = Scopes()
-        self.reads: list[Read] = []
-        self.touched: dict[torch.fx.Node, Touched] = {}
-        self.opaque: dict[str, str] = {}
-        self.leaky: dict[str, str] = {}
+        self.reads: list[Read] = []  # what Python learnt of the content of tensors, in order
+        self.touched: dict[torch.fx.Node, Touched] = {}  # for each call, what it does to storages
+        self.opaque: dict[str, str] = {}  # module -> what it does that no program can hold
+        self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
-        self.is_valid = True
+        self.is_valid = True  # until a call is found to be cast in parts that was written down whole: record again
         self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
-        self.follows = bool(leaves)
         self.leaf: str | None = None  # that we are inside of
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
         self._given: set[int] = set()  # numbers of the storages that it was given
@@ -100,23 +77,12 @@ class Recorder:
 
     def raise_if_leaky(self) -> None:
         """Raise OpaqueError if a leaf does what it must not."""
-        if self.leaky:
-            reasons = "; ".join(f"{leaf} {why}" for leaf, why in self.leaky.items())
-            raise OpaqueError(
-                f"what cannot be replayed leaves the modules that would hide it: {reasons}. Pass tensors as arguments "
-                "and results (or in tuples, lists and dicts of these), or optimize the submodules around it instead",
-                self.leaky,
-            )
+        what = "what cannot be replayed leaves the modules that would hide it"
+        _raise_for(self.leaky, what, "Pass tensors as arguments and results (or in tuples, lists and dicts of these)")
 
     def raise_if_opaque(self) -> None:
         """Raise OpaqueError if a module does what no program can hold."""
-        if self.opaque:
-            reasons = "; ".join(f"{module or 'the model'} {why}" for module, why in self.opaque.items())
-            raise OpaqueError(
-                f"what no program can hold: {reasons}. Put it into a submodule of its own, or optimize the submodules "
-                "around it instead",
-                self.opaque,
-            )
+        _raise_for(self.opaque, "what no program can hold", "Put it into a submodule of its own")
 
     # -- operators -----------------------------------------------------------------------------------------
 
@@ -138,7 +104,8 @@ class Recorder:
             call = call._replace(args=args, kwargs=kwargs)
             tensors = tensor_leaves(args, kwargs)
             self.check_known(tensors)
-            self._note_constant(operator, tensors)
+            if operator is torch.ops.aten.lift_fresh.default and self.tensors.is_new(tensors[0]):
+                self.tensors.constant(tensors[0], is_fresh=True)
             given = self._nodes(args), self._nodes(kwargs)
             states = [Before(t, writes_of(t), t.requires_grad, has_history(t)) for t in tensors]
             if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
@@ -171,31 +138,22 @@ class Recorder:
     def _run(self, call: Call) -> Any:
         if not (call.is_composite and autocast_kinds()) or call.takes_numbers:
             return call.run()
-        watch = _CastsInside()
-        with dispatched_to(watch):
+        casts = []
+
+        def run(inner: Call) -> Any:
+            casts.append(inner.is_cast)
+            return inner.open() if inner.is_composite and not inner.takes_numbers else inner.run()
+
+        with dispatched_to(run):
             result = call.open()
-        if watch.has_casts:
+        if any(casts):
             _casting.add(call.operator)
             self.is_valid = False
         return result
 
-    def _note_constant(self, operator: OpOverload, tensors: list[torch.Tensor]) -> None:
-        if operator is torch.ops.aten.lift_fresh.default and self.tensors.is_new(tensors[0]):
-            self.tensors.constant(tensors[0], is_fresh=True)
-
-    def node(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """The node of a tensor; what it cannot stand for is noted as opaque."""
-        node = self.tensors.node(tensor)
-        self._refuse_problems()
-        return node
-
-    def _refuse_problems(self) -> None:
-        while self.tensors.problems:
-            self.refuse(self.tensors.problems.pop())
-
     def _nodes(self, given: Any) -> Any:
         """Arguments with nodes instead of tensors."""
-        return map_aggregate(given, lambda x: self.node(x) if isinstance(x, torch.Tensor) else x)
+        return map_aggregate(given, lambda x: self.tensors.node(x) if isinstance(x, torch.Tensor) else x)
 
     def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Before], result: Any) -> None:
         operator, results = call.operator, tensor_leaves(result)
@@ -209,23 +167,18 @@ class Recorder:
         node.meta.update(self.scopes.here(), dims=max((t.dim() for t in results), default=0))
         written = [before for before in states if writes_of(before.tensor) != before.version]
         self._note_writes(operator, written)
-        has_grad = any(before.requires_grad for before in states)
-        if (
-            has_grad
-            and not torch.is_grad_enabled()
-            and (schema_of(operator).is_mutable or any(map(_is_floating, results)))
-        ):
+        changes = schema_of(operator).is_mutable or any(t.is_floating_point() or t.is_complex() for t in results)
+        if changes and not torch.is_grad_enabled() and any(before.requires_grad for before in states):
             node.target = WithoutGrad(operator)
         self._note_result(node, result)
         self._note_touched(node, [before.tensor for before in states], [before.tensor for before in written])
+        name = operator_name(operator)
         if is_number:
-            name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(
-                operator_name(operator), operator_name(operator)
-            )
+            name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(name, name)
             self._note_read(node, (), f"{name}() of a tensor", is_number=True)
         elif (decisive := deciding(operator, call.args, call.kwargs)) is not None:
-            what = f"the operator aten::{operator_name(operator)}, whose result has a shape that depends on the data,"
-            nodes = tuple(map(self.node, decisive))
+            what = f"the operator aten::{name}, whose result has a shape that depends on the data,"
+            nodes = tuple(map(self.tensors.node, decisive))
             self._note_read(node, nodes, what)
 
     def _note_read(
@@ -240,7 +193,7 @@ class Recorder:
             if self.leaf is not None:
                 self.counting.add(str(self.leaf))
             else:
-                self._note_read(self.node(tensor), (), what)
+                self._note_read(self.tensors.node(tensor), (), what)
 
     def read_size(self, tensor: torch.Tensor) -> None:
         """Note that Python asks for the shape of a tensor, which matters if the shape depends on data."""
@@ -252,7 +205,7 @@ class Recorder:
         """Inside, Python says of a tensor whether it requires grad, which is a call of its own if that is news."""
         before = tensor.requires_grad
         with unseen():
-            node = self.node(tensor)
+            node = self.tensors.node(tensor)
             yield
             if tensor.requires_grad == before:
                 return
@@ -269,7 +222,6 @@ class Recorder:
             if before.has_history and not torch.is_grad_enabled():
                 what = "writes in place, under no_grad, a tensor that requires grad"
                 self.refuse(f"{what}: {operator_name(operator)} at {user_line()}; make it out of place")
-        self._refuse_problems()
 
     def _note_result(self, node: torch.fx.Node, result: Any) -> None:
         if isinstance(result, torch.Tensor):
@@ -318,7 +270,7 @@ class Recorder:
 
     def check_known(self, used: list[torch.Tensor]) -> None:
         """Note which of the tensors should not be known to the leaf, or outside of leaves."""
-        for tensor in used if self.follows else ():
+        for tensor in used if self.leaves else ():
             storage = None if self.tensors.is_new(tensor) else self.tensors.storage(tensor)
             if storage is None or storage.leaf == self.leaf or storage.number in self._given:
                 continue
@@ -327,21 +279,13 @@ class Recorder:
                     self.leaky.setdefault(leaf, "shares tensors with other modules by other ways than arguments")
 
 
-class _CastsInside:
-    """Sees whether any operator that another one is made of is cast by autocast."""
-
-    def __init__(self) -> None:
-        self.has_casts = False
-
-    def __call__(self, call: Call) -> Any:
-        self.has_casts = self.has_casts or call.is_cast
-        return call.open() if call.is_composite and not call.takes_numbers else call.run()
+def _raise_for(modules: dict[str, str], what: str, advice: str) -> None:
+    if modules:
+        reasons = "; ".join(f"{module or 'the model'} {why}" for module, why in modules.items())
+        advice = f"{advice}, or optimize the submodules around it instead"
+        raise OpaqueError(f"{what}: {reasons}. {advice}", modules)
 
 
 def writes_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written; tensors of inference do not count."""
     return 0 if tensor.is_inference() else int(version_of(tensor))
-
-
-def _is_floating(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

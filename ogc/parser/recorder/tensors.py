@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...program.program import CONSTANT, storage_of
 from ...torch_state.private import id_of_storage
 from ..forward.location import user_line
+from ..weigh.record import layout_of
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
@@ -35,23 +36,19 @@ class Storage:
 
 
 class Tensors:
-    """The nodes that stand for the tensors of a forward.
+    """The nodes that stand for the tensors of a forward; ``refuse`` is told what no program can hold, in words.
 
-    Attributes:
-        graph: gets a node for each parameter, buffer and constant that is used, where it first is.
-        constants: tensors that are no attribute of the model, by the name of their node.
-        fresh: nodes of constants that the forward makes anew each time of what Python holds.
-        rewritten: those of them that are written later.
-        problems: what no program can hold, in words.
-        external_numbers: of the storages of inputs, parameters and buffers.
+    ``graph`` gets one for each parameter, buffer and constant that is used, where it first is.
     """
 
-    def __init__(self, graph: torch.fx.Graph, model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, graph: torch.fx.Graph, model: torch.nn.Module, inputs: list[torch.Tensor], refuse: Callable[[str], None]
+    ) -> None:
         self.graph = graph
-        self.constants: dict[str, torch.Tensor] = {}
-        self.fresh: set[torch.fx.Node] = set()
-        self.rewritten: set[torch.fx.Node] = set()
-        self.problems: list[str] = []
+        self.refuse = refuse
+        self.constants: dict[str, torch.Tensor] = {}  # no attributes of the model, by the name of their node
+        self.fresh: set[torch.fx.Node] = set()  # constants that the forward makes anew each time of what Python holds
+        self.rewritten: set[torch.fx.Node] = set()  # those of them that are written later
         self.requires_grad: dict[torch.fx.Node, bool] = {}
         self.state = dict(chain(model.named_parameters(), model.named_buffers()))
         self._names = {id(tensor): name for name, tensor in self.state.items()}  # all are held by the model
@@ -63,7 +60,7 @@ class Tensors:
         for tensor in self.state.values():
             if (storage := self.storage(tensor)) is not None:
                 storage.is_state = True
-        self.external_numbers = frozenset(range(self._count))
+        self.external_numbers = frozenset(range(self._count))  # of the storages of inputs, parameters and buffers
 
     def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         """From here on ``node`` stands for ``tensor``."""
@@ -71,7 +68,7 @@ class Tensors:
         self.requires_grad[node] = tensor.requires_grad
         storage = self.storage(tensor)
         if storage is not None and storage.node is None:
-            storage.node, storage.layout, storage.dtype = node, _layout(tensor), tensor.dtype
+            storage.node, storage.layout, storage.dtype = node, layout_of(tensor), tensor.dtype
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """The node of ``tensor``, made now if it has none."""
@@ -82,12 +79,12 @@ class Tensors:
         elif self.requires_grad[node] != tensor.requires_grad:
             storage = self.storage(tensor)
             if isinstance(tensor.grad_fn, BackwardCFunction):  # called by a name that it got before
-                self.problems.append(
+                self.refuse(
                     f"calls a custom torch.autograd.Function past its class, {tensor.grad_fn.name()}, seen at "
                     f"{user_line()}"
                 )
             elif storage is None or not storage.is_written:  # else a write has made it so
-                self.problems.append(f"changes what requires grad past autograd, seen at {user_line()}")
+                self.refuse(f"changes what requires grad past autograd, seen at {user_line()}")
             self.requires_grad[node] = tensor.requires_grad
         return node
 
@@ -101,17 +98,20 @@ class Tensors:
         raw = storage_of(tensor)
         if raw is None:
             return None
-        known = self._storages.get(id_of_storage(raw))
-        if known is None or known.reference.expired():
+        known = self._entry(raw)
+        if known is None:
             known = self._storages[id_of_storage(raw)] = Storage(StorageWeakRef(raw), self._count, leaf)
             self._count += 1
         return known
 
+    def _entry(self, raw: torch.UntypedStorage) -> Storage | None:
+        known = self._storages.get(id_of_storage(raw))
+        return None if known is None or known.reference.expired() else known
+
     def is_new(self, tensor: torch.Tensor) -> bool:
         """Whether nothing is known of the tensor's storage."""
         raw = storage_of(tensor)
-        known = self._storages.get(id_of_storage(raw)) if raw is not None else None
-        return known is None or known.reference.expired()
+        return raw is None or self._entry(raw) is None
 
     def write(self, tensor: torch.Tensor) -> None:
         """Note that the tensor is written."""
@@ -119,7 +119,7 @@ class Tensors:
         if storage is None:
             return
         if storage.is_aliased:
-            self.problems.append(f"writes a tensor past autograd (.data) at {user_line()}")
+            self.refuse(f"writes a tensor past autograd (.data) at {user_line()}")
         storage.is_written = True
         if storage.node in self.fresh:
             self.rewritten.add(storage.node)
@@ -153,10 +153,10 @@ class Tensors:
             base = self._base(tensor, storage)
             if base is not None:
                 return base
-        if tensor.grad_fn is not None:
-            self.problems.append(f"uses a tensor whose history begins outside of the forward, at {user_line()}")
         if storage_of(tensor) is None:
-            self.problems.append(f"uses a tensor without memory of its own at {user_line()}")
+            self.refuse(f"uses a tensor without memory of its own at {user_line()}")
+        if tensor.grad_fn is not None:
+            self.refuse(f"uses a tensor whose history begins outside of the forward, at {user_line()}")
         return self.constant(tensor)
 
     def _base(self, tensor: torch.Tensor, storage: Storage) -> torch.fx.Node | None:
@@ -165,20 +165,13 @@ class Tensors:
         if node is None:
             return None
         if tensor.requires_grad or tensor.dtype != storage.dtype:
-            self.problems.append(f"sees a tensor past autograd at {user_line()}")
+            self.refuse(f"sees a tensor past autograd at {user_line()}")
         storage.is_aliased = True
         result = self.graph.call_function(torch.ops.aten.detach.default, (node,))
-        if storage.layout != _layout(tensor):
-            result = self.graph.call_function(torch.ops.aten.as_strided.default, (result, *_layout(tensor)))
+        if storage.layout != layout_of(tensor):
+            result = self.graph.call_function(torch.ops.aten.as_strided.default, (result, *layout_of(tensor)))
         return result
 
     def _of_state(self, storage: Storage) -> torch.fx.Node | None:
         """A node for the parameter or buffer that has the storage, if one has."""
-        for tensor in self.state.values():
-            if self.storage(tensor) is storage:
-                return self.node(tensor)
-        return None
-
-
-def _layout(tensor: torch.Tensor) -> Layout:
-    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return next((self.node(tensor) for tensor in self.state.values() if self.storage(tensor) is storage), None)

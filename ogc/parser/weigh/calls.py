@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,19 +10,21 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...operators.registry import live_arguments
+from ...operators.weights import Weights
 from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, peak_bytes
 from ...torch_state.private import pytree, storage_id
+from .record import Record
 
 
 class Call:
     """One call with inputs of its own, ready to run forward and backward again and again."""
 
-    def __init__(self, node: torch.fx.Node, args: Any, kwargs: Any, in_place: bool) -> None:
-        self.target: Any = node.target
+    def __init__(self, record: Record, args: Any, kwargs: Any) -> None:
+        self.target: Any = record.node.target
         self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
-        live = live_arguments(node.target, args)
-        self.copied = [any(leaf is one for one in live) or in_place for leaf in self.leaves]
+        live = live_arguments(self.target, args)
+        self.copied = [any(leaf is one for one in live) or record.in_place for leaf in self.leaves]
         self.result: Any = None
         self.saved: list[torch.Tensor] = []
 
@@ -72,16 +75,16 @@ def own_argument(leaf: Any, copied: bool) -> Any:
     return own.clone() if copied and leaf.requires_grad else own
 
 
-def measured_bytes(call: Call) -> tuple[int, int]:
-    """Most bytes that the call allocates at once on a CPU beside what it keeps, and that its backward allocates."""
+def with_measured_bytes(weights: Weights, call: Call) -> Weights:
+    """The same with the bytes that the call, and its backward, are measured to take on a CPU beside what it keeps."""
     with torch.random.fork_rng([]):
         call.prepare()
-        scratch = max(0, peak_bytes(call.forward, "cpu") - call.own_bytes())
+        scratch, working = max(0, peak_bytes(call.forward, "cpu") - call.own_bytes()), 0
         call.prepare(with_gradients=True)
-        if not call.ends() or not call.starts:
-            return scratch, 0
-        # Prepared once more under the eyes of the profiler: what several operators saved goes one by one.
-        return scratch, allocated_bytes(call.backward, "cpu", partial(call.prepare, with_gradients=True))[0]
+        if call.ends() and call.starts:
+            # Prepared once more under the eyes of the profiler: what several operators saved goes one by one.
+            working, _ = allocated_bytes(call.backward, "cpu", partial(call.prepare, with_gradients=True))
+    return replace(weights, scratch_bytes=scratch, working_bytes=working)
 
 
 def call_key(target: Any, args: Any, kwargs: Any) -> Any:

@@ -1,12 +1,11 @@
 """Weights of one operation without computing it: shapes only, time from a roofline.
 
-An operation is run once, forward and backward, on meta tensors of the shapes that it was seen with (several
-times faster than fake ones, and all but one weight depends on shapes alone). Every operator that this
-dispatches to is seen by :class:`.meter.Meter`, which adds up FLOPs and bytes moved and keeps the most bytes of
-fresh storage alive at once. Equal calls are looked up, not run again. On a CPU, attention and some
-convolutions are run all the same, for the bytes that their kernels take. What an operation saves can depend on
-the device (a dropout mask has one byte or four); for a device that the model is not on, it is found out
-under FakeTensorMode, which needs no such device.
+An operation is run once, forward and backward, on meta tensors of the shapes that it was seen with (several times
+faster than fake ones, and all but one weight depends on shapes alone). Every operator that this dispatches to is seen
+by :class:`.meter.Meter`, which adds up FLOPs and bytes moved and keeps the most bytes of fresh storage alive at once.
+Equal calls are looked up, not run again. On a CPU, attention and some convolutions are run all the same, for the bytes
+that their kernels take. What an operation saves can depend on the device (a dropout mask has one byte or four); for a
+device that the model is not on, it is found out under FakeTensorMode, which needs no such device.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_p
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from ..passes.in_place import COPIES, REBASED
-from .calls import Call, call_key, measured_bytes, own_argument
+from .calls import Call, call_key, own_argument, with_measured_bytes
 from .meter import Meter
 from .record import Record, is_dense
 
@@ -78,11 +77,12 @@ class Estimator:
         self.rates = rates_of(device.type)
         self.seen: dict[Any, Weights] = {}
 
-    def weigh(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
-        """The weights of the call ``node.target(*args, **kwargs)``."""
+    def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:
+        """The weights of a call of an operator with these arguments."""
+        node = record.node
         operator = plain_operator(node.target)
         if isinstance(operator, Sliced):
-            return self._sliced(node, args, kwargs, record)
+            return self._sliced(operator, record, args, kwargs)
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
         if not record.outputs or not isinstance(kernel, OpOverload):
             return Weights(gradients=_pass_through(record))
@@ -92,8 +92,7 @@ class Estimator:
             if self.elsewhere and record.internal_bytes:
                 weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
             if of(kernel).has_other_kernels and self._can_measure():
-                scratch, working = measured_bytes(Call(node, args, kwargs, record.in_place))
-                weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
+                weights = with_measured_bytes(weights, Call(record, args, kwargs))
             use = Use(args, record.output_bytes[0], weights, self._can_measure())
             self.seen[key] = self._of_the_form(node.target, use, of(kernel))
         return _with_plain_copies(node, record, self.seen[key])
@@ -109,13 +108,11 @@ class Estimator:
         """Whether a call can be run for the bytes of its CPU kernels."""
         return self.device.type == "cpu" and not self.elsewhere and can_measure(self.device)
 
-    def _sliced(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
-        assert isinstance(node.target, Sliced)
-        plain = node.target.with_plain_operators()
+    def _sliced(self, operator: Sliced, record: Record, args: Any, kwargs: Any) -> Weights:
+        plain = operator.with_plain_operators()
         weights = self._run(plain, args, kwargs, False, kernel_copies=self.device.type == "cpu")
         if self._can_measure() and weights.forward_flops < _SMALL_STRETCH_FLOPS:
-            scratch, working = measured_bytes(Call(node, args, kwargs, record.in_place))
-            weights = replace(weights, scratch_bytes=scratch, working_bytes=working)
+            weights = with_measured_bytes(weights, Call(record, args, kwargs))
         if not weights.gradients:
             return weights
         return replace(
@@ -141,23 +138,21 @@ class Estimator:
         return sum(size for key, size in internal.items() if key not in known)
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
-        on_cpu = self.device.type == "cpu"
         # With a mask, shapes depend on data, which meta tensors do not have.
         if not of(target).needs_data(tensor_leaves(args, kwargs)):
             try:
-                meter = Meter(self.rates.seconds, kernel_copies, on_cpu)
-                return self._run_on(_pretended, target, args, kwargs, in_place, meter)
+                return self._run_on(_pretended, target, args, kwargs, in_place, kernel_copies)
             except (NotImplementedError, RuntimeError) as error:
                 # Some operators have no kernel for meta tensors, or want certain operands on a CPU; else it is news.
                 level = logging.INFO if "meta" in str(error).lower() else logging.WARNING
                 log.log(level, "%s is weighed on real tensors, as it fails on shapes alone: %r", target, error)
-        meter = Meter(self.rates.seconds, kernel_copies, on_cpu, on_meta=False)
         with torch.random.fork_rng(cuda_devices()):
-            return self._run_on(own_argument, target, args, kwargs, in_place, meter)
+            return self._run_on(own_argument, target, args, kwargs, in_place, kernel_copies)
 
     def _run_on(
-        self, pretend: Callable[[Any, bool], Any], target: Any, args: Any, kwargs: Any, in_place: bool, meter: Meter
+        self, pretend: Callable[[Any, bool], Any], target: Any, args: Any, kwargs: Any, in_place: bool, copies: bool
     ) -> Weights:
+        meter = Meter(self.rates.seconds, copies, self.device.type == "cpu", on_meta=pretend is _pretended)
         with torch.enable_grad():
             given = map_aggregate((args, kwargs), lambda leaf: pretend(leaf, in_place))
             saved: list[torch.Tensor] = []

@@ -140,7 +140,8 @@ class _Engine:
         storage = len(self.bytes)
         self.bytes[storage] = size
         self.owners[storage] = 1
-        self._grow(size)
+        self.live += size
+        self.most = max(self.most, self.live)
         return storage
 
     def release(self, storage: int) -> None:
@@ -174,9 +175,7 @@ class _Engine:
         if not incoming:
             return LiveGradients(before, before, 0)
         strided = sum(op.output_bytes[n] for n, g in incoming.items() if not g.dense) if op.copies_strided else 0
-        reused = {
-            g.argument: incoming[g.reuses] for g in op.gradients if g.reuses is not None and self._ours(incoming, g)
-        }
+        reused = {g.argument: mine for g in op.gradients if (mine := self._written_over(incoming, g)) is not None}
         saved = sum(self.bytes[g.storage] for g in reused.values())
         self.most = max(self.most, self.live + op.working_bytes - saved + strided)
         late = self.live + op.late_bytes + strided if op.late_bytes else 0
@@ -214,14 +213,12 @@ class _Engine:
             if not self.parameter_uses[parameter] and parameter in self.waiting:
                 self.release(self.waiting.pop(parameter).storage)
 
-    def _ours(self, incoming: dict[int, _Gradient], gradient: InputGradient) -> bool:
-        found = incoming.get(gradient.reuses if gradient.reuses is not None else -1)
-        return (
-            found is not None
-            and found.contiguous
-            and self.owners[found.storage] == 1
-            and self.bytes[found.storage] == gradient.bytes
-        )
+    def _written_over(self, incoming: dict[int, _Gradient], gradient: InputGradient) -> _Gradient | None:
+        """The incoming gradient whose storage the operation's own takes over, if that is nobody else's."""
+        found = None if gradient.reuses is None else incoming.get(gradient.reuses)
+        if found is None or not found.contiguous or self.owners[found.storage] != 1:
+            return None
+        return found if self.bytes[found.storage] == gradient.bytes else None
 
     def _hand_out(
         self, op: OperationGradients, incoming: dict[int, _Gradient], reused: dict[int, _Gradient]
@@ -247,7 +244,3 @@ class _Engine:
             contiguous = gradient.contiguous and (source is None or source.contiguous)
             handed.append((gradient.argument, _Gradient(storage, dense, contiguous, gradient.is_view)))
         return handed
-
-    def _grow(self, size: int) -> None:
-        self.live += size
-        self.most = max(self.most, self.live)

@@ -20,19 +20,21 @@ from .measure import Measurer
 from .meter import metered
 from .record import Record
 
+Profiler = Estimator | Measurer
+"""What weighs operators."""
 
-def weigh(
-    model: torch.nn.Module, profiler: Estimator | Measurer, node: torch.fx.Node, args: Any, kwargs: Any, record: Record
-) -> Weights:
+
+def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any, kwargs: Any) -> Weights:
     """The weights of one call, be it of an operator or of a leaf; the model is afterwards as before.
 
     A leaf's bytes are those of the device that the model is on; its time and FLOPs come from the profiler.
     """
-    if not isinstance(node.target, Leaf):
-        return profiler.weigh(node, args, kwargs, record)
+    leaf = record.node.target
+    if not isinstance(leaf, Leaf):
+        return profiler.weigh(record, args, kwargs)
     home = next(model.parameters()).device
     seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
-    call = _Call(node.target, args, in_place=record.in_place)
+    call = _Call(leaf, args, in_place=record.in_place)
     with untouched(model):
         call.prepare()
         forward = metered(seconds, call.forward)

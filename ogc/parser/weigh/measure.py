@@ -34,20 +34,20 @@ class Measurer:
         self.estimator = Estimator(device, device)
         self.seen: dict[Any, Weights] = {}
 
-    def weigh(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record) -> Weights:
-        """The weights of the call ``node.target(*args, **kwargs)``."""
-        estimate = self.estimator.weigh(node, args, kwargs, record)
+    def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:
+        """The weights of a call of an operator with these arguments."""
+        node, estimate = record.node, self.estimator.weigh(record, args, kwargs)
         if not (record.writes or record.saves) or not can_measure(self.device):
             return estimate
         key = call_key(node.target, args, kwargs), REBASED in node.meta
         if key not in self.seen:
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                self.seen[key] = self._run(node, args, kwargs, record, estimate)
+                self.seen[key] = self._run(record, args, kwargs, estimate)
         return self.seen[key]
 
-    def _run(self, node: torch.fx.Node, args: Any, kwargs: Any, record: Record, estimate: Weights) -> Weights:
-        call = Call(node, args, kwargs, in_place=record.in_place)
+    def _run(self, record: Record, args: Any, kwargs: Any, estimate: Weights) -> Weights:
+        node, call = record.node, Call(record, args, kwargs)
         peak, seconds = self.measure(call.prepare, call.forward)
         weights = replace(estimate, scratch_bytes=max(0, peak - call.own_bytes()), forward_seconds=seconds)
         if estimate.repeat_seconds is not None:

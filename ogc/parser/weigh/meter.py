@@ -83,7 +83,7 @@ class Meter(TorchDispatchMode):
         packet = getattr(function, "overloadpacket", None)
         if packet in flop_registry:
             flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
-        if made or flops or _writes(function):
+        if made or flops or getattr(schema_of(function), "is_mutable", False):
             moved = sum(t.numel() * t.element_size() for t in inputs + outputs)
             self.seconds += self.seconds_of(flops, moved)
             self.flops += flops
@@ -115,8 +115,3 @@ def _converted_bytes(function: Any, operands: Sequence[torch.Tensor]) -> int:
 def _only_views(function: Any) -> bool:
     """Whether an operator makes nothing; those that decompose into others may make a copy in place of a view."""
     return isinstance(function, OpOverload) and function.is_view and not decomposes(function)
-
-
-def _writes(function: Any) -> bool:
-    schema = schema_of(function)
-    return bool(schema is not None and schema.is_mutable)

@@ -23,8 +23,8 @@ from ..forward.flat import gradient_targets, saving
 from ..traced import Traced
 from .record import Memory, Observation, Record
 
-Visit = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], Record], None]
-"""Called after each operation with its node, arguments and record."""
+Visit = Callable[[Record, tuple[Any, ...], dict[str, Any]], None]
+"""Called after each operation with its record and arguments."""
 
 
 def observe(model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit) -> Observation:
@@ -82,7 +82,7 @@ class _Observer:
         self.memory.note_saves(record, packed, list(zip(tensors, refs, strict=True)), result)
         packed.clear()  # the autograd graph holds on to its hooks, and with them to this list
         self.memory.result.records.append(record)
-        self.visit(node, args, kwargs, record)
+        self.visit(record, args, kwargs)
         return result
 
     def _other_writes(self, before: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:

@@ -61,18 +61,13 @@ class Observation:
 
 
 class Memory:
-    """The storages of a program that runs, by identity: values, which it makes, and externals, each numbered from 0.
-
-    Attributes:
-        result: what was seen so far.
-        views: the program tensors in each value.
-    """
+    """The storages of a program that runs, by identity: values, which it makes, and externals, each numbered from 0."""
 
     def __init__(self) -> None:
         self.values: dict[int, tuple[int, StorageWeakRef]] = {}
         self.externals: dict[int, int] = {}
-        self.views: dict[int, list[TensorRef]] = {}
-        self.result = Observation([], [], [], {}, [], set())
+        self.views: dict[int, list[TensorRef]] = {}  # the program tensors in each value
+        self.result = Observation([], [], [], {}, [], set())  # what was seen so far
 
     def external(self, tensor: Any) -> Any:
         """The tensor, now known to be an external; the module of a leaf is left alone."""
@@ -174,12 +169,12 @@ class Memory:
     def _saved(self, tensor: torch.Tensor, known: list[tuple[torch.Tensor, TensorRef]]) -> Saved:
         if self.knows(tensor) and self.value(tensor) is None:
             return Saved(external=True)
-        same = [(t, ref) for t, ref in known if _same_kind(t, tensor)]
+        same = [(t, ref) for t, ref in known if _kind(t) == _kind(tensor)]
         for candidate, ref in same:
-            if _layout(candidate) == _layout(tensor):
+            if layout_of(candidate) == layout_of(tensor):
                 return Saved(ref)
         if same:
-            return Saved(same[0][1], _layout(tensor))
+            return Saved(same[0][1], layout_of(tensor))
         return Saved()
 
 
@@ -193,16 +188,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (
-        storage_id(a) == storage_id(b)
-        and a.dtype == b.dtype
-        and a.is_conj() == b.is_conj()
-        and a.is_neg() == b.is_neg()
-    )
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return storage_id(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
-def _layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Its shape, strides and offset in entries."""
     return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 

@@ -1,0 +1,168 @@
+"""Sees what goes past PyTorch's dispatcher while a forward is recorded: calls of modules and custom functions, and the
+methods of tensors by which Python gets hold of their content, hooks, memory or history."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...torch_state.hooks import collectors_watched, is_compiled
+from ...torch_state.private import MAKE_SUBCLASS, is_functorch_active
+from ...torch_state.random_state import python_random_state
+from ..forward.location import user_line
+from ..forward.patches import CONTENT, TEXT, checkpoint_nothing, replace, wrap
+from .dispatch import unseen
+from .leaf_calls import LeafCalls
+from .recorder import Recorder
+
+_SIZES = ("size", "numel", "nelement", "__len__")
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+@contextmanager
+def python_watched(recorder: Recorder) -> Iterator[PythonCalls]:
+    """``recorder`` is told of all that this thread does inside."""
+    calls = PythonCalls(recorder)
+    try:
+        calls.install()
+        with collectors_watched(recorder.model, calls.note_hooks):
+            yield calls
+    finally:
+        calls.patches.close()
+
+
+class PythonCalls:
+    """Patches of torch that tell a recorder what this thread does past the dispatcher."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.names = {module: name for name, module in recorder.model.named_modules(remove_duplicate=False)}
+        self.calls = LeafCalls(recorder)
+        self.thread = threading.get_ident()
+        self.draws = python_random_state()
+        self.has_draws = False
+        self.patches = ExitStack()
+        self.is_writing_text = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether what this thread does is to be written down."""
+        return self.recorder.leaf is None and threading.get_ident() == self.thread
+
+    def note_hooks(self, module: str, why: str) -> None:
+        """Note what the hooks of a module do, unless a leaf hides it."""
+        if self.recorder.leaf is None:
+            self.recorder.opaque.setdefault(module, why)
+
+    def install(self) -> None:
+        """Patch torch until ``patches`` is closed."""
+        stack = self.patches
+        wrap(stack, torch.nn.Module, "__call__", self._module)
+        replace(stack, torch.autograd.Function, "apply", self._function)
+        checkpoint_nothing(stack)
+        for names, call in ((CONTENT, self._content), (_SIZES, self._size), (TEXT, self._text), (_HOOKS, self._hook)):
+            for name in names:
+                wrap(stack, torch.Tensor, name, call)
+        wrap(stack, torch.Tensor, "requires_grad_", self._requires_grad)
+        replace(stack, torch.Tensor, "shape", lambda shape: property(partial(self._size, shape.__get__)))
+        replace(stack, torch.Tensor, "requires_grad", self._requires_grad_property)
+        replace(stack, torch.Tensor, MAKE_SUBCLASS, self._subclass)
+        replace(stack, torch.Tensor, "data", self._data)
+
+    def _module(self, call: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        name = self.names.get(module) if self.is_on else None
+        if name is None:
+            return call(module, *args, **kwargs)
+        self.look_for_draws()
+        if name in self.recorder.leaves:
+            own = partial(self._compiled, call, module) if is_compiled(module) else partial(call, module)
+            try:
+                return self.calls.module(name, own, args, kwargs)
+            finally:
+                self.draws = python_random_state()
+        with self.recorder.scopes.inside(name):
+            result = call(module, *args, **kwargs)
+            self.look_for_draws()
+            return result
+
+    def _compiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Nothing is patched inside: compiled code looks at what it calls."""
+        self.patches.close()
+        try:
+            with unseen():
+                return call(*args, **kwargs)
+        finally:
+            self.install()
+
+    def look_for_draws(self) -> None:
+        """Note whether the running module has drawn random numbers past torch."""
+        state = python_random_state()
+        if state != self.draws:
+            self.draws, self.has_draws = state, True
+            where = f"before {user_line()}" if self.recorder.before_call is not None else "in it"
+            self.recorder.refuse(
+                f"draws random numbers of Python or numpy {where}: those of the sample input would be repeated in "
+                "every step. Draw them with torch"
+            )
+
+    def _function(self, known: Any) -> Any:
+        def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            own = known.__get__(None, kind)
+            # The transforms of functorch take a function apart themselves.
+            is_leaf = self.is_on and not is_functorch_active()
+            return self.calls.function(kind, own, args, kwargs) if is_leaf else own(*args, **kwargs)
+
+        return classmethod(apply)
+
+    def _content(self, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == self.thread and not self.is_writing_text:
+            self.recorder.read_content(tensor, f"{method.__name__.strip('_')}() of a tensor")
+        with unseen():
+            return method(tensor, *args, **kwargs)
+
+    def _size(self, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.is_on:
+            self.recorder.read_size(tensor)
+        return method(tensor, *args, **kwargs)
+
+    def _text(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, self.is_writing_text = self.is_writing_text, True
+        try:
+            with unseen():
+                return method(*args, **kwargs)
+        finally:
+            self.is_writing_text = before
+
+    def _hook(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_on:
+            self.recorder.refuse(f"calls {method.__name__} of a tensor at {user_line()}")
+        return method(*args, **kwargs)
+
+    def _requires_grad(self, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.gradient_begun_at(tensor) if self.is_on else nullcontext():
+            return method(tensor, *args, **kwargs)
+
+    def _requires_grad_property(self, flag: Any) -> property:
+        return property(flag.__get__, partial(self._requires_grad, flag.__set__))
+
+    def _subclass(self, known: Any) -> Any:
+        def make_subclass(*args: Any, **kwargs: Any) -> Any:
+            with unseen():  # it must not be known to Python before
+                return known(*args, **kwargs)
+
+        return staticmethod(make_subclass)
+
+    def _data(self, data: Any) -> property:
+        def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+            if self.is_on:
+                self.recorder.refuse(f"assigns to .data of a tensor at {user_line()}")
+            with unseen():
+                self.recorder.protect(tensor)
+            data.__set__(tensor, value)
+
+        return property(data.__get__, put)
