@@ -1,4 +1,4 @@
-"""Deterministic kernels everywhere, as the tests compare bit by bit, and the fixtures that several files share."""
+"""Fixtures that several files share. Kernels are those of the default mode, as users have them."""
 
 import pytest
 import torch
@@ -7,8 +7,13 @@ from ogc.runtime import frame
 
 
 @pytest.fixture(autouse=True)
-def deterministic():
+def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def deterministic():
+    """For kernels that give other bits each time, such as sums into the rows that an index names on many threads."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -24,7 +24,7 @@ from ogc.plan.pictures.timeline import LAYERS, Timeline
 from ogc.plan.schedule import FORWARD, Schedule
 from ogc.plan.simulate import plain_timeline
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KINDS = tuple(LAYERS)
 
 

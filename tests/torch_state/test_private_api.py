@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-FILE = Path(__file__).parent.parent / "ogc" / "torch_state" / "private.py"
+FILE = Path(__file__).parents[2] / "ogc" / "torch_state" / "private.py"
 aten = torch.ops.aten
 
 
