@@ -1,6 +1,6 @@
 """All of torch's that begins with an underscore, and nowhere else: what each name gives, and what fails without it.
 
-Operators of aten whose names begin so are no part of this. tests/torch_state/test_private_api.py tries each name by itself.
+Operators of aten whose names begin so are no part of this. tests/torch_state/test_private_api.py tries each name.
 """
 
 from __future__ import annotations
