@@ -171,7 +171,8 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "By how much the allocator's peak is higher without it, from the least to the most of the networks, and in the "
         "median: plans within plans; values that a recomputed segment keeps; values that are made again from a cheaper "
         "one. The last row is the best of six other orders of the operations, which ogc leaves as they are: gradients "
-        "would be added up in another order, and not be the plain model's bit by bit.",
+        "would be added up in another order, and not be the plain model's bit by bit. Each plan "
+        "is run for its peak alone.",
         summaries.ablation,
     ),
     (
