@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -160,9 +161,8 @@ def _with_heavy_leaves(
     def is_better(plan: PartsPlan) -> bool:
         if isinstance(found, SolveError):
             return True
-        by_time = options.wish.memory_budget is not None
-        whole = found[1].recomputed_seconds if by_time else found[1].peak_bytes
-        return (plan.recomputed_seconds if by_time else plan.peak_bytes) < whole
+        cost = attrgetter("peak_bytes" if options.wish.memory_budget is None else "recomputed_seconds")
+        return bool(cost(plan) < cost(found[1]))
 
     if not heavy:
         return None

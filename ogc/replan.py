@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from operator import gt
@@ -43,6 +44,7 @@ def meets(wish: Wish) -> Meets | None:
     return keeps if wish else None
 
 
+@dataclass(frozen=True, eq=False)
 class Replanner:
     """Carries plans over to other sizes and, given ``make``, makes plans for any other call.
 
@@ -53,17 +55,10 @@ class Replanner:
     several times.
     """
 
-    def __init__(
-        self,
-        make: Make | None = None,
-        budget: Budget | None = None,
-        hooked: Collection[str] = frozenset(),
-        keeps: Meets | None = None,
-    ) -> None:
-        self.make = make
-        self.budget = budget
-        self.hooked = hooked
-        self.keeps = keeps
+    make: Make | None = None
+    budget: Budget | None = None
+    hooked: Collection[str] = frozenset()
+    keeps: Meets | None = None
 
     def carry_over(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
         """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the wish."""

@@ -156,15 +156,10 @@ def differences(ours: Results, plain: Results, found_in: str) -> list[Difference
             a, b = _dense(a), _dense(b)
             if a is not b and not same_bits(a, b):
                 found.append(Difference(name, distance(a, b), difference(a, b), found_in))
-        elif type(a) is not type(b) or isinstance(a, torch.Tensor) or (_has_value(a) and a != b):
+        elif type(a) is not type(b) or isinstance(a, torch.Tensor) or (type(a).__eq__ is not object.__eq__ and a != b):
             text = f"{_described(a)} instead of {_described(b)}"
             found.append(Difference(name, float("inf"), text, found_in))
     return found
-
-
-def _has_value(thing: Any) -> bool:
-    """Whether things of this type are equal by what they hold, not by being one and the same."""
-    return type(thing).__eq__ is not object.__eq__
 
 
 def _described(thing: Any) -> str:

@@ -8,7 +8,7 @@ calls is looked at instead. Nothing is saved for a backward, so that memory is t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass
-class Found:
+class FoundParts:
     """What one forward showed.
 
     Attributes:
@@ -65,7 +65,7 @@ class Found:
     late: dict[str, torch.nn.Module] = field(default_factory=dict)
 
 
-def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plain: Mapping[str, str]) -> Found:
+def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plain: Mapping[str, str]) -> FoundParts:
     """The parts of ``model`` and what is left between them.
 
     Args:
@@ -92,12 +92,12 @@ def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plai
         plain.update(misfits)
 
 
+@dataclass
 class _Graphs:
     """Graphs of calls, each made once; equal submodules share what was parsed."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.parts: list[Part] = []
+    options: Options
+    parts: list[Part] = field(default_factory=list)
 
     def part(self, module: torch.nn.Module, name: str, call: Call) -> Part:
         """The part that a call is of.
@@ -116,13 +116,11 @@ class _Graphs:
 
     def _shared(self, module: torch.nn.Module, call: Call, inputs: InputSpec) -> Graph | None:
         """The graph of an equal submodule, if it is certain to be this one's too."""
-        for part in self.parts:
-            alike = part.module is not module and is_alike(part.module, module)
-            if alike and part.like == self.parts.index(part) and part.graph.program.inputs.fits(inputs):
-                try:
+        for number, part in enumerate(self.parts):
+            is_first = part.like == number and part.module is not module
+            if is_first and part.graph.program.inputs.fits(inputs) and is_alike(part.module, module):
+                with suppress(OgcError):
                     return carry_over(module, part.graph, call)
-                except OgcError:
-                    continue
         return None
 
 
@@ -147,7 +145,7 @@ class _Forward:
         self.graphs = graphs
         self.closed = closed
         self.names = {module: name for name, module in model.named_modules()}
-        self.found = Found(plain=dict(plain))
+        self.found = FoundParts(plain=dict(plain))
         self.called: set[torch.nn.Module] = set()
         self.scopes = [""]  # the plain modules that run
         self.in_part = False

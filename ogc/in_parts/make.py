@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, chain
 from typing import Any
@@ -22,8 +22,8 @@ from ..runtime.module import refuse_replaced_forward
 from ..solver import solver_of
 from ..torch_state.allocator import can_measure
 from .combine import Choice, Problem, Stop, fastest, least_peak, within
-from .find import Found, Part, find_parts, is_alike
-from .measure import Around, around_calls, measure
+from .find import FoundParts, Part, find_parts, is_alike
+from .measure import Rest, measure, rest_of_step
 from .module import Parts, Twin, module_in_parts, twin_of
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
@@ -97,19 +97,19 @@ def optimize_in_parts(
     return result
 
 
+@dataclass
 class _Planning:
     """The way from a model to its plan in parts."""
 
-    def __init__(self, model: torch.nn.Module, sample_input: Any, options: Options) -> None:
-        self.model = model
-        self.sample_input = sample_input
-        self.options = options
-        self.found = Found()
-        self.parts: list[Part] = []  # those found, and behind them the late ones that are like one of these
-        self.ways: list[tuple[Way, ...]] = []  # for each of these
-        self.late: dict[int, int] = {}  # numbers of the late ones, and of those that they are like
-        self.around: Around | None = None
-        self.twins: dict[tuple[int, Choice], Twin] = {}
+    model: torch.nn.Module
+    sample_input: Any
+    options: Options
+    found: FoundParts = field(default_factory=FoundParts)
+    parts: list[Part] = field(default_factory=list)  # those found, then the late ones that are like one of these
+    ways: list[tuple[Way, ...]] = field(default_factory=list)  # for each of these
+    late: dict[int, int] = field(default_factory=dict)  # numbers of the late ones, and of those that they are like
+    rest: Rest | None = None
+    twins: dict[tuple[int, Choice], Twin] = field(default_factory=dict)
 
     def find(self, plain: Mapping[str, str]) -> None:
         """Find the parts and the ways to run each."""
@@ -146,16 +146,16 @@ class _Planning:
             raise ParseError(f"In parts, a step of it fails ({type(error).__name__}: {error})") from error
         finally:
             parts.uninstall()
-        self.around = around_calls(marks, calls, costs)
+        self.rest = rest_of_step(marks, calls, costs)
 
     @cached_property
     def problem(self) -> Problem:
         """What is to be chosen; every part that the sample left out is called too."""
-        around = self.around
-        stops = list(around.stops if around else (Stop(part) for part in self.found.calls))
+        rest = self.rest
+        stops = list(rest.stops if rest else (Stop(part) for part in self.found.calls))
         for number in self.late:
             self._put_in(stops, number)
-        return self._problem(tuple(stops), around.before if around else 0)
+        return self._problem(tuple(stops), rest.before if rest else 0)
 
     def _put_in(self, stops: list[Stop], number: int) -> None:
         """Add the call of a part that the sample left out, where the order of the modules has it."""
@@ -196,12 +196,12 @@ class _Planning:
             plain=tuple(PlainRest(name, why, found.saved_bytes.get(name, 0)) for name, why in found.plain.items()),
             peak_bytes=problem.peak(choice),
             plain_peak_bytes=plain_peak,
-            rest_bytes=self.around.kept_bytes if self.around else sum(found.saved_bytes.values()),
+            rest_bytes=self.rest.kept_bytes if self.rest else sum(found.saved_bytes.values()),
             part_seconds=self._part_seconds,
             recomputed_seconds=problem.seconds(choice),
-            rest_seconds=self._part_seconds * self.around.time_share if self.around else 0.0,
+            rest_seconds=self._part_seconds * self.rest.time_share if self.rest else 0.0,
             budget_bytes=self.options.wish.budget_bytes(plain_peak),
-            is_measured=self.around is not None,
+            is_measured=self.rest is not None,
             solver=self.options.solver,
         )
 
@@ -290,7 +290,7 @@ class _Planning:
         )
 
 
-def _without_idle(found: Found, ways: list[tuple[Way, ...]]) -> tuple[Found, list[tuple[Way, ...]]]:
+def _without_idle(found: FoundParts, ways: list[tuple[Way, ...]]) -> tuple[FoundParts, list[tuple[Way, ...]]]:
     """Without the parts that can only be run as they are: they belong to the module that calls them."""
     stay = [number for number, of_part in enumerate(ways) if len(of_part) > 1]
     saved = dict(found.saved_bytes)

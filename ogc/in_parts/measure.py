@@ -27,7 +27,7 @@ from .module import Parts, Twin
 
 
 @dataclass(frozen=True)
-class Around:
+class Rest:
     """What the rest of the model takes in one step.
 
     Attributes:
@@ -57,7 +57,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
     given = copies(tensors)
 
     def step(mark: Callable[[str], None]) -> None:
-        parts.around = _Marking(mark).call
+        parts.run_part = _Marking(mark).call
         args, kwargs = spec.rebuild(given)
         with torch.enable_grad():
             ends = [t for t in tensor_leaves(optimized.forward(*args, **kwargs)) if t.requires_grad]
@@ -74,7 +74,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
             _without_hooks(model)
             return marked_bytes(step, next(model.parameters()).device)
     finally:
-        parts.around = None
+        parts.run_part = None
 
 
 def _without_hooks(model: torch.nn.Module) -> None:
@@ -87,12 +87,12 @@ def _without_hooks(model: torch.nn.Module) -> None:
                 parameters_of(module)[name] = twins.setdefault(parameter, twin)
 
 
+@dataclass
 class _Marking:
     """Marks where calls of parts begin and end."""
 
-    def __init__(self, mark: Callable[[str], None]) -> None:
-        self.mark = mark
-        self.calls = 0
+    mark: Callable[[str], None]
+    calls: int = 0
 
     def call(self, twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, self.calls = self.calls, self.calls + 1
@@ -126,7 +126,7 @@ class _Seeds(torch.autograd.Function):
         return tuple(torch.ones(like.shape, dtype=like.dtype, device=like.device) for like in ctx.like)
 
 
-def around_calls(marks: Sequence[Mark], calls: Sequence[int], costs: Sequence[PartCost]) -> Around | None:
+def rest_of_step(marks: Sequence[Mark], calls: Sequence[int], costs: Sequence[PartCost]) -> Rest | None:
     """What the rest takes, by the marks of a step; None if its calls were others.
 
     Args:
@@ -153,7 +153,7 @@ class _Reading:
         self.running: tuple[int, int] | None = None  # a call in its backward, and the bytes when that began
         self.seconds = [0.0, 0.0]  # of the rest's forward, and of the parts'
 
-    def read(self, marks: Sequence[Mark]) -> Around:
+    def read(self, marks: Sequence[Mark]) -> Rest:
         ends = {mark.label: number for number, mark in enumerate(marks)}  # the last of each label
         for number, (last, mark) in enumerate(pairwise(marks), 1):
             self._between(last, mark, is_last=ends[mark.label] == number)
@@ -161,7 +161,7 @@ class _Reading:
             Stop(part, self.forward[n], self.forward[n] if back is None else back, self.rest[n + 1])
             for n, (part, back) in enumerate(zip(self.calls, self.backward, strict=True))
         )
-        return Around(self.rest[0], stops, self.turn, self.seconds[0] / (self.seconds[1] or 1.0))
+        return Rest(self.rest[0], stops, self.turn, self.seconds[0] / (self.seconds[1] or 1.0))
 
     def _between(self, last: Mark, mark: Mark, is_last: bool) -> None:
         kind, _, number = mark.label.partition(" ")

@@ -148,7 +148,7 @@ class Parts:
         self.plan_late = plan_late
         self.lock = threading.RLock()
         self.uninstall: Callable[[], object] = lambda: None
-        self.around: Callable[[Twin, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.run_part: Callable[[Twin, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def install(self) -> None:
         """Have the calls of the parts look here, until ``uninstall()`` or as long as this lives."""
@@ -182,7 +182,7 @@ class Parts:
         twin = self.twins.get(id(module)) or self._planned_late(module, args, kwargs)
         if twin is None:
             return own_call(module)(*args, **kwargs)
-        return (self.around or Twin.call)(twin, args, kwargs)
+        return (self.run_part or Twin.call)(twin, args, kwargs)
 
     def has(self, module: torch.nn.Module) -> bool:
         """Whether a module is one of the parts."""
