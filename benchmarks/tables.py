@@ -45,10 +45,10 @@ def markdown() -> str:
     return (
         f"{table(header, cells)}\nPeak of the allocator over one step, {_devices(rows())}, torch "
         f"{files('cpu_published*.json')[0]['versions']['torch']}, float32, all outputs, gradients and buffers equal "
-        f"bit by bit. Geometric mean of ours over published, {len(rows())} networks: {ratio(rows()):.2f}. The published "
-        "figures were measured on a GPU; CPU kernels add temporaries of their own ([why](docs/memory.md)). "
-        "[docs/results.md](docs/results.md) has all rows, other tools and solvers beside ours, hundreds of other models, "
-        "and the commands.\n"
+        f"bit by bit. Geometric mean of ours over published, {len(rows())} networks: {ratio(rows()):.2f}. The "
+        "published figures were measured on a GPU; CPU kernels add temporaries of their own ([why](docs/memory.md)). "
+        "[docs/results.md](docs/results.md) has all rows, other tools and solvers beside ours, hundreds of other "
+        "models, and the commands.\n"
     )
 
 
