@@ -109,9 +109,11 @@ def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def other_state(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[str, str] | None:
     """The first entry of a model's state that is not the same after another run, and how it differs, in words."""
-    for name, tensor in theirs.items():
-        if not same_bits(ours[name], tensor):
-            return f"another {name}", difference(ours[name], tensor)
+    for name in ours | theirs:
+        if name not in ours or name not in theirs:
+            return f"another {name}", "only one of both has it"
+        if not same_bits(ours[name], theirs[name]):
+            return f"another {name}", difference(ours[name], theirs[name])
     return None
 
 
