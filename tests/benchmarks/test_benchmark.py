@@ -83,7 +83,7 @@ print(faults())
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
 def test_freed_memory_can_be_kept():
-    """In most processes: where the system has put something behind the heap, which is left to chance, it cannot grow."""
+    """In most processes: where the system happens to have put something behind the heap, it cannot grow."""
     script = [sys.executable, "-c", FRESH_PAGES]
     found = []
     for _ in range(4):
