@@ -54,6 +54,8 @@ __all__ = sorted(_HOME_OF)
 
 def __getattr__(name: str) -> Any:
     """Public names are fetched when they are asked for: the graph, its plans and the solver do without torch."""
+    if name in _HOMES:
+        return import_module(f".{name}", __name__)
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

@@ -21,18 +21,25 @@ _C: Any = torch._C
 
 pytree = torch.utils._pytree
 """Takes nested arguments and results apart. Without it no call has a signature: nothing can be parsed."""
-version_of = attrgetter("_version")
-"""How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
 base_of = attrgetter("_base")
 """The tensor that a view is of, or None. Without it the gradients of views that are written are undercounted."""
-is_view: Any = torch.Tensor._is_view
-"""Whether autograd takes a tensor for a view. Without it what is held of a view holds the memory of its base."""
 id_of_storage = attrgetter("_cdata")
 """The address of a storage object. Without it tensors that share memory cannot be told: no value has a size."""
 tensor_holders: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 """How many in C++ hold a tensor. Without it low-memory operators never write over a gradient: the peak is higher."""
 MAKE_SUBCLASS = "_make_subclass"
 """The method of tensors that makes parameters. Without it a parameter made in a forward is recorded wrongly."""
+
+
+# These two run in hooks that torch.compile may trace, and it traces functions in Python alone.
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
+    return tensor._version
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd takes a tensor for a view. Without it what is held of a view holds the memory of its base."""
+    return tensor._is_view()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
