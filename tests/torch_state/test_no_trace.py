@@ -184,7 +184,7 @@ def test_models_that_share_modules_are_put_back_together():
 
 def test_buffers_of_scripted_modules_are_put_back():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore")
         scripted = torch.jit.script(nn.BatchNorm1d(8))
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), scripted, nn.Linear(8, 8), nn.Tanh()), torch.randn(6, 8)
     graph = ogc.parse(model, x)
