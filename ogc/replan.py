@@ -20,6 +20,7 @@ from .plan.plan import Plan
 from .plan.simulate import plain_peak
 from .program.structures import Call, InputSpec
 from .solver import Budget, Wish
+from .solver.wish import in_bytes
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Replanner:
 
     def carry_over(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
         """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the wish."""
-        is_in_bytes = self.budget is not None and not isinstance(self.budget, float)
+        is_in_bytes = in_bytes(self.budget)
         inputs = InputSpec.of(call.args, call.kwargs)[0], graph.program.inputs
         sizes, planned = ([spec.shape for spec in given.tensors] for given in inputs)
         if is_in_bytes and sum(map(prod, sizes)) > sum(map(prod, planned)):

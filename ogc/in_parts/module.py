@@ -23,8 +23,9 @@ from ..plan.plan import Plan
 from ..program.leaf import Leaf
 from ..program.structures import Call
 from ..runtime.module import copied, instance_around, original_class, planned_forward
-from ..runtime.runner import Planner, Runner, log
-from ..torch_state.no_trace import attributes_of, changes, is_plain, plainly
+from ..runtime.runner import Planner, Runner, is_planned_call, log
+from ..torch_state.attributes import attributes_of, changes
+from ..torch_state.no_trace import is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
 
 UNWATCHED = ("training", "forward", CALL)
@@ -273,7 +274,7 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = of.get(self)
-        if found is None or not _is_planned_call(self, training):
+        if found is None or not is_planned_call(self, training):
             return original.forward(self, *args, **kwargs)
         with found.running():
             return original.forward(self, *args, **kwargs)
@@ -292,9 +293,3 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
     of[result] = parts
     parts.install()
     return result
-
-
-def _is_planned_call(model: torch.nn.Module, training: bool) -> bool:
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or (training and not model.training):
-        return False
-    return not (is_plain() or torch.jit.is_tracing() or torch.compiler.is_compiling())

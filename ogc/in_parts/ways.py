@@ -22,7 +22,7 @@ POINTS = 10
 """Peaks that the frontier of a part is looked at for."""
 
 MOST = 40
-"""ConstrainedPaths to run a part; more would take time for nothing."""
+"""Ways to run a part; more would take time for nothing."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 from ..errors import ParseError
+from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
-from ..torch_state.no_trace import attributes_of, changes, untouched
+from ..torch_state.no_trace import untouched
 from .arguments import Sample
 from .custom import CustomForward
 from .forward.flat import FlatForward, state_of

@@ -247,7 +247,7 @@ def _check_same(
                 f"replaying the program gives another output {number} than the model's forward; "
                 "the forward is not deterministic, or depends on Python state that changes between calls"
             )
-    if not all(same(traced.state[name], state[name]) for name in traced.state):
+    if other_state(traced.state, state, same):
         raise ParseError("replaying the program leaves other buffers or random state than the model's forward")
 
 

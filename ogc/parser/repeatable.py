@@ -11,8 +11,9 @@ from ..graph import SMALL_INTERNALS
 from ..program.leaf import Leaf
 from ..program.program import storage_of, tensor_leaves
 from ..torch_state.allocator import allocated_bytes, can_measure
+from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
-from ..torch_state.no_trace import attributes_of, changes, generators_of, untouched
+from ..torch_state.no_trace import generators_of, untouched
 from ..torch_state.private import id_of_storage
 from ..torch_state.random_state import cuda_devices, python_random_state, random_states, set_random_states
 from .forward.flat import saved_until_done

@@ -98,11 +98,7 @@ class Runner:
 
     def select(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
         """What runs this call, or None for the original forward."""
-        if self.is_idle or self.is_planning or is_plain() or (self.training and not model.training):
-            return None
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return None
-        if torch.jit.is_tracing() or torch.compiler.is_compiling():
+        if self.is_idle or self.is_planning or not is_planned_call(model, self.training):
             return None
         state = (self.watched.get(model) or self.watch(model)).state(model)
         inputs, tensors = InputSpec.of(args, kwargs)
@@ -204,6 +200,13 @@ class Runner:
         if what not in self.told:
             self.told.add(what)
             log.warning(what)
+
+
+def is_planned_call(model: torch.nn.Module, training: bool) -> bool:
+    """Whether plans are for such calls, if ``model`` was in training when they were made: a backward may follow."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or (training and not model.training):
+        return False
+    return not (is_plain() or torch.jit.is_tracing() or torch.compiler.is_compiling())
 
 
 def _variant(

@@ -29,15 +29,15 @@ class Candidate:
     flops: int = 0
     peak_values: tuple[int, ...] = field(default=(), compare=False)
 
-    def as_plan(self, plain: Plan) -> Plan:
-        """The plan that decides this, for the graph of the plain one."""
+    def as_plan(self, plain: Plan, solver: str = "optimal") -> Plan:
+        """The plan that decides this, for the graph of the plain one, by the solver of this name."""
         return replace(
             plain,
             decisions=self.decisions,
             peak_bytes=self.peak_bytes,
             recomputed_seconds=self.seconds,
             recomputed_flops=self.flops,
-            solver="optimal",
+            solver=solver,
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, recomputed, saved
+from ..plan import Decisions, Plan, Segment, plain_plan, recomputed, saved
 from ..plan.decisions import cut_into_segments
 from ..plan.schedule import Schedule
 from .feng_huang import checkpoint_positions
@@ -42,7 +42,7 @@ def reference(name: str) -> Callable[[Method], Solver]:
                 return plain_plan(graph)
             plans = (weigh(graph, Decisions(without_forbidden(graph, segments))) for segments in method(graph))
             best = min(plans, key=lambda plan: (plan.peak_bytes, plan.seconds))
-            return make_plan(graph, best.decisions, name)
+            return best.as_plan(plain_plan(graph), name)
 
         REFERENCES[name] = solver
         return solver

@@ -44,7 +44,7 @@ class Wish:
     @property
     def is_in_bytes(self) -> bool:
         """Whether the budget is a number of bytes, whatever the sizes of the inputs."""
-        return self.memory_budget is not None and not isinstance(self.memory_budget, float)
+        return in_bytes(self.memory_budget)
 
     def budget_bytes(self, plain: int) -> int | None:
         """The budget in bytes, where the plain model peaks at ``plain``; None without one."""
@@ -61,6 +61,11 @@ Raises:
     InputError: it does not take this wish.
     SolveError: nothing fits the budget; the message says what would.
 """
+
+
+def in_bytes(budget: Budget | None) -> bool:
+    """Whether a budget is a number of bytes, and no share."""
+    return budget is not None and not isinstance(budget, float)
 
 
 def bytes_of(budget: Budget, plain: int) -> int:

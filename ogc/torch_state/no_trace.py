@@ -1,8 +1,4 @@
-"""Runs what may change a model, its gradients or the state that PyTorch is in, and leaves no trace of it.
-
-Tells, too, which plain attributes a forward changed: a replayed program does not, so what depends on them would be
-wrong.
-"""
+"""Runs what may change a model, its gradients or the state that PyTorch is in, and leaves no trace of it."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import operator
 import random
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -18,15 +14,10 @@ from typing import Any
 import numpy
 import torch
 
+from .attributes import TABLES, attributes, containers
 from .compare import identical
 from .private import MEMBERS, buffers_of, pytree
 from .random_state import cuda_devices, random_states, set_random_states
-
-LARGE, DEEP = 1000, 4
-"""Containers with more items, and those that are nested deeper, are not looked into."""
-
-TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstance(value, dict))
-"""What torch.nn.Module keeps parameters, buffers, submodules and hooks in."""
 
 writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose forward was seen to write their own parameters: copies are made of these, too."""
@@ -147,83 +138,3 @@ def generators_of(models: Iterable[torch.nn.Module], given: Any = ()) -> list[to
     held = chain.from_iterable(vars(module).values() for model in models for module in model.modules())
     found = (thing for thing in chain(held, pytree.tree_leaves(given)) if isinstance(thing, torch.Generator))
     return list({id(generator): generator for generator in found}.values())
-
-
-def attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own."""
-    return {key: value for key, value in vars(module).items() if key not in TABLES}
-
-
-def containers(value: Any, depth: int = 0) -> Iterator[Any]:
-    """The lists, dicts and sets that a value is or holds."""
-    if not isinstance(value, (list, tuple, dict, set)) or depth == DEEP:
-        return
-    if type(value) in (list, dict, set):
-        yield value
-    if length(value) <= LARGE:
-        for item in items(value):
-            yield from containers(item, depth + 1)
-
-
-def length(value: Any) -> int:
-    """How many items a container has, whatever its class makes of ``len``."""
-    return next(kind.__len__(value) for kind in _KINDS if isinstance(value, kind))
-
-
-def items(value: Any) -> Iterator[Any]:
-    """What a container holds, whatever its class makes of it."""
-    if isinstance(value, dict):
-        return iter(dict.values(value))
-    return next(kind.__iter__(value) for kind in _KINDS if isinstance(value, kind))
-
-
-_KINDS: tuple[Any, ...] = (list, tuple, dict, set)
-
-
-def attributes_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """The attributes of each module, by its name; what they hold, not what it is held in."""
-    return {
-        name: {key: _content(value) for key, value in attributes(module).items()}
-        for name, module in model.named_modules()
-    }
-
-
-def changes(
-    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], leaves: Collection[str]
-) -> Iterator[tuple[str, str]]:
-    """The modules that are not inside leaves, with the first attribute of each that differs; see attributes_of."""
-    covered = tuple(f"{leaf}." for leaf in leaves)
-    for name, found in after.items():
-        known = before.get(name, {})
-        keys = dict.fromkeys((*found, *known))
-        first = next((key for key in keys if known.get(key, _ABSENT) != found.get(key, _ABSENT)), None)
-        if first is not None and not f"{name}.".startswith(covered):
-            yield name, first
-
-
-_ABSENT = object()
-
-
-class _Itself:
-    """Equal to what wraps the same object."""
-
-    def __init__(self, wrapped: Any) -> None:
-        self.wrapped = wrapped
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.wrapped is other.wrapped
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _content(value: Any, depth: int = 0) -> Any:
-    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
-        return type(value), repr(value)  # a NaN is the same as before
-    if not isinstance(value, (list, tuple, dict, set)) or depth == DEEP:
-        return _Itself(value)
-    if length(value) > LARGE:
-        return type(value), length(value)
-    if isinstance(value, set):
-        return type(value), frozenset(value)
-    pairs = dict.items(value) if isinstance(value, dict) else enumerate(items(value))
-    return type(value), [(key, _content(item, depth + 1)) for key, item in pairs]

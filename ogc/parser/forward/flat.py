@@ -107,12 +107,14 @@ def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {f"buffer {name}": b.clone() for name, b in model.named_buffers()} | {"random state": torch.get_rng_state()}
 
 
-def other_state(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[str, str] | None:
+def other_state(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], same: Callable[..., bool] = same_bits
+) -> tuple[str, str] | None:
     """The first entry of a model's state that is not the same after another run, and how it differs, in words."""
     for name in ours | theirs:
         if name not in ours or name not in theirs:
             return f"another {name}", "only one of both has it"
-        if not same_bits(ours[name], theirs[name]):
+        if not same(ours[name], theirs[name]):
             return f"another {name}", difference(ours[name], theirs[name])
     return None
 

@@ -15,6 +15,7 @@ from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.no_trace import untouched
 from ...torch_state.private import storage_id
+from ..forward.flat import gradient_targets
 from .estimate import Estimator, input_gradients
 from .measure import Measurer
 from .meter import metered
@@ -138,13 +139,8 @@ class _Call:
 
 def leaf_nodes(root: torch.Tensor) -> set[Any]:
     """The nodes of a graph that add gradients up in tensors."""
-    pending, seen = [root.grad_fn], set()
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [after for after, _ in node.next_functions]
-    return {node for node in seen if hasattr(node, "variable")}
+    _, nodes = gradient_targets([root], ())
+    return {node for node in nodes if hasattr(node, "variable")}
 
 
 class _Seed(torch.autograd.Function):
