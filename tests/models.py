@@ -73,6 +73,18 @@ class Attention(nn.Module):
         return x @ self.embedding.weight.t()
 
 
+class SelfAttention(nn.Module):
+    """One head, written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken, self.given = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        query, key, value = self.taken(x).chunk(3, -1)
+        return x + self.given(torch.softmax(query @ key.transpose(1, 2) / 4, -1) @ value)
+
+
 class Outputs(nn.Module):
     """Several outputs in a dict: an input, an intermediate, integers, one that needs no gradient."""
 

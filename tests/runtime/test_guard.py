@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from helpers import assert_same_training, forced, loss_of, measured_peak, tensors_of
-from models import Attention, Outputs, Residual, images
+from models import Attention, Outputs, Residual, SelfAttention, images
 from torch import nn
 from torch.nn import functional as F
 
@@ -352,16 +352,6 @@ def test_a_plain_plan_within_its_budget_becomes_another_for_a_larger_batch(opene
     for batch, is_planned in ((8, False), (4, False), (16, True)):
         assert_same_step(model, optimised, images(batch, 16))
         assert bool(opened) == is_planned
-
-
-class SelfAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.taken, self.given = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x):
-        query, key, value = self.taken(x).chunk(3, -1)
-        return x + self.given(torch.softmax(query @ key.transpose(1, 2) / 4, -1) @ value)
 
 
 def towers(layers=8):
