@@ -27,13 +27,17 @@ class Value:
 
 
 @dataclass(frozen=True)
-class PlainOperator:
-    """What an operator takes as PyTorch runs it, where a low-memory form stands for it."""
+class Form:
+    """What an operation takes in another form than PyTorch's own operator; the fields are those of an operation."""
 
-    saves: tuple[int, ...]
-    internal_bytes: int
-    scratch_bytes: int
-    backward_bytes: int
+    saves: tuple[int, ...] = ()
+    internal_bytes: int = 0
+    scratch_bytes: int = 0
+    backward_bytes: int = 0
+    late_bytes: int = 0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    repeat_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,6 @@ class Operation:
     gradient_bytes: int = 0  # gradients alive when its backward is about to start
     backward_bytes: int = 0  # most gradients and temporaries alive while its backward runs
     late_bytes: int = 0  # of these, once it has let go of what it saved, if it does so before it is done
-    plain: PlainOperator | None = None  # what PyTorch's own takes instead; None: the same
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     forward_flops: int = 0
@@ -65,12 +68,37 @@ class Operation:
     again_seconds: float = 0.0  # of a forward that is part of its backward, beyond ``backward_seconds``
     again_flops: int = 0
     repeat_seconds: float | None = None  # of its forward where its internal tensors are there; None: as ever
+    saved_tensors: int = 0  # how many tensors autograd saves for its backward
     replayable: bool = True  # False: running it twice would change the model or the numbers
     takes_over: int | None = None  # a value whose storage its result takes where no cut separates the two
+    low_memory: Form | None = None  # its low-memory form, if it has one; a plan decides which of the two runs
+    plain_backward_bytes: int | None = None  # of the plain model, where that runs another operator there
+
+
+    def in_form(self, is_low_memory: bool) -> Operation:
+        """The operation in one form alone."""
+        if self.low_memory is None:
+            return self
+        return replace(self, low_memory=None, **(vars(self.low_memory) if is_low_memory else {}))
 
 
 SMALL_INTERNALS = 64
 """Internal tensors this many times smaller than the largest value of their operation are always kept."""
+
+
+@dataclass(frozen=True)
+class RuntimeCosts:
+    """Seconds of the host that a plan takes beside its operators.
+
+    Attributes:
+        step: once per step; below zero where the plain model spends more on calls of modules.
+        run: for each run again, to open it, close it, and carry it out.
+        saved_tensor: for each tensor that autograd saves where a run will supply it.
+    """
+
+    step: float = 0.0
+    run: float = 0.0
+    saved_tensor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,6 +113,7 @@ class Graph:
         profile: how the weights were found, ``"estimate"`` or ``"measure"``.
         stretches: first and last operation of stretches that can be run slice by slice; see :func:`ogc.parse`.
         plain_peak_bytes: peak of the plain model, where these operations are not the plain model's; else None.
+        runtime: what the runtime's own work takes.
     """
 
     operations: tuple[Operation, ...]
@@ -94,6 +123,7 @@ class Graph:
     profile: str = "estimate"
     stretches: tuple[tuple[str, str], ...] = ()
     plain_peak_bytes: int | None = None
+    runtime: RuntimeCosts = RuntimeCosts()
 
     def __post_init__(self) -> None:
         written: set[int] = set()
@@ -145,12 +175,37 @@ class Graph:
         return len(self.operations)
 
     @cached_property
-    def with_plain_operators(self) -> Graph:
-        """The same program with every operator PyTorch's own."""
-        if all(op.plain is None for op in self.operations):
+    def low_memory(self) -> tuple[int, ...]:
+        """The operations that have a low-memory form."""
+        return tuple(t for t, op in enumerate(self.operations) if op.low_memory is not None)
+
+    def with_forms(self, chosen: Collection[int]) -> Graph:
+        """The same program with the low-memory forms of the chosen operations, and no choice left for any other."""
+        if not self.low_memory:
             return self
-        plain = (replace(op, late_bytes=0, plain=None, **vars(op.plain)) if op.plain else op for op in self.operations)
-        return replace(self, operations=tuple(plain))
+        wanted = frozenset(chosen).intersection(self.low_memory)
+        if wanted not in self._in_forms:
+            if len(self._in_forms) > 2:  # few are asked for again and again
+                self._in_forms.clear()
+            operations = tuple(op.in_form(t in wanted) for t, op in enumerate(self.operations))
+            self._in_forms[wanted] = replace(self, operations=operations)
+        return self._in_forms[wanted]
+
+    @cached_property
+    def _in_forms(self) -> dict[frozenset[int], Graph]:
+        return {}
+
+    @cached_property
+    def of_the_plain_model(self) -> Graph:
+        """The same program as the plain model runs it: every operator PyTorch's own."""
+        rest = self.with_forms(())
+        if all(op.plain_backward_bytes is None for op in rest.operations):
+            return rest
+        operations = (
+            op if op.plain_backward_bytes is None else replace(op, backward_bytes=op.plain_backward_bytes)
+            for op in rest.operations
+        )
+        return replace(rest, operations=tuple(operations))
 
     @cached_property
     def producers(self) -> tuple[int, ...]:

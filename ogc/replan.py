@@ -37,7 +37,7 @@ def meets(wish: Wish) -> Meets | None:
     def keeps(graph: Graph, plan: Plan) -> bool:
         cost = None if plan.is_plain else simulate(graph, plan)
         if wish.max_overhead is not None:
-            return (cost.recomputed_seconds if cost else 0.0) <= wish.max_overhead * graph.step_seconds
+            return (cost.added_seconds if cost else 0.0) <= wish.max_overhead * graph.step_seconds
         plain = plain_peak(graph)
         budget = wish.budget_bytes(plain)
         return budget is None or (cost.peak_bytes if cost else plain) <= budget

@@ -65,7 +65,7 @@ class Share:
 
     def _is_as_quick(self, graph: Graph, plan: Plan) -> bool:
         """Whether a plan recomputes no larger share of the part's time than the one that was chosen."""
-        seconds = 0.0 if plan.is_plain else simulate(graph, plan).recomputed_seconds
+        seconds = 0.0 if plan.is_plain else simulate(graph, plan).added_seconds
         return seconds <= self.way.plan.overhead * SLACK * graph.step_seconds
 
     def _excess(self, cost: PartCost, plain: int) -> float:

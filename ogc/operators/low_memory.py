@@ -17,9 +17,20 @@ from .holders import holders_when_ours
 from .weights import Use, Weights
 
 
+@dataclass(frozen=True)
+class Extra:
+    """Work beside that of PyTorch's operator: further calls of operators, and bytes that they move."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class LowMemory(ABC):
-    """A drop-in for ``operator``, which runs ``function`` where that pays. Each form is a class of its own."""
+    """A drop-in for ``operator``, which runs ``function`` where that pays. Each form is a class of its own.
+
+    It also runs on meta tensors, for what it saves to be seen.
+    """
 
     operator: OpOverload
     function: type[torch.autograd.Function]
@@ -70,9 +81,9 @@ class LowMemory(ABC):
     def weights(self, use: Use, plain: Weights) -> Weights:
         """Its memory rule: the weights of a call that it pays for, from those of PyTorch's operator."""
 
-    def plain_weights(self, use: Use, plain: Weights) -> Weights:
-        """The weights of PyTorch's operator, where this form was seen in its place and saved something else."""
-        return plain
+    def extra(self, use: Use) -> tuple[Extra, Extra]:
+        """What it does more than PyTorch's operator, forward and backward, beside being called from Python."""
+        return Extra(), Extra()
 
 
 def plain_operator(target: Any) -> Any:

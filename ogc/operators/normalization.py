@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .holders import is_ours
-from .low_memory import LowMemory
+from .low_memory import Extra, LowMemory
 from .registry import Operator, like, register
 from .weights import Use, Weights
 
@@ -46,6 +46,12 @@ class BatchNorm(LowMemory):
             working_bytes=use.result_bytes + 4 * chunk,
             repeat_seconds=_REPEATED_SHARE * plain.forward_seconds if repeats_exactly(*use.args) else None,
         )
+
+
+    def extra(self, use: Use) -> tuple[Extra, Extra]:
+        channels, step = use.args[0].shape[1], channels_at_once(use.args[0])
+        # Channels of the operands are copied out, those of the result in; each part has parameters of its own.
+        return Extra(), Extra(10 * -(-channels // step), 6 * use.result_bytes)
 
 
 class _Function(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .low_memory import LowMemory
+from .low_memory import Extra, LowMemory
 from .parts import has_usual_strides, untouched
 from .registry import Arguments, Operator, register
 from .weights import Use, Weights
@@ -40,8 +40,12 @@ class MaxPool2d(LowMemory):
         indices = INDEX_BYTES * positions * (1 + channels * images_at_once((samples, channels, positions)))
         return replace(plain, scratch_bytes=indices, working_bytes=plain.working_bytes + indices)
 
-    def plain_weights(self, use: Use, plain: Weights) -> Weights:
-        return replace(plain, internal_bytes=INDEX_BYTES * prod(_sizes(use)), saved_arguments=(0,))
+    def extra(self, use: Use) -> tuple[Extra, Extra]:
+        samples, channels, positions = _sizes(use)
+        parts = -(-samples // images_at_once((samples, channels, positions)))
+        indices = INDEX_BYTES * samples * channels * positions
+        # Indices are written, shifted and narrowed; in the backward widened and shifted.
+        return Extra(8 + 3 * parts, 3 * indices), Extra(8 + 3 * parts, 3 * indices)
 
 
 def _sizes(use: Use) -> tuple[int, int, int]:

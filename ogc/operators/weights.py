@@ -44,8 +44,8 @@ class Weights:
     repeat_seconds: float | None = None  # of a forward whose internal tensors are there, if that is quicker
     gradients: tuple[InputGradient, ...] = ()
     internal_bytes: int | None = None  # None: as observed
-    saved_arguments: tuple[int, ...] = ()  # tensors that are saved besides those that were observed
-    plain: Weights | None = None  # of the operator that a low-memory form stands for
+    low_memory: Weights | None = None  # of its low-memory form
+    plain_working_bytes: int | None = None  # of the plain model, where that runs another operator
 
     def written_over(self) -> Weights:
         """The same with the first argument's gradient written over the result's, where that is possible."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..graph import Graph, Operation, PlainOperator, Value
+from ..graph import Form, Graph, Operation, Value
 from ..operators.registry import copies_strided_gradients
 from ..operators.weights import Weights
 from ..program.leaf import runs_once
-from ..program.program import Program, TensorRef
+from ..program.program import LowMemoryForm, Program, TensorRef
 from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
 from .traced import Traced
@@ -26,10 +27,11 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     ends = [TensorRef(node.name, 0) for node in _returned(traced.graph)]
     returned = [observation.rebased.get(ref, ref) for ref in ends]
     live = gradient_bytes([_gradients(r, r.weights) for r in records], returned)
-    plain = gradient_bytes([_gradients(r, r.weights.plain or r.weights) for r in records], returned)
-    seen = memory_of(records, taken)
-    each = zip(records, live, plain, seen, strict=True)
-    operations = tuple(_operation(*of_one, observation.storages) for of_one in each)
+    in_forms = gradient_bytes([_gradients_of_form(r) for r in records], returned)
+    of_plain = gradient_bytes([_gradients_of_plain(r) for r in records], returned)
+    seen = memory_of(records, taken, observation.storages)
+    each = zip(records, live, in_forms, of_plain, seen, strict=True)
+    operations = tuple(_operation(*of_one) for of_one in each)
     program = program_of(spec, traced, observation, taken)
     return Graph(operations, values_of(observation), program, device, kind)
 
@@ -60,18 +62,22 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         inputs=spec,
         outputs=traced.output_spec,
         saves=tuple(tuple(record.saves) for record in records),
+        forms={t: LowMemoryForm(r.form.target, r.form.saves) for t, r in enumerate(records) if r.form is not None},
         storages=observation.storages,
         differentiable=frozenset(
             ref for r in records for ref, flag in zip(r.outputs, r.differentiable, strict=True) if flag
         ),
         random=frozenset(t for t, record in enumerate(records) if record.random),
         out_of_place={t: twin for t, (_, twin) in taken.items()},
+        bindings={(t, target): name for t, r in enumerate(records) for target, name in r.bindings.items()},
         guards=traced.guards,
     )
 
 
-def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> list[dict[str, Any]]:
-    """For each operation, the fields of the graph's that say what it does to memory."""
+def memory_of(
+    records: Sequence[Record], taken: dict[int, tuple[int, Any]], storages: dict[TensorRef, int]
+) -> list[dict[str, Any]]:
+    """For each operation, the fields of the graph's that say what it does to memory, whatever it weighs."""
     last_external_write = {e: t for t, record in enumerate(records) for e in record.writes_external}
     fields = []
     for t, record in enumerate(records):
@@ -82,6 +88,8 @@ def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> l
                 "reads": tuple(record.reads),
                 "writes": tuple(record.writes),
                 "saves": tuple(record.saved_values),
+                "saved_tensors": len(record.saves),
+                "low_memory": _seen_form(record, storages),
                 "takes_over": taken.get(t, (None,))[0],
                 "replayable": not (record.writes_external or stale or runs_once(record.node.target)),
             }
@@ -89,32 +97,39 @@ def memory_of(records: Sequence[Record], taken: dict[int, tuple[int, Any]]) -> l
     return fields
 
 
+def _seen_form(record: Record, storages: dict[TensorRef, int]) -> Form | None:
+    """What was seen of an operation's low-memory form, without its weights."""
+    if record.form is None:
+        return None
+    saves = dict.fromkeys(storages[saved.tensor] for saved in record.form.saves if saved.tensor is not None)
+    return Form(saves=tuple(saves), internal_bytes=record.form.internal_bytes)
+
+
 def _operation(
-    record: Record,
-    live: LiveGradients,
-    plain_gradients: LiveGradients,
-    seen: dict[str, Any],
-    storages: dict[TensorRef, int],
+    record: Record, live: LiveGradients, in_form: LiveGradients, of_plain: LiveGradients, seen: dict[str, Any]
 ) -> Operation:
     node, weights = record.node, record.weights
-    ours = PlainOperator(seen["saves"], _internal_bytes(record, weights), weights.scratch_bytes, live.during)
-    theirs = weights.plain or weights
-    given = (record.arguments[n] for n in theirs.saved_arguments)
-    saves = {storages[ref] for ref in given if ref is not None and ref in storages}.difference(ours.saves)
-    plain = PlainOperator(
-        (*ours.saves, *sorted(saves)), _internal_bytes(record, theirs), theirs.scratch_bytes, plain_gradients.during
-    )
+    form: Form | None = seen.pop("low_memory")
+    if form is not None and weights.low_memory is not None:
+        form = replace(
+            form,
+            scratch_bytes=weights.low_memory.scratch_bytes,
+            backward_bytes=in_form.during,
+            late_bytes=in_form.late,
+            forward_seconds=weights.low_memory.forward_seconds,
+            backward_seconds=weights.low_memory.backward_seconds,
+            repeat_seconds=weights.low_memory.repeat_seconds,
+        )
     return Operation(
         name=node.name,
         target=str(node.meta.get("operator", node.target)),
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),
-        internal_bytes=ours.internal_bytes,
+        internal_bytes=record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes,
         scratch_bytes=weights.scratch_bytes,
         gradient_bytes=live.before,
         backward_bytes=live.during,
         late_bytes=live.late,
-        plain=None if plain == ours and not live.late else plain,
         forward_seconds=weights.forward_seconds,
         backward_seconds=weights.backward_seconds,
         forward_flops=weights.forward_flops,
@@ -122,15 +137,25 @@ def _operation(
         again_seconds=weights.again_seconds,
         again_flops=weights.again_flops,
         repeat_seconds=weights.repeat_seconds,
+        low_memory=form,
+        plain_backward_bytes=None if weights.plain_working_bytes is None else of_plain.during,
         **seen,
     )
 
 
-def _internal_bytes(record: Record, weights: Weights) -> int:
-    return record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes
+def _gradients_of_form(record: Record) -> OperationGradients:
+    if record.form is None or record.weights.low_memory is None:
+        return _gradients(record, record.weights)
+    return _gradients(record, record.weights.low_memory, record.form.target)
 
 
-def _gradients(record: Record, weights: Weights) -> OperationGradients:
+def _gradients_of_plain(record: Record) -> OperationGradients:
+    """As the plain model has it."""
+    working = record.weights.plain_working_bytes
+    return _gradients(record, record.weights if working is None else replace(record.weights, working_bytes=working))
+
+
+def _gradients(record: Record, weights: Weights, target: Any = None) -> OperationGradients:
     gradients = OperationGradients(
         outputs=tuple(record.outputs),
         output_bytes=tuple(record.output_bytes),
@@ -139,7 +164,7 @@ def _gradients(record: Record, weights: Weights) -> OperationGradients:
         gradients=weights.gradients,
         working_bytes=weights.working_bytes,
         late_bytes=weights.late_bytes,
-        copies_strided=copies_strided_gradients(record.node.target),
+        copies_strided=copies_strided_gradients(target or record.node.target),
         sources=tuple(record.sources),
     )
     return gradients if record.rebase is None else gradients.through_base(record.rebase)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ParseError
-from ..graph import Graph
+from ..graph import Form, Graph, Operation
 from ..operators.sliced import Sliced
 from ..program.leaf import Leaf
 from ..program.program import Program
@@ -61,9 +61,16 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         return replace(found, program=replace(found.program, parse_graph=program.parse_graph))
     taken = versions_of(traced.graph, observation)
     again = replace(program_of(sample.spec, traced, observation, taken), parse_graph=program.parse_graph)
-    seen = memory_of(observation.records, taken)
-    operations = tuple(replace(op, **fields) for op, fields in zip(graph.operations, seen, strict=True))
+    seen = memory_of(observation.records, taken, observation.storages)
+    operations = tuple(_carried(op, fields) for op, fields in zip(graph.operations, seen, strict=True))
     return replace(graph, operations=operations, values=values_of(observation), program=again)
+
+
+def _carried(op: Operation, seen: dict[str, Any]) -> Operation:
+    """The operation as it was seen for the other call, with the weights that it had."""
+    now: Form | None = seen.pop("low_memory")
+    form = now and op.low_memory and replace(op.low_memory, saves=now.saves, internal_bytes=now.internal_bytes)
+    return replace(op, low_memory=form, **seen)
 
 
 def _visit(

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ParseError
 from ..graph import Graph
-from ..operators.registry import low_memory_form
+from ..operators.registry import out_of_place
 from ..program.leaf import Leaf
 from ..program.structures import InputSpec
 from ..torch_state.collecting import collecting_new_only
@@ -19,6 +19,7 @@ from ..torch_state.compare import difference, same_bits
 from ..torch_state.no_trace import plainly, untouched
 from .arguments import Sample, call_arguments, check_devices, check_model, device_of, profile_kind
 from .assemble import graph_of
+from .bindings import Bindings
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
@@ -30,6 +31,7 @@ from .passes.unfold import Unfolding
 from .repeatable import refuse_chance, why_not_repeatable
 from .traced import READS, OpaqueError, Traced, without_unused
 from .weigh.estimate import Estimator
+from .weigh.forms import Forms
 from .weigh.leaf import Profiler, weigh
 from .weigh.measure import Measurer
 from .weigh.observe import Visit, observe
@@ -144,17 +146,20 @@ def lower(
     """
     program = without_unused(recorded.graph)
     run_out_of_place(program)
-    use_low_memory(program, device)
-    unfolding = Unfolding()
+    unfolding, forms, bindings = Unfolding(), Forms(device), Bindings()
 
     def visit_and_meet(record: Record, args: Any, kwargs: Any) -> None:
+        record.form = forms.of(record, args, kwargs)
+        for target in filter(None, (record.node.target, out_of_place(record.node.target))):
+            if binding := bindings.of(target, args, kwargs):
+                record.bindings[target] = binding
         visit(record, args, kwargs)
         if device.type == "cpu":
             unfolding.meet(record.node, args, kwargs)
 
     while True:
         traced = replace(recorded, graph=without_unused(program) if stretches else program)
-        slice_stretches(traced.graph, stretches, slices)
+        slice_stretches(traced.graph, stretches, slices, device)
         with untouched(sample.model):
             observation = observe(sample.model, traced, sample.copies(), visit_and_meet)
             state = state_of(sample.model)
@@ -226,15 +231,6 @@ def _check_custom(sample: Sample, custom: CustomForward, traced: Traced) -> Trac
         raise ParseError(f"the graph leaves {other[0]} than the model's forward: {other[1]}")
     assert plain.output_spec is not None
     return replace(traced, output_spec=plain.output_spec)
-
-
-def use_low_memory(graph: torch.fx.Graph, device: torch.device) -> None:
-    """Put operators whose backward needs less memory in the places of those that they stand for."""
-    for node in graph.nodes:
-        form = low_memory_form(node.target, device)
-        if form is not None:
-            node.meta["operator"] = node.target
-            node.target = form
 
 
 def _check_same(

@@ -72,11 +72,13 @@ class Decisions:
     Attributes:
         segments: in program order; they cover the program.
         fates: of single values, in every run; they go before those of segments.
-        is_plain: whether the model itself is to be run, by PyTorch's own operators.
+        low_memory: operations that run in their low-memory form, ascending; all others are PyTorch's own operators.
+        is_plain: whether the model itself is to be run.
     """
 
     segments: tuple[Segment, ...]
     fates: Fates = ()
+    low_memory: tuple[int, ...] = ()
     is_plain: bool = False
 
     @classmethod
@@ -112,6 +114,9 @@ class Decisions:
         for v, _ in self.fates:
             if not 0 <= v < len(graph.values):
                 raise PlanError(f"the plan decides on value {v}, which the graph lacks")
+        for t in self.low_memory:
+            if not 0 <= t < len(graph):
+                raise PlanError(f"the plan decides on operation {t}, which the graph lacks")
 
 
 def saved(start: int, stop: int) -> Segment:

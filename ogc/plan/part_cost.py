@@ -21,7 +21,7 @@ class PartCost:
     Attributes:
         kept_bytes: alive between its forward and its backward.
         forward_bytes, backward_bytes: most bytes alive in its forward, and from there on.
-        seconds: recomputed.
+        seconds: that the plan adds.
         gradient_bytes: gradients of its outputs, which are there when its backward starts.
     """
 
@@ -38,13 +38,13 @@ def part_cost(graph: Graph, plan: Plan) -> PartCost:
     Raises:
         PlanError: as :func:`ogc.simulate` does.
     """
-    memory = replay(_Part(Schedule(graph.with_plain_operators if plan.is_plain else graph, plan.decisions)))
+    memory = replay(_Part(Schedule(graph.of_the_plain_model if plan.is_plain else graph, plan.decisions)))
     sizes = [event.bytes for event in memory.timeline]
     return PartCost(
         kept_bytes=memory.kept_bytes,
         forward_bytes=max(sizes[: len(graph)], default=0),
         backward_bytes=max(sizes[len(graph) :], default=0),
-        seconds=plan.recomputed_seconds,
+        seconds=plan.added_seconds,
         gradient_bytes=memory.graph.operations[-1].gradient_bytes if len(graph) else 0,
     )
 

@@ -30,7 +30,8 @@ class Plan:
         plain_peak_bytes: simulated peak of the model without checkpoints.
         lower_bound: bytes below which no plan of any kind can peak.
         step_seconds, step_flops: of the plain step (forward and backward).
-        recomputed_seconds, recomputed_flops: what the plan adds to it.
+        recomputed_seconds, recomputed_flops: what is run again adds to it.
+        runtime_seconds: what running the plan adds beside: low-memory operators, and the runtime's own work.
         solver: the name of the solver that chose it.
         budget_bytes: the memory budget that was asked for, if one was.
         graph: what the plan was made for; pickled and copied without its program.
@@ -44,6 +45,7 @@ class Plan:
     step_flops: int
     recomputed_seconds: float
     recomputed_flops: int
+    runtime_seconds: float = 0.0
     solver: str = ""
     budget_bytes: int | None = None
     graph: Graph | None = field(default=None, compare=False, repr=False)
@@ -68,12 +70,28 @@ class Plan:
         """The segments as they are printed, those of a sub-plan below it; none without a graph."""
         if self.graph is None:
             return ()
-        return tuple(_rows(self.graph, Schedule(self.graph, self.decisions), self.segments))
+        schedule = Schedule(self.graph, self.decisions)
+        return tuple(_rows(schedule.graph, schedule, self.segments))
+
+    @property
+    def low_memory(self) -> tuple[int, ...]:
+        """The operations that run in their low-memory form; all others are PyTorch's own operators."""
+        return self.decisions.low_memory
+
+    @cached_property
+    def low_memory_rows(self) -> tuple[tuple[str, ...], ...]:
+        """The low-memory operators as they are printed, each with its reason and its price; none without a graph."""
+        return () if self.graph is None else tuple(_low_memory_rows(self.graph, self.decisions))
+
+    @property
+    def added_seconds(self) -> float:
+        """All that the plan adds to the plain step."""
+        return self.recomputed_seconds + self.runtime_seconds
 
     @property
     def overhead(self) -> float:
-        """Recomputed time over the time of the plain step."""
-        return self.recomputed_seconds / self.step_seconds if self.step_seconds else 0.0
+        """Time that the plan adds, recomputation and the runtime's own, over that of the plain step."""
+        return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def flops_overhead(self) -> float:
@@ -120,12 +138,18 @@ class Plan:
         return {**vars(self), "graph": self.graph and replace(self.graph, program=None)}
 
     def __str__(self) -> str:
+        parts = (self.recomputed_seconds, self.runtime_seconds)
+        shares = (seconds / self.step_seconds if self.step_seconds else 0.0 for seconds in parts)
         summary = (
             f"peak {self.peak_bytes / 1e6:.1f} MB (plain {self.plain_peak_bytes / 1e6:.1f} MB, no plan below "
-            f"{self.lower_bound / 1e6:.1f} MB), overhead {self.overhead:.1%}, {len(self.rows)} segments"
+            f"{self.lower_bound / 1e6:.1f} MB), overhead {self.overhead:.1%} "
+            "(recomputation {:.1%}, runtime {:.1%}), ".format(*shares) + f"{len(self.rows)} segments"
         )
-        header = ["segment", "operations", "modules", "mode", "kept MB", "recomputed"]
-        return f"{table(header, self.rows)}\n{summary}"
+        texts = [table(["segment", "operations", "modules", "mode", "kept MB", "recomputed"], self.rows)]
+        if self.low_memory_rows:
+            header = ["low-memory", "operator", "module", "what PyTorch's own would take MB", "of a peak of", "ms more"]
+            texts.append(table(header, self.low_memory_rows))
+        return "\n".join([*texts, summary])
 
 
 def _rows(
@@ -152,6 +176,18 @@ def _rows(
             yield from _rows(graph, schedule, segment.parts, child, f"{name}.")
 
 
+def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, ...]]:
+    """A row per low-memory operator: the most bytes alive while PyTorch's own would run in its place."""
+    limit = simulate(graph, decisions).peak_bytes
+    for t in decisions.low_memory:
+        op = graph.operations[t]
+        form = op.in_form(True)
+        alone = simulate(graph, replace(decisions, low_memory=tuple(n for n in decisions.low_memory if n != t)))
+        more = form.forward_seconds + form.backward_seconds - op.forward_seconds - op.backward_seconds
+        numbers = (alone.peak_bytes / 1e6, limit / 1e6, more * 1e3)
+        yield (str(t), op.target, op.module, *(f"{number:.2f}" for number in numbers))
+
+
 def plain_plan(graph: Graph) -> Plan:
     """The plan that runs the model as it is."""
     peak = plain_peak(graph)
@@ -170,7 +206,12 @@ def plain_plan(graph: Graph) -> Plan:
 
 
 def make_plan(
-    graph: Graph, decisions: Decisions | Iterable[Segment], solver: str = "by hand", *, remade: Iterable[int] = ()
+    graph: Graph,
+    decisions: Decisions | Iterable[Segment],
+    solver: str = "by hand",
+    *,
+    remade: Iterable[int] = (),
+    low_memory: Iterable[int] = (),
 ) -> Plan:
     """The plan of given decisions, weighed by the simulator.
 
@@ -180,12 +221,15 @@ def make_plan(
             :func:`ogc.recomputed`.
         solver: the name of what chose them.
         remade: values that are not kept where they cross a cut either.
+        low_memory: operations to run in their low-memory form, as far as they have one, besides those of
+            ``decisions``; see :attr:`ogc.Graph.low_memory`.
 
     Raises:
         PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
             that must not.
     """
     decided = Decisions.of(decisions).remaking(remade)
+    decided = replace(decided, low_memory=tuple(sorted({*decided.low_memory, *low_memory})))
     cost = simulate(graph, decided)
     return replace(
         plain_plan(graph),
@@ -193,6 +237,7 @@ def make_plan(
         peak_bytes=cost.peak_bytes,
         recomputed_seconds=cost.recomputed_seconds,
         recomputed_flops=cost.recomputed_flops,
+        runtime_seconds=cost.runtime_seconds,
         solver=solver,
     )
 

@@ -64,6 +64,7 @@ class Schedule:
     """The runs of a plan over a graph, in the order in which they are carried out.
 
     Attributes:
+        graph: the operations in the form in which the plan runs them.
         keeps_internals: for each operation, whether the internal tensors of its forward stay for its backward.
 
     Raises:
@@ -72,7 +73,7 @@ class Schedule:
 
     def __init__(self, graph: Graph, decisions: Decisions) -> None:
         decisions.check(graph)
-        self.graph = graph
+        self.graph = graph = graph.with_forms(decisions.low_memory)
         self.runs: list[Run] = [Run(0, len(graph), fates=dict(decisions.fates))]
         self.keeps_internals = graph.keeps_internals_with(decisions.kept)
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come

@@ -29,16 +29,27 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """The cost of a plan: peak in bytes, recomputed time and FLOPs, and the timeline behind them.
+    """The cost of a plan: peak in bytes, time and FLOPs, and the timeline behind them.
 
-    ``peak_values`` are the values alive at the peak.
+    Attributes:
+        peak_bytes: most bytes alive.
+        peak_values: the values alive then.
+        recomputed_seconds, recomputed_flops: of what runs again.
+        runtime_seconds: what running the plan takes beside: low-memory operators, and the runtime's own work.
+        timeline: one event per operation run.
     """
 
     peak_bytes: int
     peak_values: tuple[int, ...]
     recomputed_seconds: float
     recomputed_flops: int
+    runtime_seconds: float
     timeline: tuple[Event, ...]
+
+    @property
+    def added_seconds(self) -> float:
+        """All that the plan adds to the plain step."""
+        return self.recomputed_seconds + self.runtime_seconds
 
     @property
     def peak_event(self) -> Event:
@@ -61,12 +72,13 @@ def plain_timeline(graph: Graph) -> tuple[Event, ...] | None:
 
 
 def _plain(graph: Graph) -> Memory:
-    return replay(Memory(Schedule(graph.with_plain_operators, Decisions((saved(0, len(graph)),)))))
+    return replay(Memory(Schedule(graph.of_the_plain_model, Decisions((saved(0, len(graph)),)))))
 
 
 def lower_bound(graph: Graph) -> int:
-    """Bytes below which no plan of any kind can peak, as long as operations are run whole."""
-    return max(graph.operation_bounds, default=0)
+    """Bytes below which no plan of any kind can peak, as long as operations are run whole, each in its best form."""
+    forms = graph.with_forms(()), graph.with_forms(graph.low_memory)
+    return max(map(min, *(form.operation_bounds for form in forms)), default=0)
 
 
 def simulate(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Simulation:
@@ -77,21 +89,29 @@ def simulate(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Sim
         plan: a plan, its decisions, or segments alone, for this graph.
 
     Returns:
-        Peak bytes, the time (seconds) and FLOPs that are recomputed, and one event per operation run.
+        Peak bytes, the time (seconds) and FLOPs that the plan adds, and one event per operation run.
 
     Raises:
         PlanError: the segments do not cover the graph, or one runs an operation again that must not be.
     """
     schedule = Schedule(graph, Decisions.of(plan))
-    memory = replay(Memory(schedule))
-    ops, again = graph.operations, [t for run in schedule.runs[1:] for t in run.program]
+    memory, in_forms = replay(Memory(schedule)), schedule.graph
+    ops, again = in_forms.operations, [t for run in schedule.runs[1:] for t in run.program]
     return Simulation(
         peak_bytes=max(memory.peak_bytes, 0),
         peak_values=memory.peak_values(),
-        recomputed_seconds=sum(graph.repeat_seconds[t] for t in again) + sum(op.again_seconds for op in ops),
+        recomputed_seconds=sum(in_forms.repeat_seconds[t] for t in again) + sum(op.again_seconds for op in ops),
         recomputed_flops=sum(ops[t].forward_flops for t in again) + sum(op.again_flops for op in ops),
+        runtime_seconds=in_forms.step_seconds - graph.step_seconds + runtime_seconds(schedule),
         timeline=tuple(memory.timeline),
     )
+
+
+def runtime_seconds(schedule: Schedule) -> float:
+    """Time of the host that a plan takes beside its operators: for its runs, and for tensors whose saving it sees."""
+    costs, ops = schedule.graph.runtime, schedule.graph.operations
+    seen = sum(ops[t].saved_tensors for run in schedule.runs[1:] for a, b in run.leaves for t in range(a, b))
+    return costs.step + costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen
 
 
 def replay(memory: AnyMemory) -> AnyMemory:

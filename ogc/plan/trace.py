@@ -52,7 +52,7 @@ def trace(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> tuple[
     decisions = Decisions.of(plan)
     if decisions.is_plain and graph.plain_peak_bytes is not None:
         raise PlanError("this graph runs slice by slice, so it has no timeline of the plain model")
-    schedule = Schedule(graph.with_plain_operators if decisions.is_plain else graph, decisions)
+    schedule = Schedule(graph.of_the_plain_model if decisions.is_plain else graph, decisions)
     return tuple(replay(_Trace(schedule)).moments)
 
 

@@ -47,6 +47,14 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class LowMemoryForm:
+    """The low-memory form of an operation: what runs in the operator's place, and what autograd saves then, in order."""
+
+    target: Any
+    saves: tuple[Saved, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """What the runtime needs to run a model's forward operation by operation.
 
@@ -57,10 +65,13 @@ class Program:
         inputs: how the arguments flatten, with the values of those that are no tensors.
         outputs: how the result is rebuilt from the tensors of the output node.
         saves: for each operation, what autograd saves, in order.
+        forms: the low-memory forms of operations that have one.
         storages: the value number of each program tensor that is a value.
         differentiable: the program tensors that a backward through them leads on from.
         random: operations that draw random numbers.
         out_of_place: for operations that may take over a value's storage, the operator that does not.
+        bindings: for an operation and an operator that may run it, the name of a function of PyTorch's that calls that
+            operator with these arguments sooner than ``torch.ops`` does.
         guards: what Python read out of tensors; the program holds where it is the same. None if nothing was read.
         parse_graph: the function that made the graph by hand, if one did.
     """
@@ -73,7 +84,9 @@ class Program:
     storages: dict[TensorRef, int]
     differentiable: frozenset[TensorRef]
     random: frozenset[int]
+    forms: dict[int, LowMemoryForm] = field(default_factory=dict)
     out_of_place: dict[int, Any] = field(default_factory=dict)
+    bindings: dict[tuple[int, Any], str] = field(default_factory=dict)
     guards: Guards | None = None
     parse_graph: Any = None
 

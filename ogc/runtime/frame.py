@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from threading import RLock
 from typing import Any
 
@@ -28,7 +29,8 @@ from ..torch_state.random_state import State, random_states, set_random_states
 from .packed import Argument, RepeatedCall, kept, unpack
 
 KEEP = -1
-"""Marks a saved tensor that stays in memory through the backward."""
+"""Marks a saved tensor that stays in memory through the backward. Below it, KEEP - 1 - t marks one that also is of use
+where operation t is run again."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +39,30 @@ class RunCode:
 
     Attributes:
         number: of the run in the schedule.
-        slots: for each tensor that autograd saves in the forward of its saved segments, its slot or KEEP.
+        slots: for each tensor that autograd saves in the forward of its saved segments, its slot or a mark; see KEEP.
         targets: for each tensor that autograd saves in the program, the slot it fills or KEEP (drop it).
-        notes: tensors that stay in memory and that running their operations again makes use of: for their place
-            among those that autograd saves, the operation.
-        program: carries out the run: ``program(model, frame)``.
-        externals: names of the parameters and buffers that the program reads.
-        constants: tensors that it reads and that are neither.
+        program: carries out the run: ``program(bound, frame)``.
+        externals: places in ``Step.bound`` of what the program reads that no operation makes.
+        of_leaves: for those of these that leaves find for themselves, their names in the model.
     """
 
     number: int
     slots: tuple[int, ...]
     targets: tuple[int, ...]
-    notes: dict[int, int]
-    program: Callable[[torch.nn.Module, Frame], None]
-    externals: tuple[str, ...]
-    constants: tuple[torch.Tensor, ...] = ()
+    program: Callable[[Sequence[Any], Frame], None]
+    externals: tuple[int, ...]
+    of_leaves: dict[int, str]
 
 
 class Step:
-    """One forward call and what its frames share: the model and the random states of its operations."""
+    """One forward call and what its frames share: the model, what it gives, the random states of its operations."""
 
-    def __init__(self, model: torch.nn.Module, codes: dict[int, RunCode], devices: tuple[torch.device, ...]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, codes: dict[int, RunCode], bound: Sequence[Any], devices: tuple[torch.device, ...]
+    ) -> None:
         self.model = model
         self.codes = codes
+        self.bound = bound  # parameters, buffers, constants, and the modules of leaves
         self.devices = devices  # CUDA devices that the program draws random numbers on
         self.random_states: dict[int, tuple[State, ...]] = {}
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
@@ -94,25 +96,18 @@ class Frame:
             parent = parent.parent
         self.held: dict[str, Any] = {}
         self.versions: list[tuple[torch.Tensor, int]] = []
+        self.versions_of_bound: list[int] = []
         self.slots: dict[Any, torch.Tensor] = {}
         self.calls: dict[int, RepeatedCall] = {}  # of leaves that are called again, by operation
-        self.saved = 0
+        self.expected = iter(code.slots)  # of the tensors that autograd will save
         self.is_done = False
-        self.hooks = ExitStack()
-
-    def __enter__(self) -> None:
-        self.hooks.enter_context(saved_tensors_hooks(self._pack, unpack))
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.hooks.close()  # and lets go of them: they hold this frame
 
     def close(self, **values: Any) -> None:
         """End of the frame's part of the forward: hold the values that the program starts from."""
-        if self.saved != len(self.code.slots):
-            raise self._changed("saved", self.saved, len(self.code.slots))
+        if next(self.expected, None) is not None:
+            raise self._changed("fewer tensors")
         self.hold(values)
-        externals = [attribute(self.step.model, name) for name in self.code.externals]
-        self.versions += [(tensor, version_of(tensor)) for tensor in (*externals, *self.code.constants)]
+        self.versions_of_bound = [version_of(self.step.bound[place]) for place in self.code.externals]
 
     def hold(self, values: dict[str, Any]) -> None:
         """Hold values by name until the run is carried out."""
@@ -157,42 +152,50 @@ class Frame:
 
     def fetch(self, slot: Any) -> torch.Tensor:
         """The tensor of a slot, for one backward."""
-        with self.lock:
-            if slot not in self.slots:
-                self._run()
-            return self.slots[slot] if keeps_graph() else self.slots.pop(slot)
+        tensor = self.slots.pop(slot, None)
+        if tensor is None:
+            with self.lock:
+                if slot not in self.slots:
+                    self._run()
+                tensor = self.slots.pop(slot)
+        if keeps_graph():
+            self.slots[slot] = tensor
+        return tensor
 
     def _run(self) -> None:
         if self.parent is not None and not self.parent.is_done:
             self.parent._run()
         self._check_versions()
-        filled = 0
+        expected, slots = iter(self.code.targets), self.slots
 
         def capture(tensor: torch.Tensor) -> None:
-            nonlocal filled
-            if filled < len(self.code.targets) and self.code.targets[filled] != KEEP:
-                self.slots[self.code.targets[filled]] = tensor.detach()
-            filled += 1
+            slot = next(expected, None)
+            if slot is None:
+                raise self._changed("more tensors when it ran again")
+            if slot != KEEP:
+                slots[slot] = tensor.detach()
 
         # Gradients are on, as in the forward: kernels may depend on it, and operations save the same.
         with torch.enable_grad(), without_autocast(), saved_tensors_hooks(capture, unpack):
-            self.code.program(self.step.model, self)
-        if filled != len(self.code.targets):
-            raise self._changed("saved again", filled, len(self.code.targets))
+            self.code.program(self.step.bound, self)
+        if next(expected, None) is not None:
+            raise self._changed("fewer tensors when it ran again")
         self.is_done = True
 
     def _check_versions(self) -> None:
-        current = {name: attribute(self.step.model, name) for name in self.code.externals}
-        known = {id(tensor) for tensor, _ in self.versions}
-        changed = {id(tensor) for tensor, version in self.versions if version_of(tensor) != version}
-        replaced = [name for name, tensor in current.items() if id(tensor) not in known]
-        if not replaced and not changed:
+        bound, code, model = self.step.bound, self.code, self.step.model
+        changed = any(version_of(tensor) != version for tensor, version in self.versions)
+        now = [version_of(bound[place]) for place in code.externals]
+        replaced = [name for place, name in code.of_leaves.items() if attribute(model, name) is not bound[place]]
+        if not (changed or replaced or now != self.versions_of_bound):
             return
-        names = replaced + [name for name, tensor in current.items() if id(tensor) in changed]
+        known = {id(tensor): name for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+        places = zip(code.externals, now, self.versions_of_bound, strict=True)
+        written = [known.get(id(bound[place]), "") for place, here, then in places if here != then]
         raise ReplayError(
-            f"{next(iter(names), 'an input of the model')} was modified in place or replaced between the "
-            f"forward and the backward, so part {self.code.number} of the plan cannot be recomputed; run the backward "
-            "before the change (for example before optimizer.step())"
+            f"{next(iter(filter(None, replaced + written)), 'an input of the model')} was modified in place or replaced "
+            f"between the forward and the backward, so part {code.number} of the plan cannot be recomputed; run the "
+            "backward before the change (for example before optimizer.step())"
         )
 
     @contextmanager
@@ -247,27 +250,26 @@ class Frame:
         again.let_go()
         return result
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd holds in the place of a tensor that it saves."""
         slot = self._next_slot()
-        if slot != KEEP:
-            return self, slot
+        return (self, slot) if slot >= 0 else kept(tensor) if slot == KEEP else self._note(slot, tensor)
+
+    def _note(self, slot: int, tensor: torch.Tensor) -> Any:
         held = kept(tensor)
-        operation = self.code.notes.get(self.saved - 1)
-        if operation is not None:
-            self.step.notes.setdefault(operation, []).append(weakref.ref(held[0]))
+        self.step.notes.setdefault(KEEP - 1 - slot, []).append(weakref.ref(held[0]))
         return held
 
     def _next_slot(self) -> int:
-        index = self.saved
-        self.saved = index + 1
-        if index >= len(self.code.slots):
-            raise self._changed("saved", self.saved, len(self.code.slots))
-        return self.code.slots[index]
+        slot = next(self.expected, None)
+        if slot is None:
+            raise self._changed("more tensors")
+        return slot
 
-    def _changed(self, what: str, now: int, then: int) -> ReplayError:
+    def _changed(self, what: str) -> ReplayError:
         return ReplayError(
-            f"part {self.code.number} of the plan {what} {now} tensors for its backward instead of {then}: its kernels "
-            "differ from those seen when the model was optimized; call ogc.optimize again under the present settings"
+            f"part {self.code.number} of the plan saved {what} for its backward than when the model was optimized: its "
+            "kernels differ from those seen then; call ogc.optimize again under the present settings"
         )
 
 
@@ -281,6 +283,9 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
         return None, None
+
+
+_anchor = torch.empty(0, requires_grad=True)
 
 
 @dataclass(frozen=True)
@@ -309,7 +314,7 @@ def _tensors(held: Any) -> list[torch.Tensor]:
 def _differentiable(held: Any) -> Any:
     """The value that was held, differentiable as before."""
     if isinstance(held, _Held):
-        return _Start.apply(torch.empty(0, requires_grad=True), held.tensor) if held.requires_grad else held.tensor
+        return _Start.apply(_anchor, held.tensor) if held.requires_grad else held.tensor
     if isinstance(held, (list, tuple)):
         return type(held)(_differentiable(item) for item in held)
     return held

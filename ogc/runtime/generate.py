@@ -16,45 +16,61 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..graph import Graph
 from ..operators.low_memory import LowMemory
+from ..operators.registry import of
 from ..operators.sliced import Sliced
+from ..plan.decisions import Decisions
 from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run, Schedule
 from ..program.leaf import Leaf, runs_once
 from ..program.program import Program, Saved, TensorRef
 from .frame import KEEP, RunCode
-from .statements import argument, call_of, let_go, live_nodes, statement, takes_notes, view_of
+from .packed import unpack
+from .statements import argument, call_of, copy_of, let_go, live_nodes, statement, takes_notes, view_of
 
 _serial = count()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Generated:
-    """The code of a plan: ``forward(model, step, *inputs)`` returns the list of output tensors."""
+    """The code of a plan.
+
+    Attributes:
+        source: its text.
+        forward: ``forward(step, *inputs, *bound)`` returns the list of output tensors.
+        bound: what that is given of the model and of the program's constants, by name: parameters, buffers, modules of
+            leaves.
+        copied: those of which ``bound`` has a copy too, behind them: buffers that runs again write to no purpose.
+        runs: the code of each run again.
+    """
 
     source: str
     forward: Callable[..., list[torch.Tensor]]
+    bound: tuple[str, ...]
+    copied: tuple[str, ...]
     runs: dict[int, RunCode]
 
 
 def generate(graph: Graph, plan: Plan) -> Generated:
     """Generate and compile the code that runs ``plan`` over ``graph.program``."""
-    layout = _Layout(graph, Schedule(graph, plan.decisions))
+    layout = _Layout(graph, plan.decisions)
     again = [_RunWriter(layout, number) for number in range(1, len(layout.schedule.runs))]
     source = "\n\n".join([_ForwardWriter(layout).text(), *(writer.text() for writer in again)])
-    targets = [*(node.target for node in graph.program.operations), *graph.program.out_of_place.values()]
-    forms = SimpleNamespace(**{t.__name__: t for t in targets if isinstance(t, LowMemory)})
+    targets = [node.target for node in graph.program.operations]
+    forms = SimpleNamespace(**{form.__name__: form for form in layout.forms()})
     names: dict[str, Any] = {"torch": torch, "operator": operator, "low_memory": forms}
-    names.update(graph.program.constants, inf=math.inf, nan=math.nan)
+    names.update(saved_tensors_hooks=saved_tensors_hooks, unpack=unpack)
+    names.update(inf=math.inf, nan=math.nan)
     names.update({target.name: target for target in targets if isinstance(target, (Leaf, Sliced))})
     filename = f"<ogc plan {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
     exec(compile(source, filename, "exec"), names)
     weakref.finalize(names["forward"], linecache.cache.pop, filename, None)  # goes with all that it names
     runs = {writer.number: writer.code(names[f"run_{writer.number}"]) for writer in again}
-    return Generated(source, names["forward"], runs)
+    return Generated(source, names["forward"], *layout.bound_names(), runs)
 
 
 class _Layout:
@@ -68,10 +84,14 @@ class _Layout:
         repeated: the operations that some run executes again.
     """
 
-    def __init__(self, graph: Graph, schedule: Schedule) -> None:
-        self.graph = graph
-        self.schedule = schedule
+    def __init__(self, graph: Graph, decisions: Decisions) -> None:
+        self.schedule = schedule = Schedule(graph, decisions)
+        self.graph = schedule.graph
         self.program: Program = graph.program
+        self.low_memory = {t for t in decisions.low_memory if t in self.program.forms}
+        self.saves = [
+            self.program.forms[t].saves if t in self.low_memory else saves for t, saves in enumerate(self.program.saves)
+        ]
         self.operations = self.program.operations
         self.position = {node: t for t, node in enumerate(self.operations)}
         self.by_name = {node.name: node for node in self.operations}
@@ -86,12 +106,23 @@ class _Layout:
         self.wanted: list[dict[torch.fx.Node, list[int]]] = [{} for _ in runs]
         for number in range(len(runs) - 1, FORWARD, -1):
             self._place_nodes(number)
+        attributes = self.program.graph.find_nodes(op="get_attr")
+        again = {live for nodes in self.nodes[1:] for node in nodes for live in live_nodes(node)}
+        self.bound = [node.name for node in attributes]
+        self.bound += [copy_of(node) for node in attributes if node in again]
+        self.place = {name: n for n, name in enumerate(self.bound)}
+
+    def bound_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the program reads of the model, and what of it is copied; see :class:`Generated`."""
+        attributes = self.program.graph.find_nodes(op="get_attr")
+        copied = (node for node in attributes if copy_of(node) in self.place)
+        return tuple(str(node.target) for node in attributes), tuple(str(node.target) for node in copied)
 
     def _assign_slots(self, number: int) -> dict[tuple[int, int], int]:
         slots: dict[tuple[int, int], int] = {}
         for start, stop in self.schedule.runs[number].leaves:
             for t in range(start, stop):
-                for k, saved in enumerate(self.program.saves[t]):
+                for k, saved in enumerate(self.saves[t]):
                     if saved.external or self.is_repeated(number, t):
                         continue
                     if saved.tensor is None:
@@ -164,7 +195,7 @@ class _Layout:
         return [
             (self.saved_node(saved), slot, saved.layout)
             for (t, k), slot in self.slots[number].items()
-            if t not in again and (saved := self.program.saves[t][k]).tensor is not None
+            if t not in again and (saved := self.saves[t][k]).tensor is not None
         ]
 
     def saved_node(self, saved: Saved) -> torch.fx.Node:
@@ -177,10 +208,27 @@ class _Layout:
 
     def target(self, number: int, t: int) -> Any:
         """The operator to run: in place only where the value that is taken over is of this run and not needed again."""
-        taken = self.graph.operations[t].takes_over
+        taken, target = self.graph.operations[t].takes_over, self.operations[t].target
         if taken is not None and self.schedule.last_needs.get((number, taken)) != self.step_numbers[number, t]:
-            return self.program.out_of_place[t]
-        return self.operations[t].target
+            target = self.program.out_of_place[t]
+        return self._form(t, target) if t in self.low_memory else target
+
+    def _form(self, t: int, target: Any) -> Any:
+        """The low-memory form of an operation, or of what stands for it out of place."""
+        return self.program.forms[t].target if target is self.operations[t].target else of(target).low_memory or target
+
+    def forms(self) -> set[LowMemory]:
+        """All low-memory forms that may run."""
+        targets = {self._form(t, target) for t in self.low_memory for target in self._targets(t)}
+        return {target for target in targets if isinstance(target, LowMemory)}
+
+    def _targets(self, t: int) -> list[Any]:
+        return [self.operations[t].target, *filter(None, [self.program.out_of_place.get(t)])]
+
+    def write(self, number: int, t: int) -> str:
+        """The statement of an operation in a run."""
+        target = self.target(number, t)
+        return statement(self.operations[t], target, self.program.bindings.get((t, target)), t if number else None)
 
 
 class _ForwardWriter:
@@ -203,7 +251,7 @@ class _ForwardWriter:
         leaves = sorted((leaf, n) for n, run in enumerate(self.layout.schedule.runs) for leaf in run.leaves)
         lines = [line for (start, stop), number in leaves for line in self._leaf(start, stop, number)]
         lines.append(f"return {argument(output.args[0])}")
-        return _function(f"forward({', '.join(['self', 'step', *placeholders])})", lines)
+        return _function(f"forward({', '.join(['step', *placeholders, *self.layout.bound])})", lines)
 
     def _leaf(self, start: int, stop: int, number: int) -> list[str]:
         lines = [f"# operations {start}-{stop - 1}" + (f", run again in run {number}" if number else "")]
@@ -211,7 +259,8 @@ class _ForwardWriter:
             parent = self.layout.schedule.runs[n].parent
             lines.append(f"frame_{n} = step.open({n}{f', frame_{parent}' if parent else ''})")
         body = [line for t in range(start, stop) for line in self._operation(t, number)]
-        lines += [f"with frame_{number}:", *(f"    {line}" for line in body)] if number else body
+        hooks = f"with saved_tensors_hooks(frame_{number}.pack, unpack):"
+        lines += [hooks, *(f"    {line}" for line in body)] if number else body
         lines += [f"frame_{n}.close({self.layout.handed(n, FORWARD)})" for n in reversed(self.closed.get(stop, []))]
         freed = let_go(self.frees.get((stop, True), [])).removeprefix("; ")
         return [*lines, *([freed] if freed else [])]
@@ -219,12 +268,12 @@ class _ForwardWriter:
     def _operation(self, t: int, number: int) -> list[str]:
         node = self.layout.operations[t]
         freed = let_go(self.frees.get((t, False), []))
-        lines = [statement(node, self.layout.target(FORWARD, t))]
+        lines = [self.layout.write(FORWARD, t)]
         if number and self.layout.is_repeated(number, t):
             lines = [self._repeated(t, number)]
         elif isinstance(node.target, Leaf):
             if number:
-                saved = [self.layout.saved_node(saved).name for saved in self.layout.program.saves[t]]
+                saved = [self.layout.saved_node(saved).name for saved in self.layout.saves[t]]
                 lines = [f"with frame_{number}.leaf({', '.join(saved)}):", f"    {lines[0]}"]
             lines += [f"step.mark_returned({t}, {node.name})"] if t in self.layout.repeated else []
         lines[-1] += freed
@@ -268,12 +317,14 @@ class _RunWriter:
 
     def text(self) -> str:
         names = [node.name for node in self.held]
-        lines = [f"{', '.join(names)}, = frame.take({', '.join(map(repr, names))})"] if names else []
+        bound = sorted({self.layout.place[name] for node in self.nodes for name in self._bound(node)})
+        lines = [f"{self.layout.bound[place]} = bound[{place}]" for place in bound]
+        lines += [f"{', '.join(names)}, = frame.take({', '.join(map(repr, names))})"] if names else []
         lines += self._fills(before=True)
         freed = self._frees()
         for node in self.nodes:
             t = self.layout.position[node]
-            text = view_of(node) or statement(node, self.layout.target(self.number, t), again=t)
+            text = view_of(node) or self.layout.write(self.number, t)
             if self.layout.is_repeated(self.number, t):
                 text = f"{node.name} = frame.call_again({t}, {call_of(node)})"
             frees = let_go(freed.get(node, []))
@@ -283,7 +334,17 @@ class _RunWriter:
         lines += self._fills(before=False)
         inside = sorted({number for numbers in self.layout.wanted[self.number].values() for number in numbers})
         lines += [f"frame.give({number}, {self.layout.handed(number, self.number)})" for number in inside]
-        return _function(f"run_{self.number}(self, frame)", lines or ["pass"])
+        return _function(f"run_{self.number}(bound, frame)", lines or ["pass"])
+
+    def _bound(self, node: torch.fx.Node) -> list[str]:
+        """The names by which a run uses what the program is given of the model."""
+        if isinstance(node.target, Leaf):
+            used = [node.args[0], *cast(list[torch.fx.Node], node.args[1])] if not node.target.view else []
+        else:
+            used = node.all_input_nodes
+        live = live_nodes(node)
+        nodes = [one for one in used if isinstance(one, torch.fx.Node) and one.op == "get_attr"]
+        return [copy_of(one) if one in live else one.name for one in nodes]
 
     def _fills(self, before: bool) -> list[str]:
         """Statements that fill the slots of operations that do not run again, from the tensors they saved."""
@@ -309,27 +370,26 @@ class _RunWriter:
     def code(self, program: Callable[..., None]) -> RunCode:
         """The tables of this run for its frames."""
         layout, slots = self.layout, self.layout.slots[self.number]
-        saves = layout.program.saves
+        saves = layout.saves
         saved = [t for start, stop in self.run.leaves for t in range(start, stop)]
         flat = [(t, k) for t in saved if not layout.is_repeated(self.number, t) for k in range(len(saves[t]))]
         operations = [layout.position[node] for node in self.nodes if not isinstance(node.target, Leaf)]
         again = [(t, k) for t in operations for k in range(len(saves[t]))]
-        read = [str(n.target) for node in self.nodes for n in self._reads(node) if n.op == "get_attr"]
-        constants = layout.program.constants
-        notes = {
-            place: t
-            for place, (t, k) in enumerate(flat)
-            if t in layout.repeated and takes_notes(layout.operations[t]) and saves[t][k] == Saved()
-        }
+        read = [(n, node) for node in self.nodes for n in self._reads(node) if n.op == "get_attr"]
         return RunCode(
             number=self.number,
-            slots=tuple(slots.get(key, KEEP) for key in flat),
-            notes=notes,
+            slots=tuple(slots.get(key, self._mark(*key)) for key in flat),
             targets=tuple(slots.get(key, KEEP) for key in again),
             program=program,
-            externals=tuple(dict.fromkeys(name for name in read if name not in constants)),
-            constants=tuple(constants[name] for name in dict.fromkeys(read) if name in constants),
+            externals=tuple(dict.fromkeys(layout.place[n.name] for n, _ in read)),
+            of_leaves={layout.place[n.name]: str(n.target) for n, node in read if isinstance(node.target, Leaf)},
         )
+
+    def _mark(self, t: int, k: int) -> int:
+        """What marks a saved tensor that stays."""
+        layout = self.layout
+        of_use = t in layout.repeated and takes_notes(layout.target(FORWARD, t)) and layout.saves[t][k] == Saved()
+        return KEEP - 1 - t if of_use else KEEP
 
     def _reads(self, node: torch.fx.Node) -> list[torch.fx.Node]:
         """Nodes of the tensors that a node's result depends on."""

@@ -35,7 +35,7 @@ def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def unpack(packed: Any) -> torch.Tensor:
     """The tensor that a pair stands for: (tensor, its version), or (who has it, its slot there)."""
-    owner, key = packed.pair if isinstance(packed, _Packed) else packed
+    owner, key = packed if type(packed) is tuple else packed.pair
     if not isinstance(owner, torch.Tensor):
         found: torch.Tensor = owner.fetch(key)
         return found

@@ -6,6 +6,7 @@ import logging
 import time
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from ..errors import OgcError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..program.leaf import Leaf
-from ..program.program import without_autocast
+from ..program.program import Program, attribute, get_attribute, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.module_state import State, WatchedModule
 from ..torch_state.no_trace import is_plain
@@ -117,9 +118,11 @@ class Runner:
         assert variant.graph is not None and variant.code is not None
         program, device = variant.graph.program, torch.device(variant.graph.device)
         devices = (device,) if device.type == "cuda" and program.random else ()
+        code = variant.code
+        bound = self.watched[model].bound(code, partial(_bound, model, program, code))
         with without_autocast():
-            tensors = input_tensors(args, kwargs)
-            outputs = variant.code.forward(model, Step(model, variant.code.runs, devices), *tensors)
+            step = Step(model, code.runs, bound, devices)
+            outputs = code.forward(step, *input_tensors(args, kwargs), *bound)
         return program.outputs.deliver(outputs, args, kwargs)
 
     def _make(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant:
@@ -209,6 +212,12 @@ def is_planned_call(model: torch.nn.Module, training: bool) -> bool:
     return not (is_plain() or torch.jit.is_tracing() or torch.compiler.is_compiling())
 
 
+def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[Any, ...]:
+    """What the code is given of the model and of the program's constants."""
+    found = [get_attribute(model, program.constants, name) for name in code.bound]
+    return (*found, *(torch.zeros_like(attribute(model, name)) for name in code.copied))
+
+
 def _variant(
     state: State, inputs: InputSpec, graph: Graph, plan: Plan, code: Generated | None = None, is_carried: bool = False
 ) -> Variant:
@@ -218,7 +227,9 @@ def _variant(
 
 def _runs_the_same(a: Graph, b: Graph) -> bool:
     """Whether the code that runs one program runs the other."""
-    alike = not a.program.constants and not b.program.constants and a.program.saves == b.program.saves
+    same = ("saves", "forms", "bindings")
+    alike = not a.program.constants and not b.program.constants
+    alike = alike and all(getattr(a.program, name) == getattr(b.program, name) for name in same)
     has_leaves = any(isinstance(node.target, Leaf) for node in a.program.operations)
     return alike and not has_leaves and str(a.program.graph) == str(b.program.graph)
 

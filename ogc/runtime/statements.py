@@ -11,7 +11,7 @@ from ..operators.low_memory import LowMemory
 from ..operators.registry import live_arguments
 from ..operators.sliced import Sliced
 from ..program.leaf import Leaf
-from ..program.program import CONSTANT, WithoutGrad
+from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload
 
 
@@ -30,9 +30,14 @@ def view_of(node: torch.fx.Node) -> str | None:
     return f"{node.name} = {argument(given[number])}.as_strided{layout!r}"
 
 
-def takes_notes(node: torch.fx.Node) -> bool:
-    """Whether the operator, run again, makes use of the internal tensors that it saved."""
-    return isinstance(node.target, LowMemory) and node.target.takes_notes
+def takes_notes(target: Any) -> bool:
+    """Whether an operator, run again, makes use of the internal tensors that it saved."""
+    return isinstance(target, LowMemory) and target.takes_notes
+
+
+def copy_of(node: torch.fx.Node) -> str:
+    """The name of a copy of a buffer, which runs again write in its place."""
+    return f"copy_of_{node.name}"
 
 
 def call_of(node: torch.fx.Node) -> str:
@@ -41,15 +46,22 @@ def call_of(node: torch.fx.Node) -> str:
     return f"{node.target.name}, {argument(node.args[0])}, {argument(node.args[1])}"
 
 
-def statement(node: torch.fx.Node, target: Any, again: int | None = None) -> str:
-    """The statement that runs an operation; ``again`` is its number where it has run before."""
+def statement(node: torch.fx.Node, target: Any, binding: str | None = None, again: int | None = None) -> str:
+    """The statement that runs an operation.
+
+    Args:
+        node: the operation.
+        target: what runs.
+        binding: what PyTorch calls the operator by, where that is quicker than ``torch.ops``.
+        again: the number of the operation where it has run before.
+    """
     if isinstance(target, Leaf):
         return f"{node.name} = {target.name}({argument(node.args[0])}, {argument(node.args[1])})"
     if isinstance(target, WithoutGrad):
-        return f"with torch.no_grad(): {statement(node, target.operator, again)}"
-    cloned = live_nodes(node) if again is not None else []
-    arguments = [argument(a) + (".clone()" if any(a is c for c in cloned) else "") for a in node.args]
-    if again is not None and takes_notes(node):
+        return f"with torch.no_grad(): {statement(node, target.operator, binding, again)}"
+    live = live_nodes(node) if again is not None else []
+    arguments = [_unchanged(a) if any(a is one for one in live) else argument(a) for a in node.args]
+    if again is not None and takes_notes(target):
         arguments.append(f"*frame.notes({again})")
     arguments += [f"{key}={argument(value)}" for key, value in node.kwargs.items()]
     if isinstance(target, LowMemory):
@@ -57,31 +69,26 @@ def statement(node: torch.fx.Node, target: Any, again: int | None = None) -> str
     elif isinstance(target, Sliced):
         function = target.name
     elif isinstance(target, OpOverload):
-        function = f"torch.ops.{target}"
+        function = binding or f"torch.ops.{target}"
     else:
         function = f"operator.{target.__name__}"
     return f"{node.name} = {function}({', '.join(arguments)})"
 
 
+def _unchanged(node: torch.fx.Node) -> str:
+    """What is written in the place of an argument that must stay as it is."""
+    return copy_of(node) if node.op == "get_attr" else f"{node.name}.clone()"
+
+
 def argument(value: Any) -> str:
-    """The text of an argument, nodes by their names and tensors of the model by their paths."""
+    """The text of an argument, nodes by their names."""
     if isinstance(value, torch.fx.Node):
-        if value.op != "get_attr":
-            return value.name
-        target = str(value.target)
-        return target if target.startswith(CONSTANT) else _attribute(target)
+        return value.name
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(argument(item) for item in value)}]"
     if isinstance(value, torch.device):
         return f"torch.device({str(value)!r})"
     return repr(value)
-
-
-def _attribute(path: str) -> str:
-    text = "self"
-    for part in path.split("."):
-        text = f"{text}.{part}" if part.isidentifier() else f"getattr({text}, {part!r})"
-    return text
 
 
 def let_go(nodes: Iterable[torch.fx.Node]) -> str:

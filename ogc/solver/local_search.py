@@ -21,12 +21,16 @@ take many steps' time for little less memory."""
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """Decisions with their simulated peak, the time and FLOPs recomputed, and the values alive at the peak."""
+    """Decisions with their simulated peak, what they add in time and FLOPs, and the values alive at the peak.
+
+    Of the seconds, ``runtime_seconds`` are those that are not recomputed.
+    """
 
     peak_bytes: int
     seconds: float
     decisions: Decisions
     flops: int = 0
+    runtime_seconds: float = field(default=0.0, compare=False)
     peak_values: tuple[int, ...] = field(default=(), compare=False)
 
     def as_plan(self, plain: Plan, solver: str = "optimal") -> Plan:
@@ -35,7 +39,8 @@ class Candidate:
             plain,
             decisions=self.decisions,
             peak_bytes=self.peak_bytes,
-            recomputed_seconds=self.seconds,
+            recomputed_seconds=self.seconds - self.runtime_seconds,
+            runtime_seconds=self.runtime_seconds,
             recomputed_flops=self.flops,
             solver=solver,
         )
@@ -48,7 +53,8 @@ def weigh(graph: Graph, decisions: Decisions) -> Candidate:
         PlanError: as :func:`ogc.simulate` does.
     """
     cost = simulate(graph, decisions)
-    return Candidate(cost.peak_bytes, cost.recomputed_seconds, decisions, cost.recomputed_flops, cost.peak_values)
+    seconds = cost.added_seconds, cost.runtime_seconds
+    return Candidate(cost.peak_bytes, seconds[0], decisions, cost.recomputed_flops, seconds[1], cost.peak_values)
 
 
 def drop_one_by_one(graph: Graph, best: Candidate) -> Candidate:

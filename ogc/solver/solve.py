@@ -10,8 +10,8 @@ from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
 from ..torch_state.collecting import collecting_new_only
+from .forms import search_of
 from .references import REFERENCES
-from .search import Search
 from .wish import Budget, Solver, Wish, bytes_of
 
 
@@ -68,7 +68,7 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
     plain = plain_plan(graph)
     if not len(graph):
         return Frontier((plain,))
-    search = Search(graph)
+    search = search_of(graph)
     peaks = (bytes_of(budget, plain.peak_bytes) for budget in budgets)
     for peak in sorted((p for p in peaks if p < plain.peak_bytes), reverse=True):  # a table serves those below
         search.fastest(peak)
@@ -96,7 +96,7 @@ def optimal(graph: Graph, wish: Wish) -> Plan:
     plain = replace(plain, budget_bytes=budget)
     if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
         return plain
-    search = Search(graph)
+    search = search_of(graph)
     if budget is not None:
         found = search.fastest(budget)
         if found is None:

@@ -9,7 +9,7 @@ wrappers of compiled ones are asked each time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -38,6 +38,8 @@ class WatchedModule:
         self.structures = structures
         self.structure = structure
         self.children = _children(model)
+        self.bound_to: State | None = None
+        self._bound: dict[Any, tuple[Any, ...]] = {}
         self._remember(model)
 
     def state(self, model: torch.nn.Module) -> State:
@@ -48,6 +50,14 @@ class WatchedModule:
                 self.structure, self.children = next(self.structures), children
             self._remember(model)
         return self.description
+
+    def bound(self, key: Any, bind: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
+        """What ``bind`` returned for a key since something changed last, be it by :meth:`state` or now."""
+        if self.bound_to is not self.description:
+            self.bound_to, self._bound = self.description, {}
+        if key not in self._bound:
+            self._bound[key] = bind()
+        return self._bound[key]
 
     def _is_as_remembered(self) -> bool:
         return (

@@ -84,6 +84,11 @@ is_functorch_active: Any = _C._are_functorch_transforms_active
 """Whether a transform of torch.func runs. Without it custom functions inside one are made leaves, and fail."""
 
 
+NN_FUNCTIONS = "torch._C._nn"
+nn_functions: Any = _C._nn
+"""Functions that call operators such as gelu, and their name. Without them these are called more slowly."""
+
+
 def schema_of(operator: Any) -> Any:
     """Arguments and results of an operator, else None. Without it no operator is known to write what it is given."""
     return getattr(operator, "_schema", None)

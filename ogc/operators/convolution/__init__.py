@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..low_memory import LowMemory
+from ..low_memory import Extra, LowMemory
 from ..parts import has_usual_strides
 from ..registry import Operator, register
 from ..weights import Use, Weights
@@ -31,6 +31,12 @@ class Convolution(LowMemory):
 
     def weights(self, use: Use, plain: Weights) -> Weights:
         return weigh_in_parts(use, plain)
+
+    def extra(self, use: Use) -> tuple[Extra, Extra]:
+        parts = len(parts_of(*use.args[:9]))
+        image = use.args[0].numel() * use.args[0].element_size()
+        # Part by part, results are copied into the whole; the gradients of weight and input are two calls.
+        return Extra(2 * (parts - 1), 2 * use.result_bytes * (parts > 1)), Extra(1 + 2 * (parts - 1), 2 * image * (parts > 1))
 
 
 class _Function(torch.autograd.Function):

@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 
 from ...errors import InputError
-from ...operators.registry import of, out_of_place
+from ...operators.registry import low_memory_form, of, out_of_place
 from ...operators.sliced import Sliced
-from ...torch_state.private import OpOverload, schema_of
+from ...torch_state.private import schema_of
 from ..weigh.record import Record
 
 Stretch = tuple[str, str]
@@ -63,27 +63,22 @@ def _trimmed(records: Sequence[Record], first: int, last: int) -> Stretch | None
 
     Those need not be run again for their own backward, but would be.
     """
-    while first < last and schema_of(_operator(records[first].node)).is_mutable:
+    while first < last and schema_of(records[first].node.target).is_mutable:
         first += 1
-    while first < last and of(_operator(records[last - 1].node)).is_heavy:
+    while first < last and of(records[last - 1].node.target).is_heavy:
         last -= 1
-    if not any(of(_operator(record.node)).is_heavy for record in records[first:last]):
+    if not any(of(record.node.target).is_heavy for record in records[first:last]):
         return None
     return records[first].node.name, records[last - 1].node.name
 
 
-def _operator(node: torch.fx.Node) -> OpOverload:
-    operator: OpOverload = node.meta.get("operator", node.target)
-    return operator
-
-
 def is_samplewise(node: torch.fx.Node, args: Sequence[object]) -> bool:
     """Whether the call can be part of a stretch."""
-    return not node.kwargs and of(_operator(node)).by_sample(args)
+    return not node.kwargs and of(node.target).by_sample(args)
 
 
-def slice_stretches(graph: torch.fx.Graph, stretches: Sequence[Stretch], slices: int) -> None:
-    """Put a :class:`Sliced` in the place of each stretch.
+def slice_stretches(graph: torch.fx.Graph, stretches: Sequence[Stretch], slices: int, device: torch.device) -> None:
+    """Put a :class:`Sliced`, of low-memory operators where the device has them, in the place of each stretch.
 
     Raises:
         InputError: a stretch is not one of the program's, or there are no slices.
@@ -98,10 +93,10 @@ def slice_stretches(graph: torch.fx.Graph, stretches: Sequence[Stretch], slices:
         while node is not by_name[last]:
             inside.append(node)
             node = node.next
-        _replace([n for n in (*inside, node) if n.op == "call_function"], slices)
+        _replace([n for n in (*inside, node) if n.op == "call_function"], slices, device)
 
 
-def _replace(inside: list[torch.fx.Node], slices: int) -> None:
+def _replace(inside: list[torch.fx.Node], slices: int, device: torch.device) -> None:
     first, last = inside[0], inside[-1]
     assert isinstance(first.args[0], torch.fx.Node)
     # All that a stretch takes from outside, but for what it starts from, is the same for each sample.
@@ -110,7 +105,8 @@ def _replace(inside: list[torch.fx.Node], slices: int) -> None:
     copies = {node: body.placeholder(node.name) for node in outside}
     for node in inside:
         copies[node] = body.node_copy(node, copies.__getitem__)
-        copies[node].target = out_of_place(node.target) or node.target
+        target = out_of_place(node.target) or node.target
+        copies[node].target = low_memory_form(target, device) or target
     body.output(copies[last])
     graph = last.graph
     with graph.inserting_after(last):

@@ -13,7 +13,7 @@ from ...program.structures import CONSTANTS, Given, InputSpec, autocast_state
 from ..forward.flat import saved_until_done
 from ..forward.location import user_line
 from ..traced import READS
-from .dispatch import unseen
+from ...torch_state.dispatch import unseen
 from .recorder import Recorder, writes_of
 
 

@@ -16,7 +16,7 @@ from ...torch_state.private import MAKE_SUBCLASS, is_functorch_active
 from ...torch_state.random_state import python_random_state
 from ..forward.location import user_line
 from ..forward.patches import CONTENT, TEXT, checkpoint_nothing, replace, wrap
-from .dispatch import unseen
+from ...torch_state.dispatch import unseen
 from .leaf_calls import LeafCalls
 from .recorder import Recorder
 

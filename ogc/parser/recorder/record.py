@@ -15,7 +15,7 @@ from ..arguments import Sample
 from ..forward.flat import FlatForward, nothing_saved
 from ..forward.location import scopes_in_use
 from ..traced import OpaqueError, RecordAgain, Traced
-from .dispatch import dispatched_to
+from ...torch_state.dispatch import dispatched_to
 from .guards import guards_of
 from .python_calls import python_watched
 from .recorder import Recorder

@@ -15,7 +15,7 @@ from ...program.structures import autocast_kinds
 from ...torch_state.private import OpOverload, schema_of, version_of
 from ..forward.location import Scopes, user_line
 from ..traced import ON_CONSTANTS, OpaqueError
-from .dispatch import Call, dispatched_to, unseen
+from ...torch_state.dispatch import Call, dispatched_to, unseen
 from .operators import OPENED, complete, deciding, tells_content, usual_name
 from .tensors import Tensors
 

@@ -18,10 +18,11 @@ from .record import Record
 
 
 class Call:
-    """One call with inputs of its own, ready to run forward and backward again and again."""
+    """One call with inputs of its own, ready to run forward and backward again and again; by another ``target``, if
+    that is given."""
 
-    def __init__(self, record: Record, args: Any, kwargs: Any) -> None:
-        self.target: Any = record.node.target
+    def __init__(self, record: Record, args: Any, kwargs: Any, target: Any = None) -> None:
+        self.target: Any = record.node.target if target is None else target
         self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
         live = live_arguments(self.target, args)
         self.copied = [any(leaf is one for one in live) or record.in_place for leaf in self.leaves]

@@ -39,15 +39,32 @@ class Measurer:
         node, estimate = record.node, self.estimator.weigh(record, args, kwargs)
         if not (record.writes or record.saves) or not can_measure(self.device):
             return estimate
-        key = call_key(node.target, args, kwargs), REBASED in node.meta
+        key = call_key(node.target, args, kwargs), REBASED in node.meta, record.form is None
         if key not in self.seen:
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                self.seen[key] = self._run(record, args, kwargs, estimate)
+                self.seen[key] = self._run(Call(record, args, kwargs), estimate)
+                if record.form is not None:
+                    assert estimate.low_memory is not None
+                    call = Call(record, args, kwargs, record.form.target)
+                    form = self._run_form(record.form.target, call, estimate.low_memory)
+                    self.seen[key] = replace(self.seen[key], low_memory=form)
         return self.seen[key]
 
-    def _run(self, record: Record, args: Any, kwargs: Any, estimate: Weights) -> Weights:
-        node, call = record.node, Call(record, args, kwargs)
+    def _run(self, call: Call, estimate: Weights) -> Weights:
+        """The weights of PyTorch's operator."""
+        peak, seconds = self.measure(call.prepare, call.forward)
+        weights = replace(estimate, scratch_bytes=max(0, peak - call.own_bytes()), forward_seconds=seconds)
+        if call.ends() and call.starts:
+            peak, seconds = self.measure(lambda: call.prepare(with_gradients=True), call.backward)
+            again = weights.forward_seconds if estimate.again_seconds else 0.0
+            weights = replace(
+                weights, working_bytes=peak, backward_seconds=max(0.0, seconds - again), again_seconds=again
+            )
+        return weights
+
+    def _run_form(self, form: LowMemory, call: Call, estimate: Weights) -> Weights:
+        """The weights of an operator's low-memory form."""
         peak, seconds = self.measure(call.prepare, call.forward)
         weights = replace(estimate, scratch_bytes=max(0, peak - call.own_bytes()), forward_seconds=seconds)
         if estimate.repeat_seconds is not None:
@@ -56,20 +73,14 @@ class Measurer:
             weights = replace(weights, repeat_seconds=min(seconds, weights.forward_seconds))
         if call.ends() and call.starts:
             peak, seconds = self.measure(lambda: call.prepare(with_gradients=True), call.backward)
-            # A low-memory backward is measured as one, in circumstances that it may not meet: more than was
-            # estimated is news, less is not.
-            known = estimate.plain is not None and peak <= max(estimate.working_bytes, estimate.late_bytes)
+            # It is measured as one, in circumstances that it may not meet: more than was estimated is news, less is
+            # not.
+            known = peak <= max(estimate.working_bytes, estimate.late_bytes)
             working = estimate.working_bytes if known else peak
-            again = weights.forward_seconds if estimate.again_seconds else 0.0
-            if isinstance(node.target, LowMemory) and node.target.has_two_phases:
+            if form.has_two_phases:
                 working = min(working, peak)
                 weights = replace(weights, late_bytes=min(weights.late_bytes, peak))
-            weights = replace(
-                weights, working_bytes=working, backward_seconds=max(0.0, seconds - again), again_seconds=again
-            )
-            if estimate.plain is not None:
-                plain = max(peak, estimate.plain.working_bytes)
-                weights = replace(weights, plain=replace(estimate.plain, working_bytes=plain))
+            weights = replace(weights, working_bytes=working, backward_seconds=seconds)
         return weights
 
     def measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:

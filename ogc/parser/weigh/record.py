@@ -8,12 +8,22 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...operators.low_memory import LowMemory
 from ...operators.registry import live_arguments
 from ...operators.weights import Weights
 from ...program.leaf import Leaf
 from ...program.program import Saved, TensorRef, has_history, tensor_leaves
 from ...torch_state.private import base_of, storage_id
 from .gradients import Rebase
+
+
+@dataclass(frozen=True)
+class SeenForm:
+    """The low-memory form of an operation, and what it saves in the operator's place."""
+
+    target: LowMemory
+    saves: tuple[Saved, ...]
+    internal_bytes: int
 
 
 @dataclass
@@ -37,6 +47,8 @@ class Record:
     rebase: Rebase | None = None
     layouts: list[tuple[Any, ...]] = field(default_factory=list)  # per tensor argument: type, shape, strides, dense
     random: bool = False
+    form: SeenForm | None = None
+    bindings: dict[Any, str] = field(default_factory=dict)  # see Program
     weights: Weights = field(default_factory=Weights)
     is_samplewise: bool = False  # whether it can be part of a stretch
 
@@ -169,7 +181,7 @@ class Memory:
     def _saved(self, tensor: torch.Tensor, known: list[tuple[torch.Tensor, TensorRef]]) -> Saved:
         if self.knows(tensor) and self.value(tensor) is None:
             return Saved(external=True)
-        same = [(t, ref) for t, ref in known if _kind(t) == _kind(tensor)]
+        same = [(t, ref) for t, ref in known if same_kind(t, tensor)]
         for candidate, ref in same:
             if layout_of(candidate) == layout_of(tensor):
                 return Saved(ref)
@@ -186,6 +198,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether each is a view of the other's storage that differs in its layout alone."""
+    return _kind(a) == _kind(b)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:

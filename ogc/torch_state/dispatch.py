@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...torch_state.private import AUTOCAST, RECORDING, OpOverload, has_kernel, not_recording, recording, schema_of
+from .private import AUTOCAST, RECORDING, OpOverload, has_kernel, not_recording, recording, schema_of
 
 _thread = threading.local()
 

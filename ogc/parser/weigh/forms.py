@@ -1,0 +1,85 @@
+"""The low-memory forms of a program's operations, and what each saves, seen on tensors without data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+
+from ...operators.low_memory import LowMemory
+from ...operators.registry import low_memory_form
+from ...program.program import Saved, TensorRef, tensor_leaves
+from ...torch_state.private import storage_id
+from ..forward.flat import saving
+from .calls import call_key
+from .record import Record, SeenForm, layout_of, same_kind
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a saved tensor shares its storage with: a result, or a tensor argument, with this number."""
+
+    is_result: bool
+    number: int
+    layout: Any
+
+
+class Forms:
+    """Finds the forms of operations on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seen: dict[Any, tuple[tuple[_Place | None, ...], int]] = {}
+
+    def of(self, record: Record, args: Any, kwargs: Any) -> SeenForm | None:
+        """The form of a recorded call, if it has one that pays for these arguments."""
+        form = low_memory_form(record.node.target, self.device)
+        if form is None or not form.pays(*args):
+            return None
+        key = call_key(form, args, kwargs)
+        if key not in self.seen:
+            self.seen[key] = _saved_places(form, args, kwargs, record.in_place)
+        places, internal_bytes = self.seen[key]
+        return SeenForm(form, tuple(_saved(record, place) for place in places), internal_bytes)
+
+
+def _saved(record: Record, place: _Place | None) -> Saved:
+    if place is None:
+        return Saved()
+    if place.is_result:
+        return Saved(TensorRef(record.node.name, place.number), place.layout)
+    ref = record.arguments[place.number]
+    return Saved(external=True) if ref is None else Saved(ref, place.layout)
+
+
+def _saved_places(form: LowMemory, args: Any, kwargs: Any, in_place: bool) -> tuple[tuple[_Place | None, ...], int]:
+    """Where each saved tensor of a call lies, None for one of its own, and the bytes of those."""
+    saved: list[torch.Tensor] = []
+    with torch.enable_grad(), saving(saved):
+        given = map_aggregate((args, kwargs), lambda leaf: pretended(leaf, in_place))
+        result = form(*given[0], **given[1])
+    results = [(_Place(True, n, None), t) for n, t in enumerate(tensor_leaves(result))]
+    known = results + [(_Place(False, n, None), t) for n, t in enumerate(tensor_leaves(given))]
+    places = tuple(_place(tensor, known) for tensor in saved)
+    own = [t.untyped_storage() for t, place in zip(saved, places, strict=True) if place is None]
+    return places, sum(storage.nbytes() for storage in {id(storage): storage for storage in own}.values())
+
+
+def _place(tensor: torch.Tensor, known: list[tuple[_Place, torch.Tensor]]) -> _Place | None:
+    same = [(place, t) for place, t in known if same_kind(t, tensor)]
+    for place, t in same:
+        if layout_of(t) == layout_of(tensor):
+            return place
+    return _Place(same[0][0].is_result, same[0][0].number, layout_of(tensor)) if same else None
+
+
+def pretended(leaf: Any, in_place: bool, device: torch.device | str = "meta") -> Any:
+    """An argument as it is on another device."""
+    if not isinstance(leaf, torch.Tensor):
+        return torch.device(device) if isinstance(leaf, torch.device) else leaf
+    shadow = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+    shadow.requires_grad_(leaf.requires_grad)
+    # A leaf could not be written in place.
+    return shadow.clone() if in_place and leaf.requires_grad else shadow

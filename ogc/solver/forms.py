@@ -1,0 +1,128 @@
+"""Which operators run in their low-memory form: as few as the wish takes, each at its price.
+
+Decisions are looked for as if every low-memory form ran and cost nothing, which allows the most. Then each operation
+gets PyTorch's own operator back where that does not raise the peak. What such a plan pays for forms is held against
+the plans that use none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+
+from ..graph import Graph
+from ..plan import simulate
+from ..plan.decisions import Decisions
+from .local_search import Candidate, weigh
+from .search import Search
+
+WORTH_A_SEARCH = 0.002
+"""Share of a step that low-memory operators must take for plans without them to be looked for as well."""
+
+MOST_TRIALS = 12
+"""Forms that change what is kept are taken back one by one, with a simulation each, as far as these go."""
+
+ATTEMPTS = 3
+"""How often less recomputation is asked for, where what forms take would exceed the overhead that is allowed."""
+
+
+class FormSearch:
+    """Plans over a graph whose operations may have low-memory forms; what :class:`.search.Search` is without them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.economical = Search(graph.with_forms(graph.low_memory))
+        self.step_seconds = graph.step_seconds
+
+    @cached_property
+    def own(self) -> Search:
+        """Plans of PyTorch's own operators alone."""
+        return Search(self.graph.with_forms(()))
+
+    @cached_property
+    def least_peak(self) -> Candidate:
+        """The plan with the least peak, and the fastest of those."""
+        return self._fewest(self.economical.least_peak)
+
+    def fastest(self, peak: int) -> Candidate | None:
+        """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
+        found = self.economical.fastest(peak)
+        if found is None:
+            return None
+        best = self._fewest(found, peak)
+        if self._pays_for_forms(best) and max(self.own.graph.operation_bounds) <= peak:
+            best = min(filter(None, (best, self.own.fastest(peak))), key=lambda c: (c.seconds, c.peak_bytes))
+        return best
+
+    def within(self, seconds: float) -> Candidate | None:
+        """The plan found with the least simulated peak of those that add at most ``seconds``."""
+        found, limit = [], seconds
+        for _ in range(ATTEMPTS):
+            candidate = self.economical.within(limit)
+            if candidate is None:
+                break
+            found.append(self._fewest(candidate))
+            excess = found[-1].seconds - seconds
+            if excess <= 0:
+                break
+            limit -= excess
+        if not found or any(map(self._pays_for_forms, found)):
+            found += filter(None, [self.own.within(seconds)])
+        return min((c for c in found if c.seconds <= seconds), default=None)
+
+    def curve(self, points: int) -> list[Candidate]:
+        """Plans from the least peak to the saved model, each faster and larger than the one before."""
+        found = [self._fewest(c) for c in self.economical.curve(points)]
+        if any(map(self._pays_for_forms, found)):
+            found += self.own.curve(points)
+        front: list[Candidate] = []
+        for candidate in sorted([self.least_peak, *found]):
+            if not front or candidate.seconds < front[-1].seconds:
+                front.append(candidate)
+        return front
+
+    def _pays_for_forms(self, found: Candidate) -> bool:
+        forms = self.graph.with_forms(found.decisions.low_memory).step_seconds - self.step_seconds
+        return forms > WORTH_A_SEARCH * self.step_seconds
+
+    def _fewest(self, found: Candidate, peak: int | None = None) -> Candidate:
+        """The same plan with the fewest forms with which it peaks at no more than ``peak``, or than it does."""
+        return fewest_forms(self.graph, found, found.peak_bytes if peak is None else peak)
+
+
+def fewest_forms(graph: Graph, found: Candidate, peak: int) -> Candidate:
+    """A plan that was made for all low-memory forms, with as few of them as ``peak`` bytes take.
+
+    A form that saves what PyTorch's own operator saves only changes the bytes while the operation itself runs: those
+    that are needed are read off one timeline. The others are tried one by one.
+    """
+    keeping = [t for t in graph.low_memory if _changes_what_is_kept(graph, t)]
+    best = _with_needed(graph, found.decisions, keeping, peak)
+    if best is None:  # the forms of operations that the search saw otherwise
+        return weigh(graph, replace(found.decisions, low_memory=graph.low_memory))
+    for dropped in ([*keeping], *([t] for t in keeping[:MOST_TRIALS])):
+        rest = [t for t in keeping if t not in dropped]
+        other = _with_needed(graph, found.decisions, rest, peak) if len(rest) < len(keeping) else None
+        if other is not None and other.seconds < best.seconds:
+            best, keeping = other, rest
+    return best
+
+
+def _with_needed(graph: Graph, decisions: Decisions, keeping: Iterable[int], peak: int) -> Candidate | None:
+    """The plan with these forms and those without which some operation would exceed ``peak``, if it fits then."""
+    first = simulate(graph, replace(decisions, low_memory=tuple(keeping)))
+    needed = {event.operation for event in first.timeline if event.bytes > peak}.intersection(graph.low_memory)
+    found = weigh(graph, replace(decisions, low_memory=tuple(sorted(needed.union(keeping)))))
+    return found if found.peak_bytes <= peak else None
+
+
+def _changes_what_is_kept(graph: Graph, t: int) -> bool:
+    op = graph.operations[t]
+    form = op.in_form(True)
+    return op.internal_bytes != form.internal_bytes or set(op.saves) != set(form.saves)
+
+
+def search_of(graph: Graph) -> FormSearch | Search:
+    """What finds plans of a graph."""
+    return FormSearch(graph) if graph.low_memory else Search(graph)
