@@ -74,7 +74,6 @@ class Operation:
     low_memory: Form | None = None  # its low-memory form, if it has one; a plan decides which of the two runs
     plain_backward_bytes: int | None = None  # of the plain model, where that runs another operator there
 
-
     def in_form(self, is_low_memory: bool) -> Operation:
         """The operation in one form alone."""
         if self.low_memory is None:

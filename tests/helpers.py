@@ -102,12 +102,13 @@ class Function(torch.nn.Module):
 
 
 def forced(model: torch.nn.Module, sample: object, pieces: int = 3, **options: str) -> torch.nn.Module:
-    """The model cut into about equal pieces, all recomputed, whether that pays or not."""
+    """The model cut into about equal pieces, all recomputed, in low-memory forms, whether that pays or not."""
     graph = ogc.parse(model, sample, **options)  # type: ignore[arg-type]
     inner = list(graph.cuts[1:-1])
     step = max(1, len(inner) // pieces)
     cuts = [0, *inner[step - 1 :: step], len(graph)]
-    return ogc.apply(model, graph, ogc.make_plan(graph, cut_into_segments(cuts, [True] * (len(cuts) - 1))))
+    plan = ogc.make_plan(graph, cut_into_segments(cuts, [True] * (len(cuts) - 1)), low_memory=graph.low_memory)
+    return ogc.apply(model, graph, plan)
 
 
 def random_tree(
@@ -159,7 +160,8 @@ def random_plans(
     for _ in range(40 * count):
         if len(found) < count:
             with suppress(ogc.PlanError):
-                found.append(ogc.make_plan(graph, decide(graph, rng)))
+                forms = [t for t in graph.low_memory if rng.random() < 0.5]
+                found.append(ogc.make_plan(graph, decide(graph, rng), low_memory=forms))
     assert len(found) == count, f"{len(found)} of {count} random plans may be run"
     return found
 

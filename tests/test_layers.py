@@ -132,9 +132,7 @@ def test_torch_is_loaded_where_it_is_needed_alone(module):
 def test_one_folder_records():
     trees = {name: ast.walk(ast.parse(path.read_text("utf-8"))) for name, path in FILES.items()}
     names = {name: {n.name for n in nodes if isinstance(n, ast.alias)} for name, nodes in trees.items()}
-    assert {name for name, found in names.items() if {"recording", "RECORDING"} & found} == {
-        "ogc.torch_state.dispatch"
-    }
+    assert {name for name, found in names.items() if {"recording", "RECORDING"} & found} == {"ogc.torch_state.dispatch"}
 
 
 def private_names(node: ast.AST) -> list[str]:

@@ -47,7 +47,6 @@ class BatchNorm(LowMemory):
             repeat_seconds=_REPEATED_SHARE * plain.forward_seconds if repeats_exactly(*use.args) else None,
         )
 
-
     def extra(self, use: Use) -> tuple[Extra, Extra]:
         channels, step = use.args[0].shape[1], channels_at_once(use.args[0])
         # Channels of the operands are copied out, those of the result in; each part has parameters of its own.
@@ -158,11 +157,12 @@ register(
         aten.batch_norm.default,
         BatchNorm(aten.batch_norm.default, _Function),
         live_arguments=(3, 4),
+        live_if=5,
         weigh=_with_result_twice,
         copies_strided_gradients=True,
     ),
     # Made of batch norm.
-    Operator(aten.instance_norm.default, live_arguments=(3, 4), weigh=_with_result_twice, returns_view=True),
+    Operator(aten.instance_norm.default, live_arguments=(3, 4), live_if=5, weigh=_with_result_twice, returns_view=True),
     Operator(aten.native_batch_norm.default, on_meta=_on_meta),
     Operator(aten.native_batch_norm_backward.default, on_meta=_backward_on_meta),
     Operator(aten.layer_norm.default, by_sample=lambda args: bool(args[0].dim() > len(args[1]))),

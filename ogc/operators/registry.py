@@ -27,8 +27,8 @@ class Operator:
     Attributes:
         target: its overload.
         low_memory: a form of it with the same bits, whose backward needs less memory.
-        live_arguments: positions of running statistics that it updates and that its own result does not depend on.
-            Run again on copies of these, it gives the same result and changes nothing.
+        live_arguments: positions of running statistics that it updates and that its own result does not depend on, if
+            its argument ``live_if`` is true. Run again on others, it gives the same result and changes nothing.
         by_sample: whether it treats the samples along the first axis of its first argument one by one, from its
             arguments; further tensors among these are parameters to it, the same for each sample.
         is_heavy: its backward does not need its result, and its time makes a slice of a batch worth its name.
@@ -50,6 +50,7 @@ class Operator:
     target: Any
     low_memory: LowMemory | None = None
     live_arguments: tuple[int, ...] = ()
+    live_if: int = 0
     by_sample: Callable[[Arguments], bool] = lambda args: False
     is_heavy: bool = False
     weigh: Callable[[Use], Weights] = lambda use: use.weights
@@ -102,14 +103,20 @@ def low_memory_form(target: Any, device: torch.device) -> LowMemory | None:
     return form if form is not None and form.is_for(device) else None
 
 
-def live_positions(target: Any) -> tuple[int, ...]:
-    """Positions of the arguments that an operator updates and its own result does not depend on."""
-    return of(target.operator if isinstance(target, WithoutGrad) else target).live_arguments
+def updates_statistics(target: Any) -> bool:
+    """Whether an operator may update arguments that its own result does not depend on."""
+    return bool(_kernel(target).live_arguments)
 
 
 def live_arguments(target: Any, args: Arguments) -> list[Any]:
-    """The arguments that an operator updates and its own result does not depend on, as far as they are given."""
-    return [args[p] for p in live_positions(target) if p < len(args)]
+    """The arguments that a call updates and its own result does not depend on, as far as they are given."""
+    operator = _kernel(target)
+    is_live = operator.live_if < len(args) and args[operator.live_if] is True
+    return [args[p] for p in operator.live_arguments if p < len(args)] if is_live else []
+
+
+def _kernel(target: Any) -> Operator:
+    return of(target.operator if isinstance(target, WithoutGrad) else target)
 
 
 def copies_strided_gradients(target: Any) -> bool:

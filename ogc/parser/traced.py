@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import ParseError
-from ..operators.registry import live_positions
+from ..operators.registry import updates_statistics
 from ..program.leaf import Leaf
 from ..program.program import Guards
 from ..program.structures import OutputSpec
@@ -91,7 +91,7 @@ def has_effects(operator: Any) -> bool:
     """Whether a call does more than it returns: it writes, checks, draws random numbers, or may do anything."""
     schema, tags = schema_of(operator), getattr(operator, "tags", ())
     changes = bool(schema and (schema.is_mutable or not schema.returns)) or isinstance(operator, Leaf)
-    return changes or bool(live_positions(operator)) or torch.Tag.nondeterministic_seeded in tags
+    return changes or updates_statistics(operator) or torch.Tag.nondeterministic_seeded in tags
 
 
 def called_leaves(graph: torch.fx.Graph) -> set[str]:

@@ -143,7 +143,8 @@ class Plan:
         summary = (
             f"peak {self.peak_bytes / 1e6:.1f} MB (plain {self.plain_peak_bytes / 1e6:.1f} MB, no plan below "
             f"{self.lower_bound / 1e6:.1f} MB), overhead {self.overhead:.1%} "
-            "(recomputation {:.1%}, runtime {:.1%}), ".format(*shares) + f"{len(self.rows)} segments"
+            "(recomputation {:.1%}, runtime {:.1%}), ".format(*shares)
+            + f"{len(self.rows)} segments"
         )
         texts = [table(["segment", "operations", "modules", "mode", "kept MB", "recomputed"], self.rows)]
         if self.low_memory_rows:

@@ -48,7 +48,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class LowMemoryForm:
-    """The low-memory form of an operation: what runs in the operator's place, and what autograd saves then, in order."""
+    """The low-memory form of an operation: what runs instead, and what autograd saves then, in order."""
 
     target: Any
     saves: tuple[Saved, ...]

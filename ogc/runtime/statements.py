@@ -75,9 +75,9 @@ def statement(node: torch.fx.Node, target: Any, binding: str | None = None, agai
     return f"{node.name} = {function}({', '.join(arguments)})"
 
 
-def _unchanged(node: torch.fx.Node) -> str:
+def _unchanged(given: Any) -> str:
     """What is written in the place of an argument that must stay as it is."""
-    return copy_of(node) if node.op == "get_attr" else f"{node.name}.clone()"
+    return copy_of(given) if given.op == "get_attr" else f"{given.name}.clone()"
 
 
 def argument(value: Any) -> str:

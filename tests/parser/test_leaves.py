@@ -309,7 +309,8 @@ def test_a_hook_runs_where_nothing_depends_on_it():
 def test_a_step_with_a_leaf_leaves_nothing_behind():
     model = Net(Branch())
     graph = ogc.parse(model, X)
-    optimised = ogc.apply(model, graph, plans(graph, 1)[0])
+    decisions = plans(graph, 1)[0].decisions
+    optimised = ogc.apply(model, graph, ogc.make_plan(graph, decisions, low_memory=graph.low_memory))
     gc.disable()
     try:
         result = optimised(X)

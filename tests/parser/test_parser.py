@@ -37,9 +37,9 @@ def test_saved_values_are_those_of_autograd():
     assert norm.saves == norm.reads
     assert norm.internal_bytes == 2 * 8 * 4
     pool = operation(graph, "max_pool2d")
-    assert pool.internal_bytes == 4 * 8 * 4 * 4  # places in windows, one byte each
-    assert pool.plain.internal_bytes == 8 * pool.internal_bytes  # PyTorch's indices
-    assert pool.plain.saves == pool.reads and not pool.saves
+    assert pool.low_memory.internal_bytes == 4 * 8 * 4 * 4  # places in windows, one byte each
+    assert pool.internal_bytes == 8 * pool.low_memory.internal_bytes  # PyTorch's indices
+    assert pool.saves == pool.reads and not pool.low_memory.saves
     add = next(op for op in graph.operations if "aten.add_.Tensor" in op.target and op.reads)
     assert add.saves == ()
 

@@ -73,7 +73,7 @@ def test_training_is_bitwise_the_plain_models(name, twice, caplog):
 def wholly(model, x, **kwargs):
     """The model with a plan that runs all of it again."""
     graph = ogc.parse(model, x, **kwargs)
-    return ogc.apply(model, graph, ogc.make_plan(graph, [ogc.recomputed(0, len(graph))]))
+    return ogc.apply(model, graph, ogc.make_plan(graph, [ogc.recomputed(0, len(graph))], low_memory=graph.low_memory))
 
 
 class OneWayOrTheOther(nn.Module):

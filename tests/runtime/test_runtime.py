@@ -195,7 +195,7 @@ def test_the_plan_and_the_code_can_be_read():
     optimised = ogc.optimize(Residual(), images())
     text = str(optimised.plan)
     assert "recomputed" in text and "overhead" in text
-    assert "def forward(self, step, input_0):" in optimised.code
+    assert "def forward(step, input_0, stem_0_weight, " in optimised.code
     assert "low_memory.convolution(" in optimised.code
     assert "stem.0" in str(optimised.graph)
 
@@ -204,7 +204,7 @@ def test_eval_mode_and_no_grad_run_the_original_forward(monkeypatch):
     model = Residual()
     optimised = forced(model, images())
     opened = []
-    monkeypatch.setattr(frame.Frame, "__enter__", lambda self: opened.append(self))
+    monkeypatch.setattr(frame.Step, "open", lambda *args: opened.append(args))
     with torch.no_grad():
         optimised(images())
     optimised.eval()
@@ -340,7 +340,7 @@ def test_what_a_plan_by_hand_does_not_hold_for_runs_plain(change, monkeypatch):
     else:
         model.double()
         x = x.double()
-    monkeypatch.setattr(frame.Frame, "__enter__", lambda self: pytest.fail("the plan was run"))
+    monkeypatch.setattr(frame.Step, "open", lambda *args: pytest.fail("the plan was run"))
     loss_of(optimised(x)).backward()
     assert seen == ([1] if change == "hook" else [])
 
@@ -402,9 +402,14 @@ def test_pickling_says_what_to_do_instead():
 def frames_opened():
     """Weak references to the frames that are opened inside."""
     frames = []
-    original = frame.Frame.__enter__
+    original = frame.Frame.__init__
+
+    def remembered(self, *args):
+        frames.append(weakref.ref(self))
+        original(self, *args)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frame.Frame, "__enter__", lambda self: (frames.append(weakref.ref(self)), original(self))[1])
+        patch.setattr(frame.Frame, "__init__", remembered)
         yield frames
 
 

@@ -236,6 +236,8 @@ CHECKS = {
     "OpOverload": lambda kind: isinstance(aten.add.Tensor, kind) and not isinstance(aten.add, kind),
     "overload_name": lambda name: name(aten.add.Tensor) == "Tensor",
     "decomposes": lambda decomposes: decomposes(aten.reshape.default) and not decomposes(aten.view.default),
+    "NN_FUNCTIONS": lambda name: eval(name).gelu(torch.zeros(1)) == 0,
+    "nn_functions": lambda functions: functions.gelu(torch.zeros(1)) == 0,
     "schema_of": lambda of: of(aten.add_.Tensor).is_mutable and not of(aten.add.Tensor).is_mutable and of(len) is None,
     "TorchDispatchMode": dispatches,
     "FakeTensorMode": fakes,

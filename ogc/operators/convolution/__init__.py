@@ -36,7 +36,9 @@ class Convolution(LowMemory):
         parts = len(parts_of(*use.args[:9]))
         image = use.args[0].numel() * use.args[0].element_size()
         # Part by part, results are copied into the whole; the gradients of weight and input are two calls.
-        return Extra(2 * (parts - 1), 2 * use.result_bytes * (parts > 1)), Extra(1 + 2 * (parts - 1), 2 * image * (parts > 1))
+        return Extra(2 * (parts - 1), 2 * use.result_bytes * (parts > 1)), Extra(
+            1 + 2 * (parts - 1), 2 * image * (parts > 1)
+        )
 
 
 class _Function(torch.autograd.Function):

@@ -10,10 +10,10 @@ import torch
 
 from ...program.leaf import Leaf, Returned
 from ...program.structures import CONSTANTS, Given, InputSpec, autocast_state
+from ...torch_state.dispatch import unseen
 from ..forward.flat import saved_until_done
 from ..forward.location import user_line
 from ..traced import READS
-from ...torch_state.dispatch import unseen
 from .recorder import Recorder, writes_of
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from ...torch_state.dispatch import unseen
 from ...torch_state.hooks import collectors_watched, is_compiled
 from ...torch_state.private import MAKE_SUBCLASS, is_functorch_active
 from ...torch_state.random_state import python_random_state
 from ..forward.location import user_line
 from ..forward.patches import CONTENT, TEXT, checkpoint_nothing, replace, wrap
-from ...torch_state.dispatch import unseen
 from .leaf_calls import LeafCalls
 from .recorder import Recorder
 

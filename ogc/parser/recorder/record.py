@@ -10,12 +10,12 @@ import torch
 from ...errors import OgcError, ParseError
 from ...program.leaf import Leaf
 from ...program.program import OWN, call_beside
+from ...torch_state.dispatch import dispatched_to
 from ...torch_state.no_trace import writing
 from ..arguments import Sample
 from ..forward.flat import FlatForward, nothing_saved
 from ..forward.location import scopes_in_use
 from ..traced import OpaqueError, RecordAgain, Traced
-from ...torch_state.dispatch import dispatched_to
 from .guards import guards_of
 from .python_calls import python_watched
 from .recorder import Recorder

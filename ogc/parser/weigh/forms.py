@@ -11,7 +11,6 @@ from torch.fx.node import map_aggregate
 from ...operators.low_memory import LowMemory
 from ...operators.registry import low_memory_form
 from ...program.program import Saved, TensorRef, tensor_leaves
-from ...torch_state.private import storage_id
 from ..forward.flat import saving
 from .calls import call_key
 from .record import Record, SeenForm, layout_of, same_kind

@@ -1,0 +1,192 @@
+"""Seconds of one operation by running it; its bytes are estimated, which on a CPU is exact.
+
+Each distinct call is run by itself, forward and backward, once in a process: what is planned twice is planned with the
+same times. Warmed up, a short one is run several times and counts as the quickest, which one slow run does not touch.
+What the host takes to start a backward is not counted, as a step starts one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from ...operators.registry import live_arguments
+from ...operators.weights import Weights
+from ...program.program import WithoutGrad, has_history, tensor_leaves
+from ...torch_state.private import OpOverload, pytree
+from ...torch_state.random_state import cuda_devices
+from .calls import call_key, own_argument
+from .measure import Measurer
+from .record import Record
+
+LONG_SECONDS = 0.05
+"""A call that takes longer is run once more, and no oftener."""
+
+SHORT_SECONDS = 0.004
+"""A shorter call is run until it has taken so long, though from ``LEAST`` to ``MOST`` times."""
+LEAST, MOST = 3, 12
+
+AFFORDABLE_SECONDS = 30.0
+"""When measuring has taken so long, the rest is estimated, at the pace of what was measured: a few calls make up most of
+a network's time, and the longest wait for a plan is a matter of patience."""
+
+_KNOWN = 20_000
+"""Calls whose times are remembered: a network has some hundreds."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of a call: forward, backward, and forward again where its internal tensors are there."""
+
+    forward: float
+    backward: float = 0.0
+    repeat: float | None = None
+
+
+_known: dict[Any, Seconds] = {}
+
+
+class Timer(Measurer):
+    """Measures times on the device that the model lives on, and estimates all else."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.spent = self.estimated = self.measured = 0.0
+
+    def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:
+        """The weights of a call of an operator with these arguments."""
+        weights = self.estimator.weigh(record, args, kwargs)
+        target = record.node.target
+        if not isinstance(target.operator if isinstance(target, WithoutGrad) else target, OpOverload):
+            return weights
+        function = (
+            attrgetter(record.bindings[target].removeprefix("torch."))(torch) if target in record.bindings else target
+        )
+        weights = self._timed(record, function, args, kwargs, weights)
+        if record.form is not None and weights.low_memory is not None:
+            form = self._timed(record, record.form.target, args, kwargs, weights.low_memory)
+            weights = replace(weights, low_memory=form)
+        return weights
+
+    def _timed(self, record: Record, function: Any, args: Any, kwargs: Any, weights: Weights) -> Weights:
+        settings = torch.get_num_threads(), str(self.device), torch.are_deterministic_algorithms_enabled()
+        key = call_key(function, args, kwargs), settings
+        guess = weights.forward_seconds + weights.backward_seconds
+        if key not in _known:
+            if self.spent > AFFORDABLE_SECONDS:
+                return self._at_pace(weights)
+            start = time.perf_counter()
+            with torch.random.fork_rng(cuda_devices()):
+                found = _Call(self, record, function, args, kwargs).seconds(weights.repeat_seconds is not None)
+            self.spent += time.perf_counter() - start
+            if len(_known) >= _KNOWN:
+                _known.clear()
+            _known[key] = found
+        found = _known[key]
+        self.estimated, self.measured = self.estimated + guess, self.measured + found.forward + found.backward
+        return replace(
+            weights, forward_seconds=found.forward, backward_seconds=found.backward, repeat_seconds=found.repeat
+        )
+
+    def _at_pace(self, weights: Weights) -> Weights:
+        pace = self.measured / self.estimated if self.estimated else 1.0
+        repeat = weights.repeat_seconds
+        return replace(
+            weights,
+            forward_seconds=weights.forward_seconds * pace,
+            backward_seconds=weights.backward_seconds * pace,
+            repeat_seconds=None if repeat is None else repeat * pace,
+        )
+
+    def measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:
+        """No bytes, and seconds of ``run``, each time prepared anew."""
+        return 0, self.quickest(run, prepare)
+
+    def quickest(self, run: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+        """Seconds of the quickest of some runs, the first of which does not count."""
+
+        def timed() -> float:
+            prepare()
+            self._synchronize()
+            start = time.perf_counter()
+            run()
+            self._synchronize()
+            return time.perf_counter() - start
+
+        first = timed()
+        if first > LONG_SECONDS:
+            return min(first, timed())
+        return min(timed() for _ in range(max(LEAST, min(MOST, int(SHORT_SECONDS / max(first, 1e-9))))))
+
+
+class _Call:
+    """One call with inputs of its own."""
+
+    def __init__(self, timer: Timer, record: Record, function: Any, args: Any, kwargs: Any) -> None:
+        self.timer, self.function, self.in_place = timer, function, record.in_place
+        self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
+        live = live_arguments(record.node.target, args)
+        self.is_copied = [self.in_place or any(leaf is one for one in live) for leaf in self.leaves]
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Fresh inputs."""
+        inputs = [own_argument(leaf, copied) for leaf, copied in zip(self.leaves, self.is_copied, strict=True)]
+        self.starts = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        self.edges = [get_gradient_edge(t) for t in self.starts]
+        self.args, self.kwargs = pytree.tree_unflatten(inputs, self.tree)
+        self.result: Any = None
+
+    def forward(self) -> None:
+        self.result = self.function(*self.args, **self.kwargs)
+
+    def seconds(self, repeats: bool) -> Seconds:
+        with torch.enable_grad():
+            again = self.prepare if self.in_place else lambda: None
+            forward = self.timer.quickest(self.forward, again)
+            repeat = self._repeat(forward) if repeats else None
+            self.prepare()
+            self.forward()
+            ends = [t for t in tensor_leaves(self.result) if has_history(t)]
+            if not ends or not self.starts:
+                return Seconds(forward, repeat=repeat)
+            given = [torch.ones_like(end) for end in ends]
+
+            def backward() -> None:
+                torch.autograd.grad(ends, self.edges, given, retain_graph=True, allow_unused=True)
+
+            whole = self.timer.quickest(backward)
+        return Seconds(forward, max(0.1 * whole, whole - start_seconds(str(self.timer.device))), repeat)
+
+    def _repeat(self, forward: float) -> float:
+        """Seconds of the forward with the internal tensors of the first."""
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()), lambda packed: packed):
+            self.forward()
+        internal = saved[-2:]
+        return min(forward, self.timer.quickest(lambda: self.function(*self.args, *internal, **self.kwargs)))
+
+
+@cache
+def start_seconds(device: str) -> float:
+    """What it takes to start a backward, beyond one operation's own."""
+    x = torch.zeros(1, device=device, requires_grad=True)
+    timer = Timer(torch.device(device))
+
+    def of_chain(length: int) -> float:
+        with torch.enable_grad():
+            end = x
+            for _ in range(length):
+                end = end.view(1)
+            one = torch.ones_like(end)
+            return timer.quickest(lambda: torch.autograd.grad(end, x, one, retain_graph=True))
+
+    short, long = of_chain(1), of_chain(21)
+    return max(0.0, short - (long - short) / 20)

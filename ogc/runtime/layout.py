@@ -1,0 +1,175 @@
+"""Where every tensor of every run of a plan comes from."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from ..graph import Graph
+from ..operators.low_memory import LowMemory
+from ..operators.registry import of
+from ..plan.decisions import Decisions
+from ..plan.schedule import FORWARD, Schedule
+from ..program.leaf import Leaf, runs_once
+from ..program.program import Program, Saved, TensorRef
+from .statements import copy_of, live_nodes, statement
+
+
+class Layout:
+    """Where every tensor of every run comes from: the schedule, spelled out for fx nodes.
+
+    Attributes:
+        slots: for each run, a slot for each saved tensor (operation, number) that the run remakes.
+        nodes: for each run, the nodes that it executes: its program and the views that it needs.
+        held: for each run, the nodes that it starts from, each with the run that makes it.
+        wanted: for each run, the nodes that it makes for runs inside it, each with these.
+        repeated: the operations that some run executes again.
+    """
+
+    def __init__(self, graph: Graph, decisions: Decisions) -> None:
+        self.schedule = schedule = Schedule(graph, decisions)
+        self.graph = schedule.graph
+        self.program: Program = graph.program
+        self.low_memory = {t for t in decisions.low_memory if t in self.program.forms}
+        self.saves = [
+            self.program.forms[t].saves if t in self.low_memory else saves for t, saves in enumerate(self.program.saves)
+        ]
+        self.operations = self.program.operations
+        self.position = {node: t for t, node in enumerate(self.operations)}
+        self.by_name = {node.name: node for node in self.operations}
+        self.step_numbers = {
+            (step.run, step.operation): n for n, step in enumerate(schedule.steps) if not step.is_backward
+        }
+        runs = schedule.runs
+        self.repeated = {t for run in runs[1:] for t in run.program}
+        self.slots: list[dict[tuple[int, int], int]] = [{}, *map(self._assign_slots, range(1, len(runs)))]
+        self.nodes: list[list[torch.fx.Node]] = [[] for _ in runs]
+        self.held: list[dict[torch.fx.Node, int]] = [{} for _ in runs]
+        self.wanted: list[dict[torch.fx.Node, list[int]]] = [{} for _ in runs]
+        for number in range(len(runs) - 1, FORWARD, -1):
+            self._place_nodes(number)
+        attributes = self.program.graph.find_nodes(op="get_attr")
+        again = {live for nodes in self.nodes[1:] for node in nodes for live in live_nodes(node)}
+        self.bound = [node.name for node in attributes]
+        self.bound += [copy_of(node) for node in attributes if node in again]
+        self.place = {name: n for n, name in enumerate(self.bound)}
+
+    def bound_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the program reads of the model, and what of it is copied; see :class:`Generated`."""
+        attributes = self.program.graph.find_nodes(op="get_attr")
+        copied = (node for node in attributes if copy_of(node) in self.place)
+        return tuple(str(node.target) for node in attributes), tuple(str(node.target) for node in copied)
+
+    def _assign_slots(self, number: int) -> dict[tuple[int, int], int]:
+        slots: dict[tuple[int, int], int] = {}
+        for start, stop in self.schedule.runs[number].leaves:
+            for t in range(start, stop):
+                for k, saved in enumerate(self.saves[t]):
+                    if saved.external or self.is_repeated(number, t):
+                        continue
+                    if saved.tensor is None:
+                        source = self.schedule.keepers[t]
+                    else:
+                        source = self.schedule.source(number, self.program.storages[saved.tensor])
+                    if source != FORWARD:
+                        slots[t, k] = len(slots)
+        return slots
+
+    def is_repeated(self, number: int, t: int) -> bool:
+        """Whether an operation is a leaf that the run calls again: what it saves is told apart when it does."""
+        return isinstance(self.operations[t].target, Leaf) and t in self.schedule.runs[number].program
+
+    def stays(self, number: int, node: torch.fx.Node) -> bool:
+        """Whether a tensor is in memory for the backward that a run supplies, whatever the run makes."""
+        value = self._value(node)
+        return value is None or self.schedule.source(number, value) == FORWARD
+
+    def _place_nodes(self, number: int) -> None:
+        """Find what the run executes and what it starts from; runs inside it come first."""
+        run = self.schedule.runs[number]
+        executed = {self.operations[t] for t in run.program}
+        ends = [*self.wanted[number], *(node for node, _, _ in self.fills(number))]
+        used = dict.fromkeys(ends)
+        pending: list[tuple[torch.fx.Node, int]] = []  # what is used, and where
+
+        def use_inputs(node: torch.fx.Node) -> None:
+            inputs = [n for n in node.all_input_nodes if n.op != "get_attr"]
+            used.update(dict.fromkeys(inputs))
+            pending.extend((n, self.position[node]) for n in inputs)
+
+        for t in run.program:
+            use_inputs(self.operations[t])
+        pending += [(node, len(self.operations)) for node in ends]
+        while pending:
+            node, user = pending.pop()
+            if node not in executed and self._is_own_view(number, node, user):
+                executed.add(node)
+                use_inputs(node)
+        self.nodes[number] = sorted(executed, key=self.position.__getitem__)
+        for node in sorted((n for n in used if n not in executed), key=lambda n: self.position.get(n, -1)):
+            source = self.held[number][node] = self._source(number, node)
+            self.wanted[source].setdefault(node, []).append(number)
+
+    def handed(self, number: int, source: int) -> str:
+        """The keyword arguments by which one run hands over what another starts from."""
+        names = [node.name for node, maker in self.held[number].items() if maker == source]
+        return ", ".join(f"{name}={name}" for name in names)
+
+    def _source(self, number: int, node: torch.fx.Node) -> int:
+        value = self._value(node)
+        return FORWARD if value is None or runs_once(node.target) else self.schedule.source(number, value)
+
+    def _value(self, node: torch.fx.Node) -> int | None:
+        return self.program.storages.get(TensorRef(node.name, 0))
+
+    def _is_own_view(self, number: int, node: torch.fx.Node, user: int) -> bool:
+        """Whether the node is a view of a value that the run makes, or has made so far where ``user`` needs it."""
+        t, value = self.position.get(node, -1), self._value(node)
+        if t < 0 or value is None or self.graph.operations[t].writes:
+            return False
+        leaf = node.target if isinstance(node.target, Leaf) else None
+        again = self.graph.operations[t].replayable if leaf is None else leaf.view is not None
+        return again and (value in self.schedule.runs[number].made or user <= self.graph.last_writes[value])
+
+    def fills(self, number: int) -> list[tuple[torch.fx.Node, int, Any]]:
+        """Slots of operations that do not run again: (node of the tensor they saved, slot, layout)."""
+        again = set(self.schedule.runs[number].program)
+        return [
+            (self.saved_node(saved), slot, saved.layout)
+            for (t, k), slot in self.slots[number].items()
+            if t not in again and (saved := self.saves[t][k]).tensor is not None
+        ]
+
+    def saved_node(self, saved: Saved) -> torch.fx.Node:
+        """The node whose result is the program tensor that was saved."""
+        ref = saved.tensor
+        assert ref is not None
+        node = self.by_name[ref.node]
+        items = (user for user in node.users if user.target is operator.getitem and user.args[1] == ref.index)
+        return next(items, node)
+
+    def target(self, number: int, t: int) -> Any:
+        """The operator to run: in place only where the value that is taken over is of this run and not needed again."""
+        taken, target = self.graph.operations[t].takes_over, self.operations[t].target
+        if taken is not None and self.schedule.last_needs.get((number, taken)) != self.step_numbers[number, t]:
+            target = self.program.out_of_place[t]
+        return self._form(t, target) if t in self.low_memory else target
+
+    def _form(self, t: int, target: Any) -> Any:
+        """The low-memory form of an operation, or of what stands for it out of place."""
+        return self.program.forms[t].target if target is self.operations[t].target else of(target).low_memory or target
+
+    def forms(self) -> set[LowMemory]:
+        """All low-memory forms that may run."""
+        targets = {self._form(t, target) for t in self.low_memory for target in self._targets(t)}
+        return {target for target in targets if isinstance(target, LowMemory)}
+
+    def _targets(self, t: int) -> list[Any]:
+        return [self.operations[t].target, *filter(None, [self.program.out_of_place.get(t)])]
+
+    def write(self, number: int, t: int) -> str:
+        """The statement of an operation in a run."""
+        target = self.target(number, t)
+        return statement(self.operations[t], target, self.program.bindings.get((t, target)), t if number else None)
