@@ -39,6 +39,7 @@ class OuterLevel:
             self.local = costs.local.copy()
             np.minimum(self.at_once, nested.T, out=self.local[RECOMPUTED])
         self.least_local = self.local.min(0)
+        self.prices: NDArray[np.float64] | None = None  # of bytes, for the peak that was asked for last
 
     def least_peak(self, *, above: int = -1, near: int | None = None, tolerance: float = 0.0) -> int:
         """The least peak in bytes that any plan reaches.
@@ -121,7 +122,8 @@ class OuterLevel:
                 taken[parts] = self.table.time(i[numbers[parts]], j[numbers[parts]], peak - before[parts])
             return taken
 
-        path = ConstrainedPaths(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time).fastest(labels, slack)
+        paths = ConstrainedPaths(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time)
+        path, self.prices = paths.fastest(labels, slack, self.prices)
         return tuple(self._segment(modes[number], i[number], j[number], peak - before) for number, before in path)
 
     def _room(self, peak: int) -> Ints:

@@ -50,6 +50,14 @@ STEP = 1.4
 """Ratio of the peak that a table was made for to the least that it serves: its units get coarse for less."""
 
 
+PEAKS = 9
+CLOSE = 0.005
+"""Peaks that are tried at most for a time, and the share of one by which the next has to differ."""
+
+STEEP = 3
+"""Ratio of times up to which the time between two peaks is taken for linear; else the peak is halved on a log scale."""
+
+
 class Search:
     """Plans over one weighted graph, by the outermost level and nested tables."""
 
@@ -82,24 +90,33 @@ class Search:
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
         # The simulator may find that plans for a little more fit after all.
-        tried = [self._at(int(peak * share)) for share in (1.07, 1.03, 1.01, 1.0)]
-        found = [c for c in tried if c is not None and c.peak_bytes <= peak]
+        found = []
+        for share in (1.07, 1.03, 1.01, 1.0):
+            here = self._at(int(peak * share))
+            if here is not None and here.peak_bytes <= peak:
+                found.append(here)
+                break
         if not found and self.least_peak.peak_bytes <= peak:
             return self.least_peak
         return min(found, key=lambda c: (c.seconds, c.peak_bytes), default=None)
 
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that recompute for at most ``seconds``."""
-        low, high = self.least_peak.peak_bytes, self._saved.peak_bytes
-        for labels in (ROUGH_LABELS,) * 5 + (LABELS,) * 4:
-            middle = int(np.sqrt(float(low) * high))
+        low, high = (self.least_peak.peak_bytes, self.least_peak.seconds), (self._saved.peak_bytes, 0.0)
+        for labels in (ROUGH_LABELS, *(LABELS,) * PEAKS):
+            middle = _between(low, high, seconds)
+            if middle > (1 - CLOSE) * high[0] or middle < (1 + CLOSE) * low[0]:
+                break
             here = self._at(middle, labels)
-            low, high = (low, middle) if here is not None and here.seconds <= seconds else (middle, high)
+            if here is not None and here.seconds <= seconds:
+                high = middle, here.seconds
+            else:
+                low = middle, low[1] if here is None else here.seconds
 
         def best() -> Candidate | None:
             return min((c for c in (self.least_peak, *self.seen.values()) if c.seconds <= seconds), default=None)
 
-        if (found := best()) is not None:
+        if (found := best()) is not None and found.peak_bytes > low[0]:
             self._at(found.peak_bytes)  # there may be a faster one for the same bytes
         return best()
 
@@ -150,6 +167,13 @@ class Search:
     def _costs(self) -> Costs:
         """The weights of the outermost level with segments that keep values."""
         return self.weights.costs(*worth_keeping(self.graph)).undominated()
+
+
+def _between(low: tuple[int, float], high: tuple[int, float], seconds: float) -> int:
+    """A peak between two, about where a plan takes so many seconds, from the peaks and what plans for them take."""
+    if low[1] > STEEP * max(seconds, high[1]) or low[1] <= high[1]:
+        return int(np.sqrt(float(low[0]) * high[0]))
+    return int(high[0] - (high[0] - low[0]) * (seconds - high[1]) / (low[1] - high[1]))
 
 
 def _cuts(graph: Graph) -> list[int]:
