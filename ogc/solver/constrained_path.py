@@ -27,9 +27,13 @@ TimeOfSegments = Callable[[Ints, Ints], Seconds]
 LABELS = 80_000
 """Labels that are kept over all cuts; a cut whose share is exceeded thins its front. Time and memory grow with them."""
 
-SLACK = (0.004, 0.012, 0.04, 0.07, 0.12, 0.2, 0.4, np.inf)
+SLACK = (0.004, 0.012, 0.04, 0.07, 0.12, 0.4, np.inf)
 """Shares of the bound, and of a hundredth of the time of the longest segment, by which a plan may exceed
-the bound: tried in turn until there is a plan, each two or three times the one before, where most plans are less."""
+the bound: tried in turn until there is a plan, each two or three times the one before."""
+
+HALFWAY = (1.06, 1.3)
+"""Ratios of a plan's time to that half way to the bound between which faster ones are first looked for up to there: of
+a time closer to the bound, as much is left as with all up to it, and further from it there is seldom a plan."""
 
 MANY = 30_000
 """Segments from which on closer prices are looked for: fewer are gone through in less time than that takes."""
@@ -69,23 +73,29 @@ class ConstrainedPaths:
         bound, longest = max(0.0, guide.bound), float(self.segments.seconds.max())
         enough = 1.0 if labels >= LABELS else NEAR_ENOUGH
         best: list[tuple[int, int]] = []
-        fastest = np.inf
         for share in slack:
-            within = min(bound + share * (bound + longest / 100), fastest)
-            if within < guide.bound:
-                continue
-            path, seconds, guide = self._fastest_within(guide, within, labels)
+            within = bound + share * (bound + longest / 100)
+            if within >= guide.bound:
+                best, fastest, guide = self._fastest_within(guide, within, labels)
+            if best:
+                break
+        last = within
+        # Where a plan is found, nothing slower is of interest. It may be far from the fastest one.
+        middle = (max(bound, guide.bound) + fastest) / 2
+        for within in (middle, np.inf) if HALFWAY[0] < fastest / max(middle, 1e-300) < HALFWAY[1] else (np.inf,):
+            if fastest <= last * enough:
+                break
+            last = min(within, fastest)
+            path, seconds, guide = self._fastest_within(guide, last, labels)
             if seconds < fastest:
                 best, fastest = path, seconds
-            if best and fastest <= within * enough:
-                break
         return best, guide.sums
 
     def _fastest_within(self, guide: Priced, within: float, labels: int) -> tuple[list[tuple[int, int]], float, Priced]:
         """The fastest plan of those that prices give so many seconds, if there is one, its time, and better prices."""
         numbers = np.flatnonzero(guide.through <= within)
         closer = Priced(self.segments.of(numbers), guide.sums)
-        if len(numbers) > MANY:
+        if len(numbers) > MANY and within < np.inf:
             closer = raised(closer, within)
             guide = Priced(self.segments, closer.sums)
             few = np.flatnonzero(closer.through <= within)

@@ -50,12 +50,9 @@ STEP = 1.4
 """Ratio of the peak that a table was made for to the least that it serves: its units get coarse for less."""
 
 
-PEAKS = 9
+PEAKS = 6
 CLOSE = 0.005
 """Peaks that are tried at most for a time, and the share of one by which the next has to differ."""
-
-STEEP = 3
-"""Ratio of times up to which the time between two peaks is taken for linear; else the peak is halved on a log scale."""
 
 
 class Search:
@@ -90,12 +87,16 @@ class Search:
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
         # The simulator may find that plans for a little more fit after all.
-        found = []
+        found, less = [], 0.0
         for share in (1.07, 1.03, 1.01, 1.0):
+            if share > 1.0 and share * less > 1 + CLOSE:
+                continue
             here = self._at(int(peak * share))
-            if here is not None and here.peak_bytes <= peak:
-                found.append(here)
-                break
+            if here is not None:
+                less = here.peak_bytes / (peak * share)
+                if here.peak_bytes <= peak:
+                    found.append(here)
+                    break
         if not found and self.least_peak.peak_bytes <= peak:
             return self.least_peak
         return min(found, key=lambda c: (c.seconds, c.peak_bytes), default=None)
@@ -103,10 +104,11 @@ class Search:
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that recompute for at most ``seconds``."""
         low, high = (self.least_peak.peak_bytes, self.least_peak.seconds), (self._saved.peak_bytes, 0.0)
-        for labels in (ROUGH_LABELS, *(LABELS,) * PEAKS):
-            middle = _between(low, high, seconds)
-            if middle > (1 - CLOSE) * high[0] or middle < (1 + CLOSE) * low[0]:
+        for number, labels in enumerate((ROUGH_LABELS, *(LABELS,) * PEAKS)):
+            least, most = (1 + CLOSE) * low[0], (1 - CLOSE) * high[0]
+            if least > most:
                 break
+            middle = int(min(max(_between(low, high, seconds, number), least), most))
             here = self._at(middle, labels)
             if here is not None and here.seconds <= seconds:
                 high = middle, here.seconds
@@ -169,11 +171,18 @@ class Search:
         return self.weights.costs(*worth_keeping(self.graph)).undominated()
 
 
-def _between(low: tuple[int, float], high: tuple[int, float], seconds: float) -> int:
-    """A peak between two, about where a plan takes so many seconds, from the peaks and what plans for them take."""
-    if low[1] > STEEP * max(seconds, high[1]) or low[1] <= high[1]:
-        return int(np.sqrt(float(low[0]) * high[0]))
-    return int(high[0] - (high[0] - low[0]) * (seconds - high[1]) / (low[1] - high[1]))
+def _between(low: tuple[int, float], high: tuple[int, float], seconds: float, number: int) -> float:
+    """A peak between two, about where a plan takes so many seconds, from the peaks and what plans for them take.
+
+    Between a line and a power law, which take turns by the ``number`` of the guess: one is above what plans take where
+    the other is below, so that both ends move. The first guess is half way on a logarithmic scale.
+    """
+    (small, slow), (large, fast) = low, high
+    if number == 0 or slow <= fast:
+        return float(np.sqrt(float(small) * large))
+    if number % 2 and 0 < fast < seconds:
+        return float(large * (small / large) ** (np.log(seconds / fast) / np.log(slow / fast)))
+    return large - (large - small) * (seconds - fast) / (slow - fast)
 
 
 def _cuts(graph: Graph) -> list[int]:
