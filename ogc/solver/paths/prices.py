@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from .costs import Ints
+from ..costs import Ints
 
 Seconds = NDArray[np.float64]
 
@@ -45,7 +45,7 @@ SHORTEST = 0.05
 
 @dataclass(frozen=True)
 class Segments:
-    """Segments between cuts, by ascending end: the fields of :class:`ogc.solver.constrained_path.ConstrainedPaths`."""
+    """Segments between cuts, by ascending end: the fields are those of :class:`ogc.solver.paths.ConstrainedPaths`."""
 
     last: int
     i: Ints

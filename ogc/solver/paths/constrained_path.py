@@ -2,9 +2,10 @@
 
 Labels (Hansen, "Bicriterion path problems", 1980; Martins, "On a multicriteria shortest path problem", 1984) are plans
 up to a cut: the bytes they keep and the time they recompute. Vertices are cuts, edges segments. At each cut those stay
-that no other beats in both, its front. A Lagrangian relaxation, in which bytes have a price, bounds what follows a
-label. From both ends, it tells which segments no plan within a given time has: first those of plans within half a
-percent of the bound are looked at, then of slower ones, until there is a plan.
+that no other beats in both, its front. A Lagrangian relaxation, in which bytes have prices, bounds what follows a label
+(:mod:`ogc.solver.paths.prices`). From both ends, it tells which segments no plan within a given time has: first those
+of plans within half a percent of the bound are looked at, then of slower ones, until there is a plan, then of all that
+are faster than that.
 
 Complexity for W segments and C cuts: O(W + C) array steps for a price, O(W F) for fronts of F labels. Exact while no
 front exceeds F; else the F labels stay that promise most: the plan fits, but may recompute a little more than need be.
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .costs import NEVER, Ints
+from ..costs import NEVER, Ints
 from .prices import Priced, Seconds, Segments, at_the_end, raised
 
 TimeOfSegments = Callable[[Ints, Ints], Seconds]
@@ -31,9 +32,9 @@ SLACK = (0.004, 0.012, 0.04, 0.07, 0.12, 0.4, np.inf)
 """Shares of the bound, and of a hundredth of the time of the longest segment, by which a plan may exceed
 the bound: tried in turn until there is a plan, each two or three times the one before."""
 
-HALFWAY = (1.06, 1.3)
-"""Ratios of a plan's time to that half way to the bound between which faster ones are first looked for up to there: of
-a time closer to the bound, as much is left as with all up to it, and further from it there is seldom a plan."""
+HALFWAY = 1.5
+"""Times as many segments that plans faster than one that is found may have as those half way to the bound, from which
+on these are gone through first: the time of what they give leaves out most of the others."""
 
 MANY = 30_000
 """Segments from which on closer prices are looked for: fewer are gone through in less time than that takes."""
@@ -82,7 +83,8 @@ class ConstrainedPaths:
         last = within
         # Where a plan is found, nothing slower is of interest. It may be far from the fastest one.
         middle = (max(bound, guide.bound) + fastest) / 2
-        for within in (middle, np.inf) if HALFWAY[0] < fastest / max(middle, 1e-300) < HALFWAY[1] else (np.inf,):
+        is_less = HALFWAY * float((guide.through <= middle).sum()) < (guide.through <= fastest).sum()
+        for within in (middle, np.inf) if is_less else (np.inf,):
             if fastest <= last * enough:
                 break
             last = min(within, fastest)
@@ -144,13 +146,18 @@ class ConstrainedPaths:
             costs[j, : len(best)] = taken + guide.price[j] * after
             parents[j, : len(best)] = np.stack([segment[best], parent[best]], 1)
             least_kept[j], least_costs[j] = kept[j].min(), costs[j].min()
-        path: list[tuple[int, int]] = []
-        cut, label = last, int(seconds[-1].argmin())
-        while cut > 0 and seconds[cut, label] < np.inf:
-            number, label = (int(n) for n in parents[cut, label])
-            cut = int(segments.i[number])
-            path.append((int(numbers[number]), int(kept[cut, label])))
-        return path[::-1], float(seconds[-1].min())
+        return _path(segments, numbers, kept, parents, int(seconds[-1].argmin())), float(seconds[-1].min())
+
+
+def _path(segments: Segments, numbers: Ints, kept: Ints, parents: Ints, label: int) -> list[tuple[int, int]]:
+    """The number of each segment of a label at the end, and the bytes kept before it; nothing if there is none."""
+    path: list[tuple[int, int]] = []
+    cut = segments.last if kept[-1, label] < NEVER else 0
+    while cut > 0:
+        segment, label = (int(n) for n in parents[cut, label])
+        cut = int(segments.i[segment])
+        path.append((int(numbers[segment]), int(kept[cut, label])))
+    return path[::-1]
 
 
 BINS = 1024
