@@ -18,7 +18,7 @@ from .cuts import choose_grids, narrowest
 from .local_search import Candidate, drop_one_by_one, finest, weigh
 from .nested import NestedTable
 from .outer_level import OuterLevel
-from .paths import LABELS, SLACK
+from .paths import LABELS, NEAR_ENOUGH, SLACK
 from .selective import selective, worth_keeping
 
 MAX_CUTS = 800
@@ -53,6 +53,9 @@ STEP = 1.4
 PEAKS = 8
 CLOSE = 0.005
 """Peaks that are tried at most for a time, and the share of one by which the next has to differ."""
+
+WIDE = 1.15
+"""Ratio of the peaks left above which a first idea of what a plan takes is enough."""
 
 FAR_OFF = 0.1
 """Share of the time by which a plan has to miss it for the next peak to be half way, if the last has not halved what is
@@ -105,13 +108,15 @@ class Search:
         """The plan found with the least simulated peak of those that recompute for at most ``seconds``."""
         low, high = (self.least_peak.peak_bytes, self.least_peak.seconds), (self._saved.peak_bytes, 0.0)
         halve = True
-        for number, labels in enumerate((ROUGH_LABELS, *(LABELS,) * PEAKS)):
+        for number in range(1 + PEAKS):
             least, most, before = (1 + CLOSE) * low[0], (1 - CLOSE) * high[0], high[0] / low[0]
             if least > most:
                 break
             guess = np.sqrt(float(low[0]) * high[0]) if halve else _between(low, high, seconds, number)
             middle = int(min(max(guess, least), most))
-            here = self._at(middle, labels)
+            here = self._at(middle, ROUGH_LABELS if before > WIDE else LABELS)
+            if before > WIDE and here is not None and seconds < here.seconds <= NEAR_ENOUGH * seconds:
+                here = self._at(middle)  # it may fit after all
             if here is not None and here.seconds <= seconds:
                 high = middle, here.seconds
             else:
