@@ -7,7 +7,7 @@ its boundary. For a threshold P, fewer bytes kept before a cut are never worse f
     K(j) = min over i < j and mode of  K(i) + kept(i, j)   where  K(i) + local(i, j) <= P
 
 K(N) is finite exactly if some plan peaks at or below P; bisection over P gives the optimum, in O(C² log bytes)
-for C cuts. A second pass, :mod:`ogc.solver.constrained_path`, finds the fastest plan within a peak.
+for C cuts. A second pass, :mod:`ogc.solver.paths`, finds the fastest plan within a peak.
 
 This extends the linear case of Feng & Huang, CVPR 2021, section 3 (checkpoints minimising the kept bytes
 plus the largest interior) to a full memory model and to several levels.
@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan.decisions import Segment, recomputed, saved
-from .constrained_path import LABELS, SLACK, ConstrainedPaths
 from .costs import NEVER, RECOMPUTED, SAVED, Costs, Ints
 from .nested import NestedTable
+from .paths import LABELS, SLACK, ConstrainedPaths
 
 
 class OuterLevel:
@@ -39,6 +39,7 @@ class OuterLevel:
             self.local = costs.local.copy()
             np.minimum(self.at_once, nested.T, out=self.local[RECOMPUTED])
         self.least_local = self.local.min(0)
+        self.prices: NDArray[np.float64] | None = None  # of bytes, for the peak that was asked for last
 
     def least_peak(self, *, above: int = -1, near: int | None = None, tolerance: float = 0.0) -> int:
         """The least peak in bytes that any plan reaches.
@@ -121,7 +122,8 @@ class OuterLevel:
                 taken[parts] = self.table.time(i[numbers[parts]], j[numbers[parts]], peak - before[parts])
             return taken
 
-        path = ConstrainedPaths(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time).fastest(labels, slack)
+        paths = ConstrainedPaths(peak, i, j, limit, kept, time(np.arange(len(i)), least[i]), time)
+        path, self.prices = paths.fastest(labels, slack, self.prices)
         return tuple(self._segment(modes[number], i[number], j[number], peak - before) for number, before in path)
 
     def _room(self, peak: int) -> Ints:

@@ -13,12 +13,12 @@ from tqdm import tqdm
 from ..graph import Graph
 from ..plan.decisions import Decisions, Segment
 from ..plan.simulate import lower_bound
-from .constrained_path import LABELS, SLACK
 from .costs import Costs, SegmentCosts
 from .cuts import choose_grids, narrowest
 from .local_search import Candidate, drop_one_by_one, finest, weigh
 from .nested import NestedTable
 from .outer_level import OuterLevel
+from .paths import LABELS, NEAR_ENOUGH, SLACK
 from .selective import selective, worth_keeping
 
 MAX_CUTS = 800
@@ -48,6 +48,18 @@ small programs, so that there are bytes to spare elsewhere."""
 
 STEP = 1.4
 """Ratio of the peak that a table was made for to the least that it serves: its units get coarse for less."""
+
+
+PEAKS = 8
+CLOSE = 0.005
+"""Peaks that are tried at most for a time, and the share of one by which the next has to differ."""
+
+WIDE = 1.15
+"""Ratio of the peaks left above which a first idea of what a plan takes is enough."""
+
+FAR_OFF = 0.1
+"""Share of the time by which a plan has to miss it for the next peak to be half way, if the last has not halved what is
+left: near the end one of both ends hardly moves."""
 
 
 class Search:
@@ -82,24 +94,40 @@ class Search:
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
         # The simulator may find that plans for a little more fit after all.
-        tried = [self._at(int(peak * share)) for share in (1.07, 1.03, 1.01, 1.0)]
-        found = [c for c in tried if c is not None and c.peak_bytes <= peak]
-        if not found and self.least_peak.peak_bytes <= peak:
-            return self.least_peak
-        return min(found, key=lambda c: (c.seconds, c.peak_bytes), default=None)
+        less = 0.0  # share of what was asked for that the simulator finds
+        for share in (1.07, 1.03, 1.01, 1.0):
+            if share > 1.0 and share * less > 1 + CLOSE:
+                continue
+            here = self._at(int(peak * share))
+            if here is not None and here.peak_bytes <= peak:
+                return here
+            less = less if here is None else here.peak_bytes / (peak * share)
+        return self.least_peak if self.least_peak.peak_bytes <= peak else None
 
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that recompute for at most ``seconds``."""
-        low, high = self.least_peak.peak_bytes, self._saved.peak_bytes
-        for labels in (ROUGH_LABELS,) * 5 + (LABELS,) * 4:
-            middle = int(np.sqrt(float(low) * high))
-            here = self._at(middle, labels)
-            low, high = (low, middle) if here is not None and here.seconds <= seconds else (middle, high)
+        low, high = (self.least_peak.peak_bytes, self.least_peak.seconds), (self._saved.peak_bytes, 0.0)
+        halve = True
+        for number in range(1 + PEAKS):
+            least, most, before = (1 + CLOSE) * low[0], (1 - CLOSE) * high[0], high[0] / low[0]
+            if least > most:
+                break
+            guess = np.sqrt(float(low[0]) * high[0]) if halve else _between(low, high, seconds, number)
+            middle = int(min(max(guess, least), most))
+            here = self._at(middle, ROUGH_LABELS if before > WIDE else LABELS)
+            if before > WIDE and here is not None and seconds < here.seconds <= NEAR_ENOUGH * seconds:
+                here = self._at(middle)  # it may fit after all
+            if here is not None and here.seconds <= seconds:
+                high = middle, here.seconds
+            else:
+                low = middle, low[1] if here is None else here.seconds
+            far = here is None or abs(here.seconds - seconds) > FAR_OFF * seconds
+            halve = far and not halve and (high[0] / low[0]) ** 2 > before
 
         def best() -> Candidate | None:
             return min((c for c in (self.least_peak, *self.seen.values()) if c.seconds <= seconds), default=None)
 
-        if (found := best()) is not None:
+        if (found := best()) is not None and found.peak_bytes > low[0]:
             self._at(found.peak_bytes)  # there may be a faster one for the same bytes
         return best()
 
@@ -150,6 +178,20 @@ class Search:
     def _costs(self) -> Costs:
         """The weights of the outermost level with segments that keep values."""
         return self.weights.costs(*worth_keeping(self.graph)).undominated()
+
+
+def _between(low: tuple[int, float], high: tuple[int, float], seconds: float, number: int) -> float:
+    """A peak between two, about where a plan takes so many seconds, from the peaks and what plans for them take.
+
+    Between a line and a power law, which take turns by the ``number`` of the guess: one is above what plans take where
+    the other is below, so that both ends move.
+    """
+    (small, slow), (large, fast) = low, high
+    if slow <= fast:
+        return float(large)
+    if number % 2 and 0 < fast < seconds:
+        return float(large * (small / large) ** (np.log(seconds / fast) / np.log(slow / fast)))
+    return large - (large - small) * (seconds - fast) / (slow - fast)
 
 
 def _cuts(graph: Graph) -> list[int]:
