@@ -162,11 +162,16 @@ def unrepeatable(model: torch.nn.Module, inputs: torch.Tensor, seed: int, plain:
 
 def timed(run: Run, inputs: torch.Tensor, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of a step, by this clock."""
+    return timed_call(lambda: step(run, inputs), inputs, clock)
+
+
+def timed_call(call: Callable[[], object], inputs: torch.Tensor, clock: Callable[[], float]) -> float:
+    """Seconds of anything that runs on the inputs' device."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if inputs.is_cuda else lambda: None
     with without_fills():
         synchronize()
         start = clock()
-        step(run, inputs)
+        call()
         synchronize()
         return clock() - start
 

@@ -19,7 +19,8 @@ import logging
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,8 +29,8 @@ import torch
 import ogc
 from benchmarks.arguments import positive
 from benchmarks.measuring import (
-    device_name,
     deterministic,
+    device_name,
     environment,
     give_back_freed_memory,
     keep_freed_memory,
@@ -90,18 +91,17 @@ def _refusal(names: Sequence[str], device: torch.device) -> str:
     return ""
 
 
-class _quiet(warnings.catch_warnings):
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Without warnings and what is logged below errors, such as leaves that a network has."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")
-        self.before = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-
-    def __exit__(self, *error: object) -> None:
-        logging.disable(self.before)
-        super().__exit__(*error)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 class Results:

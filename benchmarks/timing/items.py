@@ -11,12 +11,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import ogc
-from benchmarks.measuring import Run, as_before, measure, step, timed
+from benchmarks.measuring import Run, as_before, measure, step, timed, timed_call
 from benchmarks.peers.ways import around_blocks, checkpointed
 
 from .measured import Timing, differing
+from .rounds import Clock, Seconds, clock_of, in_turn
 from .row import Items
-from .rounds import Seconds, clock_of, in_turn
 
 SEGMENTS = (1, 2, 4, 8, 16)
 """They divide the sixteen blocks, and a line through them is mostly told by its ends."""
@@ -57,6 +57,11 @@ def items_of(timing: Timing) -> Items:
         differs=tuple(sorted(differs)),
         rounds=len(seconds[PLAIN]),
     )
+
+
+def _forward_seconds(model: nn.Module, inputs: torch.Tensor, clock: Clock) -> float:
+    with torch.no_grad():
+        return timed_call(lambda: model(inputs), inputs, clock)
 
 
 def in_segments(graph: ogc.Graph, number: int) -> ogc.Plan:

@@ -16,8 +16,8 @@ from benchmarks.peers.comparing import differences
 from benchmarks.peers.ways import Impossible, around_blocks, checkpointed, selectively_checkpointed
 
 from .networks import Subject
-from .row import BLOCKS, NOTHING, OF_BLOCKS, OF_SELECTIVE, PLAIN, SELECTIVE, TimeRow
 from .rounds import Seconds, seconds_of
+from .row import BLOCKS, NOTHING, OF_BLOCKS, OF_SELECTIVE, PLAIN, SELECTIVE, TimeRow
 
 WISHES: dict[str, dict[str, Any]] = {
     "memory 0.7": {"memory_budget": 0.7},

@@ -29,8 +29,9 @@ def draw(rows: Sequence[TimeRow], path: Path) -> None:
     known = [way for way in (NOTHING, OF_BLOCKS, OF_SELECTIVE) if way in ways]
     handles = []
     for colour, way in zip(colours, [*(way for way in ways if way not in known), *known], strict=False):
-        points = [(100 * row.promised, 100 * row.paid) for row in planned if row.way == way]  # type: ignore[operator]
-        ax.scatter(*zip(*points, strict=True), s=16, color=colour, zorder=2)
+        xs = [100 * row.promised for row in planned if row.way == way and row.promised is not None]
+        ys = [100 * row.paid for row in planned if row.way == way and row.paid is not None]
+        ax.scatter(xs, ys, s=16, color=colour, zorder=2)
         handles.append(canvas.Line2D([], [], marker="o", linestyle="", markersize=4, color=colour, label=way))
     for row in sorted(planned, key=lambda row: -abs(row.off))[:LABELLED]:
         place = 100 * row.promised, 100 * row.paid  # type: ignore[operator]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.measuring import MIB
 from benchmarks.row import not_compared
@@ -52,6 +53,11 @@ class TimeRow:
     reason: str = ""
     failed: bool = False
 
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> TimeRow:
+        """From what JSON makes of it."""
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+
     @property
     def is_bitwise(self) -> bool:
         return not self.differs
@@ -98,6 +104,13 @@ class Items:
     over_checkpoint: float
     differs: tuple[str, ...]
     rounds: int
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> Items:
+        """From what JSON makes of it."""
+        more = {int(number): seconds for number, seconds in data["more_seconds"].items()}
+        tuples = {key: tuple(data[key]) for key in ("input_shape", "differs")}
+        return cls(**{**data, **tuples, "more_seconds": more})
 
 
 def printed(rows: Sequence[TimeRow]) -> str:
