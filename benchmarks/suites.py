@@ -2,8 +2,8 @@
 
 A run is one process that writes one file. ``full`` writes what is committed in ``benchmarks/results``, docs/results.md
 and the README's table, in less than three hours on two cores. ``quick`` makes a little of every kind of result in
-``build/quick``, in less than ten minutes. ``cuda`` is what is still to be measured. ``time`` is the run of ``full`` that
-holds promised time against the clock, with nothing beside it.
+``build/quick``, in less than ten minutes. ``cuda`` is what is still to be measured. ``time`` is the run
+of ``full`` that holds promised time against the clock, with nothing beside it.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ SUBJECTS: dict[str, Subject] = {
     "convnext_tiny": _known("convnext_tiny", 1),
     "vit_b_16": _known("vit_b_16", 2),
     "swin_t": _known("swin_t", 1),
-    "maxvit_t": _torchvision("maxvit_t", "convolutions, attention in blocks, in grids", r"blocks\.\d\.layers\.\d", 1, 224),
+    "maxvit_t": _torchvision("maxvit_t", "convolutions, attention in grids", r"blocks\.\d\.layers\.\d", 1, 224),
     "mixer_s16_224": _other(
         "linear layers across patches, across channels", partial(timm_model, "mixer_s16_224"), r"blocks\.\d+", 2, 224,
         package="timm",

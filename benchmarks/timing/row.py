@@ -56,7 +56,8 @@ class TimeRow:
     @classmethod
     def read(cls, data: dict[str, Any]) -> TimeRow:
         """From what JSON makes of it."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**fields)
 
     @property
     def is_bitwise(self) -> bool:
