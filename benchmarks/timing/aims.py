@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
+from benchmarks.measuring import MIB
 from ogc.graph import table
 
 from .networks import TINY
@@ -135,8 +136,15 @@ def _within_selective(ours: Mapping[str, TimeRow], theirs: Mapping[str, TimeRow]
 
 
 def _without(ours: Mapping[str, TimeRow], theirs: Mapping[str, TimeRow]) -> tuple[str, ...]:
-    """Networks for which there is no plan at the memory of a peer that runs."""
-    return tuple(f"{arch} ({row.reason})" for arch, row in ours.items() if row.paid is None and arch in theirs)
+    """Networks for which there is no plan at the memory of a peer that runs, or one that was measured to need more."""
+    both = [(arch, row, theirs[arch]) for arch, row in ours.items() if arch in theirs]
+    none = [f"{arch} ({row.reason})" for arch, row, _ in both if row.paid is None]
+    more = [
+        f"{arch} (needs {ours.peak_bytes / MIB:.2f} MiB, not {other.peak_bytes / MIB:.2f})"
+        for arch, ours, other in both
+        if ours.peak_bytes > other.peak_bytes
+    ]
+    return (*none, *more)
 
 
 def _repeated(rows: Mapping[str, TimeRow]) -> list[Finding]:

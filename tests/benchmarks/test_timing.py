@@ -83,6 +83,12 @@ def test_at_the_memory_of_blocks():
     assert missed([row("a", BLOCKS, -0.01), row("a", OF_BLOCKS, 0.0)], "geometric mean")[0] == "1.00"
 
 
+def test_a_plan_that_needs_more_than_the_peer_is_named():
+    rows = [row("a", BLOCKS, 0.3, peak_bytes=2**20), row("a", OF_BLOCKS, 0.1, 0.1, peak_bytes=2**21)]
+    rows = [replace(r, plain_bytes=2**22) for r in rows]
+    assert missed(rows, "save memory: worst") == ("0.33", ("a (needs 2.00 MiB, not 1.00)",))
+
+
 def test_at_the_memory_of_selective():
     rows = [row("a", SELECTIVE, 0.2), row("a", OF_SELECTIVE, 0.203, 0.2)]
     assert missed(rows, "memory of selective") == ("+0.3", ("a (+0.3)",))
