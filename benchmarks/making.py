@@ -46,12 +46,12 @@ def _run(run: Run, folder: Path) -> int:
         run.command(folder),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
+        stdout=None if run.is_shown else subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
     )
-    said = f"failed with status {done.returncode}:\n{_tail(done.stdout)}" if done.returncode else "done"
+    said = f"failed with status {done.returncode}:\n{_tail(done.stdout or '')}" if done.returncode else "done"
     print(f"{run.name}: {said} ({time.perf_counter() - start:.0f} s)", flush=True)
     return done.returncode
 

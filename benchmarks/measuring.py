@@ -160,15 +160,20 @@ def unrepeatable(model: torch.nn.Module, inputs: torch.Tensor, seed: int, plain:
     return tuple(name for name, value in plain.tensors.items() if not same_bits(value, again.tensors[name]))
 
 
-def timed(run: Run, inputs: torch.Tensor) -> float:
-    """Seconds of a step."""
+def timed(run: Run, inputs: torch.Tensor, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of a step, by this clock."""
+    return timed_call(lambda: step(run, inputs), inputs, clock)
+
+
+def timed_call(call: Callable[[], object], inputs: torch.Tensor, clock: Callable[[], float]) -> float:
+    """Seconds of anything that runs on the inputs' device."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if inputs.is_cuda else lambda: None
     with without_fills():
         synchronize()
-        start = time.perf_counter()
-        step(run, inputs)
+        start = clock()
+        call()
         synchronize()
-        return time.perf_counter() - start
+        return clock() - start
 
 
 def keep_freed_memory() -> bool:

@@ -2,14 +2,15 @@
 
 A run is one process that writes one file. ``full`` writes what is committed in ``benchmarks/results``, docs/results.md
 and the README's table, in less than three hours on two cores. ``quick`` makes a little of every kind of result in
-``build/quick``, in less than ten minutes. ``cuda`` is what is still to be measured.
+``build/quick``, in less than ten minutes. ``cuda`` is what is still to be measured. ``time`` is the run
+of ``full`` that holds promised time against the clock, with nothing beside it.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,11 +19,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Run:
-    """Attributes: ``name``; ``arguments`` of Python, without --json; the ``file`` that it writes into the results."""
+    """Attributes: ``name``; ``arguments`` of Python, without --json; the ``file`` that it writes into the results;
+    whether what it says is shown while it runs, or only where it fails.
+    """
 
     name: str
     arguments: str
     file: str
+    is_shown: bool = False
 
     def command(self, folder: Path) -> list[str]:
         path = folder / self.file
@@ -58,7 +62,10 @@ TORCHVISION = """
 """
 """Every family of torchvision, by its smaller models."""
 
+TIME = Run("time", "-m benchmarks.timing --device cpu", "time/cpu.json")
+
 FULL = (
+    TIME,
     Run("solvers", f"{SMALL} all {SOLVERS}", "cpu_solvers.json"),
     Run("published_2", f"{PUBLISHED} densenet121 densenet169 densenet161 alexnet vgg11 vgg13", "cpu_published_2.json"),
     Run(
@@ -96,6 +103,7 @@ QUICK = (
     Run("published", f"{PUBLISHED} darts_cifar10", "cpu_published.json"),
     Run("solvers", f"{SMALL} resnet18 vgg11 densenet121 {SOLVERS}", "cpu_solvers.json"),
     Run("sliced", f"{SMALL} alexnet --batch-slices 4", "cpu_sliced.json"),
+    Run("time", "-m benchmarks.timing --device cpu --seconds 2 small_blocks lstm", "time/cpu.json"),
 )
 
 CUDA = (
@@ -105,10 +113,12 @@ CUDA = (
         "benchmark.py --device cuda:0 --compare --arch resnet50 densenet121 gpt2_small unet",
         "compare/cuda.json",
     ),
+    Run("time", "-m benchmarks.timing --device cuda:0", "time/cuda.json"),
 )
 
 SUITES = {
     "quick": Suite(QUICK, folder=ROOT / "build" / "quick"),
     "full": Suite(FULL),
     "cuda": Suite(CUDA, at_once=1),
+    "time": Suite((replace(TIME, is_shown=True),), at_once=1),
 }

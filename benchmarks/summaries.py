@@ -8,6 +8,9 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from .timing.aims import findings
+from .timing.row import Items, TimeRow
+
 MIB = 2**20
 
 Data = dict[str, Any]
@@ -196,6 +199,28 @@ def reason(error: str) -> str:
     if len(places) > 1 and " of a tensor at " in places[1]:
         return f"{places[0]} and {len(places) - 1} more place{'s' if len(places) > 2 else ''}"
     return text
+
+
+def timing(runs: Sequence[Data]) -> str:
+    """A row for each question, of each device; below it what misses the aims, and the picture."""
+    header = "device | question | of | found | aim | misses it"
+    cells = []
+    for run in runs:
+        items = run.get("items")
+        answers = findings([TimeRow.read(row) for row in run["rows"]], items and Items.read(items))
+        cells += [
+            [run["machine"]["device"], a.question, a.of, a.found, a.aim or "–", _first(a.missed)] for a in answers
+        ]
+    return table(header, cells)
+
+
+MISSES = 4
+"""Networks that are named in a cell; the run prints all of them."""
+
+
+def _first(missed: Sequence[str]) -> str:
+    named = "; ".join(text.replace("|", "/") for text in missed[:MISSES])
+    return (named + (f" and {len(missed) - MISSES} more" if len(missed) > MISSES else "")) or "–"
 
 
 def on_cuda(runs: Sequence[Data]) -> str:

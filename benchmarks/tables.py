@@ -189,6 +189,15 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         summaries.zoo,
     ),
     (
+        "Time: promised and paid",
+        "time/*.json",
+        "What plans promise to recompute and what a step then takes longer, as shares of the plain step: CPU seconds "
+        "on one thread, all ways to run a network in turn, the median of the ratios within a round. *Blocks* and "
+        "*selective* are `torch.utils.checkpoint` and its selective form on every block. A picture lies beside the "
+        "data.",
+        summaries.timing,
+    ),
+    (
         "On CUDA",
         "cuda_published*.json",
         "The published table where it was measured: what the simulator and the profiler predict, and what the "

@@ -69,7 +69,7 @@ class Architecture:
         return row is not None and (batch_size, size) == (row.batch_size, row.image_size)
 
 
-def _torchvision(name: str) -> nn.Module:
+def torchvision_model(name: str) -> nn.Module:
     import torchvision
 
     keywords = {"init_weights": True} if name in ("inception_v3", "googlenet") else {}
@@ -152,7 +152,7 @@ def _additions(model: Additions) -> list[Layer]:
 
 
 def _of_table(name: str, description: str, published: Published, **fields: Any) -> Architecture:
-    build = partial(_search_space if name in NETWORKS else _torchvision, name)
+    build = partial(_search_space if name in NETWORKS else torchvision_model, name)
     return Architecture(
         description, build, Images(published.image_size), published.batch_size, published=published, **fields
     )
@@ -224,24 +224,24 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "googlenet": Architecture(
         "blocks of parallel branches, two auxiliary classifiers (Szegedy et al., 2015)",
-        partial(_torchvision, "googlenet"), Images(224), 64, r"inception\d\w",
+        partial(torchvision_model, "googlenet"), Images(224), 64, r"inception\d\w",
         "the auxiliary classifiers read from the middle",
     ),
     "mobilenet_v3_large": Architecture(
         "inverted residual blocks, depthwise convolutions (Howard et al., 2019)",
-        partial(_torchvision, "mobilenet_v3_large"), Images(224), 64, r"features\.([1-9]|1[0-5])", _flat_features,
+        partial(torchvision_model, "mobilenet_v3_large"), Images(224), 64, r"features\.([1-9]|1[0-5])", _flat_features,
     ),
     "convnext_tiny": Architecture(
         "convolutions arranged as in a transformer (Liu et al., 2022)",
-        partial(_torchvision, "convnext_tiny"), Images(224), 32, r"features\.[1357]\.\d+", _convnext,
+        partial(torchvision_model, "convnext_tiny"), Images(224), 32, r"features\.[1357]\.\d+", _convnext,
     ),
     "swin_t": Architecture(
         "attention within shifted windows (Liu et al., 2021)",
-        partial(_torchvision, "swin_t"), Images(224), 32, r"features\.[1357]\.\d+", _swin,
+        partial(torchvision_model, "swin_t"), Images(224), 32, r"features\.[1357]\.\d+", _swin,
     ),
     "vit_b_16": Architecture(
         "a transformer on patches of 16×16 pixels (Dosovitskiy et al., 2021)",
-        partial(_torchvision, "vit_b_16"), Images(224), 32, r"encoder\.layers\.encoder_layer_\d+", _vit,
+        partial(torchvision_model, "vit_b_16"), Images(224), 32, r"encoder\.layers\.encoder_layer_\d+", _vit,
     ),
     "bert_base": Architecture(
         "transformer encoder: 12 layers, 768 wide, 12 heads (Devlin et al., 2019)",

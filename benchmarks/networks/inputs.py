@@ -12,15 +12,16 @@ from ogc import InputError
 
 @dataclass(frozen=True)
 class Images:
-    """Square RGB images: N, 3, size, size."""
+    """Square images, RGB by default: N, channels, size, size."""
 
     size: int
+    channels: int = 3
 
     def sample(self, batch_size: int, size: int | None = None) -> Tensor:
-        return torch.randn(batch_size, 3, *[size or self.size] * 2)
+        return torch.randn(batch_size, self.channels, *[size or self.size] * 2)
 
     def __str__(self) -> str:
-        return f"3×{self.size}×{self.size} images"
+        return f"{self.channels}×{self.size}×{self.size} images"
 
 
 @dataclass(frozen=True)

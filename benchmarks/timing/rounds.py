@@ -1,0 +1,101 @@
+"""Steps of several runs in turn, and what they pay over the first of them: the median of the ratios within a round."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median, quantiles
+
+import torch
+
+from benchmarks.measuring import Run, timed
+
+Clock = Callable[[], float]
+
+LEAST_ROUNDS = 7
+"""Three on each side of the median: what other work on the machine disturbs is left out."""
+
+SECONDS = 20.0
+"""How long a network's rounds go on at least, so that quick steps, which vary more, have more of them."""
+
+MOST_ROUNDS = 201
+"""Even so: a quantile of two hundred is as good as it gets."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Kernels run on one thread, so that their time is CPU time; as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """CPU seconds of this process, which others on the machine do not add to; on CUDA those of the wall."""
+    return time.perf_counter if device.type == "cuda" else time.process_time
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one run, a number for each round.
+
+    Attributes:
+        own: seconds of its steps.
+        plain: those of the plain model's in the same rounds.
+    """
+
+    own: Sequence[float]
+    plain: Sequence[float]
+
+    @property
+    def paid(self) -> float:
+        """The overhead, as a share of the plain step."""
+        return median(self._ratios) - 1
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Between which the overheads of the middle half of the rounds are."""
+        if len(self.own) < 2:
+            return self.paid, self.paid
+        low, _, high = quantiles(self._ratios, n=4, method="inclusive")
+        return low - 1, high - 1
+
+    @property
+    def _ratios(self) -> list[float]:
+        return [own / plain for own, plain in zip(self.own, self.plain, strict=True)]
+
+
+def in_turn(steps: Mapping[str, Callable[[], float]], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds of every step in every round, after one that does not count.
+
+    There are at least ``rounds`` of them, and more until ``seconds`` are spent. Each begins with another step, so that
+    none always follows the same one.
+    """
+    gc.collect()
+    start = time.perf_counter()
+    for step in steps.values():
+        step()
+    each = time.perf_counter() - start
+    number = max(rounds, min(MOST_ROUNDS, math.floor(seconds / max(each, 1e-9))))
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for first in (number % len(names) for number in range(number)):
+        for name in (*names[first:], *names[:first]):
+            found[name].append(steps[name]())
+    return found
+
+
+def seconds_of(runs: Mapping[str, Run], inputs: torch.Tensor, rounds: int, seconds: float) -> dict[str, Seconds]:
+    """The time of steps of these runs, of which the first is the plain model; gradients add up meanwhile."""
+    clock = clock_of(inputs.device)
+    found = in_turn({name: partial(timed, run, inputs, clock) for name, run in runs.items()}, rounds, seconds)
+    plain = found[next(iter(runs))]
+    return {name: Seconds(own, plain) for name, own in found.items()}
