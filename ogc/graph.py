@@ -109,7 +109,7 @@ class Graph:
         values: indexed by the numbers in ``Operation.reads``, ``writes`` and ``saves``.
         program: the executable form that the runtime runs (opaque to the solver), or None.
         device: where the weights hold, e.g. ``"cpu"``.
-        profile: how the weights were found, ``"estimate"`` or ``"measure"``.
+        profile: how the weights were found, ``"estimate"``, ``"time"`` or ``"measure"``.
         stretches: first and last operation of stretches that can be run slice by slice; see :func:`ogc.parse`.
         plain_peak_bytes: peak of the plain model, where these operations are not the plain model's; else None.
         runtime: what the runtime's own work takes.

@@ -51,7 +51,7 @@ def optimize(
             such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
         max_overhead: the least peak with at most this share of a plain step's time recomputed.
         solver: another name than ``"optimal"`` plans by a method to compare with; see :func:`ogc.solve`.
-        profile: how operations are weighed, ``"auto"``, ``"estimate"`` or ``"measure"``; see
+        profile: how operations are weighed, ``"auto"``, ``"time"``, ``"estimate"`` or ``"measure"``; see
             :func:`ogc.parse`.
         batch_slices: allow stretches of convolutions, activations, pooling, linear layers and layer norms to
             run in so many slices of the batch where that makes the plan better. Results then differ from

@@ -85,8 +85,8 @@ def slice_batch(
     while (hot := _hot_stretch(choices[-1])) is not None:
         choices.append(choose((*choices[-1].stretches, hot), "estimate"))
     best = min(choices, key=rank)
-    if best.stretches and graph.profile == "measure":
-        best = min(choices[0], choose(best.stretches, "measure"), key=rank)
+    if best.stretches and graph.profile != "estimate":
+        best = min(choices[0], choose(best.stretches, graph.profile), key=rank)
     if best.plan is None:
         assert failure is not None
         raise failure

@@ -104,13 +104,13 @@ def device_of(device: torch.device | str) -> torch.device:
 
 
 def profile_kind(profile: str, home: torch.device, target: torch.device) -> str:
-    if profile not in ("auto", "estimate", "measure"):
-        raise InputError(f"profile must be 'auto', 'estimate' or 'measure', not {profile!r}")
+    if profile not in ("auto", "time", "estimate", "measure"):
+        raise InputError(f"profile must be 'auto', 'time', 'estimate' or 'measure', not {profile!r}")
     if target.type != home.type:
-        if profile == "measure":
+        if profile in ("time", "measure"):
             raise InputError(f"cannot measure for {target} on a model that is on {home}")
         return "estimate"
-    return ("measure" if home.type == "cuda" else "estimate") if profile == "auto" else profile
+    return ("measure" if home.type == "cuda" else "time") if profile == "auto" else profile
 
 
 def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

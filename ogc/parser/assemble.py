@@ -17,6 +17,7 @@ from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
 from .traced import Traced
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
+from .weigh.host import runtime_costs
 from .weigh.record import Observation, Record
 
 
@@ -33,7 +34,7 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     each = zip(records, live, in_forms, of_plain, seen, strict=True)
     operations = tuple(_operation(*of_one) for of_one in each)
     program = program_of(spec, traced, observation, taken)
-    return Graph(operations, values_of(observation), program, device, kind)
+    return Graph(operations, values_of(observation), program, device, kind, runtime=runtime_costs(kind != "estimate"))
 
 
 def _returned(graph: torch.fx.Graph) -> list[torch.fx.Node]:

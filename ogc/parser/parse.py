@@ -36,6 +36,7 @@ from .weigh.leaf import Profiler, weigh
 from .weigh.measure import Measurer
 from .weigh.observe import Visit, observe
 from .weigh.record import Observation, Record
+from .weigh.timing import Timer
 
 
 @collecting_new_only()
@@ -66,8 +67,8 @@ def parse(
             :class:`ogc.GraphBuilder`, or the published ``(networkx.MultiDiGraph, source, target)``. It must
             give bitwise what the forward gives. Without it the model's own method of that name is used if
             there is one; with False the forward all the same.
-        profile: ``"estimate"`` finds the weights from shapes, ``"measure"`` times each operation on the
-            device, ``"auto"`` measures on CUDA and estimates elsewhere.
+        profile: ``"estimate"`` finds the weights from shapes, ``"time"`` measures how long each operation takes on the
+            device and estimates its bytes, ``"measure"`` measures both, ``"auto"`` both on CUDA and times elsewhere.
         device: weigh for this device instead of the model's own; it need not exist here (implies
             ``profile="estimate"``). The graph is then for study: it cannot be run there.
         stretches: of ``graph.stretches`` of the same model: each becomes one operation that runs forward and
@@ -115,7 +116,8 @@ def parse(
 
 def profiler_of(kind: str, device: torch.device, home: torch.device) -> Profiler:
     """What weighs operations for ``device`` by measuring or by estimating; the model is on ``home``."""
-    return Measurer(home) if kind == "measure" else Estimator(device, home)
+    measuring = {"measure": Measurer, "time": Timer}
+    return measuring[kind](home) if kind in measuring else Estimator(device, home)
 
 
 def record_program(sample: Sample, make: ParseGraph | None, leaves: Leaves) -> Traced:

@@ -193,8 +193,8 @@ class Frame:
         places = zip(code.externals, now, self.versions_of_bound, strict=True)
         written = [known.get(id(bound[place]), "") for place, here, then in places if here != then]
         raise ReplayError(
-            f"{next(filter(None, replaced + written), 'an input of the model')} was modified in place or replaced between "
-            f"the forward and the backward, so part {code.number} of the plan cannot be recomputed; run the "
+            f"{next(filter(None, replaced + written), 'an input of the model')} was modified in place or replaced "
+            f"between the forward and the backward, so part {code.number} of the plan cannot be recomputed; run the "
             "backward before the change (for example before optimizer.step())"
         )
 

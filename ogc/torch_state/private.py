@@ -85,8 +85,9 @@ is_functorch_active: Any = _C._are_functorch_transforms_active
 
 
 NN_FUNCTIONS = "torch._C._nn"
+"""What generated code calls ``nn_functions``. Without it as without these."""
 nn_functions: Any = _C._nn
-"""Functions that call operators such as gelu, and their name. Without them these are called more slowly."""
+"""Functions that call operators such as gelu. Without them these are called by ``torch.ops``, which takes longer."""
 
 
 def schema_of(operator: Any) -> Any:

@@ -1,7 +1,7 @@
 """Seconds of one operation by running it; its bytes are estimated, which on a CPU is exact.
 
 Each distinct call is run by itself, forward and backward, once in a process: what is planned twice is planned with the
-same times. Warmed up, a short one is run several times and counts as the quickest, which one slow run does not touch.
+same times. Warmed up, a short one is run several times and counts as the median, which one slow run does not touch.
 What the host takes to start a backward is not counted, as a step starts one.
 """
 
@@ -12,12 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
+from statistics import median
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ...operators.registry import live_arguments
+from ...operators.sliced import Sliced
 from ...operators.weights import Weights
 from ...program.program import WithoutGrad, has_history, tensor_leaves
 from ...torch_state.private import OpOverload, pytree
@@ -34,8 +36,11 @@ SHORT_SECONDS = 0.004
 LEAST, MOST = 3, 12
 
 AFFORDABLE_SECONDS = 30.0
-"""When measuring has taken so long, the rest is estimated, at the pace of what was measured: a few calls make up most of
-a network's time, and the longest wait for a plan is a matter of patience."""
+"""When measuring has taken so long, the rest is estimated, at the pace of what was measured: how long one waits for a
+plan is a matter of patience, and a few calls make up most of a network's time."""
+
+EVICTING_BYTES = 4 << 20
+"""More than a core's own cache has, on servers of these years."""
 
 _KNOWN = 20_000
 """Calls whose times are remembered: a network has some hundreds."""
@@ -64,11 +69,11 @@ class Timer(Measurer):
         """The weights of a call of an operator with these arguments."""
         weights = self.estimator.weigh(record, args, kwargs)
         target = record.node.target
-        if not isinstance(target.operator if isinstance(target, WithoutGrad) else target, OpOverload):
+        kernel = target.operator if isinstance(target, WithoutGrad) else target
+        if not isinstance(kernel, (OpOverload, Sliced)):
             return weights
-        function = (
-            attrgetter(record.bindings[target].removeprefix("torch."))(torch) if target in record.bindings else target
-        )
+        binding = record.bindings.get(target)
+        function = target if binding is None else attrgetter(binding.removeprefix("torch."))(torch)
         weights = self._timed(record, function, args, kwargs, weights)
         if record.form is not None and weights.low_memory is not None:
             form = self._timed(record, record.form.target, args, kwargs, weights.low_memory)
@@ -91,8 +96,13 @@ class Timer(Measurer):
             _known[key] = found
         found = _known[key]
         self.estimated, self.measured = self.estimated + guess, self.measured + found.forward + found.backward
+        again = found.forward if weights.again_seconds else 0.0
         return replace(
-            weights, forward_seconds=found.forward, backward_seconds=found.backward, repeat_seconds=found.repeat
+            weights,
+            forward_seconds=found.forward,
+            backward_seconds=max(0.0, found.backward - again),
+            again_seconds=again,
+            repeat_seconds=found.repeat,
         )
 
     def _at_pace(self, weights: Weights) -> Weights:
@@ -107,10 +117,10 @@ class Timer(Measurer):
 
     def measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:
         """No bytes, and seconds of ``run``, each time prepared anew."""
-        return 0, self.quickest(run, prepare)
+        return 0, self.typical(run, prepare)
 
-    def quickest(self, run: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-        """Seconds of the quickest of some runs, the first of which does not count."""
+    def typical(self, run: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+        """Seconds of a run in the middle of some, the first of which does not count."""
 
         def timed() -> float:
             prepare()
@@ -123,7 +133,7 @@ class Timer(Measurer):
         first = timed()
         if first > LONG_SECONDS:
             return min(first, timed())
-        return min(timed() for _ in range(max(LEAST, min(MOST, int(SHORT_SECONDS / max(first, 1e-9))))))
+        return median(timed() for _ in range(max(LEAST, min(MOST, int(SHORT_SECONDS / max(first, 1e-9))))))
 
 
 class _Call:
@@ -147,22 +157,30 @@ class _Call:
     def forward(self) -> None:
         self.result = self.function(*self.args, **self.kwargs)
 
+    def prepare_forward(self) -> None:
+        """Fresh inputs: in a step, at least parameters are in no cache."""
+        self.prepare()
+        _evict()
+
+    def prepare_backward(self) -> None:
+        """Fresh inputs, a forward, and the gradients of its results: in a step, what it saved is in no cache."""
+        self.prepare()
+        self.forward()
+        self.ends = [t for t in tensor_leaves(self.result) if has_history(t)]
+        _evict()
+        self.gradients = [torch.ones_like(end) for end in self.ends]
+
+    def backward(self) -> None:
+        torch.autograd.grad(self.ends, self.edges, self.gradients, allow_unused=True)
+
     def seconds(self, repeats: bool) -> Seconds:
         with torch.enable_grad():
-            again = self.prepare if self.in_place else lambda: None
-            forward = self.timer.quickest(self.forward, again)
+            forward = self.timer.typical(self.forward, self.prepare_forward)
             repeat = self._repeat(forward) if repeats else None
-            self.prepare()
-            self.forward()
-            ends = [t for t in tensor_leaves(self.result) if has_history(t)]
-            if not ends or not self.starts:
+            self.prepare_backward()
+            if not self.ends or not self.starts:
                 return Seconds(forward, repeat=repeat)
-            given = [torch.ones_like(end) for end in ends]
-
-            def backward() -> None:
-                torch.autograd.grad(ends, self.edges, given, retain_graph=True, allow_unused=True)
-
-            whole = self.timer.quickest(backward)
+            whole = self.timer.typical(self.backward, self.prepare_backward)
         return Seconds(forward, max(0.1 * whole, whole - start_seconds(str(self.timer.device))), repeat)
 
     def _repeat(self, forward: float) -> float:
@@ -171,7 +189,17 @@ class _Call:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()), lambda packed: packed):
             self.forward()
         internal = saved[-2:]
-        return min(forward, self.timer.quickest(lambda: self.function(*self.args, *internal, **self.kwargs)))
+        return min(forward, self.timer.typical(lambda: self.function(*self.args, *internal, **self.kwargs)))
+
+
+def _evict() -> None:
+    """Read and write so many bytes that what was used before is not in a core's cache."""
+    _block().add_(1)
+
+
+@cache
+def _block() -> torch.Tensor:
+    return torch.zeros(EVICTING_BYTES // 4)
 
 
 @cache
@@ -186,7 +214,7 @@ def start_seconds(device: str) -> float:
             for _ in range(length):
                 end = end.view(1)
             one = torch.ones_like(end)
-            return timer.quickest(lambda: torch.autograd.grad(end, x, one, retain_graph=True))
+            return timer.typical(lambda: torch.autograd.grad(end, x, one, retain_graph=True))
 
     short, long = of_chain(1), of_chain(21)
     return max(0.0, short - (long - short) / 20)

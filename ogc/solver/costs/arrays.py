@@ -63,6 +63,9 @@ class ProgramArrays:
         self.backward_peak = np.array([op.backward_bytes for op in ops], np.int64)
         self.late_peak = np.array([op.late_bytes for op in ops], np.int64)
         self.seconds = np.array(graph.repeat_seconds)
+        seen = prefix(np.array([op.saved_tensors for op in ops], np.int64))[self.cuts]
+        # [i, j]: of the runtime, where the operations from cut i to j are one run.
+        self.run_seconds = graph.runtime.run + graph.runtime.saved_tensor * np.maximum(0, seen[None, :] - seen[:, None])
         self.replayable = np.array([op.replayable for op in ops], bool)
 
     def _within(self) -> Bools:

@@ -190,7 +190,7 @@ class SegmentCosts(RecomputeCosts):
             kept=self._kept(stay, internal),
             forward=self._forward(stay, internal),
             local=np.maximum(self._backward_from(asking), recompute),
-            seconds=self._from_cut(alive * self.seconds[:, None]),
+            seconds=self._from_cut(alive * self.seconds[:, None]) + self.run_seconds,
         )
 
     def _kept(self, stay: Bools, internal: Ints) -> Ints:
