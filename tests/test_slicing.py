@@ -190,5 +190,5 @@ def test_slice_stretches_leaves_other_operations_alone():
     one = graph.call_function(aten.relu.default, (x,))
     two = graph.call_function(aten.tanh.default, (one,))
     graph.output(graph.call_function(aten.mean.default, (two,)))
-    slice_stretches(graph, [(one.name, two.name)], 2)
+    slice_stretches(graph, [(one.name, two.name)], 2, torch.device("cpu"))
     assert [n.name for n in graph.nodes if n.op == "call_function"] == ["sliced", "mean_default"]

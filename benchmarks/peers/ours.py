@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import ogc
+from ogc.graph import Form, Operation, RuntimeCosts
 
 from .row import PeerRow
 
@@ -58,6 +59,14 @@ def frontier_by_flops(graph: ogc.Graph) -> list[ogc.Plan]:
     def seconds(flops: int, measured: float) -> float:
         return flops / rate + measured / 1000
 
+    def in_flops(op: Operation, form: Form) -> Form:
+        return replace(
+            form,
+            forward_seconds=seconds(op.forward_flops, form.forward_seconds),
+            backward_seconds=seconds(op.backward_flops, form.backward_seconds),
+            repeat_seconds=None if form.repeat_seconds is None else seconds(op.forward_flops, form.repeat_seconds),
+        )
+
     operations = tuple(
         replace(
             op,
@@ -65,10 +74,11 @@ def frontier_by_flops(graph: ogc.Graph) -> list[ogc.Plan]:
             backward_seconds=seconds(op.backward_flops, op.backward_seconds),
             again_seconds=seconds(op.again_flops, op.again_seconds),
             repeat_seconds=None if op.repeat_seconds is None else seconds(op.forward_flops, op.repeat_seconds),
+            low_memory=op.low_memory and in_flops(op, op.low_memory),
         )
         for op in graph.operations
     )
-    plans = ogc.frontier(replace(graph, operations=operations), points=POINTS).plans
+    plans = ogc.frontier(replace(graph, operations=operations, runtime=RuntimeCosts()), points=POINTS).plans
     return [ogc.make_plan(graph, plan.decisions, plan.solver) for plan in plans]
 
 

@@ -12,13 +12,13 @@ from ..graph import Form, Graph, Operation, Value
 from ..operators.registry import copies_strided_gradients
 from ..operators.weights import Weights
 from ..program.leaf import runs_once
-from ..program.program import LowMemoryForm, Program, TensorRef
+from ..program.program import LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
 from .traced import Traced
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
 from .weigh.host import runtime_costs
-from .weigh.record import Observation, Record
+from .weigh.record import Observation, Record, SeenForm
 
 
 def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: str, kind: str) -> Graph:
@@ -63,7 +63,11 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         inputs=spec,
         outputs=traced.output_spec,
         saves=tuple(tuple(record.saves) for record in records),
-        forms={t: LowMemoryForm(r.form.target, r.form.saves) for t, r in enumerate(records) if r.form is not None},
+        forms={
+            t: LowMemoryForm(record.form.target, _saves_of_form(record.form, observation.storages))
+            for t, record in enumerate(records)
+            if record.form is not None
+        },
         storages=observation.storages,
         differentiable=frozenset(
             ref for r in records for ref, flag in zip(r.outputs, r.differentiable, strict=True) if flag
@@ -98,11 +102,16 @@ def memory_of(
     return fields
 
 
+def _saves_of_form(form: SeenForm, storages: dict[TensorRef, int]) -> tuple[Saved, ...]:
+    """What a form saves; a result that a leaf has made a buffer of is no value."""
+    return tuple(s if s.tensor is None or s.tensor in storages else Saved(external=True) for s in form.saves)
+
+
 def _seen_form(record: Record, storages: dict[TensorRef, int]) -> Form | None:
     """What was seen of an operation's low-memory form, without its weights."""
     if record.form is None:
         return None
-    saves = dict.fromkeys(storages[saved.tensor] for saved in record.form.saves if saved.tensor is not None)
+    saves = dict.fromkeys(storages[s.tensor] for s in _saves_of_form(record.form, storages) if s.tensor is not None)
     return Form(saves=tuple(saves), internal_bytes=record.form.internal_bytes)
 
 

@@ -57,7 +57,8 @@ def parse(
 
     The forward runs on copies of the sample input, each time with the memory of inference: once to be recorded,
     once unrecorded to be the judge of that, and as a program twice, to be judged and to see what each operation
-    reads, writes and saves. All must give the same bits. Buffers, flags and random states are afterwards as before.
+    reads, writes and saves. All must give the same bits. Measuring takes the memory of one operation's backward on
+    top. Buffers, flags and random states are afterwards as before.
 
     Args:
         model: any module; it is parsed as it stands (training flags, dtypes, device).

@@ -53,14 +53,15 @@ def test_the_least_peak_is_reached_in_as_little_time_as_within_a_budget(wish, th
 
 @pytest.mark.parametrize("threads", [1], indirect=True)
 def test_what_is_better_lost_goes_whatever_the_times(monkeypatch, threads):
-    graph, noise = ogc.parse(PUBLISHED["resnet18"].build(), images("resnet18", 8)), random.Random(0)
+    model, noise = PUBLISHED["resnet18"].build(), random.Random(0)
+    graph = ogc.parse(model, images("resnet18", 8), profile="estimate")
     peaks = []
     for _ in range(6):
         slower = [replace(op, forward_seconds=op.forward_seconds * noise.uniform(0.8, 1.2)) for op in graph.operations]
         peaks.append(ogc.solve(replace(graph, operations=tuple(slower))).peak_bytes)
     assert max(peaks) <= 1.01 * min(peaks)
     monkeypatch.setattr(local_search, "DROP_SIMULATIONS", 0)
-    assert max(peaks) <= 0.92 * ogc.solve(graph).peak_bytes
+    assert max(peaks) <= 0.93 * ogc.solve(graph).peak_bytes
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ class Timer(Measurer):
         kernel = target.operator if isinstance(target, WithoutGrad) else target
         if not isinstance(kernel, (OpOverload, Sliced)):
             return weights
-        binding = record.bindings.get(target)
+        binding = record.bindings.get(target) if target is kernel else None  # which would run with gradients
         function = target if binding is None else attrgetter(binding.removeprefix("torch."))(torch)
         weights = self._timed(record, function, args, kwargs, weights)
         if record.form is not None and weights.low_memory is not None:
