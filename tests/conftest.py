@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ogc.parser import arguments
 from ogc.runtime import frame
 
 
@@ -27,6 +28,18 @@ def deterministic():
 )
 def device(request):
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def same_times(request, monkeypatch):
+    """Times are estimated, so that plans are the same each time, but for tests of ``measured_times``."""
+    if "measured_times" not in request.fixturenames:
+        monkeypatch.setitem(arguments.AUTO, "cpu", "estimate")
+
+
+@pytest.fixture
+def measured_times():
+    """For tests that plan with times as users do."""
 
 
 @pytest.fixture

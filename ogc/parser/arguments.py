@@ -103,6 +103,10 @@ def device_of(device: torch.device | str) -> torch.device:
         raise InputError(f"device must be a torch.device or its name, such as 'cuda', not {device!r}") from None
 
 
+AUTO = {"cuda": "measure"}
+"""What ``"auto"`` is on a type of device, where it is not ``"time"``: on CUDA no rule says what kernels allocate."""
+
+
 def profile_kind(profile: str, home: torch.device, target: torch.device) -> str:
     if profile not in ("auto", "time", "estimate", "measure"):
         raise InputError(f"profile must be 'auto', 'time', 'estimate' or 'measure', not {profile!r}")
@@ -110,7 +114,7 @@ def profile_kind(profile: str, home: torch.device, target: torch.device) -> str:
         if profile in ("time", "measure"):
             raise InputError(f"cannot measure for {target} on a model that is on {home}")
         return "estimate"
-    return ("measure" if home.type == "cuda" else "time") if profile == "auto" else profile
+    return AUTO.get(home.type, "time") if profile == "auto" else profile
 
 
 def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -44,11 +44,11 @@ def test_small_images_train_bitwise(name):
 @pytest.mark.parametrize("threads", [1, 2], indirect=True)
 @pytest.mark.parametrize("wish", [{}, {"max_overhead": 0.3}])
 def test_the_least_peak_is_reached_in_as_little_time_as_within_a_budget(wish, threads):
-    graph = ogc.parse(PUBLISHED["resnet18"].build(), images("resnet18", 8))
+    graph = ogc.parse(PUBLISHED["resnet18"].build(), images("resnet18", 8), profile="estimate")
     plan = ogc.solve(graph, **wish)
     within = ogc.solve(graph, memory_budget=plan.peak_bytes)
     assert within.peak_bytes == plan.peak_bytes
-    assert plan.recomputed_seconds <= within.recomputed_seconds
+    assert plan.added_seconds <= within.added_seconds
 
 
 @pytest.mark.parametrize("threads", [1], indirect=True)

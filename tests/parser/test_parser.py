@@ -26,7 +26,7 @@ def test_operations_carry_their_module_and_source():
     first = operation(graph, "convolution")
     assert first.module == "stem.0"
     assert operation(graph, "flatten").source.startswith("models.py:")
-    assert graph.device == "cpu" and graph.profile == "time"
+    assert graph.device == "cpu" and graph.profile == "estimate"
 
 
 def test_saved_values_are_those_of_autograd():

@@ -1,0 +1,71 @@
+"""Times that are measured on the device at hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import assert_same_training
+from models import Residual, images
+from torch import nn
+
+import ogc
+from ogc.graph import RuntimeCosts
+from ogc.parser.weigh import timing
+from ogc.parser.weigh.host import runtime_costs
+
+pytestmark = pytest.mark.usefixtures("measured_times")
+
+
+class Guarded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = x.sin()
+        return self.layer(x) * scale
+
+
+def test_times_are_measured_and_bytes_are_not():
+    model = Residual()
+    timed, estimated = ogc.parse(model, images()), ogc.parse(model, images(), profile="estimate")
+    assert timed.profile == "time"
+    untimed = {"forward_seconds": 0.0, "backward_seconds": 0.0, "repeat_seconds": None, "low_memory": None}
+    plain = [[replace(op, **untimed) for op in graph.operations] for graph in (timed, estimated)]
+    assert plain[0] == plain[1]
+    assert timed.forward_seconds > 0 and timed.forward_seconds != estimated.forward_seconds
+
+
+def test_equal_calls_are_measured_once_in_a_process():
+    graphs = [ogc.parse(Residual(), images()) for _ in range(2)]
+    assert graphs[0].operations == graphs[1].operations
+
+
+def test_plans_by_measured_times_train_bitwise():
+    model = Residual()
+    for wish in ({}, {"memory_budget": 0.8}, {"max_overhead": 0.5}):
+        assert_same_training(model, ogc.optimize(model, images(), **wish), (images(),))
+
+
+def test_what_runs_without_gradients_has_no_backward():
+    graph = ogc.parse(Guarded(), torch.randn(4, 8, requires_grad=True))
+    (inside,) = (op for op in graph.operations if "sin" in op.name)
+    assert inside.forward_seconds > 0 and not inside.backward_seconds
+
+
+def test_what_is_not_affordable_is_estimated_at_the_same_pace(monkeypatch):
+    monkeypatch.setattr(timing, "AFFORDABLE_SECONDS", -1.0)
+    monkeypatch.setattr(timing, "_known", {})
+    model = Residual()
+    assert ogc.parse(model, images()).forward_seconds == ogc.parse(model, images(), profile="estimate").forward_seconds
+
+
+def test_the_runtimes_work_has_a_price():
+    costs = runtime_costs(is_measured=True)
+    assert 0 < costs.saved_tensor < costs.run < 0.01
+    graph = replace(ogc.parse(Residual(), images()), runtime=RuntimeCosts(run=1.0))
+    cut = graph.cuts[len(graph.cuts) // 2]
+    plan = ogc.make_plan(graph, [ogc.recomputed(0, cut), ogc.recomputed(cut, len(graph))])
+    assert plan.runtime_seconds == 2.0
+    assert plan.added_seconds == plan.recomputed_seconds + 2.0
