@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib
 import logging
+import math
 import random
 import time
 
@@ -397,7 +398,7 @@ def test_shares_hold_for_other_shapes(shape, wish):
     optimised = ogc.optimize(model, sample, **wish)
     plan = plan_of_call(optimised, x)
     assert plan.peak_bytes <= wish.get("memory_budget", 1.0) * plan.plain_peak_bytes
-    assert plan.overhead <= wish.get("max_overhead", 1.0)
+    assert plan.overhead <= wish.get("max_overhead", math.inf)
     assert_same_step(model, optimised, x)
 
 
