@@ -26,7 +26,6 @@ import torch
 from torch import fx, nn
 
 import ogc
-from ogc.operators.low_memory import LowMemory, plain_operator
 from ogc.solver import local_search, search
 from ogc.torch_state.allocator import peak_bytes
 
@@ -169,11 +168,7 @@ def _written_down(model: nn.Module, graph: fx.Graph, operations: list[fx.Node]) 
     fixed = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     end = [node for node in graph.nodes if node.op == "output"]
     for node in (*fixed, *operations, *end):
-        copy = copies[node] = written.node_copy(node, copies.__getitem__)
-        if isinstance(copy.target, LowMemory):  # it is put in again when this is parsed
-            copy.target = plain_operator(copy.target)
-            arguments: Any = copy.target
-            copy.args = copy.args[: len(arguments._schema.arguments)]
+        copies[node] = written.node_copy(node, copies.__getitem__)
     return fx.GraphModule(model, written).train()
 
 

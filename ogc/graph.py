@@ -80,6 +80,18 @@ class Operation:
             return self
         return replace(self, low_memory=None, **(vars(self.low_memory) if is_low_memory else {}))
 
+    @property
+    def form_seconds(self) -> float:
+        """What its low-memory form takes more, forward and backward."""
+        form = self.in_form(True)
+        return form.forward_seconds + form.backward_seconds - self.forward_seconds - self.backward_seconds
+
+    @property
+    def keeps_otherwise(self) -> bool:
+        """Whether its low-memory form keeps something else for the backward, and not only takes other bytes at once."""
+        form = self.in_form(True)
+        return self.internal_bytes != form.internal_bytes or set(self.saves) != set(form.saves)
+
 
 SMALL_INTERNALS = 64
 """Internal tensors this many times smaller than the largest value of their operation are always kept."""
@@ -90,12 +102,10 @@ class RuntimeCosts:
     """Seconds of the host that a plan takes beside its operators.
 
     Attributes:
-        step: once per step; below zero where the plain model spends more on calls of modules.
         run: for each run again, to open it, close it, and carry it out.
         saved_tensor: for each tensor that autograd saves where a run will supply it.
     """
 
-    step: float = 0.0
     run: float = 0.0
     saved_tensor: float = 0.0
 

@@ -161,7 +161,7 @@ def _with_heavy_leaves(
     def is_better(plan: PartsPlan) -> bool:
         if isinstance(found, SolveError):
             return True
-        cost = attrgetter("peak_bytes" if options.wish.memory_budget is None else "recomputed_seconds")
+        cost = attrgetter("peak_bytes" if options.wish.memory_budget is None else "added_seconds")
         return bool(cost(plan) < cost(found[1]))
 
     if not heavy:

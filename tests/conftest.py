@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ogc.parser import arguments
+from ogc.parser.weigh import host
 from ogc.runtime import frame
 
 
@@ -35,6 +36,12 @@ def same_times(request, monkeypatch):
     """Times are estimated, so that plans are the same each time, but for tests of ``measured_times``."""
     if "measured_times" not in request.fixturenames:
         monkeypatch.setitem(arguments.AUTO, "cpu", "estimate")
+
+
+@pytest.fixture
+def free_runtime(monkeypatch):
+    """The runtime's own work costs nothing: for tests of recomputation alone, on tensors so small that it is most."""
+    monkeypatch.setattr(host, "HOOK_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -258,7 +258,9 @@ CASES = [
     Case("unknown solver", InputError, "'optimal'.*not 'best'", optimize(solver="best")),
     Case("no solver", InputError, "'optimal'.*not None", optimize(solver=None)),
     Case("solver without wishes", InputError, "'chen' takes neither", optimize(solver="chen", memory_budget=0.5)),
-    Case("unknown profile", InputError, "'time', 'estimate' or 'measure', not 'fast'", optimize(profile="fast")),
+    Case(
+        "unknown profile", InputError, "'auto', 'time', 'estimate' or 'measure', not 'fast'", optimize(profile="fast")
+    ),
     *(
         Case(
             f"batch_slices={slices!r}",

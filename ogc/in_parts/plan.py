@@ -61,7 +61,7 @@ class PartsPlan:
         rest_bytes: what the plain modules hold from the forward to the backward.
         part_seconds: of a plain step, in its parts.
         rest_seconds: the same outside of them; measured, so that it varies.
-        recomputed_seconds: what the plan adds to it.
+        recomputed_seconds: what the plan adds to it, the runtime's own work included.
         budget_bytes: the memory budget that was asked for, if one was.
         is_measured: whether what the rest takes was measured; else it is not among the bytes.
         solver: the name of the solver that chose the plans.
@@ -85,9 +85,14 @@ class PartsPlan:
         return self.part_seconds + self.rest_seconds
 
     @property
+    def added_seconds(self) -> float:
+        """All that the plan adds to the plain step."""
+        return self.recomputed_seconds
+
+    @property
     def overhead(self) -> float:
-        """Recomputed time over the time of the plain step."""
-        return self.recomputed_seconds / self.step_seconds if self.step_seconds else 0.0
+        """Time that the plan adds over that of the plain step."""
+        return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def is_plain(self) -> bool:

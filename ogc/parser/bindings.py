@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..program.program import WithoutGrad, tensor_leaves
-from ..torch_state.dispatch import Call, dispatched_to
+from ..torch_state.dispatch import Call, complete, dispatched_to
 from ..torch_state.private import NN_FUNCTIONS, OpOverload, nn_functions, schema_of
 from .weigh.calls import call_key
 
@@ -66,16 +66,8 @@ def _dispatches(function: Any, operator: OpOverload, args: tuple[Any, ...], kwar
         pass
     if len(found) != 1 or found[0].operator is not operator:
         return False
-    return _same(_completed(operator, *found[0][1:3]), _completed(operator, args, kwargs))
-
-
-def _completed(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The value of each argument, with the default values of those that were not given."""
-    completed = []
-    for number, argument in enumerate(schema_of(operator).arguments):
-        given = args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
-        completed.append(float(given) if str(argument.type) == "float" and given is not None else given)
-    return completed
+    ours, theirs = complete(operator, found[0].args, found[0].kwargs), complete(operator, args, kwargs)
+    return _same(ours[0], theirs[0]) and _same(list(ours[1].values()), list(theirs[1].values()))
 
 
 def _same(ours: Any, theirs: Any) -> bool:

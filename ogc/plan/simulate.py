@@ -111,7 +111,7 @@ def runtime_seconds(schedule: Schedule) -> float:
     """Time of the host that a plan takes beside its operators: for its runs, and for tensors whose saving it sees."""
     costs, ops = schedule.graph.runtime, schedule.graph.operations
     seen = sum(ops[t].saved_tensors for run in schedule.runs[1:] for a, b in run.leaves for t in range(a, b))
-    return costs.step + costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen
+    return costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen
 
 
 def replay(memory: AnyMemory) -> AnyMemory:

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 
-from ..graph import Graph
+from ..graph import Graph, Operation
 from ..plan import simulate
 from ..plan.decisions import Decisions
-from .local_search import Candidate, weigh
+from .local_search import Candidate, front_of, weigh
 from .search import Search
 
 WORTH_A_SEARCH = 0.002
@@ -32,8 +32,8 @@ class FormSearch:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.economical = Search(graph.with_forms(graph.low_memory))
-        self.step_seconds = graph.step_seconds
+        free = replace(graph, operations=tuple(map(_with_free_form, graph.operations)))
+        self.economical = Search(free.with_forms(graph.low_memory))
 
     @cached_property
     def own(self) -> Search:
@@ -76,19 +76,29 @@ class FormSearch:
         found = [self._fewest(c) for c in self.economical.curve(points)]
         if any(map(self._pays_for_forms, found)):
             found += self.own.curve(points)
-        front: list[Candidate] = []
-        for candidate in sorted([self.least_peak, *found]):
-            if not front or candidate.seconds < front[-1].seconds:
-                front.append(candidate)
-        return front
+        return front_of([self.least_peak, *found])
 
     def _pays_for_forms(self, found: Candidate) -> bool:
-        forms = self.graph.with_forms(found.decisions.low_memory).step_seconds - self.step_seconds
-        return forms > WORTH_A_SEARCH * self.step_seconds
+        operations = self.graph.operations
+        forms = sum(operations[t].form_seconds for t in found.decisions.low_memory)
+        return forms > WORTH_A_SEARCH * self.graph.step_seconds
 
     def _fewest(self, found: Candidate, peak: int | None = None) -> Candidate:
         """The same plan with the fewest forms with which it peaks at no more than ``peak``, or than it does."""
         return fewest_forms(self.graph, found, found.peak_bytes if peak is None else peak)
+
+
+def _with_free_form(op: Operation) -> Operation:
+    """The operation with a low-memory form that takes the time of PyTorch's operator."""
+    if op.low_memory is None:
+        return op
+    form = replace(
+        op.low_memory,
+        forward_seconds=op.forward_seconds,
+        backward_seconds=op.backward_seconds,
+        repeat_seconds=None,
+    )
+    return replace(op, low_memory=form)
 
 
 def fewest_forms(graph: Graph, found: Candidate, peak: int) -> Candidate:
@@ -97,7 +107,7 @@ def fewest_forms(graph: Graph, found: Candidate, peak: int) -> Candidate:
     A form that saves what PyTorch's own operator saves only changes the bytes while the operation itself runs: those
     that are needed are read off one timeline. The others are tried one by one.
     """
-    keeping = [t for t in graph.low_memory if _changes_what_is_kept(graph, t)]
+    keeping = [t for t in graph.low_memory if graph.operations[t].keeps_otherwise]
     best = _with_needed(graph, found.decisions, keeping, peak)
     if best is None:  # the forms of operations that the search saw otherwise
         return weigh(graph, replace(found.decisions, low_memory=graph.low_memory))
@@ -115,12 +125,6 @@ def _with_needed(graph: Graph, decisions: Decisions, keeping: Iterable[int], pea
     needed = {event.operation for event in first.timeline if event.bytes > peak}.intersection(graph.low_memory)
     found = weigh(graph, replace(decisions, low_memory=tuple(sorted(needed.union(keeping)))))
     return found if found.peak_bytes <= peak else None
-
-
-def _changes_what_is_kept(graph: Graph, t: int) -> bool:
-    op = graph.operations[t]
-    form = op.in_form(True)
-    return op.internal_bytes != form.internal_bytes or set(op.saves) != set(form.saves)
 
 
 def search_of(graph: Graph) -> FormSearch | Search:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise, product
 
@@ -55,6 +56,15 @@ def weigh(graph: Graph, decisions: Decisions) -> Candidate:
     cost = simulate(graph, decisions)
     seconds = cost.added_seconds, cost.runtime_seconds
     return Candidate(cost.peak_bytes, seconds[0], decisions, cost.recomputed_flops, seconds[1], cost.peak_values)
+
+
+def front_of(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Those that no other beats in both peak and time, by ascending peak."""
+    front: list[Candidate] = []
+    for candidate in sorted(candidates):
+        if not front or candidate.seconds < front[-1].seconds:
+            front.append(candidate)
+    return front
 
 
 def drop_one_by_one(graph: Graph, best: Candidate) -> Candidate:

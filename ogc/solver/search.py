@@ -15,7 +15,7 @@ from ..plan.decisions import Decisions, Segment
 from ..plan.simulate import lower_bound
 from .costs import Costs, SegmentCosts
 from .cuts import choose_grids, narrowest
-from .local_search import Candidate, drop_one_by_one, finest, weigh
+from .local_search import Candidate, drop_one_by_one, finest, front_of, weigh
 from .nested import NestedTable
 from .outer_level import OuterLevel
 from .paths import LABELS, NEAR_ENOUGH, SLACK
@@ -56,10 +56,6 @@ CLOSE = 0.005
 
 WIDE = 1.15
 """Ratio of the peaks left above which a first idea of what a plan takes is enough."""
-
-FAR_OFF = 0.1
-"""Share of the time by which a plan has to miss it for the next peak to be half way, if the last has not halved what is
-left: near the end one of both ends hardly moves."""
 
 
 class Search:
@@ -118,11 +114,11 @@ class Search:
             if before > WIDE and here is not None and seconds < here.seconds <= NEAR_ENOUGH * seconds:
                 here = self._at(middle)  # it may fit after all
             if here is not None and here.seconds <= seconds:
-                high = middle, here.seconds
+                high = min(middle, here.peak_bytes), here.seconds
             else:
                 low = middle, low[1] if here is None else here.seconds
-            far = here is None or abs(here.seconds - seconds) > FAR_OFF * seconds
-            halve = far and not halve and (high[0] / low[0]) ** 2 > before
+            # Near the end one of both ends hardly moves: if the last step has not halved what is left, the next does.
+            halve = not halve and (high[0] / low[0]) ** 2 > before
 
         def best() -> Candidate | None:
             return min((c for c in (self.least_peak, *self.seen.values()) if c.seconds <= seconds), default=None)
@@ -138,11 +134,7 @@ class Search:
             self._at(int(peak), ROUGH_LABELS)
         # What is a hair below the least peak recomputes the step many times over.
         found = (c for c in selective(self.graph) if c.peak_bytes > self.least_peak.peak_bytes)
-        front: list[Candidate] = []
-        for candidate in sorted([self.least_peak, *self.seen.values(), *found]):
-            if not front or candidate.seconds < front[-1].seconds:
-                front.append(candidate)
-        return front
+        return front_of([self.least_peak, *self.seen.values(), *found])
 
     @cached_property
     def _saved(self) -> Candidate:

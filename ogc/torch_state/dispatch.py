@@ -58,6 +58,20 @@ class Call(NamedTuple):
         return self.operator.redispatch(self.keys, *self.args, **self.kwargs)
 
 
+def complete(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the default values of those that were not given."""
+    positional, named = list(args), dict(kwargs)
+    for argument in schema_of(operator).arguments[len(args) :]:
+        given = named.pop(argument.name, argument.default_value)
+        if argument.kwarg_only:
+            named[argument.name] = given
+        else:
+            positional.append(given)
+    return tuple(positional), named
+
+
 Handler = Callable[[Call], Any]
 """Runs each call in its place and returns its result."""
 

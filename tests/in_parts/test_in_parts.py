@@ -271,10 +271,10 @@ class Attending(Tower):
 
 
 def variants_of_parts(model):
-    """What each block ran by last; None for one that is left plain."""
+    """What each block ran by last."""
     for block in model.blocks:
-        parts = next(iter(vars(block)[CALL].part_of)) if CALL in vars(block) else None
-        yield parts and parts.twins[id(block)].runner.variants[0]
+        (parts,) = vars(block)[CALL].part_of
+        yield parts.twins[id(block)].runner.variants[0]
 
 
 @pytest.mark.parametrize("shape", [(8, 64, 16), (2, 128, 16)])
@@ -288,16 +288,14 @@ def test_a_budget_in_bytes_holds_for_as_many_numbers_in_another_shape(shape):
     assert_same_training(model, optimised, (x / 10,), steps=1)
 
 
-@pytest.mark.parametrize("wish", [{"memory_budget": 0.7}, {"max_overhead": 0.3}])
-def test_parts_keep_their_shares_for_other_shapes(wish):
+@pytest.mark.parametrize("wish", [{"memory_budget": 0.7}, {"max_overhead": 0.1}])
+def test_parts_keep_their_shares_for_other_shapes(wish, free_runtime):
     model, sample, x = Attending(), torch.randn(32, 16, 16), torch.randn(2, 128, 16)
-    optimised = ogc.optimize(model, sample, profile="estimate", **wish)
+    optimised = ogc.optimize(model, sample, **wish)
     chosen = [part.plan for part in optimised.plan.parts]
     optimised(x).sum().backward()
-    judged = [(*found, n) for n, found in enumerate(zip(variants_of_parts(model), chosen, strict=True)) if found[0]]
-    assert judged
-    for variant, plan, number in judged:
-        graph = ogc.parse(model.blocks[0], x.clone().requires_grad_(number > 0), profile="estimate")
+    for number, (variant, plan) in enumerate(zip(variants_of_parts(model), chosen, strict=True)):
+        graph = ogc.parse(model.blocks[0], x.clone().requires_grad_(number > 0))
         took = ogc.simulate(graph, variant.plan) if not variant.plan.is_plain else None
         if "max_overhead" in wish:
             assert took is None or took.added_seconds <= 1.001 * plan.overhead * graph.step_seconds

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import importlib
 import logging
-import math
 import random
 import time
 
@@ -393,12 +392,12 @@ def test_a_plain_plan_is_not_run_beyond_a_budget_in_bytes():
 
 @pytest.mark.parametrize("shape", [(8, 64, 16), (2, 128, 16), (64, 8, 16), (3, 5, 16), (1, 300, 16)])
 @pytest.mark.parametrize("wish", [{"memory_budget": 0.5}, {"memory_budget": 0.8}, {"max_overhead": 0.1}])
-def test_shares_hold_for_other_shapes(shape, wish):
+def test_shares_hold_for_other_shapes(shape, wish, free_runtime):
     model, sample, x = towers(4), torch.randn(32, 16, 16), torch.randn(shape)
     optimised = ogc.optimize(model, sample, **wish)
     plan = plan_of_call(optimised, x)
     assert plan.peak_bytes <= wish.get("memory_budget", 1.0) * plan.plain_peak_bytes
-    assert plan.overhead <= wish.get("max_overhead", math.inf)
+    assert plan.overhead <= wish.get("max_overhead", 1.0)
     assert_same_step(model, optimised, x)
 
 

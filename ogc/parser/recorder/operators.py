@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...program.program import operator_name, tensor_leaves
-from ...torch_state.private import OpOverload, overload_name, schema_of
+from ...torch_state.private import OpOverload, overload_name
 
 _OTHER_NAMES = {
     "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
@@ -49,20 +49,6 @@ def usual_name(operator: OpOverload) -> OpOverload:
         return operator
     usual: OpOverload = getattr(getattr(torch.ops.aten, SAME_OPERATOR[name]), overload_name(operator))
     return usual
-
-
-def complete(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the default values of those that were not given."""
-    positional, named = list(args), dict(kwargs)
-    for argument in schema_of(operator).arguments[len(args) :]:
-        given = named.pop(argument.name, argument.default_value)
-        if argument.kwarg_only:
-            named[argument.name] = given
-        else:
-            positional.append(given)
-    return tuple(positional), named
 
 
 PACKED = {"_pack_padded_sequence", "_pad_packed_sequence"}

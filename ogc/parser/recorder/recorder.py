@@ -12,11 +12,11 @@ from torch.fx.node import map_aggregate
 
 from ...program.program import WithoutGrad, call_beside, has_history, operator_name, tensor_leaves
 from ...program.structures import autocast_kinds
-from ...torch_state.dispatch import Call, dispatched_to, unseen
+from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
 from ...torch_state.private import OpOverload, schema_of, version_of
 from ..forward.location import Scopes, user_line
 from ..traced import ON_CONSTANTS, OpaqueError
-from .operators import OPENED, complete, deciding, tells_content, usual_name
+from .operators import OPENED, deciding, tells_content, usual_name
 from .tensors import Tensors
 
 _casting: set[OpOverload] = set()

@@ -24,7 +24,7 @@ class Call:
     def __init__(self, record: Record, args: Any, kwargs: Any, target: Any = None) -> None:
         self.target: Any = record.node.target if target is None else target
         self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
-        live = live_arguments(self.target, args)
+        live = live_arguments(record.node.target, args)
         self.copied = [any(leaf is one for one in live) or record.in_place for leaf in self.leaves]
         self.result: Any = None
         self.saved: list[torch.Tensor] = []

@@ -112,7 +112,6 @@ class Estimator:
         forward, backward = (self._more_seconds(extra) for extra in form.target.extra(use))
         found = replace(
             found,
-            internal_bytes=form.internal_bytes,
             forward_seconds=found.forward_seconds + forward,
             backward_seconds=found.backward_seconds + backward,
         )

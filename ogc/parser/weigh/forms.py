@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,18 +10,13 @@ from torch.fx.node import map_aggregate
 from ...operators.low_memory import LowMemory
 from ...operators.registry import low_memory_form
 from ...program.program import Saved, TensorRef, tensor_leaves
+from ...torch_state.private import storage_id
 from ..forward.flat import saving
 from .calls import call_key
-from .record import Record, SeenForm, layout_of, same_kind
+from .record import Record, SeenForm, alike
 
-
-@dataclass(frozen=True)
-class _Place:
-    """What a saved tensor shares its storage with: a result, or a tensor argument, with this number."""
-
-    is_result: bool
-    number: int
-    layout: Any
+_Place = tuple[tuple[bool, int], Any]
+"""What a saved tensor shares its storage with, a result or else a tensor argument, its number, and a layout."""
 
 
 class Forms:
@@ -47,10 +41,9 @@ class Forms:
 def _saved(record: Record, place: _Place | None) -> Saved:
     if place is None:
         return Saved()
-    if place.is_result:
-        return Saved(TensorRef(record.node.name, place.number), place.layout)
-    ref = record.arguments[place.number]
-    return Saved(external=True) if ref is None else Saved(ref, place.layout)
+    (is_result, number), layout = place
+    ref = TensorRef(record.node.name, number) if is_result else record.arguments[number]
+    return Saved(external=True) if ref is None else Saved(ref, layout)
 
 
 def _saved_places(form: LowMemory, args: Any, kwargs: Any, in_place: bool) -> tuple[tuple[_Place | None, ...], int]:
@@ -59,19 +52,11 @@ def _saved_places(form: LowMemory, args: Any, kwargs: Any, in_place: bool) -> tu
     with torch.enable_grad(), saving(saved):
         given = map_aggregate((args, kwargs), lambda leaf: pretended(leaf, in_place))
         result = form(*given[0], **given[1])
-    results = [(_Place(True, n, None), t) for n, t in enumerate(tensor_leaves(result))]
-    known = results + [(_Place(False, n, None), t) for n, t in enumerate(tensor_leaves(given))]
-    places = tuple(_place(tensor, known) for tensor in saved)
-    own = [t.untyped_storage() for t, place in zip(saved, places, strict=True) if place is None]
-    return places, sum(storage.nbytes() for storage in {id(storage): storage for storage in own}.values())
-
-
-def _place(tensor: torch.Tensor, known: list[tuple[_Place, torch.Tensor]]) -> _Place | None:
-    same = [(place, t) for place, t in known if same_kind(t, tensor)]
-    for place, t in same:
-        if layout_of(t) == layout_of(tensor):
-            return place
-    return _Place(same[0][0].is_result, same[0][0].number, layout_of(tensor)) if same else None
+    known = [(t, (True, n)) for n, t in enumerate(tensor_leaves(result))]
+    known += [(t, (False, n)) for n, t in enumerate(tensor_leaves(given))]
+    places = tuple(alike(tensor, known) for tensor in saved)
+    own = {storage_id(t): t.untyped_storage().nbytes() for t, p in zip(saved, places, strict=True) if p is None}
+    return places, sum(own.values())
 
 
 def pretended(leaf: Any, in_place: bool, device: torch.device | str = "meta") -> Any:

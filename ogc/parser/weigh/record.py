@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,6 +16,8 @@ from ...program.leaf import Leaf
 from ...program.program import Saved, TensorRef, has_history, tensor_leaves
 from ...torch_state.private import base_of, storage_id
 from .gradients import Rebase
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -181,13 +184,8 @@ class Memory:
     def _saved(self, tensor: torch.Tensor, known: list[tuple[torch.Tensor, TensorRef]]) -> Saved:
         if self.knows(tensor) and self.value(tensor) is None:
             return Saved(external=True)
-        same = [(t, ref) for t, ref in known if same_kind(t, tensor)]
-        for candidate, ref in same:
-            if layout_of(candidate) == layout_of(tensor):
-                return Saved(ref)
-        if same:
-            return Saved(same[0][1], layout_of(tensor))
-        return Saved()
+        found = alike(tensor, known)
+        return Saved() if found is None else Saved(*found)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -200,9 +198,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether each is a view of the other's storage that differs in its layout alone."""
-    return _kind(a) == _kind(b)
+def alike(tensor: torch.Tensor, known: Sequence[tuple[torch.Tensor, T]]) -> tuple[T, Any] | None:
+    """The name of the first known tensor that shares the storage, and the tensor's layout where that differs."""
+    same = [(t, name) for t, name in known if _kind(t) == _kind(tensor)]
+    for t, name in same:
+        if layout_of(t) == layout_of(tensor):
+            return name, None
+    return (same[0][1], layout_of(tensor)) if same else None
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from statistics import median
 from typing import Any
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ...operators.registry import live_arguments
 from ...operators.sliced import Sliced
 from ...operators.weights import Weights
-from ...program.program import WithoutGrad, has_history, tensor_leaves
+from ...program.program import WithoutGrad
 from ...torch_state.private import OpOverload, pytree
 from ...torch_state.random_state import cuda_devices
-from .calls import call_key, own_argument
+from ..forward.flat import saving
+from .calls import Call, call_key
 from .measure import Measurer
 from .record import Record
 
@@ -89,7 +89,7 @@ class Timer(Measurer):
                 return self._at_pace(weights)
             start = time.perf_counter()
             with torch.random.fork_rng(cuda_devices()):
-                found = _Call(self, record, function, args, kwargs).seconds(weights.repeat_seconds is not None)
+                found = _TimedCall(self, record, function, args, kwargs).seconds(weights.repeat_seconds is not None)
             self.spent += time.perf_counter() - start
             if len(_known) >= _KNOWN:
                 _known.clear()
@@ -136,60 +136,47 @@ class Timer(Measurer):
         return median(timed() for _ in range(max(LEAST, min(MOST, int(SHORT_SECONDS / max(first, 1e-9))))))
 
 
-class _Call:
-    """One call with inputs of its own."""
+class _TimedCall(Call):
+    """A call that does nothing but what is timed, and finds no more in the caches than in a step."""
 
     def __init__(self, timer: Timer, record: Record, function: Any, args: Any, kwargs: Any) -> None:
-        self.timer, self.function, self.in_place = timer, function, record.in_place
-        self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
-        live = live_arguments(record.node.target, args)
-        self.is_copied = [self.in_place or any(leaf is one for one in live) for leaf in self.leaves]
-        self.prepare()
+        super().__init__(record, args, kwargs, function)
+        self.timer = timer
 
-    def prepare(self) -> None:
-        """Fresh inputs."""
-        inputs = [own_argument(leaf, copied) for leaf, copied in zip(self.leaves, self.is_copied, strict=True)]
-        self.starts = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    def prepare(self, with_gradients: bool = False) -> None:
+        """Fresh inputs; with gradients, a forward and those of its results. What it saved is in no cache."""
+        super().prepare()
         self.edges = [get_gradient_edge(t) for t in self.starts]
-        self.args, self.kwargs = pytree.tree_unflatten(inputs, self.tree)
-        self.result: Any = None
-
-    def forward(self) -> None:
-        self.result = self.function(*self.args, **self.kwargs)
-
-    def prepare_forward(self) -> None:
-        """Fresh inputs: in a step, at least parameters are in no cache."""
-        self.prepare()
+        self.args, self.kwargs = pytree.tree_unflatten(self.inputs, self.tree)
+        if with_gradients:
+            self.forward()
+            self.found = self.ends()
         _evict()
+        if with_gradients:
+            self.gradients = [torch.ones_like(end) for end in self.found]
 
-    def prepare_backward(self) -> None:
-        """Fresh inputs, a forward, and the gradients of its results: in a step, what it saved is in no cache."""
-        self.prepare()
-        self.forward()
-        self.ends = [t for t in tensor_leaves(self.result) if has_history(t)]
-        _evict()
-        self.gradients = [torch.ones_like(end) for end in self.ends]
+    def forward(self, *internal: torch.Tensor) -> None:
+        self.result = self.target(*self.args, *internal, **self.kwargs)
 
     def backward(self) -> None:
-        torch.autograd.grad(self.ends, self.edges, self.gradients, allow_unused=True)
+        torch.autograd.grad(self.found, self.edges, self.gradients, allow_unused=True)
 
     def seconds(self, repeats: bool) -> Seconds:
         with torch.enable_grad():
-            forward = self.timer.typical(self.forward, self.prepare_forward)
+            forward = self.timer.typical(self.forward, self.prepare)
             repeat = self._repeat(forward) if repeats else None
-            self.prepare_backward()
-            if not self.ends or not self.starts:
+            prepare = partial(self.prepare, with_gradients=True)
+            prepare()
+            if not self.found or not self.starts:
                 return Seconds(forward, repeat=repeat)
-            whole = self.timer.typical(self.backward, self.prepare_backward)
+            whole = self.timer.typical(self.backward, prepare)
         return Seconds(forward, max(0.1 * whole, whole - start_seconds(str(self.timer.device))), repeat)
 
     def _repeat(self, forward: float) -> float:
         """Seconds of the forward with the internal tensors of the first."""
-        saved: list[torch.Tensor] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()), lambda packed: packed):
+        with saving(self.saved):
             self.forward()
-        internal = saved[-2:]
-        return min(forward, self.timer.typical(lambda: self.function(*self.args, *internal, **self.kwargs)))
+        return min(forward, self.timer.typical(partial(self.forward, *self.saved[-2:])))
 
 
 def _evict() -> None:
