@@ -104,10 +104,12 @@ class RuntimeCosts:
     Attributes:
         run: for each run again, to open it, close it, and carry it out.
         saved_tensor: for each tensor that autograd saves where a run will supply it.
+        left_out: of the plain model's own Python, calls of modules above all, which no plan runs.
     """
 
     run: float = 0.0
     saved_tensor: float = 0.0
+    left_out: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -325,12 +327,12 @@ class Graph:
     @property
     def forward_seconds(self) -> float:
         """Time of the plain forward pass."""
-        return sum(op.forward_seconds for op in self.operations)
+        return self.runtime.left_out + sum(op.forward_seconds for op in self.operations)
 
     @property
     def step_seconds(self) -> float:
         """Time of the plain forward and backward pass."""
-        return sum(op.forward_seconds + op.backward_seconds for op in self.operations)
+        return self.forward_seconds + sum(op.backward_seconds for op in self.operations)
 
     @property
     def step_flops(self) -> int:

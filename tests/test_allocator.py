@@ -69,6 +69,34 @@ def test_plain_and_optimal_peaks_are_as_simulated(profile):
     assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, kind, **settings):
+        super().__init__()
+        self.layers = nn.ModuleList(kind(64, 64, **settings) for _ in range(3))
+        self.last = nn.Linear(64, 100)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)[0].tanh()
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"batch_first": True}, {"batch_first": True, "num_layers": 2, "dropout": 0.1}]
+)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_need_what_is_simulated_or_a_little_less(kind, settings):
+    model, x = Recurrent(kind, **settings), torch.randn(16, 10, 64)
+    optimised = ogc.optimize(model, x)
+    plan = optimised.plan
+    assert plan.peak_bytes < 0.7 * plan.plain_peak_bytes
+    for run, promised in ((model, plan.plain_peak_bytes), (optimised, plan.peak_bytes)):
+        outputs, allocate = [], [run(x)]
+        allocate.pop().sum().backward()  # the gradients of parameters
+        measured = peak_bytes(lambda run=run: outputs.append(run(x)) or outputs[0].sum().backward(), "cpu")
+        assert 0.95 * promised <= measured <= promised + 8  # the sum and its gradient
+
+
 def test_random_states_are_no_tensors_memory():
     layers = (layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)))
     model, x = nn.Sequential(*layers), torch.randn(64, 32)

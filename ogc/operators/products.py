@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .registry import Arguments, Operator, register
+from .registry import Arguments, Operator, ones_like, register
 
 aten = torch.ops.aten
 
@@ -81,5 +81,5 @@ def _unfolded(args: Arguments, kwargs: dict[str, Any]) -> Attention | None:
 register(
     Operator(aten.linear.default, by_sample=lambda args: bool(args[0].dim() > 1), is_heavy=True),
     Operator(aten.addmm.default, is_heavy=True),
-    Operator(aten.scaled_dot_product_attention.default, has_other_kernels=True, unfolded=_unfolded),
+    Operator(aten.scaled_dot_product_attention.default, to_run_with=ones_like, unfolded=_unfolded),
 )

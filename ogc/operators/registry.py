@@ -38,7 +38,8 @@ class Operator:
         on_meta: its results for meta tensors. PyTorch finds them too, but by running decomposed operators in Python, up
             to twenty for one.
         needs_data: whether shapes depend on data, which meta tensors do not have, from the tensors among its arguments.
-        has_other_kernels: a CPU computes it with kernels that take less memory than those for meta tensors.
+        to_run_with: where a CPU computes it with other kernels than those for meta tensors, so that it is run for the
+            bytes that they take: gradients of its first results to run it backward with, laid out as is usual.
         chooses_by_mask: it does not convert its mask to the type that it computes in.
         copies_strided_gradients: its backward first makes a gradient contiguous.
         returns_view: its result is its own, and dense, and a view all the same.
@@ -57,7 +58,7 @@ class Operator:
     hidden_bytes: Callable[[Arguments, list[torch.Tensor]], int] = lambda args, results: 0
     on_meta: Callable[..., Any] | None = None
     needs_data: Callable[[list[torch.Tensor]], bool] = lambda tensors: False
-    has_other_kernels: bool = False
+    to_run_with: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     chooses_by_mask: bool = False
     copies_strided_gradients: bool = False
     returns_view: bool = False
@@ -143,6 +144,11 @@ def out_of_place(target: Any) -> Any:
     if kinds[0] != kinds[1]:  # pow_(Tensor, Scalar) and pow(Scalar, Tensor) are both called Scalar
         return None
     return twin
+
+
+def ones_like(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of all results, laid out as these are."""
+    return [torch.ones_like(result) for result in results]
 
 
 def like(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:

@@ -34,7 +34,8 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     each = zip(records, live, in_forms, of_plain, seen, strict=True)
     operations = tuple(_operation(*of_one) for of_one in each)
     program = program_of(spec, traced, observation, taken)
-    return Graph(operations, values_of(observation), program, device, kind, runtime=runtime_costs(kind != "estimate"))
+    costs = runtime_costs(kind != "estimate", traced.python_calls - len(operations))
+    return Graph(operations, values_of(observation), program, device, kind, runtime=costs)
 
 
 def _returned(graph: torch.fx.Graph) -> list[torch.fx.Node]:

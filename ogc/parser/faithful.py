@@ -47,8 +47,8 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
                 )
             elif changed:
                 _refuse_dependence(sample, traced, changed, leaves.names)
-            judge(sample, traced, run)
-            return replace(_with_expected(sample, traced), state=state)
+            calls = judge(sample, traced, run)
+            return replace(_with_expected(sample, traced), state=state, python_calls=calls)
         except RecordAgain as again:
             is_careful = again.is_careful
         except OpaqueError as problem:

@@ -23,21 +23,27 @@ from ..torch_state.private import TorchDispatchMode, id_of_storage
 from .arguments import Sample
 from .forward.flat import FlatForward, gradient_targets, nothing_saved, other_state, state_of
 from .forward.patches import seen_as_recorded
+from .forward.python_calls import PythonCalls
 from .traced import ON_CONSTANTS, OpaqueError, Traced, called_leaves
 from .weigh.record import layout_of
 
 
-def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> None:
+def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> int:
     """Do nothing if the program, every call in it, is what the model's forward runs, or ``forward`` if that is given.
 
     It takes a run of each, with the memory of inference.
+
+    Returns:
+        How many functions the forward's own code calls.
 
     Raises:
         OpaqueError: it names the module, the file and the line where the two part.
     """
     leaves = called_leaves(traced.graph)
     flat = FlatForward(sample.model.forward if forward is None else forward, sample.spec)
-    eager = _Run(sample, leaves, lambda log, inputs: flat(*inputs))
+    calls = PythonCalls(sample.model)
+    with_calls = calls.counted(flat)
+    eager = _Run(sample, leaves, lambda log, inputs: with_calls(*inputs))
     _compare_outputs(traced, traced.outputs, eager.outputs)
     eager.outputs = []
     replay = _Run(sample, leaves, partial(_replay, sample.model, traced))
@@ -49,6 +55,7 @@ def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = N
         _refuse(None, _first_difference(replay.autograd, eager.autograd))
     if other := other_state(replay.state, eager.state):
         _refuse(None, ": ".join(other))
+    return calls.count
 
 
 class _Log(TorchDispatchMode):

@@ -59,6 +59,7 @@ class Traced:
         grad_targets: what a backward gives gradients to; see :func:`ogc.parser.forward.flat.gradient_targets`.
         guards: what Python read out of tensors on the way; the program holds as long as these are the same.
         state: the model's after the call, once that was judged; see :func:`ogc.parser.forward.flat.state_of`.
+        python_calls: of functions, Python's and others, by the forward's own code when it was judged.
     """
 
     graph: torch.fx.Graph
@@ -69,6 +70,7 @@ class Traced:
     grad_targets: frozenset[Any] = frozenset()
     guards: Guards | None = None
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    python_calls: int = 0
 
 
 class RecordAgain(Exception):

@@ -102,7 +102,7 @@ class Search:
 
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that recompute for at most ``seconds``."""
-        low, high = (self.least_peak.peak_bytes, self.least_peak.seconds), (self._saved.peak_bytes, 0.0)
+        low, high = (self.least_peak.peak_bytes, self.least_peak.seconds), (self._saved.peak_bytes, self._saved.seconds)
         halve = True
         for number in range(1 + PEAKS):
             least, most, before = (1 + CLOSE) * low[0], (1 - CLOSE) * high[0], high[0] / low[0]

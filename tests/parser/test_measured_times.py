@@ -1,5 +1,6 @@
 """Times that are measured on the device at hand."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -57,15 +58,45 @@ def test_what_runs_without_gradients_has_no_backward():
 def test_what_is_not_affordable_is_estimated_at_the_same_pace(monkeypatch):
     monkeypatch.setattr(timing, "AFFORDABLE_SECONDS", -1.0)
     monkeypatch.setattr(timing, "_known", {})
-    model = Residual()
-    assert ogc.parse(model, images()).forward_seconds == ogc.parse(model, images(), profile="estimate").forward_seconds
+    graphs = [ogc.parse(Residual(), images(), profile=profile) for profile in ("time", "estimate")]
+    times = [[(op.forward_seconds, op.backward_seconds) for op in graph.operations] for graph in graphs]
+    assert times[0] == times[1]
 
 
 def test_the_runtimes_work_has_a_price():
-    costs = runtime_costs(is_measured=True)
+    costs = runtime_costs(is_measured=True, calls_left_out=100)
     assert 0 < costs.saved_tensor < costs.run < 0.01
+    assert 0 < costs.left_out < 0.01
     graph = replace(ogc.parse(Residual(), images()), runtime=RuntimeCosts(run=1.0))
     cut = graph.cuts[len(graph.cuts) // 2]
     plan = ogc.make_plan(graph, [ogc.recomputed(0, cut), ogc.recomputed(cut, len(graph))])
     assert plan.runtime_seconds == 2.0
     assert plan.added_seconds == plan.recomputed_seconds + 2.0
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner, depth):
+        super().__init__()
+        self.inner = Wrapped(inner, depth - 1) if depth else inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_plan_is_quicker_than_the_plain_model_by_the_calls_of_modules_that_it_leaves_out():
+    shallow, deep = (ogc.parse(Wrapped(nn.Linear(8, 8), depth), torch.randn(4, 8)) for depth in (2, 60))
+    assert deep.runtime.left_out > 5 * shallow.runtime.left_out > 0
+    plan = ogc.make_plan(deep, [ogc.saved(0, len(deep))])
+    assert plan.overhead == -deep.runtime.left_out / deep.step_seconds
+    assert -1 < plan.overhead < 0
+
+
+def test_calls_are_not_counted_where_somebody_else_profiles():
+    events = []
+    sys.setprofile(lambda *event: events.append(event))
+    try:
+        graph = ogc.parse(Wrapped(nn.Linear(8, 8), 5), torch.randn(4, 8))
+        assert sys.getprofile() is not None
+    finally:
+        sys.setprofile(None)
+    assert events and graph.runtime.left_out == 0

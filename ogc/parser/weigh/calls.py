@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...operators.registry import live_arguments
+from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
 from ...program.program import has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, peak_bytes
@@ -19,25 +20,34 @@ from .record import Record
 
 class Call:
     """One call with inputs of its own, ready to run forward and backward again and again; by another ``target``, if
-    that is given."""
+    that is given, and from these ``gradients`` of its first results."""
 
-    def __init__(self, record: Record, args: Any, kwargs: Any, target: Any = None) -> None:
+    def __init__(
+        self,
+        record: Record,
+        args: Any,
+        kwargs: Any,
+        target: Any = None,
+        gradients: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = ones_like,
+    ) -> None:
+        self.make_gradients = gradients
         self.target: Any = record.node.target if target is None else target
         self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
         live = live_arguments(record.node.target, args)
         self.copied = [any(leaf is one for one in live) or record.in_place for leaf in self.leaves]
         self.result: Any = None
         self.saved: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
 
     def prepare(self, with_gradients: bool = False) -> None:
         """Fresh inputs; with gradients, the forward is run too and the gradients of its results made."""
-        self.result, self.saved, self.gradients = None, [], None
+        self.result, self.saved, self.gradients = None, [], []
         self.inputs = [own_argument(leaf, copied) for leaf, copied in zip(self.leaves, self.copied, strict=True)]
         self.starts = [t for t in self.inputs if isinstance(t, torch.Tensor) and t.requires_grad]
         if with_gradients:
             self.forward()
             self.saved = []
-            self.gradients = [torch.ones_like(end) for end in self.ends()]
+            self.gradients = self.make_gradients(self.ends())
 
     def forward(self, *internal: torch.Tensor) -> None:
         """Run it, again if it is given the internal tensors that it saved."""
@@ -48,7 +58,7 @@ class Call:
 
     def backward(self) -> Any:
         # Kept by the caller's frame only, so that they are freed when it is done.
-        return torch.autograd.grad(self.ends(), self.edges, self.gradients, allow_unused=True)
+        return torch.autograd.grad(self.ends()[: len(self.gradients)], self.edges, self.gradients, allow_unused=True)
 
     def ends(self) -> list[torch.Tensor]:
         return [t for t in tensor_leaves(self.result) if has_history(t)]

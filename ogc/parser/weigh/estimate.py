@@ -97,8 +97,9 @@ class Estimator:
             weights = self._run(operator, args, kwargs, record.in_place)
             if self.elsewhere and record.internal_bytes:
                 weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
-            if of(kernel).has_other_kernels and self._can_measure():
-                weights = with_measured_bytes(weights, Call(record, args, kwargs))
+            gradients = of(kernel).to_run_with
+            if gradients and self._can_measure():
+                weights = with_measured_bytes(weights, Call(record, args, kwargs, gradients=gradients))
             use = Use(args, record.output_bytes[0], weights, self._can_measure())
             self.seen[key] = self._in_both_forms(record.form, use, of(kernel))
         return _with_plain_copies(node, record, self.seen[key])

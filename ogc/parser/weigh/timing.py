@@ -8,9 +8,11 @@ What the host takes to start a backward is not counted, as a step starts one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import cycle
 from operator import attrgetter
 from statistics import median
 from typing import Any
@@ -20,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ...operators.sliced import Sliced
 from ...operators.weights import Weights
-from ...program.program import WithoutGrad
+from ...program.program import WithoutGrad, tensor_leaves
 from ...torch_state.private import OpOverload, pytree
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
@@ -41,6 +43,11 @@ plan is a matter of patience, and a few calls make up most of a network's time."
 
 EVICTING_BYTES = 4 << 20
 """More than a core's own cache has, on servers of these years."""
+
+AGED_BYTES = 24 << 20
+"""More than the cache that cores share has for one of them: of parameters there are so many copies that each was last
+read so many bytes ago, and results are let go of after so many, so that the next ones are not written where the last
+ones were."""
 
 _KNOWN = 20_000
 """Calls whose times are remembered: a network has some hundreds."""
@@ -64,6 +71,8 @@ class Timer(Measurer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.spent = self.estimated = self.measured = 0.0
+        self.held: deque[torch.Tensor] = deque()
+        self.held_bytes = 0
 
     def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:
         """The weights of a call of an operator with these arguments."""
@@ -115,6 +124,14 @@ class Timer(Measurer):
             repeat_seconds=None if repeat is None else repeat * pace,
         )
 
+    def hold(self, results: Any) -> None:
+        """Keep them for a while."""
+        for tensor in tensor_leaves(results):
+            self.held.append(tensor)
+            self.held_bytes += tensor.nbytes
+        while self.held_bytes > AGED_BYTES:
+            self.held_bytes -= self.held.popleft().nbytes
+
     def measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:
         """No bytes, and seconds of ``run``, each time prepared anew."""
         return 0, self.typical(run, prepare)
@@ -137,14 +154,21 @@ class Timer(Measurer):
 
 
 class _TimedCall(Call):
-    """A call that does nothing but what is timed, and finds no more in the caches than in a step."""
+    """A call that does nothing but what is timed, and finds in the caches about what it would in a step."""
 
     def __init__(self, timer: Timer, record: Record, function: Any, args: Any, kwargs: Any) -> None:
         super().__init__(record, args, kwargs, function)
         self.timer = timer
+        places = (n for n, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor))
+        self.parameters = {
+            n: _aged(self.leaves[n]) for n, made in zip(places, record.arguments, strict=True) if not made
+        }
 
     def prepare(self, with_gradients: bool = False) -> None:
         """Fresh inputs; with gradients, a forward and those of its results. What it saved is in no cache."""
+        self.timer.hold(self.result)
+        for place, copies in self.parameters.items():
+            self.leaves[place] = next(copies)
         super().prepare()
         self.edges = [get_gradient_edge(t) for t in self.starts]
         self.args, self.kwargs = pytree.tree_unflatten(self.inputs, self.tree)
@@ -177,6 +201,12 @@ class _TimedCall(Call):
         with saving(self.saved):
             self.forward()
         return min(forward, self.timer.typical(partial(self.forward, *self.saved[-2:])))
+
+
+def _aged(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Copies in turn."""
+    number = min(MOST, max(1, AGED_BYTES // max(1, parameter.nbytes)))
+    return cycle([parameter.detach().clone().requires_grad_(parameter.requires_grad) for _ in range(number)])
 
 
 def _evict() -> None:

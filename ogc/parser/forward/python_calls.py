@@ -1,0 +1,40 @@
+"""Counts the functions that a forward calls, as a measure of what its Python takes of the host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+OWN = ("torch", "ogc")
+"""Of these, only ``torch.nn`` belongs to a model; the rest serves whoever watches the forward."""
+
+
+class PythonCalls:
+    """How many functions, Python's and others, are called in the packages that a model's modules come from."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.count = 0
+        packages = {type(module).__module__.split(".")[0] for module in model.modules()}
+        self.packages = tuple(f"{package}." for package in (*packages.difference(OWN), "torch.nn"))
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose calls are counted while it runs, unless somebody else profiles."""
+
+        def run(*args: Any) -> Any:
+            if sys.getprofile() is not None:
+                return function(*args)
+            sys.setprofile(self._note)
+            try:
+                return function(*args)
+            finally:
+                sys.setprofile(None)
+
+        return run
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        if event in ("call", "c_call"):
+            self.count += f"{frame.f_globals.get('__name__')}.".startswith(self.packages)
