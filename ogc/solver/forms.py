@@ -1,8 +1,8 @@
 """Which operators run in their low-memory form: as few as the wish takes, each at its price.
 
-Decisions are looked for as if every low-memory form ran and cost nothing, which allows the most. Then each operation
-gets PyTorch's own operator back where that does not raise the peak. What such a plan pays for forms is held against
-the plans that use none.
+Decisions are looked for with PyTorch's own operators first. Where forms would lower the peak that is found, they are
+looked for once more as if every form ran and cost nothing, which allows the most; then each operation gets PyTorch's
+own operator back where that does not raise the peak. The better one of both is taken.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..plan.decisions import Decisions
 from .local_search import Candidate, front_of, weigh
 from .search import Search
 
-WORTH_A_SEARCH = 0.002
-"""Share of a step that low-memory operators must take for plans without them to be looked for as well."""
+WORTH_A_SEARCH = 0.005
+"""Share by which all low-memory forms must lower the peak of a plan for plans with them to be looked for as well."""
 
 MOST_TRIALS = 12
 """Forms that change what is kept are taken back one by one, with a simulation each, as far as these go."""
@@ -47,17 +47,19 @@ class FormSearch:
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
+        own = self.own.fastest(peak) if max(self.own.graph.operation_bounds) <= peak else None
+        if own is not None and not self._forms_lower(own):
+            return own
         found = self.economical.fastest(peak)
-        if found is None:
-            return None
-        best = self._fewest(found, peak)
-        if self._pays_for_forms(best) and max(self.own.graph.operation_bounds) <= peak:
-            best = min(filter(None, (best, self.own.fastest(peak))), key=lambda c: (c.seconds, c.peak_bytes))
-        return best
+        both = own, None if found is None else self._fewest(found, peak)
+        return min(filter(None, both), key=lambda c: (c.seconds, c.peak_bytes), default=None)
 
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that add at most ``seconds``."""
-        found, limit = [], seconds
+        own = self.own.within(seconds)
+        if own is not None and not self._forms_lower(own):
+            return own
+        found, limit = [own] if own else [], seconds
         for _ in range(ATTEMPTS):
             candidate = self.economical.within(limit)
             if candidate is None:
@@ -67,21 +69,19 @@ class FormSearch:
             if excess <= 0:
                 break
             limit -= excess
-        if not found or any(map(self._pays_for_forms, found)):
-            found += filter(None, [self.own.within(seconds)])
         return min((c for c in found if c.seconds <= seconds), default=None)
 
     def curve(self, points: int) -> list[Candidate]:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""
-        found = [self._fewest(c) for c in self.economical.curve(points)]
-        if any(map(self._pays_for_forms, found)):
-            found += self.own.curve(points)
+        found = self.own.curve(points)
+        if any(map(self._forms_lower, found)):
+            found += [self._fewest(c) for c in self.economical.curve(points)]
         return front_of([self.least_peak, *found])
 
-    def _pays_for_forms(self, found: Candidate) -> bool:
-        operations = self.graph.operations
-        forms = sum(operations[t].form_seconds for t in found.decisions.low_memory)
-        return forms > WORTH_A_SEARCH * self.graph.step_seconds
+    def _forms_lower(self, found: Candidate) -> bool:
+        """Whether all forms would lower the peak of a plan that has none, by enough for others to be looked for."""
+        all_forms = replace(found.decisions, low_memory=self.graph.low_memory)
+        return simulate(self.graph, all_forms).peak_bytes < (1 - WORTH_A_SEARCH) * found.peak_bytes
 
     def _fewest(self, found: Candidate, peak: int | None = None) -> Candidate:
         """The same plan with the fewest forms with which it peaks at no more than ``peak``, or than it does."""
