@@ -33,9 +33,9 @@ from .record import Record
 LONG_SECONDS = 0.05
 """A call that takes longer is run once more, and no oftener."""
 
-SHORT_SECONDS = 0.004
+SHORT_SECONDS = 0.01
 """A shorter call is run until it has taken so long, though from ``LEAST`` to ``MOST`` times."""
-LEAST, MOST = 3, 12
+LEAST, MOST = 5, 12
 
 AFFORDABLE_SECONDS = 30.0
 """When measuring has taken so long, the rest is estimated, at the pace of what was measured: how long one waits for a
