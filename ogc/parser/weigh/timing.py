@@ -37,6 +37,9 @@ SHORT_SECONDS = 0.01
 """A shorter call is run until it has taken so long, though from ``LEAST`` to ``MOST`` times."""
 LEAST, MOST = 5, 12
 
+MORE_BACKWARDS = 4
+"""Calls by which the two backwards differ that tell what a short one takes."""
+
 AFFORDABLE_SECONDS = 30.0
 """When measuring has taken so long, the rest is estimated, at the pace of what was measured: how long one waits for a
 plan is a matter of patience, and a few calls make up most of a network's time."""
@@ -165,19 +168,27 @@ class _TimedCall(Call):
         }
 
     def prepare(self, with_gradients: bool = False) -> None:
-        """Fresh inputs; with gradients, a forward and those of its results. What it saved is in no cache."""
+        """Fresh inputs."""
+        self._fresh()
+        _evict()
+
+    def prepare_backward(self, times: int = 1) -> None:
+        """The forward of so many calls. What they saved is in no cache, the gradients of their results are."""
+        self.found, self.edges = [], []
+        for _ in range(times):
+            self._fresh()
+            self.edges += [get_gradient_edge(t) for t in self.starts]
+            self.forward()
+            self.found += self.ends()
+        _evict()
+        self.gradients = [torch.ones_like(end) for end in self.found]
+
+    def _fresh(self) -> None:
         self.timer.hold(self.result)
         for place, copies in self.parameters.items():
             self.leaves[place] = next(copies)
         super().prepare()
-        self.edges = [get_gradient_edge(t) for t in self.starts]
         self.args, self.kwargs = pytree.tree_unflatten(self.inputs, self.tree)
-        if with_gradients:
-            self.forward()
-            self.found = self.ends()
-        _evict()
-        if with_gradients:
-            self.gradients = [torch.ones_like(end) for end in self.found]
 
     def forward(self, *internal: torch.Tensor) -> None:
         self.result = self.target(*self.args, *internal, **self.kwargs)
@@ -189,12 +200,19 @@ class _TimedCall(Call):
         with torch.enable_grad():
             forward = self.timer.typical(self.forward, self.prepare)
             repeat = self._repeat(forward) if repeats else None
-            prepare = partial(self.prepare, with_gradients=True)
-            prepare()
-            if not self.found or not self.starts:
-                return Seconds(forward, repeat=repeat)
-            whole = self.timer.typical(self.backward, prepare)
-        return Seconds(forward, max(0.1 * whole, whole - start_seconds(str(self.timer.device))), repeat)
+            self.prepare_backward()
+            backward = self._backward() if self.found and self.starts else 0.0
+        return Seconds(forward, backward, repeat)
+
+    def _backward(self) -> float:
+        """Seconds of the backward, without what it takes to start one: of several calls' at once, if they are short."""
+        one = self.timer.typical(self.backward, self.prepare_backward)
+        overheads = _overheads(str(self.timer.device))
+        if one > SHORT_SECONDS / 10:
+            return one - overheads.once
+        several = self.timer.typical(self.backward, partial(self.prepare_backward, 1 + MORE_BACKWARDS))
+        found = (several - one) / MORE_BACKWARDS
+        return max(0.1 * found, found - overheads.each)
 
     def _repeat(self, forward: float) -> float:
         """Seconds of the forward with the internal tensors of the first."""
@@ -219,19 +237,28 @@ def _block() -> torch.Tensor:
     return torch.zeros(EVICTING_BYTES // 4)
 
 
+@dataclass(frozen=True)
+class _Overheads:
+    """What a backward takes beside its operations: once, and for each call whose results it starts from."""
+
+    once: float
+    each: float
+
+
 @cache
-def start_seconds(device: str) -> float:
-    """What it takes to start a backward, beyond one operation's own."""
-    x = torch.zeros(1, device=device, requires_grad=True)
+def _overheads(device: str) -> _Overheads:
+    """Measured with views, which do next to nothing."""
     timer = Timer(torch.device(device))
 
-    def of_chain(length: int) -> float:
+    def of(chains: int, length: int) -> float:
         with torch.enable_grad():
-            end = x
+            starts = [torch.zeros(1, device=device, requires_grad=True) for _ in range(chains)]
+            ends = starts
             for _ in range(length):
-                end = end.view(1)
-            one = torch.ones_like(end)
-            return timer.typical(lambda: torch.autograd.grad(end, x, one, retain_graph=True))
+                ends = [end.view(1) for end in ends]
+            ones = [torch.ones_like(end) for end in ends]
+            return timer.typical(lambda: torch.autograd.grad(ends, starts, ones, retain_graph=True))
 
-    short, long = of_chain(1), of_chain(21)
-    return max(0.0, short - (long - short) / 20)
+    one, long, several = of(1, 1), of(1, 21), of(1 + MORE_BACKWARDS, 1)
+    node, call = (long - one) / 20, (several - one) / MORE_BACKWARDS
+    return _Overheads(max(0.0, one - node), max(0.0, call - node))
