@@ -18,14 +18,14 @@ LENGTH, REPEATS = 64, 15
 HOOK_SECONDS = 1.7e-6
 """Of a hooked tensor of the chain, on a Xeon with torch 2.14: where nothing is measured."""
 
-OF_TENSOR, OF_RUN = 1.7, 17.0
-"""What a saved tensor and a run again take, by the time of a hooked tensor of the chain: a residual network of 208 tiny
-operations, cut into 1, 2, 4, 8 and 16 runs, took 2.9 us for each tensor and 28 us for each run where that took 1.7."""
+OF_TENSOR, OF_RUN = 1.7, 26.0
+"""What a saved tensor and a run again take, by the time of a hooked tensor of the chain: in a residual network of 208 tiny
+operations, cut into 1, 2, 4, 8 and 16 runs. A tensor took 2.9 us on a Xeon where that took 1.7, and 5.5 on an EPYC where
+it took 3.3; a run took 28 and 115, between which this is."""
 
-
-OF_CALL = 0.45
+OF_CALL = 0.27
 """What a function takes that the plain forward calls, and the generated one does not: that network's forward calls 1700
-more, and a step in which nothing is recomputed took 1.5 ms less."""
+more, and on the EPYC a step in which nothing is recomputed took 1.5 ms less."""
 
 
 def runtime_costs(is_measured: bool, calls_left_out: int) -> RuntimeCosts:
