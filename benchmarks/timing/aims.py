@@ -85,7 +85,7 @@ def _promises(rows: Sequence[TimeRow]) -> list[Finding]:
 def _nothing(rows: Mapping[str, TimeRow]) -> list[Finding]:
     if not rows:
         return []
-    paid = {arch: row.off for arch, row in rows.items()}
+    paid = {arch: row.paid for arch, row in rows.items() if row.paid is not None}
     found = [
         Finding("nothing recomputed: worst overhead", len(paid), f"{max(paid.values()):+.1%}", f"≤ {NOTHING_PAID:+.0%}",
                 _above(paid, NOTHING_PAID, "{:+.1%}")),
