@@ -43,10 +43,10 @@ def test_transformers():
 
 def test_timm():
     timm = pytest.importorskip("timm")
+    # so many images that the workspace of convolutions, which grows with the threads, is not the floor
     model = timm.create_model("resnet18", num_classes=10, drop_path_rate=0.1)
-    assert_same_in_less_memory(model, seeded(4, 3, 64, 64))
+    assert_same_in_less_memory(model, seeded(32, 3, 64, 64))
     model = timm.create_model("vit_tiny_patch16_224", img_size=64, num_classes=10, depth=4, drop_rate=0.1)
-    # so many images that the workspace of the first convolution, which grows with the threads, is not the floor
     assert_same_in_less_memory(model, seeded(32, 3, 64, 64))
 
 
