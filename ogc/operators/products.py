@@ -1,4 +1,4 @@
-"""Products of matrices: linear layers and attention.
+"""Products of matrices: linear layers, attention and recurrent layers.
 
 Attention with dropout on a CPU is unfolded into the operators that PyTorch makes it of there. As one it saves nine
 tensors of its own, which a plan could only keep or remake together, matrix products and all. Unfolded, the products may
@@ -9,7 +9,7 @@ aten/src/ATen/native/transformers/attention.cpp; the same operators in the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,4 +82,23 @@ register(
     Operator(aten.linear.default, by_sample=lambda args: bool(args[0].dim() > 1), is_heavy=True),
     Operator(aten.addmm.default, is_heavy=True),
     Operator(aten.scaled_dot_product_attention.default, to_run_with=ones_like, unfolded=_unfolded),
+)
+
+
+def _of_the_sequence(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Not of the last states, which are used more rarely, and without whose gradients it takes a little more.
+
+    With the batch first, the sequence is transposed, and a gradient that is not, as is usual, is copied.
+    """
+    return [torch.ones_like(results[0], memory_format=torch.contiguous_format)]
+
+
+# Shapes do not tell what the kernels of a single step in time take, nor how gradients of weights that all steps share
+# are added up.
+register(
+    *(
+        Operator(getattr(packet, overload), to_run_with=_of_the_sequence)
+        for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
+        for overload in ("input", "data")
+    )
 )
