@@ -21,9 +21,9 @@ from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode, id_of_storage
 from .arguments import Sample
+from .forward.call_counter import CallCounter
 from .forward.flat import FlatForward, gradient_targets, nothing_saved, other_state, state_of
 from .forward.patches import seen_as_recorded
-from .forward.python_calls import PythonCalls
 from .traced import ON_CONSTANTS, OpaqueError, Traced, called_leaves
 from .weigh.record import layout_of
 
@@ -41,9 +41,8 @@ def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = N
     """
     leaves = called_leaves(traced.graph)
     flat = FlatForward(sample.model.forward if forward is None else forward, sample.spec)
-    calls = PythonCalls(sample.model)
-    with_calls = calls.counted(flat)
-    eager = _Run(sample, leaves, lambda log, inputs: with_calls(*inputs))
+    calls = CallCounter(sample.model)
+    eager = _Run(sample, leaves, lambda log, inputs: calls.run(flat, *inputs))
     _compare_outputs(traced, traced.outputs, eager.outputs)
     eager.outputs = []
     replay = _Run(sample, leaves, partial(_replay, sample.model, traced))

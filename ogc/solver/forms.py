@@ -32,8 +32,12 @@ class FormSearch:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        free = replace(graph, operations=tuple(map(_with_free_form, graph.operations)))
-        self.economical = Search(free.with_forms(graph.low_memory))
+
+    @cached_property
+    def economical(self) -> Search:
+        """Plans in which every form runs and costs nothing."""
+        free = replace(self.graph, operations=tuple(map(_with_free_form, self.graph.operations)))
+        return Search(free.with_forms(self.graph.low_memory))
 
     @cached_property
     def own(self) -> Search:

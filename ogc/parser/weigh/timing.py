@@ -167,7 +167,7 @@ class _TimedCall(Call):
             n: _aged(self.leaves[n]) for n, made in zip(places, record.arguments, strict=True) if not made
         }
 
-    def prepare(self, with_gradients: bool = False) -> None:
+    def prepare_forward(self) -> None:
         """Fresh inputs."""
         self._fresh()
         _evict()
@@ -187,7 +187,7 @@ class _TimedCall(Call):
         self.timer.hold(self.result)
         for place, copies in self.parameters.items():
             self.leaves[place] = next(copies)
-        super().prepare()
+        self.prepare()
         self.args, self.kwargs = pytree.tree_unflatten(self.inputs, self.tree)
 
     def forward(self, *internal: torch.Tensor) -> None:
@@ -198,7 +198,7 @@ class _TimedCall(Call):
 
     def seconds(self, repeats: bool) -> Seconds:
         with torch.enable_grad():
-            forward = self.timer.typical(self.forward, self.prepare)
+            forward = self.timer.typical(self.forward, self.prepare_forward)
             repeat = self._repeat(forward) if repeats else None
             self.prepare_backward()
             backward = self._backward() if self.found and self.starts else 0.0

@@ -13,7 +13,7 @@ OWN = ("torch", "ogc")
 """Of these, only ``torch.nn`` belongs to a model; the rest serves whoever watches the forward."""
 
 
-class PythonCalls:
+class CallCounter:
     """How many functions, Python's and others, are called in the packages that a model's modules come from."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -21,19 +21,15 @@ class PythonCalls:
         packages = {type(module).__module__.split(".")[0] for module in model.modules()}
         self.packages = tuple(f"{package}." for package in (*packages.difference(OWN), "torch.nn"))
 
-    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, whose calls are counted while it runs, unless somebody else profiles."""
-
-        def run(*args: Any) -> Any:
-            if sys.getprofile() is not None:
-                return function(*args)
-            sys.setprofile(self._note)
-            try:
-                return function(*args)
-            finally:
-                sys.setprofile(None)
-
-        return run
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What the function returns; calls are counted while it runs, unless somebody else profiles."""
+        if sys.getprofile() is not None:
+            return function(*args)
+        sys.setprofile(self._note)
+        try:
+            return function(*args)
+        finally:
+            sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         if event in ("call", "c_call"):
