@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,9 @@ ALL = 210
 
 MOST = 80
 """Cuts of the coarsest of several grids, over all of which a stretch may reach: below ``ALL``, as there are others."""
+
+CONTEXT = 8
+"""Operations on either side of cuts that are the same where they are alike."""
 
 GOLDEN = (np.sqrt(5) - 1) / 2
 """The fractions of its multiples are spread evenly, however many there are."""
@@ -66,13 +70,30 @@ def thinned(graph: Graph, cuts: Ints, finer: CutGrid, count: int) -> Ints:
 
 
 def narrowest(graph: Graph, cuts: Ints, count: int) -> list[int]:
-    """``count`` of the cuts: a tenth lies around the operations that need the most bytes by themselves, the others are
-    the narrowest of each of as many stretches."""
+    """At most ``count`` of the cuts.
+
+    A tenth lies around the operations that need the most bytes by themselves, the others are the narrowest of each of
+    as many stretches.
+    """
+    if len(cuts) <= count:
+        return list(map(int, cuts))
     stays = np.isin(np.arange(len(cuts)), [0, len(cuts) - 1, *_around_the_largest(graph, cuts, count // 10)])
     others, widths = np.flatnonzero(~stays), boundary_bytes(graph)[cuts]
     edges = np.linspace(0, len(others), count - int(stays.sum()) + 1).astype(int)
     stays[[others[a + np.argmin(widths[others[a:b]])] for a, b in pairwise(edges)]] = True
     return list(map(int, cuts[stays]))
+
+
+def alike(graph: Graph, cuts: Ints) -> Ints:
+    """The kind of each cut: the same number for those with the same operations for some way before and behind them."""
+    names: dict[Any, int] = {}
+    codes = [
+        names.setdefault((op.target, tuple(graph.values[v].bytes for v in op.writes)), len(names))
+        for op in graph.operations
+    ]
+    padded = np.pad(codes, CONTEXT, constant_values=-1)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * CONTEXT)[cuts]
+    return np.unique(windows, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def _around_the_largest(graph: Graph, cuts: Ints, count: int) -> list[int]:

@@ -5,6 +5,7 @@ The simulator weighs every answer: what tables round, or count for a boundary th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import numpy as np
@@ -13,13 +14,12 @@ from tqdm import tqdm
 from ..graph import Graph
 from ..plan.decisions import Decisions, Segment
 from ..plan.simulate import lower_bound
-from .costs import Costs, SegmentCosts
-from .cuts import choose_grids, narrowest
+from .costs import Ints
+from .cut_search import ROUGH_LABELS, CutSearch
+from .cuts import alike, narrowest
 from .local_search import Candidate, drop_one_by_one, finest, front_of, weigh
-from .nested import NestedTable
-from .outer_level import OuterLevel
-from .paths import LABELS, NEAR_ENOUGH, SLACK
-from .selective import selective, worth_keeping
+from .paths import LABELS, NEAR_ENOUGH
+from .selective import selective
 
 MAX_CUTS = 800
 MAX_CELLS = 3_000_000
@@ -29,109 +29,176 @@ for a plan is quadratic in the cuts, the memory linear in both. Longer programs 
 peak of a plan exceeds that with all cuts by at most what the operations from one cut to the next hold when run again.
 """
 
-LEVELS = 160
-"""Units into which a nested table divides the bytes at hand. More round less; time and memory grow with them."""
+FEW_CUTS = 300
+"""Cuts up to which all are looked at. With 800, each look at a stack of layers takes ten times as long as with 150, and
+fronts of labels are so thin that it finds nothing better."""
 
-FINE_LEVELS = 320
-"""Units of the table for the least peak, which rounding makes larger."""
+FIRST_CUTS = 150
+MOST_FIRST_CUTS = 250
+OPERATIONS_PER_CUT = 20
+"""Cuts of a longer program that are looked at first: the fewest, the most, and one for so many operations in between.
+As many are chosen by what is found then."""
 
-ROUGH_LEVELS = 48
-ROUGH_LABELS = 20_000
-"""Units of a table, and labels of the outermost level, where a first idea is enough: several times fewer."""
+MOST_SECOND_CUTS = 350
+"""Cuts that are looked at then where few are alike."""
 
-ROUGH = 0.02
-"""Share by which a first idea of the least peak may be too large: about one unit of its table."""
+AROUND = 2
+NEAR_VOTE = 0.1
+"""Cuts on either side of one that a plan uses that are looked at too, and what they count beside it."""
+
+ROUNDS = 3
+FURTHER = 0.93
+FEW_PEAKS = 3
+"""How often cuts are chosen by the plan that was found with those before, the share of its peak that is not gone below
+where a plan is known there, and the peaks that are tried in between."""
 
 KEPT_VALUES_UP_TO = 600
 """Operations up to which segments that keep values are tried for the least peak too. Single operations bound that in
 small programs, so that there are bytes to spare elsewhere."""
 
-STEP = 1.4
-"""Ratio of the peak that a table was made for to the least that it serves: its units get coarse for less."""
-
-
 PEAKS = 8
 CLOSE = 0.005
-"""Peaks that are tried at most for a time, and the share of one by which the next has to differ."""
+ROUGHLY_CLOSE = 0.03
+"""Peaks that are tried at most for a time, and the share of one by which the next has to differ, at last and first."""
 
 WIDE = 1.15
-"""Ratio of the peaks left above which a first idea of what a plan takes is enough."""
+WIDEST = 2.0
+"""Ratios of the peaks left above which a first idea of what a plan takes is enough, and what both take tells little of
+what is between them."""
+
+Known = tuple[int, float]
+"""A peak in bytes and the seconds of the fastest plan known within it."""
 
 
 class Search:
-    """Plans over one weighted graph, by the outermost level and nested tables."""
+    """Plans over one weighted graph, by the outermost level and nested tables.
+
+    A long program has more cuts than are of use at once: fronts of labels are thinned the more, the more cuts share
+    them. A plan is looked for between few cuts first, then between those like the ones that it uses, in all layers.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.weights = SegmentCosts(graph, _cuts(graph))
-        self.grids = choose_grids(graph, self.weights.cuts)
-        self.tables: dict[tuple[int, int], NestedTable] = {}  # by the peak and the units they were made for
-        self.level: OuterLevel | None = None  # the last one that was asked for: each takes memory
         self.seen: dict[tuple[Segment, ...], Candidate] = {}
 
     @cached_property
     def least_peak(self) -> Candidate:
         """The plan with the least peak, and the fastest of those."""
-        self.tables.clear()  # or what was asked before would decide how it is rounded
-        bound = lower_bound(self.graph) - 1
-        costs = self.weights.costs()
-        flat = OuterLevel(costs.between(self.grids[:2][-1].chosen)).least_peak(above=bound, tolerance=ROUGH)
-        rough = OuterLevel(costs, self._table(flat, ROUGH_LEVELS)).least_peak(above=bound, near=flat, tolerance=ROUGH)
-        level = OuterLevel(costs, self._table(rough, FINE_LEVELS))
-        least = level.least_peak(above=bound, near=rough)
-        # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
-        segments = level.fastest(least, ROUGH_LABELS, SLACK[2:])
-        assert segments is not None
+        segments = self._all_cuts.least_peak(lower_bound(self.graph) - 1)
         best = finest(self.graph, drop_one_by_one(self.graph, self._weigh(segments)))
         if len(self.graph) > KEPT_VALUES_UP_TO:
             return best
-        return min(best, self._at(best.peak_bytes) or best)
+        return min(best, self._at(best.peak_bytes, self._all_cuts) or best)
 
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
+        found = self._fitting(peak, self._some_cuts)
+        if self._some_cuts is not self._all_cuts:
+            found = self._faster(found, peak) if found else self._fitting(peak, self._all_cuts)
+        if found is None and self.least_peak.peak_bytes <= peak:
+            return self.least_peak
+        return found
+
+    def _faster(self, found: Candidate, peak: int) -> Candidate:
+        """The fastest plan within ``peak`` bytes between cuts like those of one that was found, or that one."""
+        for _ in range(ROUNDS):
+            before = found
+            found = min(before, self._fitting(peak, self._around([before])) or before, key=_by_time)
+            if found.seconds > (1 - CLOSE) * before.seconds:
+                break
+        return found
+
+    def _fitting(self, peak: int, cuts: CutSearch) -> Candidate | None:
+        """The fastest plan found between some cuts whose simulated peak is at most ``peak`` bytes."""
         # The simulator may find that plans for a little more fit after all.
         less = 0.0  # share of what was asked for that the simulator finds
         for share in (1.07, 1.03, 1.01, 1.0):
             if share > 1.0 and share * less > 1 + CLOSE:
                 continue
-            here = self._at(int(peak * share))
+            here = self._at(int(peak * share), cuts)
             if here is not None and here.peak_bytes <= peak:
                 return here
             less = less if here is None else here.peak_bytes / (peak * share)
-        return self.least_peak if self.least_peak.peak_bytes <= peak else None
+        return None
 
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that recompute for at most ``seconds``."""
-        low, high = (self.least_peak.peak_bytes, self.least_peak.seconds), (self._saved.peak_bytes, self._saved.seconds)
-        halve = True
-        for number in range(1 + PEAKS):
-            least, most, before = (1 + CLOSE) * low[0], (1 - CLOSE) * high[0], high[0] / low[0]
+        if self._saved.seconds > seconds:
+            return None
+        if self._some_cuts is self._all_cuts:
+            low = self.least_peak.peak_bytes, self.least_peak.seconds
+            low = self._narrow(low, self._saved, seconds, self._all_cuts, PEAKS)
+            found = self._best_within(seconds)
+            if found.peak_bytes > low[0]:
+                self._at(found.peak_bytes, self._all_cuts)  # there may be a faster one for the same bytes
+            return self._best_within(seconds)
+        low = lower_bound(self.graph) - 1, np.inf
+        low = self._narrow(low, self._saved, seconds, self._some_cuts, PEAKS, rough=True)
+        for _ in range(ROUNDS):
+            before = self._best_within(seconds)
+            self._narrow_further(low, before, seconds)
+            if self._best_within(seconds).peak_bytes > (1 - CLOSE) * before.peak_bytes:
+                break
+        if low[1] == np.inf and self.least_peak.seconds <= seconds:
+            return self.least_peak
+        return self._best_within(seconds)
+
+    def _narrow_further(self, low: Known, found: Candidate, seconds: float) -> None:
+        """Look at peaks below that of a plan between cuts like those that it uses."""
+        cuts = self._around([found])
+        found = min(self._at(found.peak_bytes, cuts) or found, found, key=_by_time)
+        below = FURTHER * found.peak_bytes
+        slower = max((c for c in self.seen.values() if c.seconds > seconds and c.peak_bytes < below), default=None)
+        self._narrow((slower.peak_bytes, slower.seconds) if slower else low, found, seconds, cuts, FEW_PEAKS)
+
+    def _best_within(self, seconds: float) -> Candidate:
+        return min(c for c in (self._saved, *self.seen.values()) if c.seconds <= seconds)
+
+    def _narrow(
+        self, low: Known, fast: Candidate, seconds: float, cuts: CutSearch, peaks: int, rough: bool = False
+    ) -> Known:
+        """Look for the least peak below that of a ``fast`` plan with a plan of at most so many ``seconds``.
+
+        Args:
+            low: bytes within which there is none.
+            cuts: between which plans are looked for.
+            peaks: that are looked at, at most.
+            rough: a first idea is enough.
+
+        Returns:
+            What ``low`` is then.
+        """
+        high, close = (fast.peak_bytes, fast.seconds), ROUGHLY_CLOSE if rough else CLOSE
+        halve = high[0] > WIDEST * low[0]
+        for number in range(1 + peaks):
+            least, most, before = (1 + close) * low[0], (1 - close) * high[0], high[0] / low[0]
             if least > most:
                 break
+            halve = halve or low[1] == np.inf
             guess = np.sqrt(float(low[0]) * high[0]) if halve else _between(low, high, seconds, number)
             middle = int(min(max(guess, least), most))
-            here = self._at(middle, ROUGH_LABELS if before > WIDE else LABELS)
-            if before > WIDE and here is not None and seconds < here.seconds <= NEAR_ENOUGH * seconds:
-                here = self._at(middle)  # it may fit after all
+            labels = ROUGH_LABELS if rough or before > WIDE else LABELS
+            here = self._at(middle, cuts, labels)
+            if labels < LABELS and not rough and here is not None and seconds < here.seconds <= NEAR_ENOUGH * seconds:
+                here = self._at(middle, cuts)  # it may fit after all
             if here is not None and here.seconds <= seconds:
                 high = min(middle, here.peak_bytes), here.seconds
             else:
                 low = middle, low[1] if here is None else here.seconds
             # Near the end one of both ends hardly moves: if the last step has not halved what is left, the next does.
             halve = not halve and (high[0] / low[0]) ** 2 > before
-
-        def best() -> Candidate | None:
-            return min((c for c in (self.least_peak, *self.seen.values()) if c.seconds <= seconds), default=None)
-
-        if (found := best()) is not None and found.peak_bytes > low[0]:
-            self._at(found.peak_bytes)  # there may be a faster one for the same bytes
-        return best()
+        return low
 
     def curve(self, points: int) -> list[Candidate]:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""
         peaks = np.geomspace(self._saved.peak_bytes, self.least_peak.peak_bytes, points)[1:-1]
-        for peak in tqdm(peaks, "frontier", delay=1, leave=False):  # descending: a table serves those below
-            self._at(int(peak), ROUGH_LABELS)
+        sweeps = 1 if self._some_cuts is self._all_cuts else 2
+        with tqdm(total=sweeps * len(peaks), desc="frontier", delay=1, leave=False) as progress:
+            for sweep in range(sweeps):
+                cuts = self._around(front_of(self.seen.values())) if sweep else self._some_cuts
+                for peak in peaks:  # descending: a table serves those below
+                    self._at(int(peak), cuts, ROUGH_LABELS)
+                    progress.update()
         # What is a hair below the least peak recomputes the step many times over.
         found = (c for c in selective(self.graph) if c.peak_bytes > self.least_peak.peak_bytes)
         return front_of([self.least_peak, *self.seen.values(), *found])
@@ -141,9 +208,50 @@ class Search:
         """The plan that recomputes nothing."""
         return self._weigh((Segment(0, len(self.graph)),))
 
-    def _at(self, peak: int, labels: int = LABELS) -> Candidate | None:
-        """The fastest plan for ``peak``, or None if nothing fits."""
-        segments = self._level(peak).fastest(peak, labels)
+    @cached_property
+    def _all_cuts(self) -> CutSearch:
+        """Plans between all cuts, or as many as a program of this length allows."""
+        most = min(MAX_CUTS, max(MIN_CUTS, MAX_CELLS // max(1, len(self.graph))))
+        return CutSearch(self.graph, narrowest(self.graph, np.array(self.graph.cuts), most))
+
+    @property
+    def _few(self) -> int:
+        """Cuts that are looked at together in a long program."""
+        return min(MOST_FIRST_CUTS, max(FIRST_CUTS, len(self.graph) // OPERATIONS_PER_CUT))
+
+    @cached_property
+    def _some_cuts(self) -> CutSearch:
+        """Plans between so many cuts as are looked at first."""
+        cuts = self._all_cuts.cuts
+        if len(cuts) <= FEW_CUTS:
+            return self._all_cuts
+        return CutSearch(self.graph, narrowest(self.graph, cuts, self._few))
+
+    def _around(self, found: Iterable[Candidate]) -> CutSearch:
+        """Plans between the cuts that some plans use, those that are like them in other layers, and some about them."""
+        cuts = self._all_cuts.cuts
+        used = np.searchsorted(cuts, sorted({cut for c in found for s in c.decisions.segments for cut in _ends(s)}))
+        near = np.clip(used[:, None] + np.arange(-AROUND, AROUND + 1), 0, len(cuts) - 1).ravel()
+        kinds, sizes = self._kinds, np.bincount(self._kinds)
+        votes, near_votes = (np.bincount(kinds[some], minlength=len(sizes)) for some in (used, near))
+        votes = votes + NEAR_VOTE * near_votes
+        chosen = np.isin(np.arange(len(cuts)), used)
+        for kind in np.argsort(-votes / sizes, kind="stable"):
+            if votes[kind] and chosen.sum() + sizes[kind] <= self._few:
+                chosen |= kinds == kind
+        # Where few cuts are alike, others of this program are no worse a guess than those.
+        others = np.flatnonzero(~chosen)
+        more = max(0, min(MOST_SECOND_CUTS, len(sizes)) - int(chosen.sum()))
+        chosen[others[np.linspace(0, len(others), more, endpoint=False).astype(int)]] = True
+        return CutSearch(self.graph, cuts[chosen].tolist())
+
+    @cached_property
+    def _kinds(self) -> Ints:
+        return alike(self.graph, self._all_cuts.cuts)
+
+    def _at(self, peak: int, cuts: CutSearch, labels: int = LABELS) -> Candidate | None:
+        """The fastest plan for ``peak`` between some cuts, or None if nothing fits."""
+        segments = cuts.fastest(peak, labels)
         return None if segments is None else self._weigh(segments)
 
     def _weigh(self, segments: tuple[Segment, ...]) -> Candidate:
@@ -151,28 +259,19 @@ class Search:
             self.seen[segments] = weigh(self.graph, Decisions(segments))
         return self.seen[segments]
 
-    def _level(self, peak: int) -> OuterLevel:
-        """The outermost level over nested plans and segments that keep values, with the table for ``peak``."""
-        table = self._table(peak)
-        if self.level is None or self.level.table is not table:
-            self.level = OuterLevel(self._costs, table)
-        return self.level
 
-    def _table(self, peak: int, levels: int = LEVELS) -> NestedTable:
-        """A table whose range is right for ``peak``."""
-        for (top, units), table in self.tables.items():
-            if top / STEP <= peak <= top and units >= levels:
-                return table
-        self.tables[peak, levels] = NestedTable(self.weights.nested, self.grids, peak, levels)
-        return self.tables[peak, levels]
-
-    @cached_property
-    def _costs(self) -> Costs:
-        """The weights of the outermost level with segments that keep values."""
-        return self.weights.costs(*worth_keeping(self.graph)).undominated()
+def _by_time(candidate: Candidate) -> tuple[float, int]:
+    return candidate.seconds, candidate.peak_bytes
 
 
-def _between(low: tuple[int, float], high: tuple[int, float], seconds: float, number: int) -> float:
+def _ends(segment: Segment) -> Iterator[int]:
+    """Where a segment and its parts start and stop."""
+    yield from (segment.start, segment.stop)
+    for part in segment.parts:
+        yield from _ends(part)
+
+
+def _between(low: Known, high: Known, seconds: float, number: int) -> float:
     """A peak between two, about where a plan takes so many seconds, from the peaks and what plans for them take.
 
     Between a line and a power law, which take turns by the ``number`` of the guess: one is above what plans take where
@@ -184,9 +283,3 @@ def _between(low: tuple[int, float], high: tuple[int, float], seconds: float, nu
     if number % 2 and 0 < fast < seconds:
         return float(large * (small / large) ** (np.log(seconds / fast) / np.log(slow / fast)))
     return large - (large - small) * (seconds - fast) / (slow - fast)
-
-
-def _cuts(graph: Graph) -> list[int]:
-    """The cuts that plans may use: all, or in a long program the narrow ones."""
-    most = min(MAX_CUTS, max(MIN_CUTS, MAX_CELLS // max(1, len(graph))))
-    return list(graph.cuts) if len(graph.cuts) <= most else narrowest(graph, np.array(graph.cuts), most)

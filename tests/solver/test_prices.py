@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from stacks import stack
 
 import ogc
-from ogc.graph import Graph, Operation, Value
 from ogc.plan.simulate import plain_peak, simulate
 from ogc.solver.costs import SegmentCosts
 from ogc.solver.outer_level import OuterLevel
@@ -76,34 +76,6 @@ def test_a_front_in_bins_is_the_sorted_front(seed):
     kept, seconds = rng.integers(0, 10 ** (2 + seed), 5000), rng.integers(0, 300, 5000).astype(float)
     assert seconds[_front(kept, seconds)].tolist() == seconds[_sorted_front(kept, seconds)].tolist()
     assert kept[_front(kept, seconds)].tolist() == kept[_sorted_front(kept, seconds)].tolist()
-
-
-def stack(seed, layers, length=12, almost=0.0):
-    """Equal layers of random operations, each with a skip connection, whose times differ by ``almost`` of them."""
-    rng = random.Random(seed)
-    kinds = [(rng.choice([4, 8, 16, 64]), rng.choice([1.0, 2.0, 8.0]), rng.random() < 0.6) for _ in range(length)]
-    back = [rng.choice([1, 1, 1, 2, 3]) for _ in range(length)]
-    operations = []
-    for t in range(layers * length):
-        _, seconds, saves = kinds[t % length]
-        reads = {t - 1, t - back[t % length]} if t else set()
-        reads |= {t - length} if t % length == length - 1 else set()
-        reads = tuple(sorted(v for v in reads if v >= 0))
-        seconds *= 1 + almost * rng.random()
-        operations.append(
-            Operation(
-                f"op{t}",
-                reads=reads,
-                writes=(t,),
-                saves=reads if saves else (),
-                gradient_bytes=8,
-                backward_bytes=24,
-                forward_seconds=seconds,
-                backward_seconds=2 * seconds,
-            )
-        )
-    values = (Value(f"v{t}", kinds[t % length][0], t == layers * length - 1) for t in range(layers * length))
-    return Graph(tuple(operations), tuple(values))
 
 
 @pytest.mark.parametrize("almost", [0.0, 0.05])
