@@ -23,7 +23,8 @@ class Value:
 
     name: str
     bytes: int
-    is_output: bool = False  # returned to the caller, so it outlives the backward pass
+    is_output: bool = False  # returned to the caller, who holds it, so it outlives the backward pass
+    is_returned: bool = False  # returned to the caller, who lets go of it before the backward pass
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,22 @@ class Operation:
             return self
         return replace(self, low_memory=None, **(vars(self.low_memory) if is_low_memory else {}))
 
+    def renumbered(self, numbers: Sequence[int]) -> Operation:
+        """The operation with other numbers for values, by the numbers that it has."""
+
+        def new(values: Iterable[int]) -> tuple[int, ...]:
+            return tuple(numbers[v] for v in values)
+
+        taken, form = self.takes_over, self.low_memory
+        return replace(
+            self,
+            reads=new(self.reads),
+            writes=new(self.writes),
+            saves=new(self.saves),
+            takes_over=None if taken is None else numbers[taken],
+            low_memory=form and replace(form, saves=new(form.saves)),
+        )
+
     @property
     def form_seconds(self) -> float:
         """What its low-memory form takes more, forward and backward."""
@@ -125,6 +142,8 @@ class Graph:
         stretches: first and last operation of stretches that can be run slice by slice; see :func:`ogc.parse`.
         plain_peak_bytes: peak of the plain model, where these operations are not the plain model's; else None.
         runtime: what the runtime's own work takes.
+        outside: how many operations at the end are the caller's, between the model's forward and the backward: a loss.
+            They count, and no plan runs them again.
     """
 
     operations: tuple[Operation, ...]
@@ -135,6 +154,7 @@ class Graph:
     stretches: tuple[tuple[str, str], ...] = ()
     plain_peak_bytes: int | None = None
     runtime: RuntimeCosts = RuntimeCosts()
+    outside: int = 0
 
     def __post_init__(self) -> None:
         written: set[int] = set()
@@ -158,6 +178,11 @@ class Graph:
         for index, value in enumerate(self.values):
             if index not in written:
                 raise ParseError(f"no operation makes value {value.name}")
+        if self.outside and self.end not in self.cuts:
+            raise ParseError(
+                f"{self.operations[self.end].name}, which follows the model's forward, writes in place to what that "
+                "returns; make it an operation that is not in place"
+            )
 
     def _check_reads_and_writes(self, op: Operation, written: set[int]) -> None:
         unknown = [v for v in (*op.reads, *op.writes, *op.saves) if not 0 <= v < len(self.values)]
@@ -184,6 +209,11 @@ class Graph:
 
     def __len__(self) -> int:
         return len(self.operations)
+
+    @property
+    def end(self) -> int:
+        """The position where the model's forward ends."""
+        return len(self) - self.outside
 
     @cached_property
     def low_memory(self) -> tuple[int, ...]:
@@ -238,10 +268,19 @@ class Graph:
 
     @cached_property
     def last_uses(self) -> tuple[int, ...]:
-        """For each value, the last operation of the forward that touches it; N for an output."""
+        """For each value, the last operation of the forward that touches it; N for an output that is held.
+
+        The caller holds one that is returned and not held until the last operation.
+        """
         touched = ((v, t) for t, op in enumerate(self.operations) for v in (*op.reads, *op.writes))
+        returned = ((v, len(self) - 1) for v in self.returned)
         outputs = ((v, len(self)) for v, value in enumerate(self.values) if value.is_output)
-        return self._by_value(chain(touched, outputs), -1)
+        return self._by_value(chain(touched, returned, outputs), -1)
+
+    @cached_property
+    def returned(self) -> tuple[int, ...]:
+        """The values that the caller lets go of before the backward."""
+        return tuple(v for v, value in enumerate(self.values) if value.is_returned and not value.is_output)
 
     @cached_property
     def first_savers(self) -> tuple[int, ...]:
@@ -294,7 +333,7 @@ class Graph:
         bounds = []
         for t, op in enumerate(self.operations):
             given = {*op.reads, *op.writes} - {op.takes_over}
-            given |= {v for v in outputs if self.last_writes[v] < t}
+            given |= {v for v in outputs.union(self.returned) if self.last_writes[v] < t}
             forward = sum(size[v] for v in given) + op.scratch_bytes
             early = sum(size[v] for v in outputs.union(op.saves)) + op.backward_bytes
             bounds.append(max(forward, early, output_bytes + op.late_bytes) + op.internal_bytes)

@@ -12,7 +12,7 @@ from .checking.check import ONE_STEP
 from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
 from .in_parts import Options, PartsPlan, heavy_leaves, optimize_in_parts
-from .parser import LeafModules, ParseGraph, hooked_modules, parse
+from .parser import LeafModules, Loss, ParseGraph, hooked_modules, parse
 from .parser.arguments import call_arguments
 from .parser.custom import parse_graph_of
 from .plan.plan import Plan
@@ -29,6 +29,8 @@ def optimize(
     model: torch.nn.Module,
     sample_input: Any,
     *,
+    loss: Loss | None = None,
+    holds_outputs: bool = True,
     parse_graph: ParseGraph | bool | None = None,
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
@@ -46,6 +48,9 @@ def optimize(
             parameters, buffers and submodules with the result.
         sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments, shaped like
             a training batch and on the model's device.
+        loss: how a step goes on: ``loss(output)`` returns the one number that the backward starts from, such as a
+            criterion with its targets bound in. What it computes counts too; see :func:`ogc.parse`.
+        holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
         parse_graph: a function that returns a graph of the model made by hand; see :func:`ogc.parse`.
         memory_budget: recompute as little as possible such that the activations' peak fits: bytes, a text
             such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
@@ -79,7 +84,12 @@ def optimize(
         CheckError: with ``verify``, where the result differs from the plain model.
     """
     _check_slices(batch_slices, solver, verify)
-    parsing: dict[str, Any] = {"parse_graph": parse_graph, "repeatable_leaves": repeatable_leaves}
+    parsing: dict[str, Any] = {
+        "loss": loss,
+        "holds_outputs": holds_outputs,
+        "parse_graph": parse_graph,
+        "repeatable_leaves": repeatable_leaves,
+    }
 
     def graph_of(model: torch.nn.Module, sample_input: Any) -> Graph:
         return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)

@@ -9,7 +9,7 @@ import torch
 
 from .errors import SolveError
 from .graph import Graph
-from .parser import LeafModules, ParseGraph, parse
+from .parser import parse
 from .parser.passes.stretches import Stretch
 from .plan import Plan, plain_plan, simulate
 from .solver import Budget, solve
@@ -32,10 +32,9 @@ def slice_batch(
     graph: Graph,
     *,
     slices: int,
-    parse_graph: ParseGraph | bool | None = None,
-    repeatable_leaves: LeafModules | bool = (),
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
+    **parsing: Any,
 ) -> tuple[Graph, Plan]:
     """The graph and the plan with those stretches run slice by slice that make the plan better.
 
@@ -48,26 +47,29 @@ def slice_batch(
         sample_input: the same as for ``graph``.
         graph: from :func:`ogc.parse`, without slices.
         slices: into how many parts a stretch divides the batch.
-        parse_graph, repeatable_leaves: the same as for ``graph``.
         memory_budget, max_overhead: as for :func:`ogc.solve`.
+        parsing: further arguments of :func:`ogc.parse`, the same as for ``graph``.
 
     Raises:
         SolveError: nothing fits the budget, with slices or without; the message is that of the last try.
     """
     plain_peak = plain_plan(graph).peak_bytes
-    parsing: dict[str, Any] = {
-        "parse_graph": parse_graph,
-        "slices": slices,
-        "leaf_modules": {op.module for op in graph.operations if op.target.startswith("leaf ")},
-        "repeatable_leaves": repeatable_leaves,
-    }
+    leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
     failure: SolveError | None = None
 
     def choose(stretches: Stretches, profile: str) -> Choice:
         nonlocal failure
         sliced = graph
         if stretches:
-            sliced = parse(model, sample_input, profile=profile, stretches=stretches, **parsing)
+            sliced = parse(
+                model,
+                sample_input,
+                profile=profile,
+                stretches=stretches,
+                slices=slices,
+                leaf_modules=leaves,
+                **parsing,
+            )
             sliced = replace(sliced, plain_peak_bytes=plain_peak)
         try:
             return Choice(sliced, stretches, solve(sliced, memory_budget=memory_budget, max_overhead=max_overhead))

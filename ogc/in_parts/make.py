@@ -48,7 +48,7 @@ def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict
         Nothing unless leaves hold a good part of the plain peak.
     """
     asked = set(options.asked_for(model))
-    nodes = zip(graph.operations, graph.program.operations, strict=True)
+    nodes = zip(graph.operations[: graph.end], graph.program.operations, strict=True)
     leaves = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, Leaf)]
     held = [(op.internal_bytes, name) for op, name in leaves if name is not None and name not in asked]
     if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):

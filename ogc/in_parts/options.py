@@ -31,6 +31,7 @@ class Options:
         return parse(
             module,
             call,
+            loss="outputs",  # of a part, not of the model
             parse_graph=None if self.follows_own_graphs else False,
             profile=self.profile,
             leaf_modules=_inside(self.leaf_modules, name, module),

@@ -3,6 +3,7 @@
 from .carry_over import carry_over
 from .custom import ParseGraph
 from .leaves import LeafModules, hooked_modules
+from .loss import Loss
 from .parse import parse
 
-__all__ = ["LeafModules", "ParseGraph", "carry_over", "hooked_modules", "parse"]
+__all__ = ["LeafModules", "Loss", "ParseGraph", "carry_over", "hooked_modules", "parse"]

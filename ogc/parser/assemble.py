@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -12,10 +12,10 @@ from ..graph import Form, Graph, Operation, Value
 from ..operators.registry import copies_strided_gradients
 from ..operators.weights import Weights
 from ..program.leaf import runs_once
-from ..program.program import LowMemoryForm, Program, Saved, TensorRef
+from ..program.program import OUTSIDE, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
-from .traced import Traced
+from .traced import StepEnd, Traced
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
 from .weigh.host import runtime_costs
 from .weigh.record import Observation, Record, SeenForm
@@ -25,8 +25,8 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     """The graph of a program that was observed and weighed for ``device``; ``kind`` is the profile's."""
     records = observation.records
     taken = versions_of(traced.graph, observation)
-    ends = [TensorRef(node.name, 0) for node in _returned(traced.graph)]
-    returned = [observation.rebased.get(ref, ref) for ref in ends]
+    ends = refs_of_outputs(traced.graph)
+    returned = [observation.rebased.get(ends[n], ends[n]) for n in end_of(traced).starts]
     live = gradient_bytes([_gradients(r, r.weights) for r in records], returned)
     in_forms = gradient_bytes([_gradients_of_form(r) for r in records], returned)
     of_plain = gradient_bytes([_gradients_of_plain(r) for r in records], returned)
@@ -34,33 +34,55 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     each = zip(records, live, in_forms, of_plain, seen, strict=True)
     operations = tuple(_operation(*of_one) for of_one in each)
     program = program_of(spec, traced, observation, taken)
-    costs = runtime_costs(kind != "estimate", traced.python_calls - len(operations))
-    return Graph(operations, values_of(observation), program, device, kind, runtime=costs)
+    outside = outside_of(records)
+    costs = runtime_costs(kind != "estimate", traced.python_calls - (len(operations) - outside))
+    values = values_of(traced, observation)
+    return Graph(operations, values, program, device, kind, runtime=costs, outside=outside)
 
 
-def _returned(graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    return next(node for node in graph.nodes if node.op == "output").all_input_nodes
+def end_of(traced: Traced) -> StepEnd:
+    """How the step goes on from a program, of which that is known."""
+    assert traced.end is not None
+    return traced.end
+
+
+def outside_of(records: Sequence[Record]) -> int:
+    """How many operations are the caller's: the last ones."""
+    return sum(OUTSIDE in record.node.meta for record in records)
+
+
+def refs_of_outputs(graph: torch.fx.Graph) -> list[TensorRef]:
+    """The outputs of a program, in order."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    return [TensorRef(node.name, 0) for node in cast(Sequence[torch.fx.Node], output.args[0])]
 
 
 def versions_of(graph: torch.fx.Graph, observation: Observation) -> dict[int, tuple[int, Any]]:
     """Make values of their own of what is written in place; see :func:`separate_versions`."""
-    return separate_versions(observation, {node.name for node in _returned(graph)})
+    return separate_versions(observation, {ref.node for ref in refs_of_outputs(graph)})
 
 
-def values_of(observation: Observation) -> tuple[Value, ...]:
+def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
     """The values of a graph."""
+    end, refs = end_of(traced), refs_of_outputs(traced.graph)
+    held = range(len(refs)) if end.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
+    outputs = {observation.storages.get(refs[n]) for n in held}
+    each = zip(observation.value_names, observation.value_bytes, strict=True)
     return tuple(
-        Value(name, size, number in observation.output_values)
-        for number, (name, size) in enumerate(zip(observation.value_names, observation.value_bytes, strict=True))
+        Value(name, size, number in outputs, number in observation.output_values)
+        for number, (name, size) in enumerate(each)
     )
 
 
 def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken: dict[int, tuple[int, Any]]) -> Program:
     """A recorded program with what was seen when it ran."""
-    records = observation.records
+    records = observation.records[: len(observation.records) - outside_of(observation.records)]
+    end = end_of(traced)
+    graph = without_outside(traced.graph, len(traced.outputs) - 1) if end.has_loss else traced.graph
+    used = {node.target for node in graph.find_nodes(op="get_attr")}
     return Program(
-        graph=traced.graph,
-        constants=traced.constants,
+        graph=graph,
+        constants={name: tensor for name, tensor in traced.constants.items() if name in used},
         inputs=spec,
         outputs=traced.output_spec,
         saves=tuple(tuple(record.saves) for record in records),
@@ -77,7 +99,22 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         out_of_place={t: twin for t, (_, twin) in taken.items()},
         bindings={(t, target): name for t, r in enumerate(records) for target, name in r.bindings.items()},
         guards=traced.guards,
+        loss=end.loss,
+        holds_outputs=end.holds_outputs,
     )
+
+
+def without_outside(graph: torch.fx.Graph, outputs: int) -> torch.fx.Graph:
+    """A program without the caller's calls, with its first ``outputs`` alone."""
+    result = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            result.output(tuple(copies[one] for one in cast(Sequence[torch.fx.Node], node.args[0])[:outputs]))
+        elif OUTSIDE not in node.meta:
+            copies[node] = result.node_copy(node, copies.__getitem__)
+            assert copies[node].name == node.name
+    return result
 
 
 def memory_of(
@@ -97,7 +134,9 @@ def memory_of(
                 "saved_tensors": len(record.saves),
                 "low_memory": _seen_form(record, storages),
                 "takes_over": taken.get(t, (None,))[0],
-                "replayable": not (record.writes_external or stale or runs_once(record.node.target)),
+                "replayable": not (
+                    record.writes_external or stale or runs_once(record.node.target) or OUTSIDE in record.node.meta
+                ),
             }
         )
     return fields

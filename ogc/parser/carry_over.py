@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ParseError
+from ..errors import InputError, ParseError
 from ..graph import Form, Graph, Operation
 from ..operators.sliced import Sliced
 from ..program.leaf import Leaf
@@ -23,8 +23,9 @@ from ..torch_state.no_trace import plainly, untouched
 from .arguments import Sample, call_arguments, check_devices
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
+from .loss import with_step_end
 from .parse import lower, profiler_of, record_program
-from .traced import called_leaves
+from .traced import Traced, called_leaves
 from .weigh.leaf import Profiler, weigh
 from .weigh.record import Record
 
@@ -34,6 +35,8 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
     """``graph`` as it is for another call.
 
     The forward runs as often as in :func:`ogc.parse`, with the memory of inference.
+
+    A loss that does not take what the model returns for that call counts as it did for the first one.
 
     Args:
         model: what ``graph`` was parsed from.
@@ -54,16 +57,48 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
     profiler = profiler_of(graph.profile, home, home) if weighed else None
     with untouched(given=sample.spec.constants):
         recorded = record_program(sample, program.parse_graph, Leaves(model, sorted(called_leaves(program.graph))))
+        recorded, has_loss = _with_step_end(sample, recorded, program)
         traced, observation = lower(sample, recorded, home, partial(_visit, model, leaves, profiler))
-    _check_same_program(program.graph, traced.graph)
     if weighed:
         found = graph_of(sample.spec, traced, observation, graph.device, graph.profile)
-        return replace(found, program=replace(found.program, parse_graph=program.parse_graph))
-    taken = versions_of(traced.graph, observation)
-    again = replace(program_of(sample.spec, traced, observation, taken), parse_graph=program.parse_graph)
-    seen = memory_of(observation.records, taken, observation.storages)
-    operations = tuple(_carried(op, fields) for op, fields in zip(graph.operations, seen, strict=True))
-    return replace(graph, operations=operations, values=values_of(observation), program=again)
+        _check_same_program(program.graph, found.program.graph)
+    else:
+        taken = versions_of(traced.graph, observation)
+        again = program_of(sample.spec, traced, observation, taken)
+        _check_same_program(program.graph, again.graph)
+        seen = memory_of(observation.records, taken, observation.storages)
+        known, outside = (graph.operations, graph.outside) if has_loss else (graph.operations[: graph.end], 0)
+        operations = tuple(_carried(op, fields) for op, fields in zip(known, seen, strict=True))
+        values = values_of(traced, observation)
+        found = replace(graph, operations=operations, values=values, program=again, outside=outside)
+    found = replace(found, program=replace(found.program, parse_graph=program.parse_graph))
+    return found if has_loss else _with_outside_of(graph, found)
+
+
+def _with_step_end(sample: Sample, recorded: Traced, program: Program) -> tuple[Traced, bool]:
+    """The program with the loss that was given for the first call, and whether that takes what this one returns.
+
+    It may have targets bound in which are right for the first call alone.
+    """
+    try:
+        return with_step_end(sample, recorded, program.loss, program.holds_outputs), True
+    except InputError:
+        return with_step_end(sample, recorded, "outputs", program.holds_outputs), False
+
+
+def _with_outside_of(known: Graph, found: Graph) -> Graph:
+    """A graph of the model alone with what the caller goes on with in the known one, and its numbers for values."""
+    numbers = [v for v, producer in enumerate(known.producers) if producer < known.end]
+    values = list(known.values)
+    for number, value in zip(numbers, found.values, strict=True):
+        values[number] = replace(value, is_output=known.values[number].is_output)
+    storages = {ref: numbers[v] for ref, v in found.program.storages.items()}
+    return replace(
+        known,
+        operations=(*(op.renumbered(numbers) for op in found.operations), *known.operations[known.end :]),
+        values=tuple(values),
+        program=replace(found.program, storages=storages, loss=known.program.loss),
+    )
 
 
 def _carried(op: Operation, seen: dict[str, Any]) -> Operation:

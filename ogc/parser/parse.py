@@ -13,17 +13,19 @@ from ..errors import ParseError
 from ..graph import Graph
 from ..operators.registry import out_of_place
 from ..program.leaf import Leaf
+from ..program.program import OUTSIDE
 from ..program.structures import InputSpec
 from ..torch_state.collecting import collecting_new_only
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.no_trace import plainly, untouched
 from .arguments import Sample, call_arguments, check_devices, check_model, device_of, profile_kind
 from .assemble import graph_of
-from .bindings import Bindings
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
 from .leaves import LeafModules, Leaves
+from .loss import Loss, with_step_end
+from .passes.bindings import Bindings
 from .passes.in_place import run_out_of_place
 from .passes.last_writes import copy_after_last_write
 from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stretches
@@ -45,6 +47,8 @@ def parse(
     model: torch.nn.Module,
     sample_input: Any,
     *,
+    loss: Loss | None = None,
+    holds_outputs: bool = True,
     parse_graph: ParseGraph | bool | None = None,
     profile: str = "auto",
     device: torch.device | str | None = None,
@@ -63,6 +67,12 @@ def parse(
     Args:
         model: any module; it is parsed as it stands (training flags, dtypes, device).
         sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+        loss: ``loss(output)`` returns the one number that the backward starts from, given what the forward returns: a
+            criterion with its targets bound in, or ``lambda out: out.loss``. What it computes is part of the step: its
+            tensors count, and outputs that it does not use get no gradient. It is called a few times here, and never
+            by the optimized model. Without it the backward starts at the one output with ``dim() == 0`` that requires
+            grad, of several at the one named ``loss``, or else at all outputs, with dense gradients.
+        holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
         parse_graph: ``parse_graph(model, *inputs)`` returns a graph made by hand, to be parsed instead of the
             forward: a ``torch.fx.Graph`` or ``GraphModule``, a ``torch.export.ExportedProgram``, an
             :class:`ogc.GraphBuilder`, or the published ``(networkx.MultiDiGraph, source, target)``. It must
@@ -103,7 +113,7 @@ def parse(
     visit = partial(_visit, model, profiler_of(kind, target, home), leaves)
     with untouched(given=sample.spec.constants):
         while True:
-            recorded = record_program(sample, make, leaves)
+            recorded = with_step_end(sample, record_program(sample, make, leaves), loss, holds_outputs)
             try:
                 traced, observation = lower(sample, recorded, target, visit, stretches, slices)
                 break
@@ -111,7 +121,7 @@ def parse(
                 leaves.cover(problem)
     leaves.report()
     graph = graph_of(sample.spec, traced, observation, str(target), kind)
-    found = tuple(find_stretches(observation.records))
+    found = tuple(find_stretches(observation.records[: graph.end]))
     return replace(graph, program=replace(graph.program, parse_graph=make), stretches=found)
 
 
@@ -152,6 +162,8 @@ def lower(
     unfolding, forms, bindings = Unfolding(), Forms(device), Bindings()
 
     def visit_and_meet(record: Record, args: Any, kwargs: Any) -> None:
+        if OUTSIDE in record.node.meta:
+            return visit(record, args, kwargs)
         record.form = forms.of(record, args, kwargs)
         for target in filter(None, (record.node.target, out_of_place(record.node.target))):
             if binding := bindings.of(target, args, kwargs):
@@ -177,7 +189,7 @@ def lower(
 def _visit(model: torch.nn.Module, profiler: Profiler, leaves: Leaves, record: Record, args: Any, kwargs: Any) -> None:
     """Weigh an operation, and find out how it may be run."""
     node = record.node
-    if isinstance(node.target, Leaf):
+    if isinstance(node.target, Leaf) and OUTSIDE not in node.meta:
         if record.random and node.meta[READS]:
             refuse_chance(model, node, args)
         _allow_repeats(model, leaves, record, args)

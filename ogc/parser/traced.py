@@ -47,6 +47,26 @@ class FrontEnd(Protocol):
 
 
 @dataclass(frozen=True)
+class StepEnd:
+    """How a step goes on from a forward.
+
+    Attributes:
+        starts: the numbers of the outputs at which the backward starts.
+        holds_outputs: the caller holds all outputs through the backward.
+        loss: what was said of that. A function gives one output more, the last; its calls are part of the program.
+    """
+
+    starts: tuple[int, ...]
+    holds_outputs: bool = True
+    loss: Callable[[Any], Any] | str | None = None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the program ends with the loss."""
+        return callable(self.loss)
+
+
+@dataclass(frozen=True)
 class Traced:
     """A recorded forward: its program, and the outputs and output structure of the recorded call.
 
@@ -60,6 +80,7 @@ class Traced:
         guards: what Python read out of tensors on the way; the program holds as long as these are the same.
         state: the model's after the call, once that was judged; see :func:`ogc.parser.forward.flat.state_of`.
         python_calls: of functions, Python's and others, by the forward's own code when it was judged.
+        end: how a step goes on from here, once that is known.
     """
 
     graph: torch.fx.Graph
@@ -71,6 +92,7 @@ class Traced:
     guards: Guards | None = None
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     python_calls: int = 0
+    end: StepEnd | None = None
 
 
 class RecordAgain(Exception):

@@ -136,6 +136,15 @@ def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[S
     )
 
 
+def up_to(segments: Iterable[Segment], stop: int) -> tuple[Segment, ...]:
+    """The same segments as far as they lie before a position."""
+    return tuple(
+        segment if segment.stop <= stop else replace(segment, stop=stop, parts=up_to(segment.parts, stop))
+        for segment in segments
+        if segment.start < stop
+    )
+
+
 def _with(wanted: Fate, fates: Iterable[tuple[int, Fate]]) -> tuple[int, ...]:
     return tuple(v for v, fate in fates if fate is wanted)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..errors import PlanError
 from ..graph import Graph
-from .decisions import Decisions, Fate, Segment
+from .decisions import Decisions, Fate, Segment, saved, up_to
 
 FORWARD = 0
 
@@ -77,7 +77,7 @@ class Schedule:
         self.runs: list[Run] = [Run(0, len(graph), fates=dict(decisions.fates))]
         self.keeps_internals = graph.keeps_internals_with(decisions.kept)
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
-        self._visit(FORWARD, decisions.segments)
+        self._visit(FORWARD, _with_saved_end(graph, decisions.segments))
         for run in reversed(self.runs[1:]):
             self._write_program(run)
         forward = self.runs[FORWARD]
@@ -212,6 +212,8 @@ class Schedule:
                     last[step.run, v] = number
             for copy in self.reads(step):
                 last[copy] = number
+        for v in self.graph.returned:  # the caller has them until the forward is done
+            last[FORWARD, v] = max(last[FORWARD, v], len(self.graph) - 1)
         return last
 
     @cached_property
@@ -221,3 +223,8 @@ class Schedule:
         for copy, number in self.last_needs.items():
             found[number].append(copy)
         return found
+
+
+def _with_saved_end(graph: Graph, segments: Sequence[Segment]) -> Sequence[Segment]:
+    """The segments with those operations saved that are the caller's: only what the model runs is run again."""
+    return (*up_to(segments, graph.end), saved(graph.end, len(graph))) if graph.outside else segments

@@ -24,6 +24,10 @@ OWN = "own"
 """In a node's ``meta``: the forward makes a constant anew each time, of which the program has a copy made."""
 
 
+OUTSIDE = "outside"
+"""In a node's ``meta``: it is a call of the caller's, who goes on from what the model's forward returns."""
+
+
 @dataclass(frozen=True)
 class TensorRef:
     """One tensor of the program: the fx node that returns it and its place among the node's results."""
@@ -74,6 +78,8 @@ class Program:
             operator with these arguments sooner than ``torch.ops`` does.
         guards: what Python read out of tensors; the program holds where it is the same. None if nothing was read.
         parse_graph: the function that made the graph by hand, if one did.
+        loss: the function of the outputs with which the caller goes on, if that is known.
+        holds_outputs: the caller is taken to hold the outputs through the backward.
     """
 
     graph: torch.fx.Graph
@@ -89,6 +95,8 @@ class Program:
     bindings: dict[tuple[int, Any], str] = field(default_factory=dict)
     guards: Guards | None = None
     parse_graph: Any = None
+    loss: Any = None
+    holds_outputs: bool = True
 
     @property
     def operations(self) -> list[torch.fx.Node]:
@@ -266,7 +274,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 def call_beside(node: torch.fx.Node, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
     """A call put into the graph of ``node``, said to come from the same place in the user's code."""
     call = node.graph.call_function(operator, args, kwargs)
-    call.meta.update({key: node.meta[key] for key in ("module", "source") if key in node.meta})
+    call.meta.update({key: node.meta[key] for key in ("module", "source", OUTSIDE) if key in node.meta})
     return call
 
 

@@ -89,6 +89,7 @@ class _ForwardWriter:
         placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
         output = next(node for node in graph.nodes if node.op == "output")
         leaves = sorted((leaf, n) for n, run in enumerate(self.layout.schedule.runs) for leaf in run.leaves)
+        leaves = [(leaf, n) for leaf, n in leaves if leaf[0] < len(self.layout.operations)]  # the rest is the caller's
         lines = [line for (start, stop), number in leaves for line in self._leaf(start, stop, number)]
         lines.append(f"return {argument(output.args[0])}")
         return _function(f"forward({', '.join(['step', *placeholders, *self.layout.bound])})", lines)

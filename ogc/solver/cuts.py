@@ -77,7 +77,8 @@ def narrowest(graph: Graph, cuts: Ints, count: int) -> list[int]:
     """
     if len(cuts) <= count:
         return list(map(int, cuts))
-    stays = np.isin(np.arange(len(cuts)), [0, len(cuts) - 1, *_around_the_largest(graph, cuts, count // 10)])
+    ends = np.searchsorted(cuts, (0, graph.end, len(graph)))
+    stays = np.isin(np.arange(len(cuts)), [*ends, *_around_the_largest(graph, cuts, count // 10)])
     others, widths = np.flatnonzero(~stays), boundary_bytes(graph)[cuts]
     edges = np.linspace(0, len(others), count - int(stays.sum()) + 1).astype(int)
     stays[[others[a + np.argmin(widths[others[a:b]])] for a, b in pairwise(edges)]] = True

@@ -235,7 +235,7 @@ class Search:
         kinds, sizes = self._kinds, np.bincount(self._kinds)
         votes, near_votes = (np.bincount(kinds[some], minlength=len(sizes)) for some in (used, near))
         votes = votes + NEAR_VOTE * near_votes
-        chosen = np.isin(np.arange(len(cuts)), used)
+        chosen = np.isin(cuts, (*cuts[used], self.graph.end))
         for kind in np.argsort(-votes / sizes, kind="stable"):
             if votes[kind] and chosen.sum() + sizes[kind] <= self._few:
                 chosen |= kinds == kind

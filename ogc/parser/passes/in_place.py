@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...operators.registry import is_elementwise, of, out_of_place
-from ...program.program import TensorRef
+from ...program.program import OUTSIDE, TensorRef
 from ...torch_state.private import storage_id
 from ..forward.flat import saving
 from ..weigh.record import Observation, Record
@@ -36,7 +36,7 @@ def run_out_of_place(graph: torch.fx.Graph) -> None:
     """
     for node in graph.nodes:
         given = node.args[0] if node.op == "call_function" and node.args else None
-        if not isinstance(given, torch.fx.Node) or not of(given.target).returns_view:
+        if OUTSIDE in node.meta or not isinstance(given, torch.fx.Node) or not of(given.target).returns_view:
             continue
         twin = out_of_place(node.target)
         is_random = torch.Tag.nondeterministic_seeded in getattr(twin, "tags", ())

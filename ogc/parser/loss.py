@@ -1,0 +1,173 @@
+"""How a step goes on from the outputs of a forward: the caller's loss, put behind the model's program to be weighed.
+
+The loss is recorded by itself, as a function of the outputs, and its calls follow those of the model in one program.
+They are the caller's: no plan runs them again, and no generated code runs them at all.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+
+from ..errors import InputError
+from ..program.program import CONSTANT, OUTSIDE, get_attribute
+from ..program.structures import InputSpec
+from ..torch_state.no_trace import untouched
+from ..torch_state.random_state import cuda_devices
+from .arguments import Sample
+from .faithful import faithful_program
+from .leaves import Leaves
+from .traced import StepEnd, Traced
+
+Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
+"""A function of what the forward returns; ``"outputs"`` is whatever starts the backward at all outputs."""
+
+
+def with_step_end(sample: Sample, traced: Traced, loss: Loss | None, holds_outputs: bool) -> Traced:
+    """A forward's program with what the step does beyond it.
+
+    Raises:
+        InputError: the loss is no function, fails on the outputs, or returns something else than one number to
+            differentiate.
+    """
+    if loss is None or isinstance(loss, str):
+        if loss not in (None, "outputs"):
+            raise InputError(f'loss must be a function of the model\'s output, or "outputs", not {loss!r}')
+        return replace(traced, end=StepEnd(_starts(sample, traced, loss), holds_outputs, loss))
+    if not callable(loss):
+        raise InputError(f"loss must be a function of the model's output, such as a criterion, not {loss!r}")
+    root = _Root(loss)
+    spec, tensors = InputSpec.of((_output(sample, traced),), {})
+    numbers = {id(tensor): number for number, tensor in enumerate(traced.outputs)}
+    places = [numbers[id(tensor)] for tensor in tensors]
+    given = [tensor.detach().requires_grad_(traced.requires_grad[n]) for tensor, n in zip(tensors, places, strict=True)]
+    with torch.random.fork_rng(cuda_devices()):
+        torch.set_rng_state(traced.state["random state"])
+        _check(root, spec, given)
+        found = faithful_program(Sample(root, spec, given), None, Leaves(root, ()))
+    return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), holds_outputs, loss))
+
+
+class _Function(torch.nn.Module):
+    """A function, and the modules that it gets hold of, so that these are left as they were."""
+
+    def __init__(self, function: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.others = torch.nn.ModuleList(modules_of(function))
+
+    def forward(self, output: Any) -> Any:
+        return self.function(output)
+
+
+class _Root(torch.nn.Module):
+    """Around the function, which may have to be called as it is."""
+
+    def __init__(self, function: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.loss = _Function(function)
+
+    def forward(self, output: Any) -> Any:
+        return self.loss(output)
+
+
+def modules_of(function: Any) -> list[torch.nn.Module]:
+    """The modules that a function gets hold of: itself, bound, enclosed, as a default or by the name of a global."""
+    found: dict[int, torch.nn.Module] = {}
+    for thing in _held_by(function):
+        for one in thing if isinstance(thing, (list, tuple)) else (thing,):
+            if isinstance(one, torch.nn.Module):
+                found[id(one)] = one
+    return list(found.values())
+
+
+def _held_by(function: Any) -> Iterator[Any]:
+    while isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+    yield function
+    if inspect.ismethod(function):
+        yield function.__self__
+        function = function.__func__
+    if not inspect.isfunction(function):
+        return
+    names = inspect.getclosurevars(function)
+    yield from (*names.nonlocals.values(), *names.globals.values())
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+
+
+def _output(sample: Sample, traced: Traced) -> Any:
+    """What the forward returned, with the tensors of ``traced``."""
+    args, kwargs = sample.spec.rebuild(sample.copies())
+    return traced.output_spec.deliver(traced.outputs, args, kwargs)
+
+
+def _starts(sample: Sample, traced: Traced, loss: str | None) -> tuple[int, ...]:
+    """The outputs at which a backward starts: the one scalar, or all of them."""
+    differentiable = [n for n, requires_grad in enumerate(traced.requires_grad) if requires_grad]
+    scalars = [n for n in differentiable if not traced.outputs[n].dim()]
+    if len(scalars) > 1:
+        output = _output(sample, traced)
+        named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        scalars = [n for n in scalars if traced.outputs[n] is named]
+    return tuple(scalars if len(scalars) == 1 and loss is None else differentiable)
+
+
+def _check(root: _Root, spec: InputSpec, tensors: list[torch.Tensor]) -> None:
+    args, _ = spec.rebuild(tensors)
+    try:
+        with untouched(root), torch.enable_grad():
+            result = root(*args)
+    except Exception as error:
+        raise InputError(f"loss failed on what the model returns for the sample input: {error!r}") from error
+    if not isinstance(result, torch.Tensor):
+        raise InputError(f"loss must return a tensor, not {type(result).__name__}")
+    if result.numel() != 1:
+        raise InputError(f"loss must return one number to differentiate, not a tensor of shape {list(result.shape)}")
+    if not result.requires_grad:
+        raise InputError("loss must return a number to differentiate; what it returns does not require grad")
+
+
+def _joined(traced: Traced, loss: Traced, root: _Root, places: list[int], end: StepEnd) -> Traced:
+    """One program: the model's, and behind it the loss, whose inputs are outputs of the model."""
+    graph, constants = torch.fx.Graph(), dict(traced.constants)
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    returned: tuple[torch.fx.Node, ...] = ()
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            returned = tuple(copies[one] for one in _outputs_of(node))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    place = iter(places)
+    for node in loss.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = returned[next(place)]
+        elif node.op == "output":
+            graph.output((*returned, copies[_outputs_of(node)[0]]))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta[OUTSIDE] = True
+            if node.op == "get_attr":
+                name = f"{CONSTANT}loss_{len(constants)}"
+                constants[name] = get_attribute(root, loss.constants, str(node.target))
+                copies[node].target = name
+    own = {target for target in loss.grad_targets if not isinstance(target, int)}
+    return replace(
+        traced,
+        graph=graph,
+        constants=constants,
+        outputs=[*traced.outputs, *loss.outputs],
+        requires_grad=[*traced.requires_grad, True],
+        grad_targets=traced.grad_targets | own,
+        state={**traced.state, "random state": loss.state["random state"]},
+        end=end,
+    )
+
+
+def _outputs_of(node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+    return cast(tuple[torch.fx.Node, ...], node.args[0])
