@@ -81,6 +81,12 @@ class Operation:
             return self
         return replace(self, low_memory=None, **(vars(self.low_memory) if is_low_memory else {}))
 
+    def scaled(self, share: float) -> Operation:
+        """The operation with so many times the bytes, seconds and FLOPs; one without a low-memory form."""
+        names = [name for name in self.__dataclass_fields__ if name.endswith(("_bytes", "_seconds", "_flops"))]
+        weights = {name: weight for name in names if (weight := getattr(self, name))}
+        return replace(self, **{name: type(weight)(share * weight) for name, weight in weights.items()})
+
     def renumbered(self, numbers: Sequence[int]) -> Operation:
         """The operation with other numbers for values, by the numbers that it has."""
 

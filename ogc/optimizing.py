@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -91,13 +92,13 @@ def optimize(
         "repeatable_leaves": repeatable_leaves,
     }
 
-    def graph_of(model: torch.nn.Module, sample_input: Any) -> Graph:
-        return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **parsing)
+    def graph_of(model: torch.nn.Module, sample_input: Any, **other: Any) -> Graph:
+        return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **{**parsing, **other})
 
     def make(
         model: torch.nn.Module, sample_input: Any, budget: Budget | None, graph: Graph | None = None
     ) -> tuple[Graph, Plan]:
-        graph = graph_of(model, sample_input) if graph is None else graph
+        graph = graph or _without_loss_if_need_be(graph_of, model, sample_input)
         asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}
         if batch_slices > 1:
             return slice_batch(model, sample_input, graph, slices=batch_slices, **parsing, **asked)
@@ -126,6 +127,16 @@ def optimize(
         args, kwargs = call_arguments(sample_input)
         ONE_STEP.check(model, optimized, *args, **kwargs).raise_if_different()
     return optimized
+
+
+def _without_loss_if_need_be(graph_of: Callable[..., Graph], model: torch.nn.Module, sample_input: Any) -> Graph:
+    """The graph for a call unlike the first, which a loss with the first one's targets bound in may not take."""
+    try:
+        return graph_of(model, sample_input)
+    except InputError as error:
+        graph = graph_of(model, sample_input, loss="outputs")
+        log.info("what is planned for ends with the model's outputs: %s", error)
+        return graph
 
 
 def _check_slices(batch_slices: int, solver: str, verify: bool) -> None:

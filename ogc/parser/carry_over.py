@@ -23,7 +23,7 @@ from ..torch_state.no_trace import plainly, untouched
 from .arguments import Sample, call_arguments, check_devices
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
-from .loss import with_step_end
+from .loss import modules_of, with_step_end
 from .parse import lower, profiler_of, record_program
 from .traced import Traced, called_leaves
 from .weigh.leaf import Profiler, weigh
@@ -36,7 +36,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
 
     The forward runs as often as in :func:`ogc.parse`, with the memory of inference.
 
-    A loss that does not take what the model returns for that call counts as it did for the first one.
+    A loss that does not take what the model returns for that call counts in proportion to what it took for the first.
 
     Args:
         model: what ``graph`` was parsed from.
@@ -55,7 +55,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
     home = check_devices(sample)
     leaves = {node.target.name: node.target for node in program.operations if isinstance(node.target, Leaf)}
     profiler = profiler_of(graph.profile, home, home) if weighed else None
-    with untouched(given=sample.spec.constants):
+    with untouched(*modules_of(program.loss), given=sample.spec.constants):
         recorded = record_program(sample, program.parse_graph, Leaves(model, sorted(called_leaves(program.graph))))
         recorded, has_loss = _with_step_end(sample, recorded, program)
         traced, observation = lower(sample, recorded, home, partial(_visit, model, leaves, profiler))
@@ -87,15 +87,24 @@ def _with_step_end(sample: Sample, recorded: Traced, program: Program) -> tuple[
 
 
 def _with_outside_of(known: Graph, found: Graph) -> Graph:
-    """A graph of the model alone with what the caller goes on with in the known one, and its numbers for values."""
+    """A graph of the model alone with what the caller goes on with in the known one, and its numbers for values.
+
+    The loss takes as much more, or less, as the model returns.
+    """
     numbers = [v for v, producer in enumerate(known.producers) if producer < known.end]
-    values = list(known.values)
+    returned = [n for n, v in enumerate(numbers) if known.values[v].is_returned]
+    before, now = sum(known.values[numbers[n]].bytes for n in returned), sum(found.values[n].bytes for n in returned)
+    share = now / max(1, before)
+    values = [replace(value, bytes=round(share * value.bytes)) for value in known.values]
     for number, value in zip(numbers, found.values, strict=True):
-        values[number] = replace(value, is_output=known.values[number].is_output)
+        values[number] = value
     storages = {ref: numbers[v] for ref, v in found.program.storages.items()}
     return replace(
         known,
-        operations=(*(op.renumbered(numbers) for op in found.operations), *known.operations[known.end :]),
+        operations=(
+            *(op.renumbered(numbers) for op in found.operations),
+            *(op.scaled(share) for op in known.operations[known.end :]),
+        ),
         values=tuple(values),
         program=replace(found.program, storages=storages, loss=known.program.loss),
     )

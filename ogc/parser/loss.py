@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
+from torch.fx.node import map_arg
 
 from ..errors import InputError
 from ..program.program import CONSTANT, OUTSIDE, get_attribute
@@ -124,6 +125,10 @@ def _check(root: _Root, spec: InputSpec, tensors: list[torch.Tensor]) -> None:
         with untouched(root), torch.enable_grad():
             result = root(*args)
     except Exception as error:
+        if "leaf Variable" in str(error):
+            raise InputError(
+                "loss writes in place to what the model returns; make that operation not in place"
+            ) from error
         raise InputError(f"loss failed on what the model returns for the sample input: {error!r}") from error
     if not isinstance(result, torch.Tensor):
         raise InputError(f"loss must return a tensor, not {type(result).__name__}")
@@ -150,12 +155,13 @@ def _joined(traced: Traced, loss: Traced, root: _Root, places: list[int], end: S
         elif node.op == "output":
             graph.output((*returned, copies[_outputs_of(node)[0]]))
         else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta[OUTSIDE] = True
+            target, (args, kwargs) = node.target, map_arg((node.args, node.kwargs), copies.__getitem__)
             if node.op == "get_attr":
-                name = f"{CONSTANT}loss_{len(constants)}"
-                constants[name] = get_attribute(root, loss.constants, str(node.target))
-                copies[node].target = name
+                target = f"{CONSTANT}loss_{len(constants)}"
+                constants[target] = get_attribute(root, loss.constants, str(node.target))
+            # Names that no operation of the model may get, be there a loss or not.
+            copies[node] = graph.create_node(node.op, target, args, kwargs, name=f"loss_{node.name}")
+            copies[node].meta = {**node.meta, OUTSIDE: True}
     own = {target for target in loss.grad_targets if not isinstance(target, int)}
     return replace(
         traced,

@@ -24,7 +24,7 @@ from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
 from .leaves import LeafModules, Leaves
-from .loss import Loss, with_step_end
+from .loss import Loss, modules_of, with_step_end
 from .passes.bindings import Bindings
 from .passes.in_place import run_out_of_place
 from .passes.last_writes import copy_after_last_write
@@ -111,7 +111,7 @@ def parse(
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     visit = partial(_visit, model, profiler_of(kind, target, home), leaves)
-    with untouched(given=sample.spec.constants):
+    with untouched(*modules_of(loss), given=sample.spec.constants):
         while True:
             recorded = with_step_end(sample, record_program(sample, make, leaves), loss, holds_outputs)
             try:
