@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .builder import GraphBuilder
     from .checking.check import Checker, check
     from .checking.report import CheckReport, Difference
+    from .device import Estimate, LargestBatch, estimate, largest_batch
     from .errors import (
         CheckError,
         DependencyError,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "builder": ("GraphBuilder",),
     "checking": ("CheckReport", "Checker", "Difference", "check"),
+    "device": ("Estimate", "LargestBatch", "estimate", "largest_batch"),
     "errors": (
         *("CheckError", "DependencyError", "InputError", "OgcError"),
         *("ParseError", "PlanError", "ReplayError", "SolveError"),

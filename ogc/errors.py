@@ -20,7 +20,15 @@ class ParseError(OgcError):
 
 
 class SolveError(OgcError):
-    """No plan of the solver's class meets what was asked."""
+    """No plan of the solver's class meets what was asked.
+
+    Attributes:
+        least_peak_bytes: the smallest budget that would do, where that is known.
+    """
+
+    def __init__(self, message: str, least_peak_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.least_peak_bytes = least_peak_bytes
 
 
 class PlanError(OgcError):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from .checking.check import ONE_STEP
+from .device.needs import activation_budget, fixed_needs, too_small
+from .device.optimizer import Optimizer
 from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
 from .in_parts import Options, PartsPlan, heavy_leaves, optimize_in_parts
@@ -35,6 +37,8 @@ def optimize(
     parse_graph: ParseGraph | bool | None = None,
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
+    device_memory: Budget | None = None,
+    optimizer: Optimizer | None = None,
     solver: str = "optimal",
     profile: str = "auto",
     batch_slices: int = 1,
@@ -56,6 +60,9 @@ def optimize(
         memory_budget: recompute as little as possible such that the activations' peak fits: bytes, a text
             such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
         max_overhead: the least peak with at most this share of a plain step's time recomputed.
+        device_memory: in place of ``memory_budget``, what the whole step may take, such as ``"24GB"``: what
+            :func:`ogc.estimate` finds beside activations is taken off.
+        optimizer: what is to train the model, or a class such as ``torch.optim.AdamW``; for ``device_memory``.
         solver: another name than ``"optimal"`` plans by a method to compare with; see :func:`ogc.solve`.
         profile: how operations are weighed, ``"auto"``, ``"time"``, ``"estimate"`` or ``"measure"``; see
             :func:`ogc.parse`.
@@ -85,58 +92,85 @@ def optimize(
         CheckError: with ``verify``, where the result differs from the plain model.
     """
     _check_slices(batch_slices, solver, verify)
+    needs = None if device_memory is None else fixed_needs(model, sample_input, optimizer)
+    if needs is not None and device_memory is not None:
+        if memory_budget is not None:
+            raise InputError("give memory_budget or device_memory, not both")
+        memory_budget = activation_budget(needs, device_memory) or 1
     parsing: dict[str, Any] = {
         "loss": loss,
         "holds_outputs": holds_outputs,
         "parse_graph": parse_graph,
         "repeatable_leaves": repeatable_leaves,
     }
-
-    def graph_of(model: torch.nn.Module, sample_input: Any, **other: Any) -> Graph:
-        return parse(model, sample_input, profile=profile, leaf_modules=leaf_modules, **{**parsing, **other})
-
-    def make(
-        model: torch.nn.Module, sample_input: Any, budget: Budget | None, graph: Graph | None = None
-    ) -> tuple[Graph, Plan]:
-        graph = graph or _without_loss_if_need_be(graph_of, model, sample_input)
-        asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": max_overhead}
-        if batch_slices > 1:
-            return slice_batch(model, sample_input, graph, slices=batch_slices, **parsing, **asked)
-        return graph, solve(graph, solver=solver, **asked)
-
-    wish = Wish(memory_budget, max_overhead)
-    options = Options(wish, solver, profile, leaf_modules, repeatable_leaves, parse_graph is None)
-    in_one_plan = batch_slices > 1 or parse_graph_of(model, parse_graph) is not None
+    planning = _Planning(parsing, profile, leaf_modules, Wish(memory_budget, max_overhead), solver, batch_slices)
     try:
-        graph = graph_of(model, sample_input)
-    except ParseError as problem:
-        if in_one_plan:
+        optimized = planning.optimized(model, sample_input)
+    except SolveError as error:
+        if needs is None or device_memory is None or error.least_peak_bytes is None:
             raise
-        optimized = _in_parts(model, sample_input, options, problem)
-    else:
-        heavy = {} if in_one_plan else heavy_leaves(model, graph, options)
-        found: tuple[Graph, Plan] | SolveError
-        try:
-            found = make(model, sample_input, memory_budget, graph)
-        except SolveError as error:
-            found = error
-        hooked = hooked_modules(dict(model.named_modules()))
-        planner = None if solver == "none" else Replanner(make, memory_budget, hooked, meets(wish))
-        optimized = _with_heavy_leaves(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
+        raise too_small(needs, device_memory, error.least_peak_bytes) from error
     if verify:
         args, kwargs = call_arguments(sample_input)
         ONE_STEP.check(model, optimized, *args, **kwargs).raise_if_different()
     return optimized
 
 
-def _without_loss_if_need_be(graph_of: Callable[..., Graph], model: torch.nn.Module, sample_input: Any) -> Graph:
-    """The graph for a call unlike the first, which a loss with the first one's targets bound in may not take."""
-    try:
-        return graph_of(model, sample_input)
-    except InputError as error:
-        graph = graph_of(model, sample_input, loss="outputs")
-        log.info("what is planned for ends with the model's outputs: %s", error)
-        return graph
+@dataclass(frozen=True)
+class _Planning:
+    """The arguments of :func:`optimize` by which models are parsed and planned; ``parsing`` has those of parse."""
+
+    parsing: dict[str, Any]
+    profile: str
+    leaf_modules: LeafModules
+    wish: Wish
+    solver: str
+    batch_slices: int
+
+    def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
+        """The model by one plan, or in parts where that cannot be or is worse."""
+        own_graph, leaves = self.parsing["parse_graph"], self.parsing["repeatable_leaves"]
+        options = Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own_graph is None)
+        in_one_plan = self.batch_slices > 1 or parse_graph_of(model, own_graph) is not None
+        try:
+            graph = self.graph_of(model, sample_input)
+        except ParseError as problem:
+            if in_one_plan:
+                raise
+            return _in_parts(model, sample_input, options, problem)
+        heavy = {} if in_one_plan else heavy_leaves(model, graph, options)
+        found: tuple[Graph, Plan] | SolveError
+        budget = self.wish.memory_budget
+        try:
+            found = self.plan(model, sample_input, graph, budget)
+        except SolveError as error:
+            found = error
+        hooked = hooked_modules(dict(model.named_modules()))
+        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.wish))
+        return _with_heavy_leaves(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
+
+    def graph_of(self, model: torch.nn.Module, sample_input: Any, **other: Any) -> Graph:
+        """The graph of a call."""
+        given = {**self.parsing, **other}
+        return parse(model, sample_input, profile=self.profile, leaf_modules=self.leaf_modules, **given)
+
+    def plan(
+        self, model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None
+    ) -> tuple[Graph, Plan]:
+        """The plan for a graph within a budget, and the graph that it is for."""
+        asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": self.wish.max_overhead}
+        if self.batch_slices > 1:
+            return slice_batch(model, sample_input, graph, slices=self.batch_slices, **self.parsing, **asked)
+        return graph, solve(graph, solver=self.solver, **asked)
+
+    def make(self, model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
+        """A plan for a call unlike the first, which a loss with the first one's targets bound in may not take."""
+        try:
+            graph = self.graph_of(model, sample_input)
+        except InputError as error:
+            graph = self.graph_of(model, sample_input, loss="outputs")
+            log.info("what is planned for ends with the model's outputs: %s", error)
+        return self.plan(model, sample_input, graph, budget)
 
 
 def _check_slices(batch_slices: int, solver: str, verify: bool) -> None:

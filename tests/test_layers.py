@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "ogc"
 
 STOREYS = (
-    {"errors"},
+    {"errors", "operation"},
     {"graph", "torch_state", "builder"},
     {"plan"},
     {"program"},
@@ -21,7 +21,7 @@ STOREYS = (
     {"parser", "solver", "runtime"},
     {"replan", "slicing"},
     {"in_parts"},
-    {"checking"},
+    {"checking", "device"},
     {"optimizing"},
     {""},
 )

@@ -56,7 +56,10 @@ class FormSearch:
             return own
         found = self.economical.fastest(peak)
         both = own, None if found is None else self._fewest(found, peak)
-        return min(filter(None, both), key=lambda c: (c.seconds, c.peak_bytes), default=None)
+        best = min(filter(None, both), key=lambda c: (c.seconds, c.peak_bytes), default=None)
+        if best is None and self.least_peak.peak_bytes <= peak:  # which fewer forms may have lowered
+            return self.least_peak
+        return best
 
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that add at most ``seconds``."""

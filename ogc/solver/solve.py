@@ -100,7 +100,8 @@ def optimal(graph: Graph, wish: Wish) -> Plan:
     if budget is not None:
         found = search.fastest(budget)
         if found is None:
-            raise SolveError(_infeasible(graph, search.least_peak.as_plan(plain), budget))
+            least = search.least_peak.as_plan(plain)
+            raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
     elif wish.max_overhead is not None:
         found = search.within(wish.max_overhead * graph.step_seconds)
     else:
