@@ -19,7 +19,7 @@ from .parser import LeafModules, Loss, ParseGraph, hooked_modules, parse
 from .parser.arguments import call_arguments
 from .parser.custom import parse_graph_of
 from .plan.plan import Plan
-from .program.program import get_attribute
+from .program.program import device_of_model, get_attribute
 from .replan import Replanner, meets
 from .runtime import optimized_module
 from .slicing import slice_batch
@@ -255,7 +255,7 @@ def _apply(model: torch.nn.Module, graph: Graph, plan: Plan, planner: Replanner 
         except AttributeError:
             raise PlanError(f"the graph was parsed from another model: this one has no {node.target}") from None
 
-    home = next(model.parameters()).device
-    if torch.device(graph.device).type != home.type:
+    home = device_of_model(model, [])
+    if any(True for _ in model.parameters()) and torch.device(graph.device).type != home.type:
         raise PlanError(f"the graph was weighed for {graph.device} but the model is on {home}; parse it there")
     return optimized_module(model, graph, plan, planner)

@@ -12,6 +12,7 @@ from ..graph import Graph, table
 from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
 from ..plan import Plan
+from ..program.program import device_of_model
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
 from ..solver.wish import bytes_of
@@ -135,7 +136,8 @@ def fixed_needs(
 ) -> Estimate:
     """What a step needs beside activations."""
     check_model(model)
-    target = next(model.parameters()).device if device is None else device_of(device)
+    tensors = InputSpec.of(*call_arguments(sample_input))[1]
+    target = device_of_model(model, tensors) if device is None else device_of(device)
     found = optimizer_bytes(model, optimizer, target)
     return Estimate(
         parameters=_bytes(list(model.parameters())),

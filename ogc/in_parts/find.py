@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -205,7 +206,7 @@ class _Forward:
             return own_call(module)(*args, **kwargs)
         self.called.add(module)
         name = self.names[module]
-        why = self.found.plain.get(name) or self._obstacle(module)
+        why = self.found.plain.get(name) or self._obstacle(module, tensor_leaves(args, kwargs))
         if why is not None:
             return self._run_plain(module, name, why, args, kwargs)
         # Its hooks may change what it is given: the part begins behind them.
@@ -215,10 +216,10 @@ class _Forward:
         finally:
             vars(module).pop("forward", None)
 
-    def _obstacle(self, module: torch.nn.Module) -> str | None:
+    def _obstacle(self, module: torch.nn.Module, given: list[torch.Tensor]) -> str | None:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return "is called without gradients"
-        if not any(parameter.requires_grad for parameter in module.parameters()):
+        if not any(tensor.requires_grad for tensor in chain(module.parameters(), given)):
             return _UNTRAINED
         if "forward" in vars(module):
             return "its forward was replaced on the instance"

@@ -18,6 +18,7 @@ from ..graph import Graph
 from ..plan.plan import Plan
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
+from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
 from ..solver import solver_of
 from ..torch_state.allocator import can_measure
@@ -133,7 +134,7 @@ class _Planning:
 
     def measure(self) -> None:
         """Find out what the rest takes, in a step with plans that keep little."""
-        if not can_measure(next(self.model.parameters()).device):
+        if not can_measure(device_of_model(self.model)):
             return
         calls = self.found.calls
         choice = least_peak(self._problem(tuple(Stop(part) for part in calls)))

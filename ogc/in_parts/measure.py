@@ -17,7 +17,7 @@ import torch
 from ..parser.arguments import call_arguments, copies
 from ..parser.weigh.leaf import leaf_nodes
 from ..plan import PartCost
-from ..program.program import tensor_leaves
+from ..program.program import device_of_model, tensor_leaves
 from ..program.structures import InputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
 from ..torch_state.no_trace import untouched
@@ -72,7 +72,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
     try:
         with untouched(model, given=spec.constants):
             _without_hooks(model)
-            return marked_bytes(step, next(model.parameters()).device)
+            return marked_bytes(step, device_of_model(model))
     finally:
         parts.run_part = None
 

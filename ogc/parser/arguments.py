@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import InputError
+from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec
 from ..torch_state.hooks import is_compiled
 from .weigh.record import is_dense
@@ -37,11 +39,6 @@ def check_model(model: Any) -> None:
                 f"parameter {name} is on the meta device, where it has no content; "
                 "move the model with model.to_empty(device=...) and initialize it first"
             )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise InputError(
-            "no parameter of the model requires grad, so there is no backward pass to save memory in; "
-            "call model.requires_grad_() first if it is to be trained"
-        )
 
 
 def call_arguments(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -74,15 +71,21 @@ class Sample(NamedTuple):
         return copies(self.tensors)
 
 
-def check_devices(sample: Sample) -> torch.device:
+def check_tensors(sample: Sample) -> torch.device:
     """The device of the model's parameters.
 
     Raises:
-        InputError: there is no tensor in the sample input, or one lives on another device.
+        InputError: there is no tensor in the sample input, or one lives on another device; or nothing requires grad.
     """
-    home = next(p.device for p in sample.model.parameters())
     if not sample.tensors:
         raise InputError("sample_input holds no tensor")
+    home = device_of_model(sample.model, sample.tensors)
+    if not any(t.requires_grad for t in chain(sample.model.parameters(), sample.tensors)):
+        raise InputError(
+            "no parameter of the model requires grad, and no tensor of sample_input, so there is no backward pass to "
+            "save memory in; call model.requires_grad_() first if it is to be trained, or requires_grad_() on those "
+            "tensors of sample_input that gradients go to"
+        )
     for number, tensor in enumerate(sample.tensors):
         if tensor.device != home and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
             raise InputError(

@@ -20,7 +20,7 @@ from ..program.leaf import Leaf
 from ..program.program import Program
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import plainly, untouched
-from .arguments import Sample, call_arguments, check_devices
+from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
 from .loss import modules_of, with_step_end
@@ -52,7 +52,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         raise ParseError("a plan in slices is not carried over")
     refuse_root_hooks(model)
     sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
-    home = check_devices(sample)
+    home = check_tensors(sample)
     leaves = {node.target.name: node.target for node in program.operations if isinstance(node.target, Leaf)}
     profiler = profiler_of(graph.profile, home, home) if weighed else None
     with untouched(*modules_of(program.loss), given=sample.spec.constants):

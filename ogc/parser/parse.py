@@ -18,7 +18,7 @@ from ..program.structures import InputSpec
 from ..torch_state.collecting import collecting_new_only
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.no_trace import plainly, untouched
-from .arguments import Sample, call_arguments, check_devices, check_model, device_of, profile_kind
+from .arguments import Sample, call_arguments, check_model, check_tensors, device_of, profile_kind
 from .assemble import graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
@@ -105,7 +105,7 @@ def parse(
     """
     check_model(model)
     sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
-    home = check_devices(sample)
+    home = check_tensors(sample)
     target = device_of(device) if device is not None else home
     kind = profile_kind(profile, home, target)
     make = parse_graph_of(model, parse_graph)

@@ -9,7 +9,7 @@ import torch
 from ..errors import ReplayError
 from ..graph import SMALL_INTERNALS
 from ..program.leaf import Leaf
-from ..program.program import storage_of, tensor_leaves
+from ..program.program import device_of_model, storage_of, tensor_leaves
 from ..torch_state.allocator import allocated_bytes, can_measure
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
@@ -60,7 +60,7 @@ def why_not_repeatable(model: torch.nn.Module, record: Record, args: Any) -> str
     if any(leaf.returned.views[number] is not None for number in leaf.new):
         return "returns a view of what it is given"
     with untouched(model):
-        return _difference(leaf, module, given, next(model.parameters()).device)
+        return _difference(leaf, module, given, device_of_model(model, given))
 
 
 def _difference(

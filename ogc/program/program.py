@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -192,6 +193,12 @@ def attribute(root: Any, name: str) -> Any:
     for part in name.split("."):
         root = getattr(root, part)
     return root
+
+
+def device_of_model(model: torch.nn.Module, inputs: Iterable[torch.Tensor] = ()) -> torch.device:
+    """Where a model's parameters are; without any its buffers, or else what it is given."""
+    tensors = chain(model.parameters(), model.buffers(), inputs)
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], target: str) -> Any:

@@ -116,9 +116,8 @@ def test_each_line_is_that_of_a_real_step(name):
     optimised = ogc.apply(model, ogc.parse(model, IMAGES, loss=loss), needs.least)
     with torch.no_grad():
         optimised.zero_grad(set_to_none=False)
-    assert needs.least.peak_bytes == pytest.approx(
-        peak_bytes(lambda: loss(optimised(IMAGES)).backward(), CPU), rel=0.01
-    )
+    peak = peak_bytes(lambda: loss(optimised(IMAGES)).backward(), CPU)
+    assert needs.least.peak_bytes == pytest.approx(peak, rel=0.01)
 
 
 def test_the_table_says_what_a_step_needs():
@@ -170,7 +169,7 @@ def test_a_device_that_is_too_small_is_told_what_would_do():
     needs = ogc.estimate(model, IMAGES, loss=loss, optimizer=torch.optim.Adam)
     options = {"loss": loss, "optimizer": torch.optim.Adam}
     for room in (needs.least_bytes // 2, needs.fixed // 2):
-        with pytest.raises(SolveError, match="the smallest that would do has (\\d+.\\d) MB") as caught:
+        with pytest.raises(SolveError, match="the smallest that would do has") as caught:
             ogc.optimize(model, IMAGES, device_memory=room, **options)
         assert f"{needs.least_bytes / 1e6:.1f} MB" in str(caught.value)
     ogc.optimize(model, IMAGES, device_memory=needs.least_bytes + 1, **options)

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.weights import Weights
 from ...program.leaf import Leaf
-from ...program.program import has_history, tensor_leaves
+from ...program.program import device_of_model, has_history, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.no_trace import untouched
 from ...torch_state.private import storage_id
@@ -33,7 +33,7 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
     leaf = record.node.target
     if not isinstance(leaf, Leaf):
         return profiler.weigh(record, args, kwargs)
-    home = next(model.parameters()).device
+    home = device_of_model(model, args[1])
     seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
     call = _Call(leaf, args, in_place=record.in_place)
     with untouched(model):
