@@ -21,6 +21,7 @@ aten = torch.ops.aten
 ROOT = Path(ogc.__file__).parent
 
 ELSEWHERE = {
+    "device/optimizer.py": {"_local_scalar_dense"},  # numbers that an optimizer reads
     "parser/traced.py": {"lift_fresh", "detach_"},  # what recording is about: data that become tensors
     "parser/recorder/recorder.py": {"lift_fresh", "requires_grad_"},
     "parser/recorder/guards.py": {"_pack_padded_sequence", "clone", "count_nonzero", "stack", "sum"},

@@ -3,7 +3,7 @@
 oneDNN copies operands to blocked layouts of its own and results back; which it chooses depends on shapes and on the
 machine. For large dense convolutions of stride 1 there is a rule, read off the allocator for torch 2.11 to 2.15;
 only what several threads sum the gradient of the weight in is found by running it. Others (patches, strides,
-dilation, groups, few channels) have no rule: they are run, each by itself.
+dilation, groups, few channels, images of a few positions) have no rule: they are run, each by itself.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def hidden_bytes(args: Sequence[Any], outputs: list[torch.Tensor]) -> int:
 def hidden_bytes_of_backward(args: Sequence[Any], outputs: list[torch.Tensor]) -> int:
     """Bytes that its backward allocates at once beyond its results, from those of ``aten.convolution_backward``."""
     result = _bytes_of(args[:1])
-    sizes = _in_parts(_sizes(args[1:], result), args[1:], result)
+    sizes = _in_parts(_sizes(args[1:], result, wanted=args[-1]), args[1:], result)
     late = _bytes_of(args[2:3]) + (sizes.input_phase if args[-1][0] else 0)
     return max(sizes.weights_phase, late) - _bytes_of(outputs)
 
@@ -108,7 +108,11 @@ def _sizes(
     sizes = _estimated(args[0], args[1], result, args[3:9])
     if can_run and wanted[1]:
         sizes = _with_partial_sums(sizes, args, result, flops)
-    return sizes if wanted[0] else replace(sizes, input_phase=0)
+    return replace(
+        sizes,
+        input_phase=sizes.input_phase if wanted[0] else 0,
+        weights_phase=sizes.weights_phase if wanted[1] or wanted[2] else 0,
+    )
 
 
 def _in_parts(
@@ -148,6 +152,7 @@ def _has_rule(image: torch.Tensor, kernel: torch.Tensor, settings: Any, flops: i
         and not transposed
         and all(step == 1 for step in (*stride, *dilation, groups))
         and all(size <= 3 for size in kernel.shape[2:])
+        and all(size > 3 for size in image.shape[2:])
         and all(channels % 16 == 0 for channels in kernel.shape[:2])
     )
 
