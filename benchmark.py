@@ -5,6 +5,7 @@
     python benchmark.py --arch resnet50 --solver optimal chen feng-huang
     python benchmark.py --arch resnet18 --solver optimal chen --plot pictures
     python benchmark.py --arch gpt2_small --compare --size 128
+    python benchmark.py --arch resnet50 --device-memory 2GB --optimizer AdamW --loss cross-entropy --largest-batch
     python benchmark.py --arch list
     python benchmark.py --suite quick
 
@@ -26,7 +27,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import making
-from benchmarks.arguments import batch_size, budget, positive, share
+from benchmarks.arguments import batch_size, budget, optimizer, positive, share
+from benchmarks.losses import LOSSES
 from benchmarks.networks import ARCHITECTURES, PUBLISHED, listed
 from benchmarks.running import run
 from benchmarks.suites import SUITES
@@ -73,6 +75,14 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         "--max-overhead", type=float,
         help="a share of a plain step; default: the published overhead of the architecture, if there is one",
     )  # fmt: skip
+    wish.add_argument("--device-memory", type=budget, help="of the whole step, such as '8GB'; with --optimizer")
+    add("--optimizer", type=optimizer, help="a class of torch.optim, for --device-memory; default: none")
+    add("--loss", choices=LOSSES, default="sum", help="what a step ends with; default: %(default)s of all outputs")
+    add(
+        "--largest-batch",
+        action="store_true",
+        help="how many samples fit into --device-memory, by each way of training",
+    )
     add("--batch-slices", type=positive, default=1, help="let stretches run slice by slice: equal up to rounding")
     add("--plot", metavar="DIR", type=Path, help="also draw memory over a step, the frontier and the graph (PNG, SVG)")
     add("--compare", action="store_true", help="beside other ways to save activation memory")
@@ -94,7 +104,9 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
 
 def _judge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Errors of options that do not go together."""
-    wishes = (options.memory_budget, options.max_overhead) != (None, None)
+    wishes = (options.memory_budget, options.max_overhead, options.device_memory) != (None, None, None)
+    if options.largest_batch and options.device_memory is None:
+        parser.error("--largest-batch needs --device-memory")
     if bool(options.arch) == bool(options.suite or options.only):
         parser.error("say either --arch, or --suite or --only")
     if options.compare and (options.solver, options.batch_slices) != (["optimal"], 1):
@@ -102,7 +114,7 @@ def _judge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     if options.compare and wishes:
         parser.error("--compare plans at the memory and at the overhead of each peer; leave out the wish")
     if "optimal" not in options.solver and wishes:
-        parser.error("--memory-budget and --max-overhead need 'optimal' among the solvers")
+        parser.error("--memory-budget, --max-overhead and --device-memory need 'optimal' among the solvers")
 
 
 if __name__ == "__main__":

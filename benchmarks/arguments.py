@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+import torch
+
 
 def positive(text: str) -> int:
     number = int(text)
@@ -28,3 +30,11 @@ def budget(text: str) -> int | float | str:
         return float(text) if "." in text else int(text)
     except ValueError:
         return text
+
+
+def optimizer(text: str) -> type[torch.optim.Optimizer]:
+    """A class of torch.optim, by its name."""
+    found = getattr(torch.optim, text, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise argparse.ArgumentTypeError(f"must be a class of torch.optim, such as AdamW, not {text}")
+    return found

@@ -15,7 +15,9 @@ import torch
 from tqdm import tqdm
 
 import ogc
+from ogc.device.needs import activation_budget, fixed_needs, too_small
 
+from .losses import LOSSES
 from .measuring import (
     MIB,
     CheckFailed,
@@ -59,7 +61,10 @@ class Bench:
         self.progress = tqdm(total=total, desc=f"{name}: parse", leave=False, disable=None)
         self.model, self.inputs = build(name, device, options)
         start = time.perf_counter()
-        self.graph = ogc.parse(self.model, self.inputs, profile=options.profile)
+        self.loss = LOSSES[options.loss]
+        # All outputs start the backward of their sum.
+        loss: Any = "outputs" if options.loss == "sum" else self.loss
+        self.graph = ogc.parse(self.model, self.inputs, loss=loss, profile=options.profile)
         self.parse_seconds = time.perf_counter() - start
         allocate_gradients(self.model)
         self.plans: dict[str, ogc.Plan] = {}
@@ -71,8 +76,8 @@ class Bench:
     @cached_property
     def plain(self) -> tuple[Measured, tuple[str, ...]]:
         """The plain step, and the tensors in which another one differs from it."""
-        found = measure(self.model, self.model, self.inputs, self.options.seed)
-        return found, unrepeatable(self.model, self.inputs, self.options.seed, found)
+        found = measure(self.model, self.model, self.inputs, self.options.seed, self.loss)
+        return found, unrepeatable(self.model, self.inputs, self.options.seed, found, self.loss)
 
     def row(self, solver: str) -> Row:
         """Plan, check and time one solver's model.
@@ -89,14 +94,14 @@ class Bench:
         optimised = ogc.apply(self.model, graph, plan)
         tolerance = SLICED_TOLERANCE if graph is not self.graph else 0.0
         plain, left_out = self.plain
-        ours = measure(self.model, optimised, self.inputs, self.options.seed)
+        ours = measure(self.model, optimised, self.inputs, self.options.seed, self.loss)
         deviation = check(plain, ours, left_out, tolerance)
         plain_times, ogc_times = [], []
         with as_before(self.model):
             for number in range(self.options.iterations):
                 self._stage(f"timed step {number + 1}")
-                plain_times.append(timed(self.model, self.inputs))
-                ogc_times.append(timed(optimised, self.inputs))
+                plain_times.append(timed(self.model, self.inputs, loss=self.loss))
+                ogc_times.append(timed(optimised, self.inputs, loss=self.loss))
         self.plans[solver] = plan
         return Row(
             arch=self.name,
@@ -138,11 +143,18 @@ class Bench:
 
         def plan(**wish: Any) -> tuple[ogc.Graph, ogc.Plan]:
             if options.batch_slices > 1:
-                return ogc.slice_batch(self.model, self.inputs, self.graph, slices=options.batch_slices, **wish)
+                sliced = {"slices": options.batch_slices, "loss": self.graph.program.loss}
+                return ogc.slice_batch(self.model, self.inputs, self.graph, **sliced, **wish)
             return self.graph, ogc.solve(self.graph, **wish)
 
         if solver != "optimal":
             return self.graph, ogc.solve(self.graph, solver=solver)
+        if options.device_memory is not None:
+            needs = fixed_needs(self.model, self.inputs, options.optimizer)
+            try:
+                return plan(memory_budget=max(1, activation_budget(needs, options.device_memory)))
+            except ogc.SolveError as error:
+                raise too_small(needs, options.device_memory, error.least_peak_bytes or 0) from error
         if options.memory_budget is not None or options.max_overhead is not None:
             return plan(memory_budget=options.memory_budget, max_overhead=options.max_overhead)
         if self.architecture.published is None:

@@ -26,6 +26,8 @@ import ogc
 from ogc.torch_state.allocator import peak_bytes
 from ogc.torch_state.compare import same_bits
 
+from .losses import Loss, summed
+
 MIB = 2**20
 
 Run = Callable[[torch.Tensor], Any]
@@ -107,12 +109,11 @@ class Measured:
     tensors: dict[str, torch.Tensor]
 
 
-def step(run: Run, inputs: torch.Tensor) -> list[torch.Tensor]:
+def step(run: Run, inputs: torch.Tensor, loss: Loss | None = None) -> list[torch.Tensor]:
     """One forward and backward; the outputs, detached."""
     result = run(inputs)
-    outputs = [result] if isinstance(result, torch.Tensor) else list(result)
-    sum(output.sum() for output in outputs).backward()  # type: ignore[union-attr]
-    return [output.detach() for output in outputs]
+    (loss or summed)(result).backward()
+    return [output.detach() for output in ([result] if isinstance(result, torch.Tensor) else list(result))]
 
 
 def allocate_gradients(model: torch.nn.Module) -> None:
@@ -136,33 +137,37 @@ def as_before(model: torch.nn.Module) -> Iterator[None]:
                 buffer.copy_(copy)
 
 
-def measure(model: torch.nn.Module, run: Run, inputs: torch.Tensor, seed: int) -> Measured:
+def measure(model: torch.nn.Module, run: Run, inputs: torch.Tensor, seed: int, loss: Loss | None = None) -> Measured:
     """Two steps of ``run`` from the same state, for FLOPs and for memory; the model stays as it was."""
     counter = FlopCounter()
     with as_before(model), counter:
-        step(run, inputs)
+        step(run, inputs, loss)
     outputs: list[torch.Tensor] = []
     with as_before(model):
         torch.manual_seed(seed)
-        peak = peak_bytes(lambda: outputs.extend(step(run, inputs)), inputs.device)
+        peak = peak_bytes(lambda: outputs.extend(step(run, inputs, loss)), inputs.device)
         tensors = dict(_everything(model, outputs))
     return Measured(peak, counter.total, tensors)
 
 
-def unrepeatable(model: torch.nn.Module, inputs: torch.Tensor, seed: int, plain: Measured) -> tuple[str, ...]:
+def unrepeatable(
+    model: torch.nn.Module, inputs: torch.Tensor, seed: int, plain: Measured, loss: Loss | None = None
+) -> tuple[str, ...]:
     """Names of the tensors of which a second plain step gives other bits: they say nothing of another model.
 
     None where every kernel is deterministic.
     """
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         return ()
-    again = measure(model, model, inputs, seed)
+    again = measure(model, model, inputs, seed, loss)
     return tuple(name for name, value in plain.tensors.items() if not same_bits(value, again.tensors[name]))
 
 
-def timed(run: Run, inputs: torch.Tensor, clock: Callable[[], float] = time.perf_counter) -> float:
+def timed(
+    run: Run, inputs: torch.Tensor, clock: Callable[[], float] = time.perf_counter, loss: Loss | None = None
+) -> float:
     """Seconds of a step, by this clock."""
-    return timed_call(lambda: step(run, inputs), inputs, clock)
+    return timed_call(lambda: step(run, inputs, loss), inputs, clock)
 
 
 def timed_call(call: Callable[[], object], inputs: torch.Tensor, clock: Callable[[], float]) -> float:

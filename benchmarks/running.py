@@ -21,6 +21,7 @@ from tqdm import tqdm
 import ogc
 
 from .bench import CPU_BATCH_SIZE, Bench, batch_size_of, build, draw
+from .largest import Largest, largest
 from .measuring import (
     MIB,
     CheckFailed,
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace, command: str) -> int:
     with deterministic(device), plain_progress():
         for name in tqdm(options.arch, desc="architectures", disable=True if len(options.arch) == 1 else None):
             give_back_freed_memory()
-            (runner.compare if options.compare else runner.bench)(name)
+            (runner.compare if options.compare else runner.largest if options.largest_batch else runner.bench)(name)
     if device.type == "cpu" and options.batch_size is None:
         print(f"CPU run: batch size {CPU_BATCH_SIZE} instead of the published ones (--batch-size published)")
     print(results)
@@ -93,14 +94,17 @@ class Results:
 
     def __init__(self, path: Path | None, data: dict[str, object]) -> None:
         self.path, self.data = path, data
-        self.rows: dict[tuple[str, str], Row | Comparison] = {}
+        self.rows: dict[tuple[str, str], Row | Comparison | Largest] = {}
         self.failures: list[Failure] = []
 
-    def add(self, found: Row | Comparison) -> None:
+    def add(self, found: Row | Comparison | Largest) -> None:
         """A row, or a comparison with one more row."""
         if isinstance(found, Row):
             self.rows[found.arch, found.solver] = found
             self._say(f"{found.arch}, {found.solver}: {found.ogc_bytes / MIB:.1f} of {found.plain_bytes / MIB:.1f} MiB")
+        elif isinstance(found, Largest):
+            self.rows[found.arch, ""] = found
+            self._say(str(found))
         else:
             self.rows[found.arch, ""] = found
             self._say(f"{found.arch}, {found.rows[-1].name}: {found.rows[-1].said}")
@@ -122,7 +126,7 @@ class Results:
 
     def __str__(self) -> str:
         rows = [row for row in self.rows.values() if isinstance(row, Row)]
-        comparisons = [str(row) for row in self.rows.values() if isinstance(row, Comparison)]
+        comparisons = [str(row) for row in self.rows.values() if isinstance(row, (Comparison, Largest))]
         failed = ["failed:", *map(str, self.failures)] if self.failures else []
         return "\n\n".join([*([printed(rows)] if rows else []), *comparisons, *(["\n".join(failed)] if failed else [])])
 
@@ -152,6 +156,16 @@ class Runner:
         for row in comparison.rows if comparison else ():
             if row.failed:
                 self.results.fail(Failure(f"{name}, {row.name}", row.reason, status=1))
+
+    def largest(self, name: str) -> None:
+        """How many samples fit on a device, by each way of training."""
+        found = self._tried(name, "", lambda: self._largest(name))
+        if found is not None:
+            self.results.add(found)
+
+    def _largest(self, name: str) -> Largest:
+        model, inputs = build(name, self.device, self.options)
+        return largest(name, model, inputs, self.options)
 
     def _compared(self, name: str) -> Comparison:
         model, inputs = build(name, self.device, self.options)

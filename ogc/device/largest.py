@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..parser import Loss, parse
 from ..plan import Plan
-from ..plan.simulate import plain_peak
+from ..plan.simulate import lower_bound, plain_peak
 from ..solver import Budget, Wish, solve
 from .needs import Estimate, device_bytes, fixed_needs, input_bytes
 from .optimizer import Optimizer
@@ -28,11 +29,11 @@ log = logging.getLogger(__name__)
 SIZES = (2, 4, 6)
 """Multiples of ``step`` for which graphs are parsed first. With one sample alone, operators do otherwise."""
 
+GUESSES = 4
+"""How often a size is foretold from two others, by the line through what is missing for them."""
+
 MOST = 2**20
 """Multiples of ``step`` that are looked at, at most."""
-
-ROUNDS = 6
-"""How often what was foretold is tried, each time knowing one more size."""
 
 Part = TypeVar("Part")
 
@@ -44,7 +45,8 @@ class LargestBatch:
     Attributes:
         plain: the largest size at which the plain model's step fits; 0 if none does.
         size: the largest at which a planned step does.
-        plan: for that size; ``ogc.apply(model, graph, plan)`` makes the module that runs it.
+        plan: for that size; ``ogc.apply(model, graph, plan)`` makes the module that runs it. Without ``max_overhead``
+            its overhead is estimated on a CPU.
         graph: for that size.
         needs: what a step needs beside activations at that size.
         device_memory: bytes of the device.
@@ -110,6 +112,8 @@ def largest_batch(
         return parse(model, sample, loss=own, device=device, **parsing), input_bytes(sample)
 
     needs = fixed_needs(model, make_sample(step), optimizer, device)
+    if max_overhead is None and needs.device == "cpu":  # where bytes are all that counts, and not measured
+        parsing = {"profile": "estimate", **parsing}
     return _Largest(known, needs, device_bytes(device_memory), max_overhead, step).find()
 
 
@@ -136,7 +140,7 @@ class _Largest:
                 self._graph(multiple * self.step)
         except RuntimeError as error:
             raise InputError(f"the model does not run for sizes {SIZES} times {self.step}: {error}") from error
-        size = self._largest(self._fits_planned, self._plan)
+        size = self._largest(self._least_peak, self._plan)
         if not size:
             least = self._needs(self.step).with_activations(solve(self._graph(self.step)).peak_bytes)
             without = "" if self.max_overhead is None else " without max_overhead"
@@ -146,48 +150,49 @@ class _Largest:
             )
         plan = self._plan(size)
         assert plan is not None
-        plain = self._largest(lambda graph, size: plain_peak(graph) <= self._budget(size), self._fits_plain)
+        plain = self._largest(plain_peak, self._fits_plain)
         return LargestBatch(plain, size, plan, self._graph(size), self._needs(size), self.room, size + self.step)
 
-    def _largest(self, fits: Callable[[Graph, int], bool], proved: Callable[[int], object]) -> int:
+    def _largest(self, peak_of: Callable[[Graph], int], proved: Callable[[int], object]) -> int:
         """The largest size that fits, as it is on a graph of its own, where the next does not; 0 if none does.
 
         Args:
-            fits: whether it does on a graph that may be foretold.
-            proved: whether it does on its own.
+            peak_of: the least peak that counts, on a graph that may be foretold.
+            proved: whether a size fits, on its own graph.
         """
-        low, high = 0, (MOST + 1) * self.step  # fits, does not
-        for _ in range(ROUNDS):
-            guess = self._foretold(fits, low, high)
-            if guess == low:
-                guess = low + self.step
+        low, high, stride = 0, (MOST + 1) * self.step, self.step  # fits, does not
+        for number in count():
+            if high - low <= self.step:
+                break
+            # What is foretold is near, and nearer once a large size is known; kernels may do otherwise at each size.
+            guess = self._foretold(peak_of, low, high) if number < 2 else low
+            if guess <= low:
+                guess = min(low + stride, high - self.step)
+                stride *= 2
             if proved(guess):
                 low = guess
-                if low + self.step == high or not proved(low + self.step):
-                    return low
-                low += self.step
             else:
-                high = guess
-            if high - low <= self.step:
-                return low
-        while high - low > self.step:  # kernels do something else at each size
-            middle = low + (high - low) // (2 * self.step) * self.step
-            low, high = (middle, high) if proved(middle) else (low, middle)
+                high, stride = guess, self.step
         return low
 
-    def _foretold(self, fits: Callable[[Graph, int], bool], low: int, high: int) -> int:
-        """The largest size between both that fits by graphs foretold from those that are known."""
-        first, last = low // self.step, low // self.step + 1
-        while last * self.step < high and fits(self._graph_like(last * self.step), last * self.step):
-            first, last = last, 2 * last
-        last = min(last, high // self.step)
-        while last - first > 1:
-            middle = (first + last) // 2
-            if fits(self._graph_like(middle * self.step), middle * self.step):
-                first = middle
-            else:
-                last = middle
-        return first * self.step
+    def _foretold(self, peak_of: Callable[[Graph], int], low: int, high: int) -> int:
+        """The largest size between both that fits, about, by graphs foretold from those that are known."""
+
+        def excess(size: int) -> int:
+            return peak_of(self._graph_like(size)) - self._budget(size)
+
+        before, size = min(self.graphs), max(self.graphs)
+        more_before, more = excess(before), excess(size)
+        for _ in range(GUESSES):
+            slope = (more - more_before) / (size - before)
+            if slope <= 0:
+                break
+            root = int((size - more / slope) // self.step) * self.step
+            root = min(max(root, low, self.step), high - self.step)
+            if root in (before, size):
+                return root
+            before, more_before, size, more = size, more, root, excess(root)
+        return size
 
     def _graph(self, size: int) -> Graph:
         if size not in self.graphs:
@@ -195,11 +200,12 @@ class _Largest:
         return self.graphs[size]
 
     def _graph_like(self, size: int) -> Graph:
-        """The graph for a size, or what those of the three nearest sizes say of it."""
+        """The graph for a size, or what those of two small ones and the largest known say of it."""
         if size in self.graphs:
             return self.graphs[size]
-        nearest = sorted(sorted(self.graphs, key=lambda known: abs(known - size))[:3])
-        return foretold([self.graphs[known] for known in nearest], nearest, size)
+        known = sorted(self.graphs)
+        apart = [known[0], known[len(SIZES) - 1], known[-1]] if len(known) > len(SIZES) else known
+        return foretold([self.graphs[one] for one in apart], apart, size)
 
     def _needs(self, size: int) -> Estimate:
         if size in self.inputs:
@@ -215,15 +221,18 @@ class _Largest:
     def _planned(self, graph: Graph, size: int) -> Plan | None:
         """The plan for a graph that fits, if there is one."""
         budget = self._budget(size)
+        if budget < max(1, lower_bound(graph)):
+            return None
         try:
-            plan = solve(graph, memory_budget=budget) if budget > 0 else None
+            plan = solve(graph, memory_budget=budget)
         except SolveError:
             return None
-        is_slow = plan is not None and self.max_overhead is not None and plan.overhead > self.max_overhead
+        is_slow = self.max_overhead is not None and plan.overhead > self.max_overhead
         return None if is_slow else plan
 
-    def _fits_planned(self, graph: Graph, size: int) -> bool:
-        return self._planned(graph, size) is not None
+    def _least_peak(self, graph: Graph) -> int:
+        """The least peak with as much more time as a plan may add."""
+        return solve(graph, max_overhead=self.max_overhead).peak_bytes
 
     def _plan(self, size: int) -> Plan | None:
         if size not in self.plans:

@@ -81,12 +81,12 @@ def test_a_frozen_model_behind_a_projector_is_planned_in_one():
 
 
 def test_frozen_weights_keep_nothing_that_only_their_gradient_needs():
-    trained, frozen = Features(), Features().requires_grad_(False)
-    saved = [
-        sum(graph.values[v].bytes for v in {v for op in graph.operations for v in op.saves})
-        for graph in (ogc.parse(trained, images()), ogc.parse(frozen, images()))
-    ]
-    assert saved[1] < saved[0]
+    def saved_bytes(model):
+        graph = ogc.parse(model, torch.randn(64, 32, requires_grad=True))
+        return sum(graph.values[v].bytes for v in {v for op in graph.operations for v in op.saves})
+
+    layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
+    assert saved_bytes(layers.requires_grad_(False)) < 0.6 * saved_bytes(layers.requires_grad_(True))
 
 
 def test_nothing_that_requires_grad_is_refused():

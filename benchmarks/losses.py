@@ -1,0 +1,34 @@
+"""What a step of the benchmark ends with, by its name: a function of what the forward returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def cross_entropy(output: Any) -> torch.Tensor:
+    """With some class for each sample, position or pixel.
+
+    Args:
+        output: logits of N, C (images), N, L, C (sequences) or N, C, H, W (pixels), or several such.
+    """
+    logits = output if isinstance(output, torch.Tensor) else output[0]
+    if logits.dim() == 3:
+        logits = logits.flatten(0, 1)
+    shape = (len(logits), *logits.shape[2:])
+    return F.cross_entropy(logits, torch.zeros(shape, dtype=torch.long, device=logits.device))
+
+
+def summed(output: Any) -> torch.Tensor:
+    """The sum of all that is returned."""
+    outputs = [output] if isinstance(output, torch.Tensor) else list(output)
+    total: torch.Tensor = sum(one.sum() for one in outputs)  # type: ignore[assignment]
+    return total
+
+
+LOSSES: dict[str, Loss] = {"sum": summed, "cross-entropy": cross_entropy}
