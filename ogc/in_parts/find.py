@@ -219,7 +219,8 @@ class _Forward:
     def _obstacle(self, module: torch.nn.Module, given: list[torch.Tensor]) -> str | None:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return "is called without gradients"
-        if not any(tensor.requires_grad for tensor in chain(module.parameters(), given)):
+        parameters = list(module.parameters())
+        if not parameters or not any(tensor.requires_grad for tensor in chain(parameters, given)):
             return _UNTRAINED
         if "forward" in vars(module):
             return "its forward was replaced on the instance"
