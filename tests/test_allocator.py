@@ -70,6 +70,36 @@ def test_plain_and_optimal_peaks_are_as_simulated(profile):
     assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
 
 
+class Permuted(nn.Module):
+    """Operators whose kernels copy what is laid out as the result of attention is: channels last, and not said so."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.first, self.body = nn.Linear(32, 32), body
+
+    def forward(self, x):
+        x = self.first(x.flatten(2).transpose(1, 2)).transpose(1, 2).unflatten(2, (16, 16))
+        return self.body(x)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        nn.GroupNorm(8, 32),
+        nn.Upsample(scale_factor=2),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+    ],
+    ids=["group norm", "nearest", "bilinear"],
+)
+def test_operators_over_windows_need_what_is_simulated(body):
+    model, x = Permuted(body), torch.randn(4, 32, 16, 16)
+    plain = ogc.solve(ogc.parse(model, x, loss="outputs"), solver="none").peak_bytes
+    model(x).sum().backward()  # the gradients of parameters
+    seed = torch.ones_like(model(x))
+    measured = peak_bytes(lambda: model(x).backward(seed.clone()), "cpu")
+    assert plain == pytest.approx(measured, rel=0.01)
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind, **settings):
         super().__init__()

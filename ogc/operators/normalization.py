@@ -15,7 +15,7 @@ import torch
 
 from .holders import is_ours
 from .low_memory import Extra, LowMemory
-from .registry import Operator, like, register
+from .registry import Operator, like, ones_like, register
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -165,5 +165,7 @@ register(
     Operator(aten.instance_norm.default, live_arguments=(3, 4), live_if=5, weigh=_with_result_twice, returns_view=True),
     Operator(aten.native_batch_norm.default, on_meta=_on_meta),
     Operator(aten.native_batch_norm_backward.default, on_meta=_backward_on_meta),
+    # Copies what is not laid out as it computes.
+    Operator(aten.group_norm.default, to_run_with=ones_like),
     Operator(aten.layer_norm.default, by_sample=lambda args: bool(args[0].dim() > len(args[1]))),
 )

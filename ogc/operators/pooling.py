@@ -1,4 +1,4 @@
-"""Pooling.
+"""Pooling, and other operators over windows of positions.
 
 The low-memory form of max pooling on a CPU keeps a byte or two for each result, its place in its window, instead of
 PyTorch's eight, and not its input, of which its backward needs the shape alone.
@@ -15,7 +15,7 @@ import torch
 
 from .low_memory import Extra, LowMemory
 from .parts import has_usual_strides, untouched
-from .registry import Arguments, Operator, register
+from .registry import Arguments, Operator, ones_like, register
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -135,6 +135,16 @@ register(
         MaxPool2d(aten.max_pool2d.default, _Function),
         by_sample=_is_batch_of_images,
         copies_strided_gradients=True,
+    ),
+    # What their kernels copy depends on how images are laid out.
+    *(
+        Operator(target, to_run_with=ones_like)
+        for target in (
+            aten.im2col.default,
+            aten.col2im.default,
+            *(getattr(aten, f"upsample_nearest{n}d").vec for n in (1, 2, 3)),
+            *(getattr(aten, f"upsample_{kind}").vec for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
+        )
     ),
     Operator(aten.avg_pool2d.default, by_sample=_is_batch_of_images, copies_strided_gradients=True),
     Operator(aten.adaptive_avg_pool2d.default, by_sample=_is_batch_of_images, copies_strided_gradients=True),

@@ -81,6 +81,7 @@ def _unfolded(args: Arguments, kwargs: dict[str, Any]) -> Attention | None:
 register(
     Operator(aten.linear.default, by_sample=lambda args: bool(args[0].dim() > 1), is_heavy=True),
     Operator(aten.addmm.default, is_heavy=True),
+    Operator(aten.cdist.default, to_run_with=ones_like),
     Operator(aten.scaled_dot_product_attention.default, to_run_with=ones_like, unfolded=_unfolded),
 )
 
