@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from ogc.torch_state.allocator import peak_bytes
 from .losses import LOSSES
 from .measuring import MIB, Run, allocate_gradients, step
 from .networks import ARCHITECTURES
-from .peers.ways import around_blocks, checkpointed
+from .peers.ways import Impossible, around_blocks, checkpointed
 
 OVERHEADS = (0.2, 0.5)
 """Shares of a plain step's time that our plans may add."""
@@ -29,7 +30,7 @@ class Largest:
     arch: str
     device_memory: int
     plain: int
-    blocks: int
+    blocks: int | None  # None where the architecture has none
     ours: dict[str, dict[str, Any]]
 
     def __str__(self) -> str:
@@ -39,8 +40,8 @@ class Largest:
             for share, row in self.ours.items()
         )
         return (
-            f"{self.arch}, {self.device_memory / MIB:.0f} MiB: {self.plain} plain, {self.blocks} with checkpointed "
-            f"blocks, ours {ours}"
+            f"{self.arch}, {self.device_memory / MIB:.0f} MiB: {self.plain} plain, {self.blocks or 'none'} "
+            f"with checkpointed blocks, ours {ours}"
         )
 
 
@@ -83,10 +84,11 @@ def largest(name: str, model: torch.nn.Module, inputs: torch.Tensor, options: ar
             "measured_bytes": measured(ogc.apply(model, fits.graph, fits.plan), fits.size),
             "next_does_not_fit": fits.too_large,
         }
-    blocks = around_blocks(architecture, model, checkpointed)
-    plain = max(row["plain"] for row in found.values())
-    room = device_bytes(options.device_memory)
-    return Largest(name, room, plain, _largest_measured(lambda size: measured(blocks, size), room), found)
+    plain, room, blocks = max(row["plain"] for row in found.values()), device_bytes(options.device_memory), None
+    with suppress(Impossible):
+        run = around_blocks(architecture, model, checkpointed)
+        blocks = _largest_measured(lambda size: measured(run, size), room)
+    return Largest(name, room, plain, blocks, found)
 
 
 def _largest_measured(bytes_of: Callable[[int], int], room: int) -> int:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import benchmark
 import ogc
-from benchmarks import bench, measuring, running
+from benchmarks import bench, losses, measuring, running
 from benchmarks.networks import ARCHITECTURES
 from benchmarks.suites import ROOT
 
@@ -315,3 +315,66 @@ def test_cuda_run(capsys):
     arguments = ["--arch", "resnet18", "--device", "cuda:0", "--batch-size", "16", "--image-size", "64"]
     assert benchmark.main(arguments) == 0
     assert "resnet18" in capsys.readouterr().out
+
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = (torch.nn.Sequential(torch.nn.Conv2d(16, 16, 3, padding=1), torch.nn.GELU()) for _ in range(6))
+        self.first, self.last = torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.Linear(16, 10)
+        self.blocks = torch.nn.Sequential(*blocks)
+
+    def forward(self, x):
+        return self.last(self.blocks(self.first(x)).mean((2, 3)))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    architecture = replace(ARCHITECTURES["resnet18"], build=Small, block=r"blocks\.\d+", published=None)
+    monkeypatch.setitem(ARCHITECTURES, "resnet18", architecture)
+    return ["--arch", "resnet18", "--device", "cpu", "--size", "32", "--optimizer", "AdamW", "--loss", "cross-entropy"]
+
+
+def test_the_largest_batch_of_each_way_of_training(small, capsys, tmp_path):
+    path = tmp_path / "out.json"
+    options = ["--device-memory", "8MB", "--largest-batch", "--profile", "estimate", "--json", str(path)]
+    assert benchmark.main([*small, *options]) == 0
+    assert "with checkpointed blocks, ours" in capsys.readouterr().out
+    (row,) = json.loads(path.read_text())["rows"]
+    assert 0 < row["plain"] < row["ours"]["20%"]["size"] <= row["ours"]["50%"]["size"]
+    assert row["blocks"] > 0
+    assert all(found["measured_bytes"] <= 1.01 * 8_000_000 for found in row["ours"].values())
+
+
+def test_a_device_is_planned_for_with_loss_and_optimizer(small, capsys, tmp_path):
+    path = tmp_path / "out.json"
+    options = ["--device-memory", "6MB", "--batch-size", "8", "--iterations", "1", "--json", str(path)]
+    assert benchmark.main([*small, *options]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["ogc_bytes"] < row["plain_bytes"]
+    assert row["predicted_bytes"] == pytest.approx(row["ogc_bytes"], rel=0.01)
+    assert benchmark.main([*small, "--device-memory", "100kB", "--batch-size", "8"]) == 2
+    assert "the smallest that would do has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--largest-batch"], "--largest-batch needs --device-memory"),
+        (["--optimizer", "Adams", "--device-memory", "1GB"], "must be a class of torch.optim"),
+        (["--device-memory", "1GB", "--memory-budget", "0.5"], "not allowed with argument"),
+        (["--loss", "hinge"], "invalid choice: 'hinge'"),
+    ],
+)
+def test_wrong_questions_about_devices_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main([*SMALL, *options])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", [(4, 10), (2, 6, 10), (2, 5, 8, 8)])
+def test_a_cross_entropy_for_logits_of_any_kind(shape):
+    logits = torch.randn(shape, requires_grad=True)
+    for output in (logits, (logits, torch.zeros(1))):
+        loss = losses.cross_entropy(output)
+        assert loss.dim() == 0 and loss.requires_grad
