@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ogc
+from ogc.torch_state.allocator import peak_bytes
 
 pytestmark = [
     pytest.mark.integrations,
@@ -68,3 +69,52 @@ def test_diffusers():
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )
     assert_same_in_less_memory(model, seeded(4, 3, 16, 16), torch.tensor([3, 14, 15, 92]))
+
+
+IDS = tokens(2, 128)
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+STEPS = {
+    "GPT2LMHeadModel": (
+        {"vocab_size": 500, "n_embd": 64, "n_layer": 2, "n_head": 4},
+        {"input_ids": IDS, "labels": IDS},
+    ),
+    "LlamaForCausalLM": ({"vocab_size": 500, "num_key_value_heads": 2, **SMALL}, {"input_ids": IDS, "labels": IDS}),
+    "BertForMaskedLM": ({"vocab_size": 500, **SMALL}, {"input_ids": IDS, "labels": IDS}),
+    "T5ForConditionalGeneration": (
+        {"vocab_size": 500, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+        | {"decoder_start_token_id": 0},
+        {"input_ids": IDS, "labels": IDS},
+    ),
+    "ViTForImageClassification": (
+        {"image_size": 64, "patch_size": 8, **SMALL},
+        {"pixel_values": seeded(4, 3, 64, 64), "labels": torch.tensor([0, 1, 0, 1])},
+    ),
+    "Wav2Vec2ForCTC": (
+        {"vocab_size": 60, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0, "apply_spec_augment": False, **SMALL},
+        {"input_values": seeded(2, 8000), "labels": tokens(2, 8)},
+    ),
+}
+
+
+@pytest.mark.parametrize("holds_outputs", [True, False])
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_with_the_models_own_loss_peak_as_simulated(name, holds_outputs):
+    transformers = pytest.importorskip("transformers")
+    settings, inputs = STEPS[name]
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**settings)).train()
+    optimised = ogc.optimize(model, inputs, holds_outputs=holds_outputs)
+    assert optimised.plan.peak_bytes < 0.9 * optimised.plan.plain_peak_bytes
+
+    def step(run):
+        output = run(**inputs)
+        loss, kept = output.loss, output if holds_outputs else None
+        del output
+        loss.backward()
+        return kept
+
+    for run, promised in ((model, optimised.plan.plain_peak_bytes), (optimised, optimised.plan.peak_bytes)):
+        step(run)
+        model.zero_grad(set_to_none=False)
+        measured = peak_bytes(lambda run=run: step(run), "cpu")
+        assert 0.99 * measured <= promised <= 1.02 * measured
