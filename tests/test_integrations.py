@@ -118,3 +118,32 @@ def test_steps_with_the_models_own_loss_peak_as_simulated(name, holds_outputs):
         model.zero_grad(set_to_none=False)
         measured = peak_bytes(lambda run=run: step(run), "cpu")
         assert 0.99 * measured <= promised <= 1.02 * measured
+
+
+ADAPTERS = {
+    "LoRA": ("LoraConfig", {"r": 2, "target_modules": ["c_attn"], "lora_dropout": 0.1, "fan_in_fan_out": True}),
+    "DoRA": ("LoraConfig", {"r": 2, "use_dora": True, "target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    "IA3": (
+        "IA3Config",
+        {"target_modules": ["c_attn", "mlp.c_proj"], "feedforward_modules": ["mlp.c_proj"], "fan_in_fan_out": True},
+    ),
+    "prompts": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
+    "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_on_a_frozen_model_peak_as_simulated(name):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    kind, settings = ADAPTERS[name]
+    model = peft.get_peft_model(gpt(transformers), getattr(peft, kind)(task_type="CAUSAL_LM", **settings)).train()
+    ids = tokens(4, 16)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "use_cache": False}
+    optimised = ogc.optimize(model, inputs, holds_outputs=False)
+    assert ogc.check(model, optimised, **inputs).ok
+    assert optimised.plan.peak_bytes < 0.5 * optimised.plan.plain_peak_bytes
+    for run, promised in ((model, optimised.plan.plain_peak_bytes), (optimised, optimised.plan.peak_bytes)):
+        run(**inputs).loss.backward()
+        model.zero_grad(set_to_none=False)
+        measured = peak_bytes(lambda run=run: run(**inputs).loss.backward(), "cpu")
+        assert promised == pytest.approx(measured, rel=0.01)
