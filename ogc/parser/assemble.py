@@ -139,7 +139,29 @@ def memory_of(
                 ),
             }
         )
+    _hold_in_frames(records, fields)
     return fields
+
+
+def _hold_in_frames(records: Sequence[Record], fields: Sequence[dict[str, Any]]) -> None:
+    """Let what the caller's modules are given be there until they return, as Python's frames hold it.
+
+    The plain model's frames do so too, but nearly all that these hold is saved for the backward; what a caller computes
+    without gradients, such as a teacher's output, is not.
+    """
+    made = {v: t for t, record in reversed([*enumerate(records)]) for v in record.writes}
+    modules = [f"{record.node.meta.get('module', '')}." for record in records]
+    taken = {one["takes_over"] for one in fields}
+    for t in range(len(records) - outside_of(records), len(records)):
+        parts = modules[t].split(".")[:-1]
+        for v in set(records[t].reads) - taken:
+            around = (".".join(parts[:n]) + "." for n in range(1, len(parts) + 1))
+            given = next((name for name in around if not modules[made[v]].startswith(name)), None)
+            last = t
+            while given is not None and last + 1 < len(records) and modules[last + 1].startswith(given):
+                last += 1
+            if v not in fields[last]["reads"]:
+                fields[last]["reads"] += (v,)
 
 
 def _saves_of_form(form: SeenForm, storages: dict[TensorRef, int]) -> tuple[Saved, ...]:

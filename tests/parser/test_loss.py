@@ -4,6 +4,7 @@ import copy
 import logging
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -93,6 +94,47 @@ def test_peaks_with_a_loss_are_as_simulated(inputs, loss, given, holds_outputs):
         assert measured(optimised, inputs, loss, holds_outputs) == pytest.approx(plans[-1], rel=0.01)
     assert plans[0] < plans[1] < 0.7 * optimised.plan.plain_peak_bytes + 1
     assert measured(model, inputs, loss, holds_outputs) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.01)
+
+
+def perceptrons(width):
+    layers = (nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(6))
+    return nn.Sequential(nn.Linear(32, width), *layers, nn.Linear(width, 10))
+
+
+def test_a_step_with_a_frozen_teacher_peaks_as_simulated():
+    model, teacher, x = perceptrons(64), perceptrons(128).requires_grad_(False), torch.randn(256, 32)
+
+    def distilled(output):
+        with torch.no_grad():
+            wanted = teacher(x).softmax(-1)
+        return F.kl_div(output.log_softmax(-1), wanted, reduction="batchmean")
+
+    optimised = ogc.optimize(model, x, loss=distilled)
+    assert optimised.plan.peak_bytes < 0.7 * optimised.plan.plain_peak_bytes
+    for run, promised in ((model, optimised.plan.plain_peak_bytes), (optimised, optimised.plan.peak_bytes)):
+        assert measured(run, (x,), distilled, True) == pytest.approx(promised, rel=0.01)
+
+
+def blocks(*widths, last):
+    return nn.Sequential(
+        *(nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.GELU()) for a, b in pairwise(widths)),
+        *last,
+    )
+
+
+def test_both_steps_of_an_adversarial_training_peak_as_simulated():
+    made = blocks(8, 32, 32, 32, last=[nn.Conv2d(32, 3, 3, padding=1)])
+    judge = blocks(3, 32, 32, 32, last=[nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 1)])
+    steps = [
+        (judge, torch.randn(4, 3, 32, 32), lambda score: F.softplus(score).mean()),
+        (made, torch.randn(4, 8, 32, 32), lambda images: F.softplus(-judge(images)).mean()),
+    ]
+    for model, x, loss in steps:
+        judge.requires_grad_(model is judge)
+        optimised = ogc.optimize(model, x, loss=loss)
+        assert optimised.plan.peak_bytes < 0.7 * optimised.plan.plain_peak_bytes
+        for run, promised in ((model, optimised.plan.plain_peak_bytes), (optimised, optimised.plan.peak_bytes)):
+            assert measured(run, (x,), loss, True) == pytest.approx(promised, rel=0.01)
 
 
 def test_what_is_not_held_is_not_counted():
