@@ -72,13 +72,23 @@ def _instance(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
-    """The same optimizer for parameters without content, with gradients, and without a state or hooks."""
+    """The same optimizer for parameters without content, with gradients and its state, and without hooks."""
     twin = copy.copy(optimizer)
-    twin.state = defaultdict(dict)
     twin.param_groups = [_group(group, device) for group in optimizer.param_groups]
+    twin.state = defaultdict(dict)
+    for group, of_twin in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        for parameter, meta in zip(group["params"], of_twin["params"], strict=True):
+            if parameter in optimizer.state:
+                twin.state[meta] = {key: _without_content(one) for key, one in optimizer.state[parameter].items()}
     for name in [name for name in vars(twin) if name.startswith("_optimizer_step_")]:
         setattr(twin, name, OrderedDict())
     return twin
+
+
+def _without_content(held: Any) -> Any:
+    """A tensor of a state without its content; what counts steps keeps it."""
+    is_large = isinstance(held, torch.Tensor) and held.dim() > 0
+    return torch.empty_like(held, device="meta") if is_large else copy.deepcopy(held)
 
 
 def _group(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
