@@ -9,12 +9,12 @@
     python benchmark.py --arch list
     python benchmark.py --suite quick
 
-One step is a forward, ``sum().backward()``, with the parameters' gradients already allocated. Memory is the
-allocator's peak during a step less what was allocated before it. Published figures: Feng & Huang, "Optimal
-Gradient Checkpoint Search for Arbitrary Computation Graphs", CVPR 2021. With ``--compare``: other ways to save
-activation memory beside ours, see benchmarks/compare.py. With ``--suite``: all committed results again, or
-the time that plans promise and steps pay, see benchmarks/suites.py. A row that fails is reported, the others are
-measured all the same, and the exit status is not 0.
+One step is a forward and ``sum().backward()``, or that of a ``--loss``, with the parameters' gradients already
+allocated. Memory is the allocator's peak during a step less what was allocated before it. Published figures: Feng &
+Huang, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs", CVPR 2021. With ``--compare``: other ways
+to save activation memory beside ours, see benchmarks/peers. With ``--suite``: all committed results again, or the time
+that plans promise and steps pay, see benchmarks/suites.py. A row that fails is reported, the others are measured all
+the same, and the exit status is not 0.
 """
 
 from __future__ import annotations

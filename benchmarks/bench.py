@@ -15,9 +15,9 @@ import torch
 from tqdm import tqdm
 
 import ogc
-from ogc.device.needs import activation_budget, fixed_needs, too_small
+from ogc.device.needs import fixed_needs, within_device
 
-from .losses import LOSSES
+from .losses import LOSSES, planned_as
 from .measuring import (
     MIB,
     CheckFailed,
@@ -62,9 +62,7 @@ class Bench:
         self.model, self.inputs = build(name, device, options)
         start = time.perf_counter()
         self.loss = LOSSES[options.loss]
-        # All outputs start the backward of their sum.
-        loss: Any = "outputs" if options.loss == "sum" else self.loss
-        self.graph = ogc.parse(self.model, self.inputs, loss=loss, profile=options.profile)
+        self.graph = ogc.parse(self.model, self.inputs, loss=planned_as(options.loss), profile=options.profile)
         self.parse_seconds = time.perf_counter() - start
         allocate_gradients(self.model)
         self.plans: dict[str, ogc.Plan] = {}
@@ -151,10 +149,7 @@ class Bench:
             return self.graph, ogc.solve(self.graph, solver=solver)
         if options.device_memory is not None:
             needs = fixed_needs(self.model, self.inputs, options.optimizer)
-            try:
-                return plan(memory_budget=max(1, activation_budget(needs, options.device_memory)))
-            except ogc.SolveError as error:
-                raise too_small(needs, options.device_memory, error.least_peak_bytes or 0) from error
+            return within_device(needs, options.device_memory, lambda budget: plan(memory_budget=budget))
         if options.memory_budget is not None or options.max_overhead is not None:
             return plan(memory_budget=options.memory_budget, max_overhead=options.max_overhead)
         if self.architecture.published is None:

@@ -14,7 +14,7 @@ import ogc
 from ogc.device.needs import device_bytes, fixed_needs
 from ogc.torch_state.allocator import peak_bytes
 
-from .losses import LOSSES
+from .losses import LOSSES, planned_as
 from .measuring import MIB, Run, allocate_gradients, step
 from .networks import ARCHITECTURES
 from .peers.ways import Impossible, around_blocks, checkpointed
@@ -73,7 +73,7 @@ def largest(name: str, model: torch.nn.Module, inputs: torch.Tensor, options: ar
             sample,
             device_memory=options.device_memory,
             optimizer=optimizer,
-            loss="outputs" if options.loss == "sum" else loss,
+            loss=planned_as(options.loss),
             max_overhead=share,
             profile="auto" if options.profile == "measure" else options.profile,
         )

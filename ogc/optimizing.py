@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .checking.check import ONE_STEP
-from .device.needs import activation_budget, fixed_needs, too_small
+from .device.needs import fixed_needs, within_device
 from .device.optimizer import Optimizer
 from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
@@ -92,24 +92,23 @@ def optimize(
         CheckError: with ``verify``, where the result differs from the plain model.
     """
     _check_slices(batch_slices, solver, verify)
-    needs = None if device_memory is None else fixed_needs(model, sample_input, optimizer)
-    if needs is not None and device_memory is not None:
-        if memory_budget is not None:
-            raise InputError("give memory_budget or device_memory, not both")
-        memory_budget = activation_budget(needs, device_memory) or 1
     parsing: dict[str, Any] = {
         "loss": loss,
         "holds_outputs": holds_outputs,
         "parse_graph": parse_graph,
         "repeatable_leaves": repeatable_leaves,
     }
-    planning = _Planning(parsing, profile, leaf_modules, Wish(memory_budget, max_overhead), solver, batch_slices)
-    try:
-        optimized = planning.optimized(model, sample_input)
-    except SolveError as error:
-        if needs is None or device_memory is None or error.least_peak_bytes is None:
-            raise
-        raise too_small(needs, device_memory, error.least_peak_bytes) from error
+
+    def within(budget: Budget | None) -> torch.nn.Module:
+        wish = Wish(budget, max_overhead)
+        return _Planning(parsing, profile, leaf_modules, wish, solver, batch_slices).optimized(model, sample_input)
+
+    if device_memory is None:
+        optimized = within(memory_budget)
+    elif memory_budget is None:
+        optimized = within_device(fixed_needs(model, sample_input, optimizer), device_memory, within)
+    else:
+        raise InputError("give memory_budget or device_memory, not both")
     if verify:
         args, kwargs = call_arguments(sample_input)
         ONE_STEP.check(model, optimized, *args, **kwargs).raise_if_different()
@@ -255,7 +254,7 @@ def _apply(model: torch.nn.Module, graph: Graph, plan: Plan, planner: Replanner 
         except AttributeError:
             raise PlanError(f"the graph was parsed from another model: this one has no {node.target}") from None
 
-    home = device_of_model(model, [])
+    home = device_of_model(model)
     if any(True for _ in model.parameters()) and torch.device(graph.device).type != home.type:
         raise PlanError(f"the graph was weighed for {graph.device} but the model is on {home}; parse it there")
     return optimized_module(model, graph, plan, planner)

@@ -175,13 +175,18 @@ def tensors_of(result: object) -> list[torch.Tensor]:
     return OutputSpec.of(result)[1]
 
 
-def measured_peak(model, inputs):
+def measured_peak(model, inputs, loss=None, holds_outputs=False):
     """Peak bytes of a training step by the allocator, gradients of parameters not counted."""
+    loss = loss or loss_of
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def step():
-        loss_of(model(*inputs)).backward()
+        if not holds_outputs:
+            return loss(model(*inputs)).backward()
+        output = model(*inputs)
+        loss(output).backward()
+        return output
 
     step()
     return peak_bytes(step, next(model.parameters()).device)

@@ -7,10 +7,10 @@ otherwise with larger inputs. The largest is found on such graphs; then those fo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -21,10 +21,8 @@ from ..parser import Loss, parse
 from ..plan import Plan
 from ..plan.simulate import lower_bound, plain_peak
 from ..solver import Budget, Wish, solve
-from .needs import Estimate, device_bytes, fixed_needs, input_bytes
+from .needs import Estimate, activation_budget, device_bytes, fixed_needs, input_bytes
 from .optimizer import Optimizer
-
-log = logging.getLogger(__name__)
 
 SIZES = (2, 4, 6)
 """Multiples of ``step`` for which graphs are parsed first. With one sample alone, operators do otherwise."""
@@ -211,12 +209,11 @@ class _Largest:
         if size in self.inputs:
             return replace(self.needs, inputs=self.inputs[size])
         few, many = min(self.inputs), max(self.inputs)
-        shares = _lagrange((few, many), size, 0), _lagrange((few, many), size, 1)
-        return replace(self.needs, inputs=max(0, round(shares[0] * self.inputs[few] + shares[1] * self.inputs[many])))
+        inputs = _mixed(_shares((few, many), size), (self.inputs[few], self.inputs[many]))
+        return replace(self.needs, inputs=max(0, round(inputs)))
 
     def _budget(self, size: int) -> int:
-        needs = self._needs(size)
-        return self.room - needs.fixed if self.room > needs.with_activations(0) else 0
+        return activation_budget(self._needs(size), self.room)
 
     def _planned(self, graph: Graph, size: int) -> Plan | None:
         """The plan for a graph that fits, if there is one."""
@@ -262,18 +259,16 @@ def foretold(graphs: Sequence[Graph], sizes: Sequence[int], size: int) -> Graph:
                 f"the model computes another program for size {sizes[0]} than for {sizes[-1]}, from which other sizes "
                 "cannot be foretold; give a make_sample whose samples differ in size alone"
             )
-    shares = [_lagrange(sizes, size, n) for n in range(len(sizes))]
-    line = [_lagrange((sizes[0], sizes[-1]), size, n) for n in (0, 1)]
-    shares_of_seconds = [line[0], *[0.0] * (len(sizes) - 2), line[1]]
+    parabola, line = _shares(sizes, size), _shares((sizes[0], sizes[-1]), size)
 
     def mixed(parts: Sequence[Part]) -> Part:
         found: dict[str, Any] = {}
         for name in type(parts[0]).__dataclass_fields__:  # type: ignore[attr-defined]
             numbers = [getattr(part, name) for part in parts]
             if name.endswith("_seconds") and None not in numbers:
-                found[name] = max(0.0, sum(s * n for s, n in zip(shares_of_seconds, numbers, strict=True)))
+                found[name] = max(0.0, _mixed(line, (numbers[0], numbers[-1])))
             elif name.endswith(("bytes", "_flops")) and None not in numbers:
-                found[name] = max(0, round(sum(s * n for s, n in zip(shares, numbers, strict=True))))
+                found[name] = max(0, round(_mixed(parabola, numbers)))
             elif name == "low_memory" and None not in numbers:
                 found[name] = mixed(numbers)
         return replace(parts[0], **found)  # type: ignore[type-var]
@@ -286,10 +281,10 @@ def foretold(graphs: Sequence[Graph], sizes: Sequence[int], size: int) -> Graph:
     )
 
 
-def _lagrange(places: Sequence[int], place: int, number: int) -> float:
-    """What the number at one of some places counts at another, on the polynomial through all."""
-    product = 1.0
-    for other, at in enumerate(places):
-        if other != number:
-            product *= (place - at) / (places[number] - at)
-    return product
+def _shares(places: Sequence[int], place: int) -> list[float]:
+    """What each of the numbers at some places counts at another, on the polynomial through all of them."""
+    return [prod((place - other) / (one - other) for other in places if other != one) for one in places]
+
+
+def _mixed(shares: Sequence[float], numbers: Sequence[float]) -> float:
+    return sum(share * number for share, number in zip(shares, numbers, strict=True))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 from ..errors import InputError, SolveError
-from ..graph import Graph, table
+from ..graph import table
 from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
 from ..plan import Plan
-from ..program.program import device_of_model
+from ..program.program import device_of_model, storage_bytes
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
 from ..solver.wish import bytes_of
-from ..torch_state.private import storage_id
 from .optimizer import Optimizer, optimizer_bytes
 
 CONTEXT_BYTES = {"cuda": 600 * 2**20}
@@ -26,6 +26,8 @@ round figure above what is commonly seen (300 to 500 MiB); it depends on card an
 WORKSPACE_BYTES = {"cuda": 64 * 2**20}
 """Allowance for what libraries keep: cuBLAS 32 MiB per handle on Hopper, 8 MiB elsewhere (PyTorch's notes on CUDA
 semantics), of which the forward and the backward have one each."""
+
+T = TypeVar("T")
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "optimizer_step", "inputs", "context", "workspaces")
 
@@ -121,14 +123,9 @@ def estimate(
     Raises:
         InputError, ParseError: as :func:`ogc.parse` does, and where the optimizer is none.
     """
-    graph = parse(model, sample_input, loss=loss, device=device, **parsing)
-    return with_plans(fixed_needs(model, sample_input, optimizer, device), graph)
-
-
-def with_plans(needs: Estimate, graph: Graph) -> Estimate:
-    """The same with what activations take in the plain model, and at least."""
-    least = solve(graph)
-    return Estimate(**{**vars(needs), "plain": least.plain_peak_bytes, "least": least})
+    least = solve(parse(model, sample_input, loss=loss, device=device, **parsing))
+    needs = fixed_needs(model, sample_input, optimizer, device)
+    return replace(needs, plain=least.plain_peak_bytes, least=least)
 
 
 def fixed_needs(
@@ -140,8 +137,8 @@ def fixed_needs(
     target = device_of_model(model, tensors) if device is None else device_of(device)
     found = optimizer_bytes(model, optimizer, target)
     return Estimate(
-        parameters=_bytes(list(model.parameters())),
-        buffers=_bytes(list(model.buffers())),
+        parameters=storage_bytes(model.parameters()),
+        buffers=storage_bytes(model.buffers()),
         gradients=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
         optimizer=found.state,
         optimizer_step=found.working,
@@ -154,12 +151,7 @@ def fixed_needs(
 
 def input_bytes(sample_input: Any) -> int:
     """Bytes of the tensors of a sample input."""
-    return _bytes(InputSpec.of(*call_arguments(sample_input))[1])
-
-
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    storages = {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    return storage_bytes(InputSpec.of(*call_arguments(sample_input))[1])
 
 
 def device_bytes(device_memory: Budget) -> int:
@@ -178,10 +170,19 @@ def activation_budget(needs: Estimate, device_memory: Budget) -> int:
     return room - needs.fixed if room > needs.with_activations(0) else 0
 
 
-def too_small(needs: Estimate, device_memory: Budget, least_peak: int) -> SolveError:
-    """The error that says which device would do, where activations peak at ``least_peak`` bytes at least."""
-    least = needs.with_activations(least_peak)
-    return SolveError(
-        f"no plan fits on a device of {device_bytes(device_memory) / 1e6:.1f} MB; the smallest that would do has "
-        f"{least / 1e6:.1f} MB, of which activations take {least_peak / 1e6:.1f} MB:\n{needs}"
-    )
+def within_device(needs: Estimate, device_memory: Budget, plan: Callable[[int], T]) -> T:
+    """What ``plan`` returns for the budget that a device of this size leaves for activations.
+
+    Raises:
+        SolveError: nothing fits; the message says which device would do, where that is known.
+    """
+    try:
+        return plan(activation_budget(needs, device_memory) or 1)
+    except SolveError as error:
+        if error.least_peak_bytes is None:
+            raise
+        least = needs.with_activations(error.least_peak_bytes)
+        raise SolveError(
+            f"no plan fits on a device of {device_bytes(device_memory) / 1e6:.1f} MB; the smallest that would do has "
+            f"{least / 1e6:.1f} MB, of which activations take {error.least_peak_bytes / 1e6:.1f} MB:\n{needs}"
+        ) from error

@@ -11,9 +11,9 @@ import torch
 
 from ..errors import InputError
 from ..parser.weigh.meter import Meter
-from ..program.program import tensor_leaves
+from ..program.program import storage_bytes, tensor_leaves
 from ..torch_state.no_trace import untouched
-from ..torch_state.private import TorchDispatchMode, storage_id
+from ..torch_state.private import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -56,8 +56,7 @@ def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device:
             f"what {type(twin).__name__} takes cannot be told, as its step needs numbers: {error!r}; leave optimizer "
             "out, and take what it takes off the memory yourself"
         ) from error
-    held = {storage_id(t): t.untyped_storage().nbytes() for t in tensor_leaves(*twin.state.values())}
-    return OptimizerBytes(sum(held.values()), meter.take().peak_bytes)
+    return OptimizerBytes(storage_bytes(tensor_leaves(*twin.state.values())), meter.take().peak_bytes)
 
 
 def _instance(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:

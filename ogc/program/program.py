@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ..torch_state.private import OpOverload, is_view, pytree
+from ..torch_state.private import OpOverload, is_view, pytree, storage_id
 from .structures import InputSpec, OutputSpec, autocast_kinds
 
 CONSTANT = "_ogc_constant_"
@@ -23,7 +23,6 @@ CONSTANT = "_ogc_constant_"
 
 OWN = "own"
 """In a node's ``meta``: the forward makes a constant anew each time, of which the program has a copy made."""
-
 
 OUTSIDE = "outside"
 """In a node's ``meta``: it is a call of the caller's, who goes on from what the model's forward returns."""
@@ -276,6 +275,14 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes of the storages of some tensors, each once, but for those that they share with what was ``given``."""
+    sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    for tensor in given:
+        sizes.pop(storage_id(tensor), None)
+    return sum(sizes.values())
 
 
 def call_beside(node: torch.fx.Node, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import random_decisions, random_graph
+from helpers import measured_peak, random_decisions, random_graph
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,7 +18,6 @@ from ogc.graph import Graph, Operation, Value
 from ogc.plan.decisions import recomputed, saved, up_to
 from ogc.plan.schedule import FORWARD, Schedule
 from ogc.plan.simulate import plain_peak, simulate
-from ogc.torch_state.allocator import peak_bytes
 
 IDS = torch.randint(0, 500, (2, 64), generator=torch.Generator().manual_seed(0))
 
@@ -57,22 +56,6 @@ def dice(logits):
     return F.cross_entropy(logits.flatten(0, 1), IDS.flatten()) + 1 - overlap.mean()
 
 
-def measured(model, inputs, loss, holds_outputs):
-    """Peak bytes of a step by the allocator, with the gradients of parameters there before."""
-
-    def step():
-        if holds_outputs:
-            output = model(*inputs)
-            loss(output).backward()
-            return output
-        loss(model(*inputs)).backward()
-
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    step()
-    return peak_bytes(step, "cpu")
-
-
 @pytest.mark.parametrize("holds_outputs", [True, False])
 @pytest.mark.parametrize(
     ("inputs", "loss", "given"),
@@ -91,9 +74,9 @@ def test_peaks_with_a_loss_are_as_simulated(inputs, loss, given, holds_outputs):
     for budget in (None, 0.7):
         optimised = ogc.optimize(model, inputs, memory_budget=budget, **options)
         plans.append(optimised.plan.peak_bytes)
-        assert measured(optimised, inputs, loss, holds_outputs) == pytest.approx(plans[-1], rel=0.01)
+        assert measured_peak(optimised, inputs, loss, holds_outputs) == pytest.approx(plans[-1], rel=0.01)
     assert plans[0] < plans[1] < 0.7 * optimised.plan.plain_peak_bytes + 1
-    assert measured(model, inputs, loss, holds_outputs) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.01)
+    assert measured_peak(model, inputs, loss, holds_outputs) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.01)
 
 
 def perceptrons(width):
@@ -112,7 +95,7 @@ def test_a_step_with_a_frozen_teacher_peaks_as_simulated():
     optimised = ogc.optimize(model, x, loss=distilled)
     assert optimised.plan.peak_bytes < 0.7 * optimised.plan.plain_peak_bytes
     for run, promised in ((model, optimised.plan.plain_peak_bytes), (optimised, optimised.plan.peak_bytes)):
-        assert measured(run, (x,), distilled, True) == pytest.approx(promised, rel=0.01)
+        assert measured_peak(run, (x,), distilled, True) == pytest.approx(promised, rel=0.01)
 
 
 def blocks(*widths, last):
@@ -134,7 +117,7 @@ def test_both_steps_of_an_adversarial_training_peak_as_simulated():
         optimised = ogc.optimize(model, x, loss=loss)
         assert optimised.plan.peak_bytes < 0.7 * optimised.plan.plain_peak_bytes
         for run, promised in ((model, optimised.plan.plain_peak_bytes), (optimised, optimised.plan.peak_bytes)):
-            assert measured(run, (x,), loss, True) == pytest.approx(promised, rel=0.01)
+            assert measured_peak(run, (x,), loss, True) == pytest.approx(promised, rel=0.01)
 
 
 def test_what_is_not_held_is_not_counted():
@@ -266,7 +249,7 @@ def test_a_plan_is_carried_over_where_the_loss_does_not_take_the_output(caplog):
     optimised = ogc.optimize(model, IDS, loss=lambda logits: cross_entropy(logits, IDS), memory_budget=0.7)
     small, loss = (IDS[:1],), lambda logits: cross_entropy(logits, IDS[:1])
     with caplog.at_level(logging.INFO, "ogc"):
-        peak = measured(optimised, small, loss, True)
+        peak = measured_peak(optimised, small, loss, True)
     assert "carried over to inputs (1, 64)" in caplog.text
     plain = plain_peak(ogc.parse(model, IDS[:1], loss=loss))
     assert peak <= 0.71 * plain

@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
-from ...program.program import has_history, tensor_leaves
+from ...program.program import has_history, storage_bytes, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, peak_bytes
-from ...torch_state.private import pytree, storage_id
+from ...torch_state.private import pytree
 from .record import Record
 
 
@@ -65,10 +65,8 @@ class Call:
 
     def own_bytes(self) -> int:
         """Bytes of what the forward made and keeps: its results and what it saves."""
-        given = {storage_id(t) for t in self.inputs if isinstance(t, torch.Tensor)}
-        made = tensor_leaves(self.result) + self.saved
-        kept = {storage_id(t): t.untyped_storage().nbytes() for t in made}
-        return sum(size for key, size in kept.items() if key not in given)
+        given = (t for t in self.inputs if isinstance(t, torch.Tensor))
+        return storage_bytes(tensor_leaves(self.result) + self.saved, given)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.saved.append(tensor.detach())

@@ -24,7 +24,7 @@ from ...operators.low_memory import Extra
 from ...operators.registry import Operator, like, of
 from ...operators.sliced import Sliced
 from ...operators.weights import InputGradient, Use, Weights
-from ...program.program import WithoutGrad, has_history, tensor_leaves
+from ...program.program import WithoutGrad, has_history, storage_bytes, tensor_leaves
 from ...torch_state.allocator import can_measure
 from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts, storage_id
 from ...torch_state.random_state import cuda_devices
@@ -150,9 +150,7 @@ class Estimator:
         with FakeTensorMode(), torch.enable_grad(), saving(saved):
             given = map_aggregate((args, kwargs), fake)
             result = target(*given[0], **given[1])
-        known = {storage_id(t) for t in tensor_leaves(given, result)}
-        internal = {storage_id(t): t.untyped_storage().nbytes() for t in saved}
-        return sum(size for key, size in internal.items() if key not in known)
+        return storage_bytes(saved, tensor_leaves(given, result))
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
         # With a mask, shapes depend on data, which meta tensors do not have.
@@ -179,11 +177,8 @@ class Estimator:
             with saving(saved), meter:
                 result = target(*given[0], **given[1])
             outputs = tensor_leaves(result)
-            own = {storage_id(t): t.untyped_storage().nbytes() for t in outputs + saved}
-            for tensor in tensors:
-                own.pop(storage_id(tensor), None)
             forward = meter.take()
-            scratch = max(0, forward.peak_bytes - sum(own.values()))
+            scratch = max(0, forward.peak_bytes - storage_bytes(outputs + saved, tensors))
             ends = [t for t in outputs if has_history(t)]
             weights = Weights(scratch, forward.seconds, forward.flops)
             return self._with_backward(weights, outputs, ends, starts, meter) if ends and starts else weights

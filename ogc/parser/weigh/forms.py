@@ -9,8 +9,7 @@ from torch.fx.node import map_aggregate
 
 from ...operators.low_memory import LowMemory
 from ...operators.registry import low_memory_form
-from ...program.program import Saved, TensorRef, tensor_leaves
-from ...torch_state.private import storage_id
+from ...program.program import Saved, TensorRef, storage_bytes, tensor_leaves
 from ..forward.flat import saving
 from .calls import call_key
 from .record import Record, SeenForm, alike
@@ -55,8 +54,7 @@ def _saved_places(form: LowMemory, args: Any, kwargs: Any, in_place: bool) -> tu
     known = [(t, (True, n)) for n, t in enumerate(tensor_leaves(result))]
     known += [(t, (False, n)) for n, t in enumerate(tensor_leaves(given))]
     places = tuple(alike(tensor, known) for tensor in saved)
-    own = {storage_id(t): t.untyped_storage().nbytes() for t, p in zip(saved, places, strict=True) if p is None}
-    return places, sum(own.values())
+    return places, storage_bytes(tensor for tensor, place in zip(saved, places, strict=True) if place is None)
 
 
 def pretended(leaf: Any, in_place: bool, device: torch.device | str = "meta") -> Any:

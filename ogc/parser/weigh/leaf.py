@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.weights import Weights
 from ...program.leaf import Leaf
-from ...program.program import device_of_model, has_history, tensor_leaves
+from ...program.program import device_of_model, has_history, storage_bytes, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.no_trace import untouched
 from ...torch_state.private import storage_id
@@ -122,9 +122,7 @@ class _Call:
 
     def result_bytes(self) -> int:
         """Bytes of the storages that the results do not share with what was given."""
-        given = {storage_id(t) for t in self.inputs}
-        made = {storage_id(t): t.untyped_storage().nbytes() for t in self.results}
-        return sum(size for key, size in made.items() if key not in given)
+        return storage_bytes(self.results, self.inputs)
 
     def _stop(self, end: Any) -> Any:
         number = next((n for n, start in enumerate(self.starts) if start is end.variable), None)
