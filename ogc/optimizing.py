@@ -34,6 +34,7 @@ def optimize(
     *,
     loss: Loss | None = None,
     holds_outputs: bool = True,
+    outputs: str = "all",
     parse_graph: ParseGraph | bool | None = None,
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
@@ -56,6 +57,8 @@ def optimize(
         loss: how a step goes on: ``loss(output)`` returns the one number that the backward starts from, such as a
             criterion with its targets bound in. What it computes counts too; see :func:`ogc.parse`.
         holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
+        outputs: with ``"loss"`` the model returns its loss, and None in the place of all other tensors, where a plan
+            runs: those need not exist whole then. Calls that run the plain model return everything.
         parse_graph: a function that returns a graph of the model made by hand; see :func:`ogc.parse`.
         memory_budget: recompute as little as possible such that the activations' peak fits: bytes, a text
             such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
@@ -95,6 +98,7 @@ def optimize(
     parsing: dict[str, Any] = {
         "loss": loss,
         "holds_outputs": holds_outputs,
+        "outputs": outputs,
         "parse_graph": parse_graph,
         "repeatable_leaves": repeatable_leaves,
     }

@@ -7,7 +7,7 @@ from torch import nn
 
 import ogc
 from ogc.operators.registry import of
-from ogc.operators.sliced import Sliced
+from ogc.operators.slices import Sliced
 from ogc.parser.passes.stretches import slice_stretches
 
 aten = torch.ops.aten

@@ -21,6 +21,25 @@ Arguments = Sequence[Any]
 
 
 @dataclass(frozen=True)
+class Summed:
+    """How a call of a loss is made of a sum over rows.
+
+    Attributes:
+        args: of a call that gives the sum.
+        targets: the argument that has one entry, or row, for each row of the first one.
+        classes: the argument that holds weights of classes, if any.
+        ignored: the target that does not count.
+        is_mean: the call gives the mean.
+    """
+
+    args: tuple[Any, ...]
+    targets: Any
+    classes: Any
+    ignored: int
+    is_mean: bool
+
+
+@dataclass(frozen=True)
 class Operator:
     """What is special about an operator of PyTorch.
 
@@ -45,6 +64,7 @@ class Operator:
         returns_view: its result is its own, and dense, and a view all the same.
         is_elementwise: it is, though some releases do not say so.
         from_either: its backward gives the same from its operand and from its result.
+        summed: of a loss that adds up what it gives for rows: how, from the arguments of a call; None if it does not.
         unfolded: what a call, by its arguments, may be made of instead; see :mod:`ogc.parser.passes.unfold`.
     """
 
@@ -64,6 +84,7 @@ class Operator:
     returns_view: bool = False
     is_elementwise: bool = False
     from_either: bool = False
+    summed: Callable[[Arguments], Summed | None] = lambda args: None
     unfolded: Callable[[Arguments, dict[str, Any]], Callable[..., Any] | None] | None = None
 
 

@@ -44,6 +44,7 @@ class Weights:
     repeat_seconds: float | None = None  # of a forward whose internal tensors are there, if that is quicker
     gradients: tuple[InputGradient, ...] = ()
     internal_bytes: int | None = None  # None: as observed
+    ready_bytes: int = 0  # of gradients that its forward makes and its backward hands out
     low_memory: Weights | None = None  # of its low-memory form
     plain_working_bytes: int | None = None  # of the plain model, where that runs another operator
 

@@ -65,7 +65,7 @@ def versions_of(graph: torch.fx.Graph, observation: Observation) -> dict[int, tu
 def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
     """The values of a graph."""
     end, refs = end_of(traced), refs_of_outputs(traced.graph)
-    held = range(len(refs)) if end.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
+    held = range(len(refs)) if end.rest.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
     outputs = {observation.storages.get(refs[n]) for n in held}
     each = zip(observation.value_names, observation.value_bytes, strict=True)
     return tuple(
@@ -99,8 +99,7 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         out_of_place={t: twin for t, (_, twin) in taken.items()},
         bindings={(t, target): name for t, r in enumerate(records) for target, name in r.bindings.items()},
         guards=traced.guards,
-        loss=end.loss,
-        holds_outputs=end.holds_outputs,
+        rest=end.rest,
     )
 
 
@@ -197,7 +196,8 @@ def _operation(
         target=str(node.meta.get("operator", node.target)),
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),
-        internal_bytes=record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes,
+        internal_bytes=weights.ready_bytes
+        + (record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes),
         scratch_bytes=weights.scratch_bytes,
         gradient_bytes=live.before,
         backward_bytes=live.during,
@@ -236,6 +236,7 @@ def _gradients(record: Record, weights: Weights, target: Any = None) -> Operatio
         gradients=weights.gradients,
         working_bytes=weights.working_bytes,
         late_bytes=weights.late_bytes,
+        ready_bytes=weights.ready_bytes,
         copies_strided=copies_strided_gradients(target or record.node.target),
         sources=tuple(record.sources),
     )

@@ -10,36 +10,40 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch.fx.node import map_arg
 
 from ..errors import InputError
 from ..program.program import CONSTANT, OUTSIDE, get_attribute
+from ..program.step import Rest
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import untouched
 from ..torch_state.random_state import cuda_devices
 from .arguments import Sample
 from .faithful import faithful_program
 from .leaves import Leaves
-from .traced import StepEnd, Traced
-
-Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
-"""A function of what the forward returns; ``"outputs"`` is whatever starts the backward at all outputs."""
+from .traced import StepEnd, Traced, without_unused
 
 
-def with_step_end(sample: Sample, traced: Traced, loss: Loss | None, holds_outputs: bool) -> Traced:
+def with_step_end(sample: Sample, traced: Traced, rest: Rest) -> Traced:
     """A forward's program with what the step does beyond it.
 
     Raises:
         InputError: the loss is no function, fails on the outputs, or returns something else than one number to
-            differentiate.
+            differentiate; or nothing but the loss is wanted, and no output is the loss.
     """
+    loss = rest.loss
+    if rest.outputs not in ("all", "loss"):
+        raise InputError(f'outputs must be "all" or "loss", not {rest.outputs!r}')
     if loss is None or isinstance(loss, str):
         if loss not in (None, "outputs"):
             raise InputError(f'loss must be a function of the model\'s output, or "outputs", not {loss!r}')
-        return replace(traced, end=StepEnd(_starts(sample, traced, loss), holds_outputs, loss))
+        found = replace(traced, end=StepEnd(_starts(sample, traced, loss), rest))
+        return found if rest.outputs == "all" else _with_the_loss_alone(found)
+    if rest.outputs == "loss":
+        raise InputError('outputs="loss" needs a model that returns its loss')
     if not callable(loss):
         raise InputError(f"loss must be a function of the model's output, such as a criterion, not {loss!r}")
     root = _Root(loss)
@@ -51,7 +55,31 @@ def with_step_end(sample: Sample, traced: Traced, loss: Loss | None, holds_outpu
         torch.set_rng_state(traced.state["random state"])
         _check(root, spec, given)
         found = faithful_program(Sample(root, spec, given), None, Leaves(root, ()))
-    return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), holds_outputs, loss))
+    return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), rest))
+
+
+def _with_the_loss_alone(traced: Traced) -> Traced:
+    """A program that returns its loss, and None in the place of all other tensors."""
+    assert traced.end is not None
+    starts = traced.end.starts
+    if len(starts) != 1 or traced.outputs[starts[0]].dim():
+        shapes = ", ".join(str(list(traced.outputs[n].shape)) for n in starts) or "none"
+        raise InputError(
+            'outputs="loss" needs a model that returns one number to differentiate, by the name loss if there are '
+            f"several; this one returns tensors to differentiate of shapes {shapes}. Compute the loss in its forward"
+        )
+    (start,) = starts
+    graph = torch.fx.Graph()
+    output = graph.graph_copy(traced.graph, {})
+    graph.output((output[start],))  # type: ignore[index]
+    return replace(
+        traced,
+        graph=without_unused(graph),
+        output_spec=traced.output_spec.only(start),
+        outputs=[traced.outputs[start]],
+        requires_grad=[True],
+        end=replace(traced.end, starts=(0,)),
+    )
 
 
 class _Function(torch.nn.Module):

@@ -12,19 +12,21 @@ import torch
 from ..errors import ParseError
 from ..graph import Graph
 from ..operators.registry import out_of_place
+from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
 from ..program.program import OUTSIDE
+from ..program.step import Loss, Rest
 from ..program.structures import InputSpec
 from ..torch_state.collecting import collecting_new_only
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.no_trace import plainly, untouched
 from .arguments import Sample, call_arguments, check_model, check_tensors, device_of, profile_kind
-from .assemble import graph_of
+from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
 from .leaves import LeafModules, Leaves
-from .loss import Loss, modules_of, with_step_end
+from .loss import modules_of, with_step_end
 from .passes.bindings import Bindings
 from .passes.in_place import run_out_of_place
 from .passes.last_writes import copy_after_last_write
@@ -49,6 +51,7 @@ def parse(
     *,
     loss: Loss | None = None,
     holds_outputs: bool = True,
+    outputs: str = "all",
     parse_graph: ParseGraph | bool | None = None,
     profile: str = "auto",
     device: torch.device | str | None = None,
@@ -73,6 +76,8 @@ def parse(
             by the optimized model. Without it the backward starts at the one output with ``dim() == 0`` that requires
             grad, of several at the one named ``loss``, or else at all outputs, with dense gradients.
         holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
+        outputs: with ``"loss"`` nobody wants anything that the forward returns but its loss: the program returns None in
+            the place of all other tensors, which then need not exist.
         parse_graph: ``parse_graph(model, *inputs)`` returns a graph made by hand, to be parsed instead of the
             forward: a ``torch.fx.Graph`` or ``GraphModule``, a ``torch.export.ExportedProgram``, an
             :class:`ogc.GraphBuilder`, or the published ``(networkx.MultiDiGraph, source, target)``. It must
@@ -110,17 +115,24 @@ def parse(
     kind = profile_kind(profile, home, target)
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
+    rest = Rest(loss, holds_outputs, outputs)
     visit = partial(_visit, model, profiler_of(kind, target, home), leaves)
     with untouched(*modules_of(loss), given=sample.spec.constants):
         while True:
-            recorded = with_step_end(sample, record_program(sample, make, leaves), loss, holds_outputs)
+            recorded = record_program(sample, make, leaves)
             try:
-                traced, observation = lower(sample, recorded, target, visit, stretches, slices)
+                traced, observation = lower(
+                    sample, with_step_end(sample, recorded, rest), target, visit, stretches, slices
+                )
                 break
             except OpaqueError as problem:
                 leaves.cover(problem)
+        graph = graph_of(sample.spec, traced, observation, str(target), kind)
+        if outputs == "loss":  # the plain model has them all
+            whole = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)
+            peak = plain_peak(graph_of(sample.spec, *whole, str(target), kind))
+            graph = replace(graph, plain_peak_bytes=peak)
     leaves.report()
-    graph = graph_of(sample.spec, traced, observation, str(target), kind)
     found = tuple(find_stretches(observation.records[: graph.end]))
     return replace(graph, program=replace(graph.program, parse_graph=make), stretches=found)
 
@@ -182,7 +194,10 @@ def lower(
         if not unfolding.carry_out(program) and not has_copies:
             break
     _check_same(traced, observation, state, close if stretches else same_bits)
-    _check_grad_targets("replaying the program", observation.grad_targets, traced.grad_targets, sample.model)
+    wanted = traced.grad_targets
+    if end_of(traced).rest.outputs == "loss":
+        wanted &= observation.grad_targets  # others belong to outputs that nobody wants
+    _check_grad_targets("replaying the program", observation.grad_targets, wanted, sample.model)
     return traced, observation
 
 
@@ -279,5 +294,8 @@ def _check_grad_targets(what: str, ours: frozenset[Any], theirs: frozenset[Any],
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal up to rounding."""
-    scale = float(b.abs().max()) if b.numel() and b.is_floating_point() else 0.0
-    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, 1e-3, 1e-5 * scale, equal_nan=True)
+    is_rounded = b.numel() and b.is_floating_point()
+    scale, ulp = (float(b.abs().max()), torch.finfo(b.dtype).eps) if is_rounded else (0.0, 0.0)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.allclose(a, b, max(1e-3, 4 * ulp), max(1e-5, ulp) * scale, equal_nan=True)

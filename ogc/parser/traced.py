@@ -13,6 +13,7 @@ from ..errors import ParseError
 from ..operators.registry import updates_statistics
 from ..program.leaf import Leaf
 from ..program.program import Guards
+from ..program.step import Rest
 from ..program.structures import OutputSpec
 from ..torch_state.private import schema_of
 from .arguments import Sample
@@ -52,18 +53,16 @@ class StepEnd:
 
     Attributes:
         starts: the numbers of the outputs at which the backward starts.
-        holds_outputs: the caller holds all outputs through the backward.
-        loss: what was said of that. A function gives one output more, the last; its calls are part of the program.
+        rest: what was said of that. A loss gives one output more, the last; its calls are part of the program.
     """
 
     starts: tuple[int, ...]
-    holds_outputs: bool = True
-    loss: Callable[[Any], Any] | str | None = None
+    rest: Rest = Rest()
 
     @property
     def has_loss(self) -> bool:
         """Whether the program ends with the loss."""
-        return callable(self.loss)
+        return callable(self.rest.loss)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ..torch_state.private import OpOverload, is_view, pytree, storage_id
+from .step import Rest
 from .structures import InputSpec, OutputSpec, autocast_kinds
 
 CONSTANT = "_ogc_constant_"
@@ -26,6 +27,9 @@ OWN = "own"
 
 OUTSIDE = "outside"
 """In a node's ``meta``: it is a call of the caller's, who goes on from what the model's forward returns."""
+
+SHAPE = "shape"
+"""In a node's ``meta``: the shape of its tensor, where it is one tensor."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,7 @@ class Program:
             operator with these arguments sooner than ``torch.ops`` does.
         guards: what Python read out of tensors; the program holds where it is the same. None if nothing was read.
         parse_graph: the function that made the graph by hand, if one did.
-        loss: the function of the outputs with which the caller goes on, if that is known.
-        holds_outputs: the caller is taken to hold the outputs through the backward.
+        rest: how the caller goes on.
     """
 
     graph: torch.fx.Graph
@@ -95,8 +98,7 @@ class Program:
     bindings: dict[tuple[int, Any], str] = field(default_factory=dict)
     guards: Guards | None = None
     parse_graph: Any = None
-    loss: Any = None
-    holds_outputs: bool = True
+    rest: Rest = Rest()
 
     @property
     def operations(self) -> list[torch.fx.Node]:

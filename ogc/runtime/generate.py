@@ -19,7 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..graph import Graph
-from ..operators.sliced import Sliced
+from ..operators.slices import Sliced
 from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run
 from ..program.leaf import Leaf

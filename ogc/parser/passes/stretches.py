@@ -9,9 +9,10 @@ import torch
 
 from ...errors import InputError
 from ...operators.registry import low_memory_form, of, out_of_place
-from ...operators.sliced import Sliced
+from ...operators.slices import Sliced
 from ...torch_state.private import schema_of
 from ..weigh.record import Record
+from .losses import loss_head, put_in_slices
 
 Stretch = tuple[str, str]
 """Names of the first and the last operation."""
@@ -23,18 +24,28 @@ def find_stretches(records: Sequence[Record]) -> list[Stretch]:
     Each runs from one tensor to another, where nothing in between is used elsewhere, and ends where the data
     get narrower: cut at a wide place, all of it would have to be there.
     """
-    found: list[Stretch] = []
+    heads = [head for record in records if (head := loss_head(record.node)) is not None]
+    taken = {node for head in heads for node in head.nodes}
+    found = [(head.first.name, head.loss.name) for head in heads]
     start = 0
     while start < len(records):
         stop = start
-        while stop < len(records) and records[stop].is_samplewise and (stop == start or _continues(records, stop)):
+        while stop < len(records) and _may_be_next(records, start, stop, taken):
             stop += 1
         for first, last in pairwise(_ends(records, start, stop)):
             stretch = _trimmed(records, first, last)
             if stretch is not None:
                 found.append(stretch)
         start = max(stop, start + 1)
-    return found
+    place = {record.node.name: t for t, record in enumerate(records)}
+    return sorted(found, key=lambda stretch: place[stretch[0]])
+
+
+def _may_be_next(records: Sequence[Record], start: int, t: int, taken: set[torch.fx.Node]) -> bool:
+    """Whether the operation goes on with the chain that starts at ``start``."""
+    if not records[t].is_samplewise or records[t].node in taken:
+        return False
+    return t == start or _continues(records, t)
 
 
 def _continues(records: Sequence[Record], t: int) -> bool:
@@ -85,10 +96,13 @@ def slice_stretches(graph: torch.fx.Graph, stretches: Sequence[Stretch], slices:
     """
     if slices < 1:
         raise InputError(f"slices must be at least 1, not {slices}")
-    by_name = {node.name: node for node in graph.nodes}
     for first, last in stretches:
+        by_name = {node.name: node for node in graph.nodes}
         if first not in by_name or last not in by_name:
             raise InputError(f"the graph has no stretch from {first} to {last}; choose among graph.stretches")
+        if (head := loss_head(by_name[last])) is not None and head.first is by_name[first]:
+            put_in_slices(head, slices)
+            continue
         node, inside = by_name[first], []
         while node is not by_name[last]:
             inside.append(node)

@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...program.program import CONSTANT, storage_of
+from ...program.program import CONSTANT, SHAPE, storage_of
 from ...torch_state.private import id_of_storage
 from ..forward.location import user_line
 from ..weigh.record import layout_of
@@ -65,6 +65,7 @@ class Tensors:
     def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         """From here on ``node`` stands for ``tensor``."""
         self._nodes[tensor] = node
+        node.meta.setdefault(SHAPE, tuple(tensor.shape))
         self.requires_grad[node] = tensor.requires_grad
         storage = self.storage(tensor)
         if storage is not None and storage.node is None:

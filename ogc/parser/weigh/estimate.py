@@ -22,8 +22,9 @@ from torch.fx.node import map_aggregate
 
 from ...operators.low_memory import Extra
 from ...operators.registry import Operator, like, of
-from ...operators.sliced import Sliced
+from ...operators.slices import Sliced, SlicedLoss
 from ...operators.weights import InputGradient, Use, Weights
+from ...program.leaf import runs_once
 from ...program.program import WithoutGrad, has_history, storage_bytes, tensor_leaves
 from ...torch_state.allocator import can_measure
 from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts, storage_id
@@ -128,9 +129,11 @@ class Estimator:
     def _sliced(self, operator: Sliced, record: Record, args: Any, kwargs: Any) -> Weights:
         plain = operator.with_plain_operators()
         weights = self._run(plain, args, kwargs, False, kernel_copies=self.device.type == "cpu")
-        if self._can_measure() and weights.forward_flops < _SMALL_STRETCH_FLOPS:
+        if isinstance(operator, SlicedLoss):
+            pass  # it has no kernels that copy
+        elif self._can_measure() and weights.forward_flops < _SMALL_STRETCH_FLOPS:
             weights = with_measured_bytes(weights, Call(record, args, kwargs))
-        if not weights.gradients:
+        if not weights.gradients or weights.ready_bytes:
             return weights
         return replace(
             weights,
@@ -178,9 +181,11 @@ class Estimator:
                 result = target(*given[0], **given[1])
             outputs = tensor_leaves(result)
             forward = meter.take()
-            scratch = max(0, forward.peak_bytes - storage_bytes(outputs + saved, tensors))
+            kept = storage_bytes(outputs + saved, tensors)
+            ready = max(0, forward.held_bytes - kept) if runs_once(target) else 0
+            scratch = max(0, forward.peak_bytes - kept - ready)
             ends = [t for t in outputs if has_history(t)]
-            weights = Weights(scratch, forward.seconds, forward.flops)
+            weights = Weights(scratch, forward.seconds, forward.flops, ready_bytes=ready)
             return self._with_backward(weights, outputs, ends, starts, meter) if ends and starts else weights
 
     def _with_backward(

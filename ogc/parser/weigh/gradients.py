@@ -44,6 +44,7 @@ class OperationGradients:
     gradients: tuple[InputGradient, ...]
     working_bytes: int  # most bytes that its backward allocates, results included
     late_bytes: int = 0  # the same once it has let go of what it saved, if it does so before it is done
+    ready_bytes: int = 0  # of its gradients, those that are there before
     copies_strided: bool = False  # its backward first copies a gradient that is not dense
     sources: tuple[TensorRef, ...] = ()  # what each argument is, be it made by the program or not
     base: int | None = None  # the output that stands for the whole tensor that the first output is a view of
@@ -187,7 +188,7 @@ class _Engine:
             if tensor is not None:
                 self.receive(tensor, gradient, sizes[tensor])
         self._hand_to_parameters(op, handed)
-        return LiveGradients(before, self.most, late)
+        return LiveGradients(before, max(before, self.most - op.ready_bytes), late)
 
     def _to_the_whole(self, views: Sequence[TensorRef], whole: TensorRef, size: int) -> None:
         """A gradient of a view becomes one of the whole, and is added to what is there of it."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..program.program import without_autocast
-from .low_memory import LowMemory
-from .parts import even_parts, part_by_part
+from ...program.program import call_node, run_nodes, without_autocast
+from ..low_memory import LowMemory
+from ..parts import even_parts, part_by_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +43,13 @@ class Sliced:
         result: torch.Tensor = _Slices.apply(self, *tensors)
         return result
 
-    def run(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """The stretch, as it stands, on the arguments or on a slice of them."""
-        result: torch.Tensor = torch.fx.Interpreter(torch.nn.Module(), graph=self.graph).run(*tensors)
+    def run(self, tensors: list[torch.Tensor | None]) -> torch.Tensor:
+        """The stretch, as it stands, on the arguments or on a slice of them.
+
+        They are taken out of the list, so that each is gone after its last use.
+        """
+        inputs = (tensors.pop(0) for _ in range(len(tensors)))
+        result: torch.Tensor = run_nodes(self.graph.nodes, inputs, _no_attribute, call_node)
         return result
 
     def parts(self, samples: int) -> tuple[slice, ...]:
@@ -61,6 +65,10 @@ class Sliced:
             if isinstance(node.target, LowMemory) and not node.target.saves_less:
                 node.target = node.target.operator
         return replace(self, graph=graph)
+
+
+def _no_attribute(name: str) -> None:
+    raise AssertionError(f"a stretch is given {name} as an argument")
 
 
 class _Slices(torch.autograd.Function):
@@ -83,7 +91,7 @@ class _Slices(torch.autograd.Function):
             sliced = zip(tensors[: stretch.cut], needs, strict=False)
             given = [*(t[part].detach().requires_grad_(need) for t, need in sliced), *whole[stretch.cut :]]
             with torch.enable_grad(), without_autocast():
-                result = stretch.run(given)
+                result = stretch.run([*given])
             found = torch.autograd.grad(result, [given[k] for k in wanted], gradient[part])
             del result, given
             for k, of_argument in zip(wanted, found, strict=True):
@@ -105,5 +113,5 @@ def _differentiable(
 ) -> list[torch.Tensor | None]:
     """The gradients as functions of the arguments, of the whole batch at once."""
     wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
-    found = iter(torch.autograd.grad(stretch.run(tensors), wanted, gradient, create_graph=True))
+    found = iter(torch.autograd.grad(stretch.run([*tensors]), wanted, gradient, create_graph=True))
     return [next(found) if need else None for need in needs]

@@ -1,0 +1,27 @@
+"""What is said of the rest of a step, which begins where the model's forward returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
+"""A function of what the forward returns; ``"outputs"`` is whatever starts the backward at all outputs."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """How the caller goes on.
+
+    Attributes:
+        loss: from what the backward starts; None to find that out.
+        holds_outputs: all outputs are held through the backward.
+        outputs: ``"all"`` of them are wanted, or the ``"loss"`` alone.
+    """
+
+    loss: Loss | None = None
+    holds_outputs: bool = True
+    outputs: str = "all"
