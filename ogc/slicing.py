@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from .errors import SolveError
 from .graph import Graph
 from .parser import parse
 from .parser.passes.stretches import Stretch
-from .plan import Plan, plain_plan, simulate
+from .plan import Plan, simulate
 from .solver import Budget, solve
 
 Stretches = tuple[Stretch, ...]
@@ -53,7 +53,6 @@ def slice_batch(
     Raises:
         SolveError: nothing fits the budget, with slices or without; the message is that of the last try.
     """
-    plain_peak = plain_plan(graph).peak_bytes
     leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
     failure: SolveError | None = None
 
@@ -70,7 +69,6 @@ def slice_batch(
                 leaf_modules=leaves,
                 **parsing,
             )
-            sliced = replace(sliced, plain_peak_bytes=plain_peak)
         try:
             return Choice(sliced, stretches, solve(sliced, memory_budget=memory_budget, max_overhead=max_overhead))
         except SolveError as error:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .registry import Arguments, Operator, ones_like, register
+from .slices.axes import added_to_products, batched_products, before_last, of_first, rows_of_products
 
 aten = torch.ops.aten
 
@@ -79,10 +80,27 @@ def _unfolded(args: Arguments, kwargs: dict[str, Any]) -> Attention | None:
 
 
 register(
-    Operator(aten.linear.default, by_sample=lambda args: bool(args[0].dim() > 1), is_heavy=True),
-    Operator(aten.addmm.default, is_heavy=True),
+    Operator(
+        aten.linear.default,
+        along=of_first(before_last),
+        is_heavy=True,
+        layer=lambda args: (args[0], args[1], args[2] if len(args) > 2 else None, False),
+    ),
+    *(
+        Operator(target, along=rows_of_products, is_heavy=True, layer=lambda args: (*args, None, True))
+        for target in (aten.matmul.default, aten.mm.default)
+    ),
+    Operator(aten.bmm.default, along=batched_products, is_heavy=True),
+    Operator(
+        aten.addmm.default,
+        along=added_to_products,
+        is_heavy=True,
+        layer=lambda args: (args[1], args[2], args[0], True) if len(args) == 3 else None,
+    ),
     Operator(aten.cdist.default, to_run_with=ones_like),
-    Operator(aten.scaled_dot_product_attention.default, to_run_with=ones_like, unfolded=_unfolded),
+    Operator(
+        aten.scaled_dot_product_attention.default, along=batched_products, to_run_with=ones_like, unfolded=_unfolded
+    ),
 )
 
 

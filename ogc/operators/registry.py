@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload, overload_name, schema_of
 from .low_memory import LowMemory, plain_operator
+from .slices.axes import Along, Axes, Rule, elementwise
 from .weights import Use, Weights
 
 Arguments = Sequence[Any]
@@ -48,8 +49,12 @@ class Operator:
         low_memory: a form of it with the same bits, whose backward needs less memory.
         live_arguments: positions of running statistics that it updates and that its own result does not depend on, if
             its argument ``live_if`` is true. Run again on others, it gives the same result and changes nothing.
-        by_sample: whether it treats the samples along the first axis of its first argument one by one, from its
-            arguments; further tensors among these are parameters to it, the same for each sample.
+        along: the rule by which it may be called on parts of what it is given; see :mod:`ogc.operators.slices.axes`.
+        moves: it gives entries of its first argument in other places.
+        sizes: the argument that lists the sizes of its result.
+        dims: the argument that names the dimensions that it works over.
+        layer: of a linear layer, from the arguments of a call: rows, weight, bias, and whether the weight has a column
+            for each of its outputs, not a row; None if it is none.
         is_heavy: its backward does not need its result, and its time makes a slice of a batch worth its name.
         weigh: the weights of a use, with what its kernels on a CPU allocate underneath the dispatcher.
         hidden_bytes: what the kernels of its low-memory form, or of that one's backward, allocate at once on a CPU
@@ -72,7 +77,11 @@ class Operator:
     low_memory: LowMemory | None = None
     live_arguments: tuple[int, ...] = ()
     live_if: int = 0
-    by_sample: Callable[[Arguments], bool] = lambda args: False
+    along: Rule | None = None
+    moves: bool = False
+    sizes: int | None = None
+    dims: int | None = None
+    layer: Callable[[Arguments], tuple[Any, Any, Any, bool] | None] = lambda args: None
     is_heavy: bool = False
     weigh: Callable[[Use], Weights] = lambda use: use.weights
     hidden_bytes: Callable[[Arguments, list[torch.Tensor]], int] = lambda args, results: 0
@@ -150,6 +159,12 @@ def copies_strided_gradients(target: Any) -> bool:
 def is_elementwise(target: Any) -> bool:
     """Whether the result is laid out as what it is computed from; a cumulative sum, for one, is not."""
     return torch.Tag.pointwise in getattr(plain_operator(target), "tags", ()) or of(target).is_elementwise
+
+
+def along(target: Any, args: Arguments, axes: Axes) -> Along | None:
+    """What a call in parts is, of which these axes are known; None where it must see the whole."""
+    rule = of(target).along or (elementwise if is_elementwise(target) else None)
+    return rule and rule(args, axes)
 
 
 def out_of_place(target: Any) -> Any:

@@ -76,8 +76,8 @@ def parse(
             by the optimized model. Without it the backward starts at the one output with ``dim() == 0`` that requires
             grad, of several at the one named ``loss``, or else at all outputs, with dense gradients.
         holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
-        outputs: with ``"loss"`` nobody wants anything that the forward returns but its loss: the program returns None in
-            the place of all other tensors, which then need not exist.
+        outputs: with ``"loss"`` nobody wants anything that the forward returns but its loss: the program returns None
+            in the place of all other tensors, which then need not exist.
         parse_graph: ``parse_graph(model, *inputs)`` returns a graph made by hand, to be parsed instead of the
             forward: a ``torch.fx.Graph`` or ``GraphModule``, a ``torch.export.ExportedProgram``, an
             :class:`ogc.GraphBuilder`, or the published ``(networkx.MultiDiGraph, source, target)``. It must
@@ -128,7 +128,7 @@ def parse(
             except OpaqueError as problem:
                 leaves.cover(problem)
         graph = graph_of(sample.spec, traced, observation, str(target), kind)
-        if outputs == "loss":  # the plain model has them all
+        if outputs == "loss" or stretches:  # the plain model has all outputs, whole
             whole = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)
             peak = plain_peak(graph_of(sample.spec, *whole, str(target), kind))
             graph = replace(graph, plain_peak_bytes=peak)

@@ -57,7 +57,7 @@ class StepEnd:
     """
 
     starts: tuple[int, ...]
-    rest: Rest = Rest()
+    rest: Rest = field(default_factory=Rest)
 
     @property
     def has_loss(self) -> bool:

@@ -98,7 +98,7 @@ class Program:
     bindings: dict[tuple[int, Any], str] = field(default_factory=dict)
     guards: Guards | None = None
     parse_graph: Any = None
-    rest: Rest = Rest()
+    rest: Rest = field(default_factory=Rest)
 
     @property
     def operations(self) -> list[torch.fx.Node]:

@@ -3,9 +3,9 @@
 The widest tensor of a language model is its logits: a row for each token, a column for each word. A loss is a sum over
 rows, and the backward starts from it: of each slice of rows the logits, the loss and the gradients are made at once, so
 that logits never exist whole and nothing runs twice. Until the backward the gradients of the rows and of the weight are
-kept in place of them; there they are multiplied by the gradient of the loss. Sums over rows are added up slice by slice:
-results differ from PyTorch's in the last bits. A linear layer in float16 would lose small gradients before a scaled
-loss could help: there the slices are made once more in the backward.
+kept in place of them; there they are multiplied by the gradient of the loss. Sums over rows are added up slice by
+slice: results differ from PyTorch's in the last bits. A linear layer in float16 would lose small gradients before a
+scaled loss could help: there the slices are made once more in the backward.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ...program.program import without_autocast
-from .stretch import Sliced
+from .stretch import Sliced, Tensors
 
-Tensors = Sequence[torch.Tensor | None]
-
-ROWS, TARGETS, WEIGHT, BIAS, CLASSES, OTHERS = range(6)
-"""The arguments: rows and targets, which are sliced; weight and bias of the linear layer, if there is one; the weights of
-classes; what else the rest of the stretch takes."""
+ROWS, TARGETS, WEIGHT, BIAS, CLASSES = range(5)
+"""The arguments: rows and targets, which are sliced; weight and bias of the linear layer, if there is one; weights of
+classes; then what else the rest of the stretch takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +70,7 @@ class SlicedLoss(Sliced):
     def loss(self, tensors: Tensors) -> torch.Tensor:
         """The loss alone."""
         total = _Sum()
-        for part in self.parts(len(tensors[ROWS])):  # type: ignore[arg-type]
+        for part in self.parts(self.entries(tensors)):
             rows, targets = tensors[ROWS][part], tensors[TARGETS][part]  # type: ignore[index]
             total.add(self.run([self.logits(rows, tensors[WEIGHT], tensors[BIAS]), targets, *tensors[CLASSES:]]))
         return total.times(self.scale(tensors))
@@ -90,13 +88,13 @@ class SlicedLoss(Sliced):
             with torch.enable_grad(), without_autocast(), _nobody_looks():
                 logits = self.logits(rows[part].detach().requires_grad_(), *_detached((weight, bias)))
                 others = _detached(tensors[CLASSES:], needs[CLASSES:])
-                edges = [get_gradient_edge(logits), *(t for t in others if t is not None and t.requires_grad)]
+                starts: list[Any] = [get_gradient_edge(logits), *_that_need(others, needs[CLASSES:])]
                 given = [logits, targets[part], *others]
                 del logits
                 loss = self.run(given)
             total.add(loss.detach())
             of_loss = _product(start, scale)
-            of_logits, *rest = torch.autograd.grad(loss, edges, None if of_loss is None else of_loss.to(loss.dtype))
+            of_logits, *rest = torch.autograd.grad(loss, starts, None if of_loss is None else of_loss.to(loss.dtype))
             del loss  # and with it what was saved for the backward that is done
             self._of_the_layer(found, needs, rows[part], part, weight, of_logits)
             wanted = [k for k in range(CLASSES, len(tensors)) if needs[k]]
@@ -193,6 +191,10 @@ def _detached(tensors: Tensors, needs: Sequence[bool] | None = None) -> list[tor
     return [t if t is None else t.detach().requires_grad_(need) for t, need in zip(tensors, wanted, strict=True)]
 
 
+def _that_need(tensors: Tensors, needs: Sequence[bool]) -> list[Any]:
+    return [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
+
+
 def _differentiable(
     stretch: SlicedLoss, tensors: Tensors, needs: Sequence[bool], gradient: torch.Tensor
 ) -> list[torch.Tensor | None]:
@@ -201,6 +203,6 @@ def _differentiable(
     assert rows is not None
     loss = stretch.run([stretch.logits(rows, weight, bias), targets, *tensors[CLASSES:]])
     scale = stretch.scale(tensors)
-    wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
+    wanted = _that_need(tensors, needs)
     found = iter(torch.autograd.grad(loss if scale is None else loss * scale, wanted, gradient, create_graph=True))
     return [next(found) if need else None for need in needs]

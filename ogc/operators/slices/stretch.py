@@ -16,24 +16,28 @@ import torch
 
 from ...program.program import call_node, run_nodes, without_autocast
 from ..low_memory import LowMemory
-from ..parts import even_parts, part_by_part
+from ..parts import even_parts
+
+Tensors = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Sliced:
-    """A stretch as one operator: called with tensors to slice along their first axis, then with whole ones.
+    """A stretch as one operator.
 
     Attributes:
         name: identifies it in generated code.
         graph: the stretch; a placeholder for each argument, one tensor as output.
-        cut: how many of the arguments are sliced.
-        slices: into how many slices, if the batch has as many samples.
+        axes: for each argument, the axis along which it is sliced; None where it is whole.
+        slices: into how many slices, if there are as many entries along the shortest of these axes.
+        axis: that of the result along which its slices lie.
     """
 
     name: str
     graph: torch.fx.Graph
-    cut: int
+    axes: tuple[int | None, ...]
     slices: int
+    axis: int = 0
 
     @property
     def __name__(self) -> str:
@@ -52,9 +56,20 @@ class Sliced:
         result: torch.Tensor = run_nodes(self.graph.nodes, inputs, _no_attribute, call_node)
         return result
 
-    def parts(self, samples: int) -> tuple[slice, ...]:
-        """The slices of a batch."""
-        return even_parts(samples, min(self.slices, samples))
+    def entries(self, tensors: Tensors) -> int:
+        """How many there are to slice: along the shortest of the axes; others have as many or so many times more."""
+        return min(
+            t.shape[axis] for t, axis in zip(tensors, self.axes, strict=True) if t is not None and axis is not None
+        )
+
+    def parts(self, entries: int) -> tuple[slice, ...]:
+        """The slices of so many entries."""
+        return even_parts(entries, min(self.slices, entries))
+
+    def cut(self, tensors: Tensors, part: slice, entries: int) -> list[torch.Tensor | None]:
+        """A slice of the arguments."""
+        pairs = zip(tensors, self.axes, strict=True)
+        return [t if t is None or axis is None else slice_of(t, axis, part, entries) for t, axis in pairs]
 
     def with_plain_operators(self) -> Sliced:
         """The same stretch of PyTorch's own operators, but for those that save less."""
@@ -76,36 +91,57 @@ class _Slices(torch.autograd.Function):
     def forward(ctx: Any, stretch: Sliced, *tensors: torch.Tensor | None) -> torch.Tensor:
         ctx.stretch = stretch
         ctx.save_for_backward(*tensors)
-        parts = stretch.parts(tensors[0].shape[0])  # type: ignore[union-attr]
-        return part_by_part(parts, lambda part: stretch.run(_cut(tensors, part, stretch.cut)))
+        entries, result = stretch.entries(tensors), None
+        for part in stretch.parts(entries):
+            found = stretch.run(stretch.cut(tensors, part, entries))
+            if result is None:
+                if part.stop == entries:
+                    return found
+                shape = [*found.shape]
+                shape[stretch.axis] = shape[stretch.axis] // (part.stop - part.start) * entries
+                result = found.new_empty(shape)
+            slice_of(result, stretch.axis, part, entries).copy_(found)
+            del found
+        assert result is not None
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             return None, *_differentiable(stretch, tensors, needs, gradient)
+        axes, entries = stretch.axes, stretch.entries(tensors)
         whole = [t.detach().requires_grad_() if need else t for t, need in zip(tensors, needs, strict=True)]
         wanted = [k for k, need in enumerate(needs) if need]
-        totals = [torch.empty_like(t) if k < stretch.cut and k in wanted else None for k, t in enumerate(tensors)]
-        for part in stretch.parts(gradient.shape[0]):
-            sliced = zip(tensors[: stretch.cut], needs, strict=False)
-            given = [*(t[part].detach().requires_grad_(need) for t, need in sliced), *whole[stretch.cut :]]
+        totals = [torch.empty_like(t) if k in wanted and axes[k] is not None else None for k, t in enumerate(tensors)]
+        for part in stretch.parts(entries):
+            given = stretch.cut(whole, part, entries)
+            given = [
+                t if t is None or axis is None else t.detach().requires_grad_(need)
+                for t, axis, need in zip(given, axes, needs, strict=True)
+            ]
             with torch.enable_grad(), without_autocast():
                 result = stretch.run([*given])
-            found = torch.autograd.grad(result, [given[k] for k in wanted], gradient[part])
+            found = torch.autograd.grad(
+                result, [given[k] for k in wanted], slice_of(gradient, stretch.axis, part, entries)
+            )
             del result, given
             for k, of_argument in zip(wanted, found, strict=True):
-                total = totals[k]
-                if k < stretch.cut:
-                    total[part] = of_argument  # type: ignore[index]
+                total, axis = totals[k], axes[k]
+                if total is None:
+                    totals[k] = of_argument
+                elif axis is None:
+                    total.add_(of_argument)
                 else:
-                    totals[k] = of_argument if total is None else total.add_(of_argument)
+                    slice_of(total, axis, part, entries).copy_(of_argument)
             del found, of_argument
         return None, *totals
 
 
-def _cut(tensors: Sequence[torch.Tensor | None], part: slice, cut: int) -> list[torch.Tensor | None]:
-    return [t[part] if t is not None and k < cut else t for k, t in enumerate(tensors)]
+def slice_of(tensor: torch.Tensor, axis: int, part: slice, entries: int) -> torch.Tensor:
+    """A part of a tensor that has so many entries along an axis, or so many times more."""
+    each = tensor.shape[axis] // entries
+    return tensor.narrow(axis, each * part.start, each * (part.stop - part.start))
 
 
 def _differentiable(

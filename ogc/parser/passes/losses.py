@@ -13,30 +13,13 @@ from typing import Any
 import torch
 from torch.fx.node import map_arg
 
-from ...operators.registry import Summed, is_elementwise, of
+from ...operators.registry import Summed, of
 from ...operators.slices import SlicedLoss
 from ...program.program import SHAPE, call_beside
 from ...torch_state.private import OpOverload, schema_of
+from .blocks import copied_into, has_shapes, in_parts, may_be_in_parts, place_of, shape_of
 
 Node = torch.fx.Node
-
-aten = torch.ops.aten
-
-_SAME = {aten.alias.default, aten.contiguous.default}
-"""They change no entry, and none of the shape."""
-
-_REGROUP = {
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-}
-"""They keep the order of entries."""
-
-_CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten._to_copy.default}
 
 
 @dataclass(frozen=True)
@@ -59,11 +42,6 @@ class LossHead:
     rows: Node
 
     @property
-    def first(self) -> Node:
-        """The first of its calls."""
-        return (self.product and [self.product] or [*self.chain, self.loss])[0]
-
-    @property
     def nodes(self) -> tuple[Node, ...]:
         """All its calls, in order."""
         return (*([self.product] if self.product else []), *self.chain, self.loss)
@@ -71,19 +49,19 @@ class LossHead:
 
 def loss_head(loss: Node) -> LossHead | None:
     """The stretch that ends with a call, if that is a loss over rows."""
-    if not isinstance(loss.target, OpOverload) or loss.kwargs or not _has_shapes(loss):
+    if not isinstance(loss.target, OpOverload) or loss.kwargs or not has_shapes(loss):
         return None
     if (summed := of(loss.target).summed(loss.args)) is None:
         return None
     scores = summed.args[0]
     current, user, chain = scores, loss, []
-    if len(_shape(scores)) > 2:  # classes come second, rows after them
+    if len(shape_of(scores)) > 2:  # classes come second, rows after them
         if not _puts_last_second(scores) or list(scores.users) != [loss]:
             return None
         chain, current, user = [scores], scores.args[0], scores
-    elif len(_shape(scores)) < 2:
+    elif len(shape_of(scores)) < 2:
         return None
-    if _shape(summed.targets) == _shape(scores) != _shape(current):
+    if shape_of(summed.targets) == shape_of(scores) != shape_of(current):
         return None  # probabilities, laid out in another way than rows
     while list(current.users) == [user] and (given := _given_by_row(current)) is not None:
         chain.insert(0, current)
@@ -93,129 +71,106 @@ def loss_head(loss: Node) -> LossHead | None:
     return LossHead(loss, summed, tuple(chain), product, rows)
 
 
-def _has_shapes(node: Node) -> bool:
-    return all(SHAPE in one.meta for one in (node, *node.all_input_nodes))
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(node.meta.get(SHAPE, ())) if isinstance(node, Node) else ()
-
-
 def _puts_last_second(node: Node) -> bool:
     """Whether a call only moves the last dimension to the second place."""
-    if node.target not in (aten.transpose.int, aten.permute.default, aten.movedim.int):
+    if node.op != "call_function" or not of(node.target).moves:
         return False
-    last = len(_shape(node)) - 1
+    last = len(shape_of(node)) - 1
     numbered = torch.empty([*range(last + 1)], device="meta")
-    return tuple(node.target(numbered, *node.args[1:]).shape) == (0, last, *range(1, last))  # type: ignore[operator]
+    found = node.target(numbered, *node.args[1:]) if of(node.target).sizes is None else None  # type: ignore[operator]
+    return found is not None and tuple(found.shape) == (0, last, *range(1, last))
 
 
 def _given_by_row(node: Node) -> Node | None:
     """What a call takes, if it works on each row of that by itself; None if it does not, or is no call."""
-    if not isinstance(node.target, OpOverload) or schema_of(node.target).is_mutable or not _has_shapes(node):
-        return None
-    given = [one for one in node.all_input_nodes if _shape(one)]
-    if len(given) != 1 or _shape(given[0])[-1:] != _shape(node)[-1:]:
+    given = [one for one in node.all_input_nodes if shape_of(one)]
+    if not may_be_in_parts(node) or schema_of(node.target).is_mutable or len(given) != 1:
         return None
     (before,) = given
-    if is_elementwise(node.target) and _shape(before) == _shape(node):
-        return before
-    if node.args[0] is not before or node.all_input_nodes != [before]:
-        return None
-    is_by_row = node.target in _SAME | _CASTS or _moves_rows(node) or _is_over_last(node)
-    return before if is_by_row or (node.target in _REGROUP and prod(_shape(before)) == prod(_shape(node))) else None
+    is_alike = shape_of(before) == shape_of(node)
+    return (
+        before
+        if moves_rows(node) or (is_alike and all(_is_along(node, n) for n in range(len(shape_of(node)) - 1)))
+        else None
+    )
 
 
-def _moves_rows(node: Node) -> bool:
-    """Whether a call takes some of the rows, or puts them in another order."""
-    last = len(_shape(node.args[0])) - 1
-    places = {aten.slice.Tensor: 1, aten.select.int: 1, aten.narrow.default: 1, aten.transpose.int: 2}
-    if node.target not in places:
-        return False
-    dims = (*node.args, *((0,) if len(node.args) < 2 else ()))[1 : 1 + places[node.target]]
-    return all(dim % (last + 1) != last for dim in dims)  # type: ignore[operator]
+def moves_rows(node: Node) -> bool:
+    """Whether a call moves rows, and leaves each as it is."""
+    return of(node.target).moves and _is_along(node, len(shape_of(node.args[0])) - 1)
 
 
-def _is_over_last(node: Node) -> bool:
-    return node.target is aten.log_softmax.int and node.args[1] in (-1, len(_shape(node)) - 1)
+def _is_along(node: Node, axis: int) -> bool:
+    """Whether a call treats what lies along an axis of the one tensor that it takes one by one."""
+    found = in_parts(node, {one: axis for one in node.all_input_nodes if shape_of(one)})
+    last = len(shape_of(node)) - 1
+    return found is not None and found.result == (last if of(node.target).moves else axis)
 
 
-def _factors(node: Node) -> tuple[Node, Any, Any, bool] | None:
+def _factors(node: Node | None) -> tuple[Node, Any, Any, bool] | None:
     """Rows, weight, bias of a linear layer, and whether the weight has a column for each class; None if it is none."""
-    if not isinstance(node.target, OpOverload) or node.kwargs or not _has_shapes(node):
+    if node is None or not may_be_in_parts(node) or (found := of(node.target).layer(node.args)) is None:
         return None
-    if node.target is aten.linear.default:
-        rows, weight, bias = (*node.args, None)[:3]
-        found = rows, weight, bias, False
-    elif node.target in (aten.matmul.default, aten.mm.default):
-        found = *node.args, None, True  # type: ignore[assignment]
-    elif node.target is aten.addmm.default and len(node.args) == 3:
-        found = node.args[1], node.args[2], node.args[0], True
-    else:
-        return None
-    is_layer = len(_shape(found[0])) >= 2 and len(_shape(found[1])) == 2 and len(_shape(found[2])) < 2
-    return found if is_layer else None  # type: ignore[return-value]
+    rows, weight, bias, _ = found
+    return found if len(shape_of(rows)) >= 2 and len(shape_of(weight)) == 2 and len(shape_of(bias)) < 2 else None
 
 
-def put_in_slices(head: LossHead, slices: int) -> None:
+def put_in_slices(head: LossHead, slices: int, device: torch.device) -> None:
     """Replace the calls of a stretch by one."""
     loss, summed = head.loss, head.summed
-    rows, weight, bias, by_columns = _factors(head.product) if head.product else (head.rows, None, None, False)
+    rows, weight, bias, by_columns = _factors(head.product) or (head.rows, None, None, False)
     with loss.graph.inserting_before(loss):
         for node in head.chain:
-            if _is_over_rows(node):
+            if moves_rows(node):
                 rows = _of_rows(node, rows)
-        width = _shape(rows)[-1]
-        flat = rows if len(_shape(rows)) == 2 else call_beside(loss, aten.reshape.default, rows, [-1, width])
+        if len(shape_of(rows)) != 2:
+            rows = _reshaped(loss, rows, (prod(shape_of(rows)[:-1]), shape_of(rows)[-1]))
         targets = summed.targets
-        if len(_shape(targets)) != 1 and _shape(targets) != _shape(summed.args[0]):
-            targets = call_beside(loss, aten.reshape.default, targets, [-1])
-        body, others = _body(head)
-        stretch = SlicedLoss(f"sliced_{head.first.name}", body, 2, slices, by_columns, summed.ignored, summed.is_mean)
-        new = call_beside(loss, stretch, flat, targets, weight, bias, summed.classes, *others)
-    modules = [str(node.meta.get("module", "")) for node in (head.first, loss)]
-    new.meta.update(module=modules[0] if modules[0] == modules[1] else " to ".join(modules), operator="sliced loss")
-    new.meta[SHAPE] = ()
+        if len(shape_of(targets)) != 1 and shape_of(targets) != shape_of(summed.args[0]):
+            targets = _reshaped(loss, targets, (prod(shape_of(targets)),))
+        body, others = _body(head, device)
+        axes = (0, 0, *[None] * (3 + len(others)))
+        name = f"sliced_{head.nodes[0].name}"
+        stretch = SlicedLoss(name, body, axes, slices, 0, by_columns, summed.ignored, summed.is_mean)
+        new = call_beside(loss, stretch, rows, targets, weight, bias, summed.classes, *others)
+    new.meta.update(module=place_of(head.nodes), operator="sliced loss")
     loss.replace_all_uses_with(new)
     for node in reversed(head.nodes):
         loss.graph.erase_node(node)
 
 
-def _is_over_rows(node: Node) -> bool:
-    """Whether a call of the chain moves rows, and leaves each as it is."""
-    return _moves_rows(node) or node.target in _REGROUP
-
-
 def _of_rows(node: Node, rows: Node) -> Node:
-    """What the call does to the rows of the scores, done to those that go into the layer."""
-    lead = list(_shape(node)[:-1])
-    if _puts_last_second(node):
-        return rows  # and back, where rows are counted
-    if node.target in _REGROUP:
-        new = call_beside(node, aten.reshape.default, rows, [*lead, _shape(rows)[-1]])
-    else:
-        new = call_beside(node, node.target, rows, *node.args[1:], **node.kwargs)
-    new.meta[SHAPE] = (*lead, _shape(rows)[-1])
+    """What a call does to the rows of the scores, done to those that go into the layer."""
+    shape = (*shape_of(node)[:-1], shape_of(rows)[-1])
+    if of(node.target).sizes is not None:  # a view of the scores need not be one of the rows
+        return _reshaped(node, rows, shape)
+    new = call_beside(node, node.target, rows, *node.args[1:], **node.kwargs)
+    new.meta[SHAPE] = shape
     return new
 
 
-def _body(head: LossHead) -> tuple[torch.fx.Graph, list[Node]]:
+def _reshaped(beside: Node, tensor: Node, shape: tuple[int, ...]) -> Node:
+    new = call_beside(beside, torch.ops.aten.reshape.default, tensor, list(shape))
+    new.meta[SHAPE] = shape
+    return new
+
+
+def _body(head: LossHead, device: torch.device) -> tuple[torch.fx.Graph, list[Node]]:
     """From scores, targets and weights of classes to the sum of the losses, and what else that takes."""
     body = torch.fx.Graph()
     scores, targets, classes = (body.placeholder(name) for name in ("scores", "targets", "classes"))
-    outside = [one for node in head.chain for one in node.all_input_nodes if not _shape(one)]
+    outside = [one for node in head.chain for one in node.all_input_nodes if not shape_of(one)]
     others = {one: body.placeholder(f"other_{n}") for n, one in enumerate(dict.fromkeys(outside))}
     copies: dict[Node, Any] = {head.product or head.rows: scores, head.summed.targets: targets, **others}
     if isinstance(head.summed.classes, Node):
         copies[head.summed.classes] = classes
     for node in head.chain:
-        (before,) = (one for one in node.all_input_nodes if _shape(one))
-        if _is_over_rows(node) or _puts_last_second(node) or node.target in _SAME:
+        (before,) = (one for one in node.all_input_nodes if shape_of(one))
+        if moves_rows(node) or _puts_last_second(node):
             copies[node] = copies[before]
-            continue
-        copies[node] = body.node_copy(node, copies.__getitem__)
-        if _is_over_last(node):
-            copies[node].update_arg(1, -1)
-    args = map_arg(head.summed.args, copies.__getitem__)
-    body.output(body.call_function(head.loss.target, args))
+        else:
+            copies[node] = copied_into(body, node, copies, 0, device)
+            if (dims := of(node.target).dims) is not None:  # there are no more than two of them here
+                copies[node].update_arg(dims, -1)
+    body.output(body.call_function(head.loss.target, map_arg(head.summed.args, copies.__getitem__)))  # type: ignore[arg-type]
     return body, list(others)
