@@ -272,3 +272,87 @@ def test_outputs_must_hold_one_loss(batch):
     with pytest.raises(ogc.InputError, match='outputs must be "all" or "loss", not'):
         ogc.optimize(model, torch.randn(2, 3), outputs="logits")
     assert model(torch.randn(2, 3)).shape == (2, 4)
+
+
+class Scores(nn.Module):
+    """Words to scores of words, without a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.words(ids)))
+
+
+def of_words(scores, labels):
+    return F.cross_entropy(*flat(scores, labels))
+
+
+def test_a_loss_outside_is_taken_into_the_model(batch):
+    ids, labels = batch
+    model = Scores()
+    optimised = ogc.optimize(model, ids, loss=of_words, targets=labels, outputs="loss", batch_slices=4)
+    (_,) = sliced(optimised)
+    assert type(optimised).__name__ == "OptimizedScores" and optimised.state_dict().keys() == model.state_dict().keys()
+    for given in (labels, labels.roll(3), labels[:, :11]):
+        inputs = ids[:, : given.shape[1]]
+        found = []
+        for loss in (of_words(model(inputs), given), optimised(inputs, targets=given)):
+            model.zero_grad()
+            loss.backward()
+            found.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        torch.testing.assert_close(*found)
+    assert optimised.plan.peak_bytes < optimised.plan.plain_peak_bytes / 2
+    seen = measured_peak(
+        optimised, (), loss=lambda loss: loss, holds_outputs=True, named={"targets": labels, "ids": ids}
+    )
+    assert optimised.plan.peak_bytes == pytest.approx(seen, rel=0.01)
+    with torch.no_grad():
+        torch.testing.assert_close(optimised(ids), model(ids))
+        torch.testing.assert_close(optimised(ids, targets=labels), of_words(model(ids), labels))
+
+
+def test_a_loss_that_takes_the_output_alone_is_taken_in_too(batch):
+    model = Scores()
+    optimised = ogc.optimize(model, batch[0], loss=lambda scores: scores.square().mean(), outputs="loss")
+    plain = model(batch[0]).square().mean()
+    assert torch.equal(optimised(batch[0]), plain)
+
+
+def test_targets_without_slices_are_bitwise_the_plain_models(batch):
+    ids, labels = batch
+    model = Scores()
+    criterion = nn.CrossEntropyLoss(weight=torch.rand(CLASSES))
+    loss = lambda scores, targets: criterion(*flat(scores, targets))  # noqa: E731
+    optimised = ogc.optimize(model, ids, loss=loss, targets=labels, outputs="loss", verify=True)
+    assert torch.equal(optimised(ids, targets=labels), loss(model(ids), labels))
+    assert ogc.check(model, ogc.optimize(model, ids, loss=loss, targets=labels), ids).ok
+
+
+def test_check_compares_the_loss_of_what_returns_that_alone(batch):
+    model = Language(FORMS["view"])
+    assert ogc.optimize(model, batch, outputs="loss", verify=True) is not None
+    report = ogc.check(model, ogc.optimize(model, batch, batch_slices=4, outputs="loss"), *batch)
+    assert not report.ok and all(difference.distance < 1e-5 for difference in report.differences)
+
+
+def test_bad_losses_and_targets(batch):
+    ids, labels = batch
+    model = Scores()
+    with pytest.raises(ogc.InputError, match="give loss= too"):
+        ogc.optimize(model, ids, targets=labels)
+    with pytest.raises(ogc.InputError, match=r"holds on to a tensor of shape \[2, 30\] as it is now; hand it in"):
+        ogc.optimize(model, ids, loss=lambda scores: of_words(scores, labels), outputs="loss")
+    trained = nn.Linear(CLASSES, 1)
+    with pytest.raises(ogc.InputError, match="make it a submodule of the model"):
+        ogc.optimize(model, ids, loss=lambda scores: trained(scores).mean(), outputs="loss")
+    with pytest.raises(ogc.InputError, match=r"ogc\.optimize makes one with loss="):
+        ogc.parse(model, ids, loss=lambda scores: scores.mean(), outputs="loss")
+
+    class Own(Scores):
+        def forward(self, ids, targets=None):
+            return super().forward(ids)
+
+    with pytest.raises(ogc.InputError, match="takes targets of its own"):
+        ogc.optimize(Own(), ids, loss=of_words, targets=labels, outputs="loss")

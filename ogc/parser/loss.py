@@ -16,8 +16,8 @@ import torch
 from torch.fx.node import map_arg
 
 from ..errors import InputError
-from ..program.program import CONSTANT, OUTSIDE, get_attribute
-from ..program.step import Rest
+from ..program.program import CONSTANT, OUTSIDE, get_attribute, tensor_leaves
+from ..program.step import Rest, losses_among
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import untouched
 from ..torch_state.random_state import cuda_devices
@@ -43,7 +43,7 @@ def with_step_end(sample: Sample, traced: Traced, rest: Rest) -> Traced:
         found = replace(traced, end=StepEnd(_starts(sample, traced, loss), rest))
         return found if rest.outputs == "all" else _with_the_loss_alone(found)
     if rest.outputs == "loss":
-        raise InputError('outputs="loss" needs a model that returns its loss')
+        raise InputError('outputs="loss" needs a model that returns its loss; ogc.optimize makes one with loss=')
     if not callable(loss):
         raise InputError(f"loss must be a function of the model's output, such as a criterion, not {loss!r}")
     root = _Root(loss)
@@ -66,7 +66,8 @@ def _with_the_loss_alone(traced: Traced) -> Traced:
         shapes = ", ".join(str(list(traced.outputs[n].shape)) for n in starts) or "none"
         raise InputError(
             'outputs="loss" needs a model that returns one number to differentiate, by the name loss if there are '
-            f"several; this one returns tensors to differentiate of shapes {shapes}. Compute the loss in its forward"
+            f"several; this one returns tensors to differentiate of shapes {shapes}. Compute the loss in its forward, "
+            "or give loss= and targets= too"
         )
     (start,) = starts
     graph = torch.fx.Graph()
@@ -105,6 +106,12 @@ class _Root(torch.nn.Module):
         return self.loss(output)
 
 
+def tensors_of(function: Any) -> list[torch.Tensor]:
+    """The tensors that a function gets hold of by itself, other than those of modules."""
+    held = [thing for thing in _held_by(function) if thing is not function and not isinstance(thing, torch.nn.Module)]
+    return tensor_leaves(held)
+
+
 def modules_of(function: Any) -> list[torch.nn.Module]:
     """The modules that a function gets hold of: itself, bound, enclosed, as a default or by the name of a global."""
     found: dict[int, torch.nn.Module] = {}
@@ -139,12 +146,8 @@ def _output(sample: Sample, traced: Traced) -> Any:
 def _starts(sample: Sample, traced: Traced, loss: str | None) -> tuple[int, ...]:
     """The outputs at which a backward starts: the one scalar, or all of them."""
     differentiable = [n for n, requires_grad in enumerate(traced.requires_grad) if requires_grad]
-    scalars = [n for n in differentiable if not traced.outputs[n].dim()]
-    if len(scalars) > 1:
-        output = _output(sample, traced)
-        named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        scalars = [n for n in scalars if traced.outputs[n] is named]
-    return tuple(scalars if len(scalars) == 1 and loss is None else differentiable)
+    found = losses_among(_output(sample, traced), traced.outputs, traced.requires_grad) if loss is None else []
+    return tuple(found if len(found) == 1 else differentiable)
 
 
 def _check(root: _Root, spec: InputSpec, tensors: list[torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,3 +25,13 @@ class Rest:
     loss: Loss | None = None
     holds_outputs: bool = True
     outputs: str = "all"
+
+
+def losses_among(output: Any, tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> list[int]:
+    """The numbers of the tensors of an output that may be its loss: one number each, to differentiate; of several the
+    one that goes by that name, if one does."""
+    found = [n for n, tensor in enumerate(tensors) if requires_grad[n] and not tensor.dim()]
+    if len(found) < 2:
+        return found
+    named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return [n for n in found if tensors[n] is named] or found
