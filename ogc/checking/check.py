@@ -33,10 +33,10 @@ def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **na
 
     Compared are the outputs, the gradients of all parameters and of inputs that require grad, the buffers,
     parameters and inputs after the step, and the random stream. The backward starts from random gradients of the
-    outputs, the same for both. Of a module that returns its loss alone, that is the one output. Nothing is left behind: parameters, their gradients, buffers and the random
-    state are afterwards as before, and the inputs are copied. The parameters' own hooks run, but none that
-    wait for a gradient to be accumulated. Parameters are written to and put back, so a forward from before cannot be
-    followed by its backward any more: check between steps.
+    outputs, the same for both. Of a module that returns its loss alone, that is the one output. Nothing is left
+    behind: parameters, their gradients, buffers and the random state are afterwards as before, and the inputs are
+    copied. The parameters' own hooks run, but none that wait for a gradient to be accumulated. Parameters are written
+    to and put back, so a forward from before cannot be followed by its backward any more: check between steps.
 
     Cost: seven steps of each model, one of them on half the batch, what the optimized one needs to plan for that,
     and one more of the plain model wherever something differs; the memory of a plain step and a few copies of

@@ -89,8 +89,9 @@ class Blocks:
         return next((block for axis in axes if (block := self._grown(entry, axis)) is not None), None)
 
     def _grown(self, entry: Node, axis: int) -> Block | None:
-        axes, nodes, open_users = {entry: axis}, list[Node](), dict[Node, set[Node]]()
-        node = entry
+        axes, node = {entry: axis}, entry
+        nodes: list[Node] = []
+        open_users: dict[Node, set[Node]] = {}  # of each of the nodes, who still waits for its result
         while len(nodes) < LONGEST and (node := node.next).op != "output":
             used = [one for one in node.all_input_nodes if one is entry or one in open_users]
             if not used:

@@ -75,22 +75,18 @@ def _ends(records: Sequence[Record], start: int, stop: int) -> list[int]:
 
 
 def _trimmed(records: Sequence[Record], first: int, last: int) -> Stretch | None:
-    """Without an operation at its start that writes to what it is given, and heavy ones and views at its end.
+    """Without an operation at its start that writes to what it is given, and heavy ones at its end.
 
-    Those need not be run again for their own backward, but would be.
+    Those need not be run again for their own backward, but would be. Of one operation and views nothing is to be gained.
     """
     while first < last and schema_of(records[first].node.target).is_mutable:
         first += 1
-    while first < last and _may_end_before(records[last - 1]):
+    while first < last and of(records[last - 1].node.target).is_heavy:
         last -= 1
-    if not any(of(record.node.target).is_heavy for record in records[first:last]):
+    computing = [of(record.node.target) for record in records[first:last] if not of(record.node.target).moves]
+    if len(computing) < 2 or not any(operator.is_heavy for operator in computing):
         return None
     return records[first].node.name, records[last - 1].node.name
-
-
-def _may_end_before(record: Record) -> bool:
-    operator = of(record.node.target)
-    return operator.is_heavy or operator.moves
 
 
 def is_samplewise(node: torch.fx.Node, args: Sequence[object]) -> bool:
