@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,8 @@ class Subject:
 
     def _planned(self, **wish: Any) -> tuple[Step, ogc.Plan]:
         optimized = ogc.optimize(self.model, self.batch, **wish)
-        return partial(optimized, **self.batch), optimized.plan  # type: ignore[arg-type]
+        plan: Any = optimized.plan
+        return partial(optimized, **self.batch), plan
 
     def rows(self, rounds: int) -> list[Row]:
         """A row for each way: first the peaks, then the time of all of them in turn."""
@@ -171,30 +172,27 @@ def _timed(run: Step) -> float:
     return time.process_time() - start
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def main() -> None:
+def main() -> int:
     """Measure, print, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--rounds", type=int, default=7, help="how often each way is timed")
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=VOCABULARIES)
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=VOCABULARIES, help="numbers of words")
     options = parser.parse_args()
-    rows: list[Row] = []
-    with one_thread(), _quiet():
+    found: list[dict[str, Any]] = []
+    with one_thread(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peers' own
         for vocabulary in options.vocabulary:
-            found = Subject(vocabulary).rows(options.rounds)
-            rows += found
-            for row in found:
-                print(f"{row.vocabulary:>7} {row.way:<32} {row.peak_bytes / 2**20:8.1f} MiB {row.paid:+7.1%} {row.reason}")
+            for row in Subject(vocabulary).rows(options.rounds):
+                found.append(asdict(row))
+                figures = f"{row.peak_bytes / 2**20:8.1f} MiB {row.paid:+7.1%}"
+                print(f"{row.vocabulary:>7} {row.way:<28} {row.reason or figures}")
+        command = shlex.join(["python", "-m", "benchmarks.logits", *sys.argv[1:]])
+        around = environment(command, torch.device("cpu"), 0, False)
     if options.json:
-        write_json(options.json, {"environment": environment(), "rows": [asdict(row) for row in rows]})
+        write_json(options.json, {**around, "rows": found})
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

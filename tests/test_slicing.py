@@ -6,6 +6,7 @@ from helpers import measured_peak
 from torch import nn
 
 import ogc
+from ogc import slicing
 from ogc.operators.registry import along
 from ogc.operators.slices import Sliced
 from ogc.operators.slices.axes import Along
@@ -315,3 +316,20 @@ def test_slice_stretches_leaves_other_operations_alone():
     graph.output(graph.call_function(aten.mean.default, (two,)))
     slice_stretches(graph, [(one.name, two.name)], 2, torch.device("cpu"))
     assert [n.name for n in graph.nodes if n.op == "call_function"] == ["sliced", "mean_default"]
+
+
+def test_equal_layers_are_sliced_together(monkeypatch):
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.layers = nn.Embedding(20, 8), nn.Sequential(*(Gated() for _ in range(6)))
+
+        def forward(self, ids):
+            return self.layers(self.words(ids))
+
+    parsed = []
+    monkeypatch.setattr(slicing, "parse", lambda *args, **kwargs: (parsed.append(1), ogc.parse(*args, **kwargs))[1])
+    model, ids = Stack(), torch.randint(20, (4, 64))
+    optimised = ogc.optimize(model, ids, batch_slices=8)
+    assert len(parsed) <= 2 < sum(op.target == "sliced" for op in optimised.graph.operations)
+    assert optimised.plan.peak_bytes < ogc.optimize(model, ids).plan.peak_bytes

@@ -77,7 +77,7 @@ def _ends(records: Sequence[Record], start: int, stop: int) -> list[int]:
 def _trimmed(records: Sequence[Record], first: int, last: int) -> Stretch | None:
     """Without an operation at its start that writes to what it is given, and heavy ones at its end.
 
-    Those need not be run again for their own backward, but would be. Of one operation and views nothing is to be gained.
+    Those need not be run again for their own backward, but would be. One operation and views are worth no slices.
     """
     while first < last and schema_of(records[first].node.target).is_mutable:
         first += 1
