@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
 from ..torch_state.compare import difference, fingerprint, same_bits
+from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode, id_of_storage
 from .arguments import Sample
@@ -40,7 +41,7 @@ def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = N
         OpaqueError: it names the module, the file and the line where the two part.
     """
     leaves = called_leaves(traced.graph)
-    flat = FlatForward(sample.model.forward if forward is None else forward, sample.spec)
+    flat = FlatForward(plain_forward(sample.model) if forward is None else forward, sample.spec)
     calls = CallCounter(sample.model)
     eager = _Run(sample, leaves, lambda log, inputs: calls.run(flat, *inputs))
     _compare_outputs(traced, traced.outputs, eager.outputs)

@@ -19,6 +19,7 @@ from ..program.step import Loss, Rest
 from ..program.structures import InputSpec
 from ..torch_state.collecting import collecting_new_only
 from ..torch_state.compare import difference, same_bits
+from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from .arguments import Sample, call_arguments, check_model, check_tensors, device_of, profile_kind
 from .assemble import end_of, graph_of
@@ -242,7 +243,7 @@ def _refuse_foreign_parameters(traced: Traced) -> None:
 
 def _check_custom(sample: Sample, custom: CustomForward, traced: Traced) -> Traced:
     """A graph made by hand must do what the model's forward does. Its outputs get the forward's structure."""
-    plain = FlatForward(sample.model.forward, sample.spec)
+    plain = FlatForward(plain_forward(sample.model), sample.spec)
     with untouched(sample.model):
         plain.run(sample.copies())
         state = state_of(sample.model)

@@ -11,6 +11,7 @@ import torch
 from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
+from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, original_class
 from .runner import Planner, Runner, log
 
 
@@ -33,15 +34,9 @@ def optimized_module(
 
     members = {"forward": planned_forward(model, runner), "__deepcopy__": deep_copy}
     shown = {"plan": plan, "graph": graph, "code": runner.generated.source}
-    result = instance_around(model, f"Optimized{original.__name__}", members, shown)
+    result = instance_around(model, original.__name__, members, shown)
     runner.watch(result, like=model)
     return result
-
-
-def original_class(model: torch.nn.Module) -> type[torch.nn.Module]:
-    """The class whose forward is the plain one: an optimized module may be optimized again."""
-    found: type[torch.nn.Module] = getattr(type(model), "_ogc_original", type(model))
-    return found
 
 
 def refuse_replaced_forward(model: torch.nn.Module) -> None:
@@ -78,7 +73,8 @@ def instance_around(
     """
     refuse_replaced_forward(model)
     original = original_class(model)
-    members = {"_ogc_original": original, "__reduce_ex__": _refuse_pickling, **members}
+    members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _refuse_pickling, **members}
+    members["forward"] = OwnForward(members["forward"], original.forward)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():
         if hasattr(original, key) or key in vars(model):

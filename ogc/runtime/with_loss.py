@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from .module import instance_around, original_class
+from ..torch_state.forwards import ORIGINAL, original_class
+from .module import instance_around
 
 TARGETS = "targets"
 """The name of the argument that a model with a loss takes besides its own."""
@@ -24,7 +25,8 @@ def with_loss(model: torch.nn.Module, loss: Callable[..., torch.Tensor], has_tar
         InputError: the model has an argument ``targets`` of its own.
     """
     original = original_class(model)
-    if TARGETS in inspect.signature(original.forward).parameters:
+    signature = inspect.signature(original.forward)
+    if TARGETS in signature.parameters:
         raise InputError("the model takes targets of its own; let its forward return the loss, and leave out loss=")
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -32,6 +34,10 @@ def with_loss(model: torch.nn.Module, loss: Callable[..., torch.Tensor], has_tar
         output = original.forward(self, *args, **kwargs)
         return loss(output, *given) if given or not has_targets else output
 
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    named = [inspect.Parameter(TARGETS, inspect.Parameter.KEYWORD_ONLY, default=None)] if has_targets else []
+    forward.__signature__ = signature.replace(parameters=[*own, *named, *rest])  # type: ignore[attr-defined]
     result = instance_around(model, original.__name__, {"forward": forward}, {})
-    type(result)._ogc_original = type(result)  # type: ignore[attr-defined]
+    setattr(type(result), ORIGINAL, type(result))
     return result
