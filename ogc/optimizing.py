@@ -182,7 +182,8 @@ class _Planning:
             if in_one_plan:
                 raise
             return _in_parts(model, sample_input, options, problem)
-        heavy = {} if in_one_plan else heavy_leaves(model, graph, options)
+        is_wrapped = "forward" in vars(model)  # and what it is wrapped in knows nothing of parts
+        heavy = {} if in_one_plan or is_wrapped else heavy_leaves(model, graph, options)
         found: tuple[Graph, Plan] | SolveError
         budget = self.wish.memory_budget
         try:

@@ -11,7 +11,7 @@ import torch
 from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
-from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, original_class
+from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, is_as_assigned, original_class, plain_forward
 from .runner import Planner, Runner, log
 
 
@@ -40,22 +40,22 @@ def optimized_module(
 
 
 def refuse_replaced_forward(model: torch.nn.Module) -> None:
-    """Raise InputError if the model's forward is not that of its class."""
+    """Raise InputError if the model's forward is not that of its class, which goes with one plan alone."""
     if "forward" in vars(model):
         raise InputError(
-            "the model's forward was replaced on the instance, so a planned one could not take its place; "
-            "put the replacement into a subclass"
+            "the model's forward was replaced on the instance, and it cannot be planned as a whole; optimize it before "
+            "its forward is replaced, or put the replacement into a subclass"
         )
 
 
 def planned_forward(model: torch.nn.Module, runner: Runner) -> Callable[..., Any]:
     """The forward that runs what ``runner`` has for a call, or else the original one."""
-    original = original_class(model)
+    assigned = vars(model).get("forward")
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        variant = runner.select(self, args, kwargs)
+        variant = runner.select(self, args, kwargs) if is_as_assigned(self, assigned) else None
         if variant is None:
-            return original.forward(self, *args, **kwargs)
+            return plain_forward(self)(*args, **kwargs)
         return runner.run(variant, self, args, kwargs)
 
     return forward
@@ -67,14 +67,10 @@ def instance_around(
     """An instance of a subclass, with this name and these members, that shares the model's attributes.
 
     What is in ``shown`` becomes a member too, unless the model has an attribute of that name.
-
-    Raises:
-        InputError: the model's forward is not that of its class.
     """
-    refuse_replaced_forward(model)
     original = original_class(model)
     members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _refuse_pickling, **members}
-    members["forward"] = OwnForward(members["forward"], original.forward)
+    members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():
         if hasattr(original, key) or key in vars(model):

@@ -24,23 +24,35 @@ def original_class(model: torch.nn.Module) -> type[torch.nn.Module]:
 
 
 def plain_forward(model: torch.nn.Module) -> Callable[..., Any]:
-    """The forward that was optimized, whatever was wrapped around the optimized one since; of others their own."""
-    original = getattr(type(model), ORIGINAL, None)
-    return model.forward if original is None else partial(original.forward, model)
+    """The forward that was optimized, whatever was wrapped around the optimized one since; of others their own.
+
+    It may be one that was assigned to the plain model, such as one wrapped for mixed precision.
+    """
+    assigned: Callable[..., Any] | None = vars(model).get("forward")
+    return partial(original_class(model).forward, model) if assigned is None else assigned
+
+
+def is_as_assigned(model: torch.nn.Module, assigned: Callable[..., Any] | None) -> bool:
+    """Whether the plain model's forward is still this one, or its copy for another instance; None: its class's."""
+    now = vars(model).get("forward")
+    return now is assigned or getattr(now, "__func__", now) is getattr(assigned, "__func__", None)
 
 
 class OwnForward:
     """The forward of an optimized module as an attribute of its class.
 
     An optimized module has the attributes of the plain one, the same dict. A forward that is assigned to it, such as
-    one wrapped for mixed precision, is kept apart from these: it is not the plain model's. It has the signature of
-    ``like``, unless it has one of its own.
+    one wrapped for mixed precision, is kept apart from these: it is not the plain model's. It has the signature
+    of the forward of ``like``, unless it has one of its own.
     """
 
-    def __init__(self, function: Callable[..., Any], like: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], like: torch.nn.Module) -> None:
         self.function = function
         if not hasattr(function, "__signature__"):
-            function.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
+            signature = inspect.signature(plain_forward(like))
+            own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            parameters = [own, *signature.parameters.values()]
+            function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
     def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[..., Any]:
         if module is None:

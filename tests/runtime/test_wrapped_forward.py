@@ -113,3 +113,27 @@ def test_a_model_in_parts_is_wrapped_alike():
     assert all(map(torch.equal, step(optimised, model, x), expected))
     assert inspect.signature(ogc.optimize(model, x).forward) == inspect.signature(model.forward)
     assert "forward" not in vars(model)
+
+
+def test_a_forward_that_was_wrapped_before_is_planned_as_it_is(net):
+    x = torch.randn(16, 8)
+    net.forward = in_bfloat16(net.forward)
+    plain = step(net, net, x)
+    optimised = ogc.optimize(net, x)
+    assert not optimised.plan.is_plain and plain[0].dtype == torch.bfloat16
+    assert all(map(torch.equal, step(optimised, net, x), plain))
+    assert inspect.signature(optimised.forward) == inspect.signature(net.forward)
+    twin = copy.deepcopy(optimised)
+    assert all(map(torch.equal, step(twin, twin, x), plain))
+    del net.forward  # as trainers do at the end: what was planned is not what the model is now
+    assert optimised(x).dtype == torch.float32
+    assert all(map(torch.equal, step(optimised, net, x), step(net, net, x)))
+
+
+def test_it_may_be_wrapped_again_on_top(net):
+    x = torch.randn(16, 8)
+    net.forward = in_bfloat16(net.forward)
+    optimised = ogc.optimize(net, x)
+    inner = optimised.forward
+    optimised.forward = lambda x: 2 * inner(x)
+    assert torch.equal(optimised(x), 2 * net(x)) and net(x).dtype == torch.bfloat16
