@@ -12,16 +12,16 @@ from ogc.runtime import frame
 
 
 def pytest_xdist_auto_num_workers(config):
-    """None for files that are named, as a worker takes seconds to start, and for slow tests, which measure seconds."""
+    """No workers for files that are named, as these take seconds to start, nor for slow tests, which measure seconds."""
     files = [Path(config.invocation_params.dir, arg.partition("::")[0]).is_file() for arg in config.args]
     chosen = config.option.markexpr
-    return 0 if all(files) or ("slow" in chosen and "not slow" not in chosen) else None  # None: one on each core
+    return 0 if all(files) or ("slow" in chosen and "not slow" not in chosen) else None  # as many as xdist takes: one on each core
 
 
 def pytest_configure(config):
     """Workers and what they start have one thread each; where a test asks for more, these do not wait by spinning.
 
-    A thread that spins takes the core from the tests beside it: two workers of two threads took seven times as long.
+    A thread that spins takes the core from the tests beside it, whose threads then spin all the longer.
     """
     if config.getoption("numprocesses"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
