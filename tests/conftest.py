@@ -12,10 +12,12 @@ from ogc.runtime import frame
 
 
 def pytest_xdist_auto_num_workers(config):
-    """No workers for files that are named, as these take seconds to start, nor for slow tests, which measure seconds."""
+    """No workers for named files, as these take seconds to start, nor for slow tests, which measure seconds."""
     files = [Path(config.invocation_params.dir, arg.partition("::")[0]).is_file() for arg in config.args]
     chosen = config.option.markexpr
-    return 0 if all(files) or ("slow" in chosen and "not slow" not in chosen) else None  # as many as xdist takes: one on each core
+    if all(files) or ("slow" in chosen and "not slow" not in chosen):
+        return 0
+    return None  # xdist then takes one for each core
 
 
 def pytest_configure(config):
