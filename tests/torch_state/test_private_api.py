@@ -90,9 +90,9 @@ def runs_checkpoints(names):
 
 
 def events():
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
         torch.empty(1000)
-    return profiler.profiler.kineto_results.experimental_event_tree()
+    return profiler.kineto_results.experimental_event_tree()
 
 
 def allocates(kind):
