@@ -49,7 +49,8 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
             elif changed:
                 _refuse_dependence(sample, traced, changed, leaves.names)
             calls = judge(sample, traced, run)
-            return replace(_with_expected(sample, traced), state=state, python_calls=calls)
+            names = calls.names_read()
+            return replace(_with_expected(sample, traced), state=state, python_calls=calls.count, names_read=names)
         except RecordAgain as again:
             is_careful = again.is_careful
         except OpaqueError as problem:

@@ -29,13 +29,13 @@ from .traced import ON_CONSTANTS, OpaqueError, Traced, called_leaves
 from .weigh.record import layout_of
 
 
-def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> int:
+def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> CallCounter:
     """Do nothing if the program, every call in it, is what the model's forward runs, or ``forward`` if that is given.
 
     It takes a run of each, with the memory of inference.
 
     Returns:
-        How many functions the forward's own code calls.
+        What the forward's own code calls.
 
     Raises:
         OpaqueError: it names the module, the file and the line where the two part.
@@ -55,7 +55,7 @@ def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = N
         _refuse(None, _first_difference(replay.autograd, eager.autograd))
     if other := other_state(replay.state, eager.state):
         _refuse(None, ": ".join(other))
-    return calls.count
+    return calls
 
 
 class _Log(TorchDispatchMode):

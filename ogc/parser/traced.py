@@ -79,6 +79,7 @@ class Traced:
         guards: what Python read out of tensors on the way; the program holds as long as these are the same.
         state: the model's after the call, once that was judged; see :func:`ogc.parser.forward.flat.state_of`.
         python_calls: of functions, Python's and others, by the forward's own code when it was judged.
+        names_read: of attributes that its code may have read then.
         end: how a step goes on from here, once that is known.
     """
 
@@ -91,6 +92,7 @@ class Traced:
     guards: Guards | None = None
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     python_calls: int = 0
+    names_read: frozenset[str] = frozenset()
     end: StepEnd | None = None
 
 

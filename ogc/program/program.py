@@ -83,6 +83,7 @@ class Program:
         guards: what Python read out of tensors; the program holds where it is the same. None if nothing was read.
         parse_graph: the function that made the graph by hand, if one did.
         rest: how the caller goes on.
+        names_read: of attributes of modules that the forward's code may have read.
     """
 
     graph: torch.fx.Graph
@@ -99,6 +100,7 @@ class Program:
     guards: Guards | None = None
     parse_graph: Any = None
     rest: Rest = field(default_factory=Rest)
+    names_read: frozenset[str] = frozenset()
 
     @property
     def operations(self) -> list[torch.fx.Node]:

@@ -32,7 +32,13 @@ def optimized_module(
         runner.watch(twin, like=self)
         return twin
 
-    members = {"forward": planned_forward(model, runner), "__deepcopy__": deep_copy}
+    def shallow_copy(self: torch.nn.Module) -> torch.nn.Module:
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        runner.watch(twin, like=self)
+        return twin
+
+    members = {"forward": planned_forward(model, runner), "__deepcopy__": deep_copy, "__copy__": shallow_copy}
     shown = {"plan": plan, "graph": graph, "code": runner.generated.source}
     result = instance_around(model, original.__name__, members, shown)
     runner.watch(result, like=model)
@@ -70,6 +76,7 @@ def instance_around(
     """
     original = original_class(model)
     members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _refuse_pickling, **members}
+    members["__prepare_scriptable__"] = _plain
     members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():
@@ -80,6 +87,13 @@ def instance_around(
     result: torch.nn.Module = object.__new__(type(name, (original,), members))
     object.__setattr__(result, "__dict__", vars(model))
     return result
+
+
+def _plain(self: torch.nn.Module) -> torch.nn.Module:
+    """An instance of the plain class that shares the attributes: what is scripted."""
+    plain: torch.nn.Module = object.__new__(original_class(self))
+    object.__setattr__(plain, "__dict__", vars(self))
+    return plain
 
 
 def copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:

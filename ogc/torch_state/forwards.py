@@ -48,7 +48,9 @@ class OwnForward:
 
     def __init__(self, function: Callable[..., Any], like: torch.nn.Module) -> None:
         self.function = function
-        if not hasattr(function, "__signature__"):
+        if "forward" not in vars(like):
+            function.__wrapped__ = original_class(like).forward  # type: ignore[attr-defined]
+        elif not hasattr(function, "__signature__"):
             signature = inspect.signature(plain_forward(like))
             own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
             parameters = [own, *signature.parameters.values()]

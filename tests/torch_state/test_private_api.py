@@ -132,6 +132,24 @@ def are_tables_of_hooks(names):
     return all(len(getattr(with_hooks(), name)) == 1 and not getattr(nn.Linear(2, 2), name) for name in names)
 
 
+def is_fx_tracing(is_tracing):
+    found = []
+
+    class Asking(nn.Module):
+        def forward(self, x):
+            found.append(is_tracing())
+            return x
+
+    torch.fx.symbolic_trace(Asking())
+    return (found, is_tracing()) == ([True], False)
+
+
+def are_cached(are):
+    with nn.utils.parametrize.cached():
+        inside = are()
+    return (inside, are()) == (True, False)
+
+
 def has_global_hooks(has):
     before = has()
     handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
@@ -263,6 +281,8 @@ CHECKS = {
     "hooks_of": lambda of: list(map(len, of(with_hooks()))) == [1, 1, 1, 1],
     "always_called_of": lambda of: of(with_hooks()) and not of(nn.Linear(2, 2)),
     "has_global_hooks": has_global_hooks,
+    "is_fx_tracing": is_fx_tracing,
+    "parametrizations_are_cached": are_cached,
     "own_call": calls,
     "CALL": takes_the_place,
     "COMPILED": is_wrapped,
