@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ogc
 from ogc.torch_state.allocator import peak_bytes
@@ -93,11 +94,14 @@ class Subject:
         yield f"ogc, {SLICES} slices", partial(self._planned, **sliced)
 
     def _checkpointed(self) -> Any:
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        layers = list(self.model.model.layers)
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         try:
             return self.model(**self.batch)
         finally:
-            self.model.gradient_checkpointing_disable()
+            for layer in layers:
+                del layer.forward
 
     def _compiled(self, budget: float) -> tuple[Step, None]:
         import torch._functorch.config

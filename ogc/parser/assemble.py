@@ -12,7 +12,7 @@ from ..graph import Form, Graph, Operation, Value
 from ..operators.registry import copies_strided_gradients
 from ..operators.weights import Weights
 from ..program.leaf import runs_once
-from ..program.program import OUTSIDE, LowMemoryForm, Program, Saved, TensorRef
+from ..program.program import OUTSIDE, SHARED, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
 from .traced import StepEnd, Traced
@@ -68,10 +68,9 @@ def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
     held = range(len(refs)) if end.rest.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
     outputs = {observation.storages.get(refs[n]) for n in held}
     each = zip(observation.value_names, observation.value_bytes, strict=True)
-    return tuple(
-        Value(name, size, number in outputs, number in observation.output_values)
-        for number, (name, size) in enumerate(each)
-    )
+    casts = (TensorRef(node.name, 0) for node in traced.graph.nodes if node.meta.get(SHARED))
+    returned = observation.output_values | {observation.storages[ref] for ref in casts}  # which autocast holds
+    return tuple(Value(name, size, number in outputs, number in returned) for number, (name, size) in enumerate(each))
 
 
 def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken: dict[int, tuple[int, Any]]) -> Program:

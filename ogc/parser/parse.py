@@ -29,6 +29,7 @@ from .forward.flat import FlatForward, other_state, state_of
 from .leaves import LeafModules, Leaves
 from .loss import modules_of, with_step_end
 from .passes.bindings import Bindings
+from .passes.casts import share_casts
 from .passes.in_place import run_out_of_place
 from .passes.last_writes import copy_after_last_write
 from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stretches
@@ -172,6 +173,7 @@ def lower(
     """
     program = without_unused(recorded.graph)
     run_out_of_place(program)
+    share_casts(program)
     unfolding, forms, bindings = Unfolding(), Forms(device), Bindings()
 
     def visit_and_meet(record: Record, args: Any, kwargs: Any) -> None:

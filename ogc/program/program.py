@@ -28,6 +28,9 @@ OWN = "own"
 OUTSIDE = "outside"
 """In a node's ``meta``: it is a call of the caller's, who goes on from what the model's forward returns."""
 
+SHARED = "shared"
+"""In a node's ``meta``: it is a cast of autocast's, which all uses of a parameter in the caller's region share."""
+
 SHAPE = "shape"
 """In a node's ``meta``: the shape of its tensor, where it is one tensor."""
 

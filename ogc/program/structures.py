@@ -69,12 +69,12 @@ class InputSpec:
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    casts: tuple[tuple[str, torch.dtype], ...]
+    casts: tuple[Any, ...]
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, list[torch.Tensor]]:
         """The specification of a call and its tensors, in order."""
-        casts = autocast_state()
+        casts = _casts()
         if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
             return InputSpec(_tree_of_tensors(len(args)), tuple(map(TensorSpec.of, args)), casts), list(args)
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -331,9 +331,19 @@ def _open(leaf: Any, known: dict[int, _GivenObject], around: tuple[Any, ...]) ->
     return leaf, []
 
 
+EACH_BY_ITSELF = "each by itself"
+"""What autocast does to a parameter where its casts are not shared."""
+
+
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     """Device types for which autocast is on, and what it casts to."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in autocast_kinds())
+
+
+def _casts() -> tuple[Any, ...]:
+    """What autocast does to a call, and whether it shares its casts."""
+    casts = autocast_state()
+    return casts if not casts or torch.is_autocast_cache_enabled() else (*casts, EACH_BY_ITSELF)
 
 
 def autocast_kinds() -> list[str]:

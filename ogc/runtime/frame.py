@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
+from ..program.casts import cast
 from ..program.leaf import Leaf
 from ..program.program import attribute, storage_of, tensor_leaves, without_autocast
 from ..torch_state.private import id_of_storage, is_view, keeps_graph, pytree, storage_id, version_of
@@ -68,6 +69,7 @@ class Step:
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
         self.returned: dict[int, list[Hashable]] = {}  # marks of what leaves returned, by operation
         self.lock = RLock()
+        self.cast = cast
 
     def open(self, number: int, parent: Frame | None = None) -> Frame:
         """The frame of a run of this step; ``parent`` is that of the run around it."""

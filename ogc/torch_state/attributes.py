@@ -7,7 +7,7 @@ as long as they are the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -128,7 +128,7 @@ class ReadAttributes:
 class _Seen(NamedTuple):
     """The values of attributes when they were last looked at, and how to look again."""
 
-    looks: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]]
+    looks: Sequence[tuple[Callable[[Any], Any], dict[str, Any]]]
     values: list[Any]
 
     @staticmethod

@@ -41,10 +41,9 @@ class CallCounter:
             sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        if event in ("call", "c_call"):
-            if f"{frame.f_globals.get('__name__')}.".startswith(self.packages):
-                self.count += 1
-                self.codes.add(frame.f_code)
+        if event in ("call", "c_call") and f"{frame.f_globals.get('__name__')}.".startswith(self.packages):
+            self.count += 1
+            self.codes.add(frame.f_code)
 
     def names_read(self) -> frozenset[str]:
         """Names of attributes that the functions may have read, also by their names in text, and do not assign."""
