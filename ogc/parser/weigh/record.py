@@ -82,6 +82,7 @@ class Memory:
         self.values: dict[int, tuple[int, StorageWeakRef]] = {}
         self.externals: dict[int, int] = {}
         self.views: dict[int, list[TensorRef]] = {}  # the program tensors in each value
+        self.views_of_externals: set[TensorRef] = set()  # such as slices of a parameter, with gradients of their own
         self.result = Observation([], [], [], {}, [], set())  # what was seen so far
 
     def external(self, tensor: Any) -> Any:
@@ -107,7 +108,8 @@ class Memory:
         for ref, tensor in zip(refs, tensors, strict=True):
             value = self.value(tensor)
             record.arguments.append(ref if value is not None else None)
-            record.receivers.append(self.result.rebased.get(ref, ref) if value is not None else None)
+            is_made = value is not None or ref in self.views_of_externals
+            record.receivers.append(self.result.rebased.get(ref, ref) if is_made else None)
             record.sources.append(ref)
             record.layouts.append((tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)))
             if value is not None:
@@ -129,6 +131,8 @@ class Memory:
             if known is not None:
                 self.result.storages[ref] = known
                 self.views.setdefault(known, []).append(ref)
+            else:
+                self.views_of_externals.add(ref)
             record.outputs.append(ref)
             record.output_bytes.append(tensor.numel() * tensor.element_size())
             record.differentiable.append(has_history(tensor))

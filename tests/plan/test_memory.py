@@ -1,0 +1,34 @@
+"""Small modules in which each byte counts: what is simulated, the allocator gives."""
+
+import pytest
+import torch
+from helpers import loss_of, measured_peak
+from torch import nn
+
+import ogc
+
+
+def assert_as_simulated(model, inputs, rel=0.01, shares=(0.7,), **settings):
+    """The plain model, the least peak and peaks within shares of the plain one are what the allocator gives."""
+    graph = ogc.parse(model, inputs, loss=loss_of, holds_outputs=False, **settings)
+    plain = ogc.solve(graph, solver="none")
+    assert plain.peak_bytes == pytest.approx(measured_peak(model, inputs), rel=rel)
+    plans = [ogc.solve(graph), *(ogc.solve(graph, memory_budget=share) for share in shares)]
+    for plan in plans:
+        assert plan.peak_bytes == pytest.approx(measured_peak(ogc.apply(model, graph, plan), inputs), rel=rel)
+
+
+class InOneMatrix(nn.Module):
+    """A linear layer whose weights are slices of one parameter, as in attention: these get gradients of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(3, 64, 64) / 8)
+
+    def forward(self, x):
+        first, second, third = self.matrix.unbind()
+        return (x @ first).tanh() @ second.t() + x @ third.transpose(0, 1).contiguous()
+
+
+def test_gradients_of_parts_of_a_parameter_wait_for_each_other():
+    assert_as_simulated(nn.Sequential(InOneMatrix(), nn.Tanh(), InOneMatrix()), (torch.randn(8, 64),), shares=())
