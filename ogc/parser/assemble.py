@@ -11,12 +11,12 @@ import torch
 from ..graph import Form, Graph, Operation, Value
 from ..operators.registry import copies_strided_gradients
 from ..operators.weights import Weights
-from ..program.leaf import runs_once
+from ..program.leaf import Leaf, runs_once
 from ..program.program import OUTSIDE, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
 from .traced import StepEnd, Traced
-from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
+from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes, reached
 from .weigh.host import runtime_costs
 from .weigh.record import Observation, Record, SeenForm
 
@@ -46,6 +46,11 @@ def end_of(traced: Traced) -> StepEnd:
     return traced.end
 
 
+def is_start(node: torch.fx.Node) -> bool:
+    """Whether a call makes of a tensor one that autograd's graph starts from."""
+    return node.target is torch.ops.aten.requires_grad_.default
+
+
 def outside_of(records: Sequence[Record]) -> int:
     """How many operations are the caller's: the last ones."""
     return sum(OUTSIDE in record.node.meta for record in records)
@@ -58,7 +63,15 @@ def refs_of_outputs(graph: torch.fx.Graph) -> list[TensorRef]:
 
 
 def versions_of(graph: torch.fx.Graph, observation: Observation) -> dict[int, tuple[int, Any]]:
-    """Make values of their own of what is written in place; see :func:`separate_versions`."""
+    """Make values of their own of what is written in place; see :func:`separate_versions`.
+
+    What no output depends on saves nothing from here on: its part of autograd's graph goes with its results.
+    """
+    ends = [observation.rebased.get(ref, ref) for ref in refs_of_outputs(graph)]
+    each = [_gradients(record, record.weights) for record in observation.records]
+    for record, is_reached in zip(observation.records, reached(each, ends, observation.storages), strict=True):
+        if not (is_reached or isinstance(record.node.target, Leaf)):
+            record.forget_saves()
     return separate_versions(observation, {ref.node for ref in refs_of_outputs(graph)})
 
 
@@ -67,6 +80,8 @@ def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
     end, refs = end_of(traced), refs_of_outputs(traced.graph)
     held = range(len(refs)) if end.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
     outputs = {observation.storages.get(refs[n]) for n in held}
+    starts = {v for record in observation.records if is_start(record.node) for v in record.reads}
+    outputs |= starts  # autograd's graph holds them until it is gone itself
     each = zip(observation.value_names, observation.value_bytes, strict=True)
     return tuple(
         Value(name, size, number in outputs, number in observation.output_values)
@@ -238,5 +253,6 @@ def _gradients(record: Record, weights: Weights, target: Any = None) -> Operatio
         late_bytes=weights.late_bytes,
         copies_strided=copies_strided_gradients(target or record.node.target),
         sources=tuple(record.sources),
+        is_start=is_start(record.node),
     )
     return gradients if record.rebase is None else gradients.through_base(record.rebase)

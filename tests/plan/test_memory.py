@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import loss_of, measured_peak
+from helpers import assert_same_training, loss_of, measured_peak
 from torch import nn
 
 import ogc
@@ -32,3 +32,23 @@ class InOneMatrix(nn.Module):
 
 def test_gradients_of_parts_of_a_parameter_wait_for_each_other():
     assert_as_simulated(nn.Sequential(InOneMatrix(), nn.Tanh(), InOneMatrix()), (torch.randn(8, 64),), shares=())
+
+
+class StartsAnew(nn.Module):
+    """Goes on from zeros that require grad: autograd's graph holds these and their gradients, and nothing before."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        start = torch.zeros_like(self.first(x).sigmoid()).requires_grad_()
+        return x + self.last(start + 1).tanh()
+
+
+def test_what_starts_autograds_graph_stays_and_what_is_before_it_goes():
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(64, 64), *(StartsAnew() for _ in range(3))), (torch.randn(32, 64),)
+    assert_as_simulated(model, inputs, shares=())
+    optimised = ogc.optimize(model, inputs)
+    assert_same_training(model, optimised, inputs)

@@ -13,11 +13,14 @@ Source: torch/csrc/autograd/input_buffer.cpp and engine.cpp.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...operators.weights import InputGradient
 from ...program.program import TensorRef
+
+Storages = Mapping[TensorRef, int]
+"""The number of the value in which a tensor of the program is."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class OperationGradients:
     copies_strided: bool = False  # its backward first copies a gradient that is not dense
     sources: tuple[TensorRef, ...] = ()  # what each argument is, be it made by the program or not
     base: int | None = None  # the output that stands for the whole tensor that the first output is a view of
+    is_start: bool = False  # its output starts autograd's graph: its gradient is the ``.grad`` of that
 
     def parameter(self, argument: int) -> TensorRef | None:
         """What an argument is that the program did not make."""
@@ -127,6 +131,21 @@ def _parameter_uses(operations: Sequence[OperationGradients], returned: Sequence
     return uses
 
 
+def reached(operations: Sequence[OperationGradients], ends: Sequence[TensorRef], storages: Storages) -> list[bool]:
+    """For each operation, whether a backward from ``ends`` may come to it.
+
+    A tensor stands for all that share its storage, so that nothing is left out.
+    """
+    known = {storages.get(ref, ref) for ref in ends}
+    found = []
+    for op in reversed(operations):
+        made = zip(op.outputs, op.differentiable, strict=True)
+        found.append(any(flag and storages.get(ref, ref) in known for ref, flag in made))
+        if found[-1]:
+            known.update(storages.get(ref, ref) for ref in op.arguments if ref is not None)
+    return found[::-1]
+
+
 class _Engine:
     def __init__(self, parameter_uses: Counter[TensorRef]) -> None:
         self.parameter_uses = parameter_uses
@@ -174,6 +193,8 @@ class _Engine:
         incoming = {n: self.waiting.pop(ref) for n, ref in enumerate(op.outputs) if ref in self.waiting}
         if not incoming:
             return LiveGradients(before, before, 0)
+        if op.is_start:
+            return self._keep(op.output_bytes[0], incoming[0], before)
         strided = sum(op.output_bytes[n] for n, g in incoming.items() if not g.dense) if op.copies_strided else 0
         reused = {g.argument: mine for g in op.gradients if (mine := self._written_over(incoming, g)) is not None}
         saved = sum(self.bytes[g.storage] for g in reused.values())
@@ -188,6 +209,16 @@ class _Engine:
                 self.receive(tensor, gradient, sizes[tensor])
         self._hand_to_parameters(op, handed)
         return LiveGradients(before, self.most, late)
+
+    def _keep(self, size: int, gradient: _Gradient, before: int) -> LiveGradients:
+        """A gradient becomes a ``.grad`` that stays, itself or, if somebody else holds it or has gaps, as a copy.
+
+        Source: torch/csrc/autograd/functions/accumulate_grad.h.
+        """
+        if not gradient.dense or self.owners[gradient.storage] > 1 or self.bytes[gradient.storage] != size:
+            self.allocate(size)
+            self.release(gradient.storage)
+        return LiveGradients(before, self.most, 0)
 
     def _to_the_whole(self, views: Sequence[TensorRef], whole: TensorRef, size: int) -> None:
         """A gradient of a view becomes one of the whole, and is added to what is there of it."""

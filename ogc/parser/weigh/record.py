@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +59,13 @@ class Record:
     def in_place(self) -> bool:
         """Whether it writes what it was given."""
         return bool(self.writes_external) or any(value in self.reads for value in self.writes)
+
+    def forget_saves(self) -> None:
+        """Nothing that it saves outlives its results, as no backward comes to it."""
+        scratch = self.weights.scratch_bytes + self.internal_bytes
+        self.weights = replace(self.weights, scratch_bytes=scratch, internal_bytes=None, low_memory=None)
+        self.saves = [Saved(external=True) for _ in self.saves]
+        self.saved_values, self.internal_bytes, self.form = [], 0, None
 
 
 @dataclass
