@@ -1,4 +1,4 @@
-"""Operators that pick, place, join and reshape."""
+"""Operators that pick, place, join and reshape, or change nothing but how a tensor is seen."""
 
 from __future__ import annotations
 
@@ -39,4 +39,5 @@ register(
     *(Operator(one, chooses_by_mask=True) for one in _overloads(aten.where, aten.masked_fill, aten.masked_fill_)),
     Operator(aten.cat.default, on_meta=_cat),
     Operator(aten.flatten.using_ints, by_sample=_keeps_first_axis),
+    Operator(aten.requires_grad_.default, begins_graph=True),
 )

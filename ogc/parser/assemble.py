@@ -9,13 +9,14 @@ from typing import Any, cast
 import torch
 
 from ..graph import Form, Graph, Operation, Value
-from ..operators.registry import copies_strided_gradients
+from ..operators.registry import copies_strided_gradients, of
 from ..operators.weights import Weights
 from ..program.leaf import Leaf, runs_once
 from ..program.program import OUTSIDE, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
 from .traced import StepEnd, Traced
+from .weigh.backward.again import Layouts
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes, reached
 from .weigh.host import runtime_costs
 from .weigh.record import Observation, Record, SeenForm
@@ -44,11 +45,6 @@ def end_of(traced: Traced) -> StepEnd:
     """How the step goes on from a program, of which that is known."""
     assert traced.end is not None
     return traced.end
-
-
-def is_start(node: torch.fx.Node) -> bool:
-    """Whether a call makes of a tensor one that autograd's graph starts from."""
-    return node.target is torch.ops.aten.requires_grad_.default
 
 
 def outside_of(records: Sequence[Record]) -> int:
@@ -80,7 +76,7 @@ def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
     end, refs = end_of(traced), refs_of_outputs(traced.graph)
     held = range(len(refs)) if end.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
     outputs = {observation.storages.get(refs[n]) for n in held}
-    starts = {v for record in observation.records if is_start(record.node) for v in record.reads}
+    starts = {v for record in observation.records if of(record.node.target).begins_graph for v in record.reads}
     outputs |= starts  # autograd's graph holds them until it is gone itself
     each = zip(observation.value_names, observation.value_bytes, strict=True)
     return tuple(
@@ -243,6 +239,16 @@ def _gradients_of_plain(record: Record) -> OperationGradients:
 
 
 def _gradients(record: Record, weights: Weights, target: Any = None) -> OperationGradients:
+    def again(layouts: Layouts) -> OperationGradients | None:
+        found = None if record.again is None else record.again(layouts, target is not None)
+        if found is None:
+            return None
+        new = found.weights(weights)
+        changed = replace(gradients, gradients=new.gradients, working_bytes=new.working_bytes, again=None)
+        return replace(
+            changed, late_bytes=new.late_bytes, copies_strided=changed.copies_strided and not found.has_copies
+        )
+
     gradients = OperationGradients(
         outputs=tuple(record.outputs),
         output_bytes=tuple(record.output_bytes),
@@ -253,6 +259,8 @@ def _gradients(record: Record, weights: Weights, target: Any = None) -> Operatio
         late_bytes=weights.late_bytes,
         copies_strided=copies_strided_gradients(target or record.node.target),
         sources=tuple(record.sources),
-        is_start=is_start(record.node),
+        is_start=of(record.node.target).begins_graph,
+        usual=tuple(record.usual),
+        again=again,
     )
     return gradients if record.rebase is None else gradients.through_base(record.rebase)

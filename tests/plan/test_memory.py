@@ -52,3 +52,63 @@ def test_what_starts_autograds_graph_stays_and_what_is_before_it_goes():
     assert_as_simulated(model, inputs, shares=())
     optimised = ogc.optimize(model, inputs)
     assert_same_training(model, optimised, inputs)
+
+
+class Rows(nn.Module):
+    """A layer of tokens around one of images: what images get are gradients whose channels come last."""
+
+    def __init__(self, body, channels=32, size=16):
+        super().__init__()
+        self.first, self.body, self.last = nn.Linear(channels, channels), body, nn.Linear(channels, 64)
+        self.size = size
+
+    def forward(self, x):
+        images = self.first(x).tanh().transpose(1, 2).unflatten(2, (self.size, self.size)).contiguous()
+        return self.last(self.body(images).flatten(2).transpose(1, 2)).mean(1)
+
+
+class Unfolded(nn.Module):
+    """Windows of images, as in convolutions that attention makes."""
+
+    def forward(self, x):
+        windows = nn.functional.unfold(x, (3, 3), padding=1).transpose(1, 2).reshape(len(x), -1, x.shape[1], 9)
+        return (
+            (windows @ windows.softmax(-1)[:, :, :9].transpose(2, 3)).mean(3).transpose(1, 2).unflatten(2, x.shape[2:])
+        )
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)),
+        nn.Conv2d(32, 32, 3, padding=1, groups=4),
+        nn.Conv2d(32, 32, 1),
+        nn.BatchNorm2d(32),
+        nn.AvgPool2d(2),
+        nn.MaxPool2d(2),
+        nn.GroupNorm(4, 32),
+        Unfolded(),
+    ],
+    ids=["convolution", "grouped", "pointwise", "batch norm", "mean", "max", "group norm", "windows"],
+)
+def test_gradients_that_are_laid_out_otherwise_are_copied_where_kernels_do(body, profile):
+    assert_as_simulated(Rows(body), (torch.randn(4, 256, 32),), shares=(), profile=profile)
+
+
+class Columns(nn.Module):
+    """A layer that gets the gradients of columns."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.last = body, nn.Linear(48, 8)
+
+    def forward(self, x):
+        return self.last(self.body(x.tanh()).transpose(1, 2)).sum((1, 2))
+
+
+@pytest.mark.parametrize(
+    "body", [nn.LayerNorm(64), nn.Linear(64, 64), nn.Softmax(-1)], ids=["norm", "linear", "softmax"]
+)
+def test_gradients_of_columns_are_copied_where_kernels_do(body):
+    assert_as_simulated(Columns(nn.Sequential(nn.Linear(64, 64), body)), (torch.randn(16, 48, 64),), shares=())

@@ -13,11 +13,13 @@ Source: torch/csrc/autograd/input_buffer.cpp and engine.cpp.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...operators.weights import InputGradient
+from ...program.layouts import Layout, of_sum
 from ...program.program import TensorRef
+from .backward.again import Layouts
 
 Storages = Mapping[TensorRef, int]
 """The number of the value in which a tensor of the program is."""
@@ -51,6 +53,8 @@ class OperationGradients:
     sources: tuple[TensorRef, ...] = ()  # what each argument is, be it made by the program or not
     base: int | None = None  # the output that stands for the whole tensor that the first output is a view of
     is_start: bool = False  # its output starts autograd's graph: its gradient is the ``.grad`` of that
+    usual: tuple[Layout, ...] = ()  # how gradients of its outputs are laid out unless there is a reason
+    again: Callable[[Layouts], OperationGradients | None] | None = None  # the same for others
 
     def parameter(self, argument: int) -> TensorRef | None:
         """What an argument is that the program did not make."""
@@ -85,6 +89,8 @@ class OperationGradients:
             late_bytes=self.late_bytes and self.late_bytes + copied,
             copies_strided=False,
             base=len(self.outputs),
+            usual=(),
+            again=None,
         )
 
 
@@ -103,6 +109,7 @@ class _Gradient:
     dense: bool
     contiguous: bool
     is_view: bool = False
+    layout: Layout | None = None  # None: as is usual, or nobody knows
 
 
 def gradient_bytes(operations: Sequence[OperationGradients], returned: Sequence[TensorRef]) -> list[LiveGradients]:
@@ -181,7 +188,9 @@ class _Engine:
             self.release(old.storage)  # added in place to the newcomer
             self.waiting[tensor] = new
             return
-        self.waiting[tensor] = _Gradient(self.allocate(size), True, old.contiguous)
+        layout = of_sum(old.layout, new.layout) if old.layout and new.layout else None
+        contiguous = layout.is_contiguous if layout else old.contiguous
+        self.waiting[tensor] = _Gradient(self.allocate(size), True, contiguous, layout=layout)
         self.release(old.storage)
         self.release(new.storage)
 
@@ -195,12 +204,13 @@ class _Engine:
             return LiveGradients(before, before, 0)
         if op.is_start:
             return self._keep(op.output_bytes[0], incoming[0], before)
+        op, is_exact = _as_given(op, incoming)
         strided = sum(op.output_bytes[n] for n, g in incoming.items() if not g.dense) if op.copies_strided else 0
         reused = {g.argument: mine for g in op.gradients if (mine := self._written_over(incoming, g)) is not None}
         saved = sum(self.bytes[g.storage] for g in reused.values())
         self.most = max(self.most, self.live + op.working_bytes - saved + strided)
         late = self.live + op.late_bytes + strided if op.late_bytes else 0
-        handed = self._hand_out(op, incoming, reused)
+        handed = self._hand_out(op, incoming, reused, is_exact)
         for gradient in incoming.values():
             self.release(gradient.storage)
         for argument, gradient in handed:
@@ -252,9 +262,12 @@ class _Engine:
         return found if self.bytes[found.storage] == gradient.bytes else None
 
     def _hand_out(
-        self, op: OperationGradients, incoming: dict[int, _Gradient], reused: dict[int, _Gradient]
+        self, op: OperationGradients, incoming: dict[int, _Gradient], reused: dict[int, _Gradient], is_exact: bool
     ) -> list[tuple[int, _Gradient]]:
-        """The gradients that the operation returns, one reference each, by argument."""
+        """The gradients that the operation returns, one reference each, by argument.
+
+        ``is_exact`` says that it was weighed with gradients that are laid out as the incoming ones.
+        """
         groups: dict[int, int] = {}
         handed = []
         for gradient in op.gradients:
@@ -271,7 +284,21 @@ class _Engine:
                 self.owners[storage] += 1
             else:
                 storage = groups[gradient.group] = self.allocate(gradient.bytes)
-            dense = gradient.dense and (source is None or source.dense)
+            layout = gradient.layout if is_exact else None
+            if source is not None and (gradient.argument in reused or gradient.layout is None):
+                layout = source.layout
+            # What the caller may hold is called strided, so that nothing is written over it.
+            dense = gradient.dense and (source is None or (source.dense or (is_exact and gradient.layout is not None)))
             contiguous = gradient.contiguous and (source is None or source.contiguous)
-            handed.append((gradient.argument, _Gradient(storage, dense, contiguous, gradient.is_view)))
+            handed.append((gradient.argument, _Gradient(storage, dense, contiguous, gradient.is_view, layout)))
         return handed
+
+
+def _as_given(op: OperationGradients, incoming: dict[int, _Gradient]) -> tuple[OperationGradients, bool]:
+    """The operation's backward from gradients that are laid out as these, and whether it is known."""
+    known = {n: g.layout for n, g in incoming.items() if op.usual and g.layout is not None}
+    others = {n: layout for n, layout in known.items() if not layout.is_like(op.usual[n])}
+    if not others:
+        return op, all(g.dense for g in incoming.values())
+    found = None if op.again is None else op.again(others)
+    return (op, False) if found is None else (found, True)

@@ -32,7 +32,7 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
     """
     leaf = record.node.target
     if not isinstance(leaf, Leaf):
-        return profiler.weigh(record, args, kwargs)
+        return _of_operator(profiler, record, args, kwargs)
     home = device_of_model(model, args[1])
     seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
     call = _Call(leaf, args, in_place=record.in_place)
@@ -69,6 +69,13 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
         if isinstance(profiler, Measurer):
             weights = replace(weights, backward_seconds=profiler.measure(call.prepare_backward, call.backward)[1])
         return weights
+
+
+def _of_operator(profiler: Profiler, record: Record, args: Any, kwargs: Any) -> Weights:
+    """The weights of a call of an operator, and what weighs it for other gradients."""
+    weights = profiler.weigh(record, args, kwargs)
+    record.again = profiler.again(record, args, kwargs) if weights.gradients else None
+    return weights
 
 
 class _Call:

@@ -12,9 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...operators.low_memory import LowMemory
 from ...operators.registry import live_arguments
 from ...operators.weights import Weights
+from ...program.layouts import Layout
 from ...program.leaf import Leaf
 from ...program.program import Saved, TensorRef, has_history, tensor_leaves
 from ...torch_state.private import base_of, storage_id
+from .backward.again import Again
 from .gradients import Rebase
 
 T = TypeVar("T")
@@ -53,6 +55,8 @@ class Record:
     form: SeenForm | None = None
     bindings: dict[Any, str] = field(default_factory=dict)  # see Program
     weights: Weights = field(default_factory=Weights)
+    usual: list[Layout] = field(default_factory=list)  # per output; how its gradient is laid out
+    again: Again | None = None  # weighs its backward for gradients that are laid out in another way
     is_samplewise: bool = False  # whether it can be part of a stretch
 
     @property
@@ -143,6 +147,7 @@ class Memory:
             record.outputs.append(ref)
             record.output_bytes.append(tensor.numel() * tensor.element_size())
             record.differentiable.append(has_history(tensor))
+            record.usual.append(Layout.usual(tensor))
 
     def note_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
         harmless = {
