@@ -147,14 +147,18 @@ class Graph:
 
     @cached_property
     def of_the_plain_model(self) -> Graph:
-        """The same program as the plain model runs it: every operator PyTorch's own."""
+        """The same program as the plain model runs it: every operator PyTorch's own, values as Python holds them."""
         rest = self.with_forms(())
-        if all(op.plain_backward_bytes is None for op in rest.operations):
+        held: dict[int, tuple[int, ...]] = {}
+        for v, value in enumerate(self.values):
+            if value.held_until is not None:
+                held[value.held_until] = (*held.get(value.held_until, ()), v)
+        if not held and all(op.plain_backward_bytes is None for op in rest.operations):
             return rest
-        operations = (
-            op if op.plain_backward_bytes is None else replace(op, backward_bytes=op.plain_backward_bytes)
-            for op in rest.operations
-        )
+        operations = []
+        for t, op in enumerate(rest.operations):
+            backward = op.backward_bytes if op.plain_backward_bytes is None else op.plain_backward_bytes
+            operations.append(replace(op, backward_bytes=backward, reads=op.reads + held.get(t, ())))
         return replace(rest, operations=tuple(operations))
 
     @cached_property
@@ -179,12 +183,18 @@ class Graph:
     def last_uses(self) -> tuple[int, ...]:
         """For each value, the last operation of the forward that touches it; N for an output that is held.
 
-        The caller holds one that is returned and not held until the last operation.
+        Or the last one during which somebody holds it: the caller all that is returned, until the forward is done.
         """
         touched = ((v, t) for t, op in enumerate(self.operations) for v in (*op.reads, *op.writes))
-        returned = ((v, len(self) - 1) for v in self.returned)
         outputs = ((v, len(self)) for v, value in enumerate(self.values) if value.is_output)
-        return self._by_value(chain(touched, returned, outputs), -1)
+        return self._by_value(chain(touched, self.lingering, outputs), -1)
+
+    @cached_property
+    def lingering(self) -> tuple[tuple[int, int], ...]:
+        """Values that are held in the forward after their last use, and the last operation during which they are."""
+        returned = {v: len(self) - 1 for v in self.returned}
+        held = {v: value.lingers_until for v, value in enumerate(self.values) if value.lingers_until is not None}
+        return tuple({**held, **returned}.items())
 
     @cached_property
     def returned(self) -> tuple[int, ...]:

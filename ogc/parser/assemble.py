@@ -11,13 +11,14 @@ import torch
 from ..graph import Form, Graph, Operation, Value
 from ..operators.registry import copies_strided_gradients, of
 from ..operators.weights import Weights
-from ..program.leaf import Leaf, runs_once
+from ..program.leaf import runs_once
 from ..program.program import OUTSIDE, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
+from .passes.lifetimes import forget_unreached, note_lifetimes
 from .traced import StepEnd, Traced
 from .weigh.backward.again import Layouts
-from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes, reached
+from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
 from .weigh.host import runtime_costs
 from .weigh.record import Observation, Record, SeenForm
 
@@ -64,11 +65,10 @@ def versions_of(graph: torch.fx.Graph, observation: Observation) -> dict[int, tu
     What no output depends on saves nothing from here on: its part of autograd's graph goes with its results.
     """
     ends = [observation.rebased.get(ref, ref) for ref in refs_of_outputs(graph)]
-    each = [_gradients(record, record.weights) for record in observation.records]
-    for record, is_reached in zip(observation.records, reached(each, ends, observation.storages), strict=True):
-        if not (is_reached or isinstance(record.node.target, Leaf)):
-            record.forget_saves()
-    return separate_versions(observation, {ref.node for ref in refs_of_outputs(graph)})
+    dead = forget_unreached(observation, [_gradients(record, record.weights) for record in observation.records], ends)
+    taken = separate_versions(observation, {ref.node for ref in refs_of_outputs(graph)})
+    note_lifetimes(observation, taken, dead)
+    return taken
 
 
 def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
@@ -80,8 +80,15 @@ def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
     outputs |= starts  # autograd's graph holds them until it is gone itself
     each = zip(observation.value_names, observation.value_bytes, strict=True)
     return tuple(
-        Value(name, size, number in outputs, number in observation.output_values)
-        for number, (name, size) in enumerate(each)
+        Value(
+            name,
+            size,
+            is_output=v in outputs,
+            is_returned=v in observation.output_values,
+            lingers_until=observation.lingering.get(v),
+            held_until=observation.held.get(v),
+        )
+        for v, (name, size) in enumerate(each)
     )
 
 
@@ -240,7 +247,8 @@ def _gradients_of_plain(record: Record) -> OperationGradients:
 
 def _gradients(record: Record, weights: Weights, target: Any = None) -> OperationGradients:
     def again(layouts: Layouts) -> OperationGradients | None:
-        found = None if record.again is None else record.again(layouts, target is not None)
+        usual = {n: record.usual[n] for n in layouts}
+        found = None if record.again is None else record.again(layouts, usual, target is not None)
         if found is None:
             return None
         new = found.weights(weights)

@@ -87,10 +87,11 @@ class Unfolded(nn.Module):
         nn.BatchNorm2d(32),
         nn.AvgPool2d(2),
         nn.MaxPool2d(2),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
         nn.GroupNorm(4, 32),
         Unfolded(),
     ],
-    ids=["convolution", "grouped", "pointwise", "batch norm", "mean", "max", "group norm", "windows"],
+    ids=["convolution", "grouped", "pointwise", "batch norm", "mean", "max", "bilinear", "group norm", "windows"],
 )
 def test_gradients_that_are_laid_out_otherwise_are_copied_where_kernels_do(body, profile):
     assert_as_simulated(Rows(body), (torch.randn(4, 256, 32),), shares=(), profile=profile)
@@ -112,3 +113,55 @@ class Columns(nn.Module):
 )
 def test_gradients_of_columns_are_copied_where_kernels_do(body):
     assert_as_simulated(Columns(nn.Sequential(nn.Linear(64, 64), body)), (torch.randn(16, 48, 64),), shares=())
+
+
+class Tables(nn.Module):
+    """Makes large numbers without gradients, and holds them in variables, arguments and lists longer than needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        tables = [torch.arange(20000.0).reshape(100, 200) for _ in range(2)]
+        square = self.scaled(tables[0] @ tables[1].t())
+        x = self.first(x) * square.mean()
+        del square
+        wide = torch.ones(100, 300)
+        x = x * wide.mean()
+        return self.last(x.tanh())
+
+    def scaled(self, given):
+        total = given / 1e6
+        return total.softmax(1) + total.abs().sum()
+
+
+def test_what_frames_of_the_plain_forward_hold_counts_there_alone():
+    model, inputs = Tables(), (torch.randn(4, 16),)
+    assert_as_simulated(model, inputs, shares=(0.8,))
+    plan = ogc.solve(ogc.parse(model, inputs, loss=loss_of))
+    assert not plan.is_plain and not plan.recomputed_flops and plan.peak_bytes < 0.9 * plan.plain_peak_bytes
+
+
+class TwoStreams(nn.Module):
+    """Layers with a stream beside the main one; nothing comes of what the last layer does to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.main = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.side = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        side = x.sin()
+        for main, beside in zip(self.main, self.side, strict=True):
+            scores = beside(side)
+            x = x + main(x + side).tanh()
+            side = nn.functional.dropout(scores.sigmoid().exp() * side.exp(), 0.1).tanh() * 0.1
+        return x
+
+
+def test_what_nothing_comes_of_holds_what_it_saves_as_long_as_its_results():
+    torch.manual_seed(0)
+    model, inputs = TwoStreams(), (torch.randn(64, 64),)
+    assert_as_simulated(model, inputs, shares=(0.8,))
+    assert_same_training(model, ogc.optimize(model, inputs), inputs)

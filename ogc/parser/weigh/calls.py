@@ -107,7 +107,7 @@ def backward_measured(
     And how the gradients that it gives are laid out, by the numbers of the arguments. Those that it is given are made
     on the way, so that they go as early as in a step, and do not count.
     """
-    numbers = [n for n, flag in enumerate(record.differentiable) if flag]
+    ends = [n for n, flag in enumerate(record.differentiable) if flag]
     target = record.form.target if is_low_memory and record.form else None
     call, found, given = Call(record, args, kwargs, target), dict[int, Layout](), [0]
 
@@ -115,7 +115,8 @@ def backward_measured(
         call.prepare()
         call.forward()
         call.saved = []
-        call.result = _Given.apply(numbers, layouts, given, *call.ends())
+        results = {n: end for n, end in zip(ends, call.ends(), strict=True) if n in layouts}
+        call.result = _Given.apply([layouts[n] for n in results], given, *results.values())
 
     def run() -> None:
         starts = [n for n, tensor in enumerate(tensor_leaves(call.inputs)) if tensor.requires_grad]
@@ -131,16 +132,15 @@ class _Given(torch.autograd.Function):
     """Makes the gradients of a call's results when its backward starts, and holds on to none."""
 
     @staticmethod
-    def forward(ctx: Any, numbers: list[int], layouts: Layouts, made: list[int], *ends: torch.Tensor) -> torch.Tensor:
-        ctx.layouts = [layouts.get(n, Layout.usual(end)) for n, end in zip(numbers, ends, strict=True)]
-        ctx.kinds, ctx.made = [(end.dtype, end.device) for end in ends], made
+    def forward(ctx: Any, layouts: list[Layout], made: list[int], *ends: torch.Tensor) -> torch.Tensor:
+        ctx.layouts, ctx.kinds, ctx.made = layouts, [(end.dtype, end.device) for end in ends], made
         return ends[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         gradients = [layout.zeros(*kind) for layout, kind in zip(ctx.layouts, ctx.kinds, strict=True)]
         ctx.made[0] = storage_bytes(gradients) + gradient.nbytes
-        return None, None, None, *gradients
+        return None, None, *gradients
 
 
 def call_key(target: Any, args: Any, kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_p
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from ..passes.in_place import COPIES, REBASED
-from .backward.again import NO_LAYOUTS, Again, Layouts
+from .backward.again import Again, Layouts
 from .calls import Call, backward_measured, call_key, own_argument, with_measured_bytes
 from .forms import pretended
 from .meter import Meter
@@ -193,7 +193,7 @@ class Estimator:
         kwargs: Any,
         in_place: bool,
         copies: bool,
-        layouts: Layouts = NO_LAYOUTS,
+        layouts: Layouts | None = None,
     ) -> Weights:
         meter = Meter(self.rates.seconds, copies, self.device.type == "cpu", on_meta=pretend is pretended)
         with torch.enable_grad():
@@ -209,12 +209,14 @@ class Estimator:
             scratch = max(0, forward.peak_bytes - storage_bytes(outputs + saved, tensors))
             ends = [t for t in outputs if has_history(t)]
             weights = Weights(scratch, forward.seconds, forward.flops)
-            gradients = {
-                id(t): layouts[n].zeros(t.dtype, t.device.type) if n in layouts else like(t)
-                for n, t in enumerate(outputs)
-                if has_history(t)
-            }
-            return self._with_backward(weights, outputs, gradients, starts, meter) if ends and starts else weights
+            if layouts is None:
+                gradients = {id(end): like(end) for end in ends}
+            else:
+                numbered = ((layouts.get(n), t) for n, t in enumerate(outputs) if has_history(t))
+                gradients = {
+                    id(t): layout.zeros(t.dtype, t.device.type) for layout, t in numbered if layout is not None
+                }
+            return self._with_backward(weights, outputs, gradients, starts, meter) if gradients and starts else weights
 
     def _with_backward(
         self, weights: Weights, outputs: list[torch.Tensor], given: dict[int, torch.Tensor], starts: Any, meter: Meter

@@ -296,9 +296,8 @@ class _Engine:
 
 def _as_given(op: OperationGradients, incoming: dict[int, _Gradient]) -> tuple[OperationGradients, bool]:
     """The operation's backward from gradients that are laid out as these, and whether it is known."""
-    known = {n: g.layout for n, g in incoming.items() if op.usual and g.layout is not None}
-    others = {n: layout for n, layout in known.items() if not layout.is_like(op.usual[n])}
-    if not others:
+    if not op.usual or all(g.layout is None or g.layout.is_like(op.usual[n]) for n, g in incoming.items()):
         return op, all(g.dense for g in incoming.values())
-    found = None if op.again is None else op.again(others)
+    layouts = {n: g.layout or op.usual[n] for n, g in incoming.items()}
+    found = None if op.again is None else op.again(layouts)
     return (op, False) if found is None else (found, True)

@@ -66,8 +66,7 @@ class Record:
 
     def forget_saves(self) -> None:
         """Nothing that it saves outlives its results, as no backward comes to it."""
-        scratch = self.weights.scratch_bytes + self.internal_bytes
-        self.weights = replace(self.weights, scratch_bytes=scratch, internal_bytes=None, low_memory=None)
+        self.weights = replace(self.weights, internal_bytes=None, low_memory=None)
         self.saves = [Saved(external=True) for _ in self.saves]
         self.saved_values, self.internal_bytes, self.form = [], 0, None
 
@@ -84,6 +83,14 @@ class Observation:
     output_values: set[int]
     rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
     grad_targets: frozenset[Any] = frozenset()
+    lingering: dict[int, int] = field(default_factory=dict)  # the last operation during which autograd holds a value
+    held: dict[int, int] = field(default_factory=dict)  # the same of the plain model's frames
+
+    def new_value(self, name: str, size: int) -> int:
+        """The number of a value more, of so many bytes."""
+        self.value_names.append(name)
+        self.value_bytes.append(size)
+        return len(self.value_bytes) - 1
 
 
 class Memory:

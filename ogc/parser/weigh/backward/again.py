@@ -25,10 +25,7 @@ _LONG_FLOPS = 2e9
 """A call with more is not run where its operator is known to copy what is laid out in another way."""
 
 Layouts = Mapping[int, Layout]
-"""How gradients are laid out, by the number of the result."""
-
-NO_LAYOUTS: Layouts = {}
-"""Of usual gradients."""
+"""How gradients are laid out, by the number of the result; other results get none."""
 
 
 @dataclass(frozen=True)
@@ -85,19 +82,19 @@ class Again:
         self.args, self.kwargs = map_aggregate((args, kwargs), self._shadow)
         self.found: dict[tuple[frozenset[tuple[int, Layout]], bool], Backward | None] = {}
 
-    def __call__(self, layouts: Layouts, is_low_memory: bool) -> Backward | None:
-        """The backward, in one form, for gradients laid out so; None if that cannot be told."""
+    def __call__(self, layouts: Layouts, usual: Layouts, is_low_memory: bool) -> Backward | None:
+        """The backward, in one form, for gradients laid out so, where others are usual; None if that cannot be told."""
         key = frozenset(layouts.items()), is_low_memory
         if key not in self.found:
-            self.found[key] = self._weighed(layouts, is_low_memory)
+            self.found[key] = self._weighed(layouts, usual, is_low_memory)
         return self.found[key]
 
-    def _weighed(self, layouts: Layouts, is_low_memory: bool) -> Backward | None:
+    def _weighed(self, layouts: Layouts, ordinary: Layouts, is_low_memory: bool) -> Backward | None:
         if of(self.target).needs_data(tensor_leaves(self.args, self.kwargs)):
             return None
         with torch.enable_grad(), without_autocast():
             try:
-                usual, found = (self.run(self.args, self.kwargs, given) for given in (NO_LAYOUTS, layouts))
+                usual, found = (self.run(self.args, self.kwargs, given) for given in (ordinary, layouts))
             except (NotImplementedError, RuntimeError):  # no kernel for shapes alone
                 return None
             more = found.working_bytes - usual.working_bytes
@@ -108,7 +105,7 @@ class Again:
                 return Backward(found.gradients, more, has_copies=True)
             given = map_aggregate((self.args, self.kwargs), self._filled)
             try:
-                before, _ = self.measure(*given, NO_LAYOUTS, is_low_memory)
+                before, _ = self.measure(*given, ordinary, is_low_memory)
                 working, results = self.measure(*given, layouts, is_low_memory)
             except RuntimeError:  # it does not take zeros
                 return Backward(found.gradients, more)
