@@ -264,10 +264,11 @@ class Graph:
 
         A value that is read before its last in-place write has two contents over time; no cut may fall
         between its production and its last use, so that a kept copy is never mistaken for the older one.
+        What makes a mere view reads no content.
         """
         last = list(self.last_writes)
         for t, op in enumerate(self.operations):
-            for v in op.reads:
+            for v in op.reads if op.writes or op.saves else ():
                 if v not in op.writes and t < self.last_writes[v]:
                     last[v] = self.last_uses[v]
         # After an operation that touches no value, the cut is the one before it.
