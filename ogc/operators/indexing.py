@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .registry import Arguments, Operator, register
+from .registry import Arguments, Operator, ones_like, register
 
 aten = torch.ops.aten
 
@@ -38,6 +38,8 @@ register(
     *(Operator(one, needs_data=_has_mask) for one in (aten.masked_scatter.default, aten.masked_scatter_.default)),
     *(Operator(one, chooses_by_mask=True) for one in _overloads(aten.where, aten.masked_fill, aten.masked_fill_)),
     Operator(aten.cat.default, on_meta=_cat),
+    # Under a dispatch mode their backwards add up out of place.
+    *(Operator(one, to_run_with=ones_like) for one in (aten.gather.default, aten.index_select.default)),
     Operator(aten.flatten.using_ints, by_sample=_keeps_first_axis),
     Operator(aten.requires_grad_.default, begins_graph=True),
 )
