@@ -190,3 +190,67 @@ def test_a_view_that_is_made_before_a_write_keeps_no_cut_away():
     assert_as_simulated(model, inputs, shares=(0.8, 0.5))
     for share in (0.8, 0.6, 0.4):
         assert_same_training(model, ogc.optimize(model, inputs, memory_budget=share), inputs)
+
+
+class KeepsAside(torch.autograd.Function):
+    """Keeps in attributes of its context what it should have autograd save."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.x, ctx.y, ctx.z = x.detach(), y, (x * y).tanh()
+        return ctx.z.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient * ctx.z.cos() * (1 - ctx.z * ctx.z)
+        return gradient * ctx.y, gradient * ctx.x
+
+
+class KeepsArgumentsAside(KeepsAside):
+    """The same of its arguments alone."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.x, ctx.y = x.detach(), y
+        return x * y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.y, gradient * ctx.x
+
+
+class Custom(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.first, self.second = function, nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.function.apply(self.first(x), self.second(x)).tanh()
+
+
+@pytest.mark.parametrize("function", [KeepsAside, KeepsArgumentsAside])
+def test_what_a_custom_function_keeps_past_autograd_counts(function):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(*(Custom(function) for _ in range(4))), (torch.randn(256, 64),)
+    assert_as_simulated(model, inputs, shares=())
+    assert_same_training(model, ogc.optimize(model, inputs), inputs)
+
+
+class Gathered(nn.Module):
+    """Small numbers picked from a large product."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.pick, self.first = pick, nn.Linear(32, 256)
+
+    def forward(self, x):
+        return self.pick(self.first(x)).square()
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [lambda x: x.gather(1, torch.zeros(256, 8, dtype=torch.long)), lambda x: x.index_select(1, torch.arange(8))],
+    ids=["gather", "index_select"],
+)
+def test_gradients_of_what_is_picked_are_made_once(pick):
+    assert_as_simulated(Gathered(pick), (torch.randn(256, 32),), shares=())

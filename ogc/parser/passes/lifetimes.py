@@ -67,9 +67,10 @@ def _held_by_frames(observation: Observation, heirs: dict[int, int], uses: dict[
     records = observation.records
     calls = [(call, t) for t, record in enumerate(records) if (call := record.node.meta.get(CALL)) is not None]
     held: dict[int, int] = {}
+    aside = {observation.storages[ref] for record in records for ref in record.aside}  # which counts where it is held
     for record in records:
         value, alive = observation.storages.get(TensorRef(record.node.name, 0)), record.node.meta.get(ALIVE)
-        if value is None or alive is None:
+        if value is None or alive is None or value in aside:
             continue
         while value in heirs:
             value = heirs[value]

@@ -55,6 +55,7 @@ class Record:
     form: SeenForm | None = None
     bindings: dict[Any, str] = field(default_factory=dict)  # see Program
     weights: Weights = field(default_factory=Weights)
+    aside: list[TensorRef] = field(default_factory=list)  # arguments that it holds beside what it saves
     usual: list[Layout] = field(default_factory=list)  # per output; how its gradient is laid out
     again: Again | None = None  # weighs its backward for gradients that are laid out in another way
     is_samplewise: bool = False  # whether it can be part of a stretch
