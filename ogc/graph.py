@@ -183,18 +183,12 @@ class Graph:
     def last_uses(self) -> tuple[int, ...]:
         """For each value, the last operation of the forward that touches it; N for an output that is held.
 
-        Or the last one during which somebody holds it: the caller all that is returned, until the forward is done.
+        The caller holds one that is returned and not held until the last operation.
         """
         touched = ((v, t) for t, op in enumerate(self.operations) for v in (*op.reads, *op.writes))
+        returned = ((v, len(self) - 1) for v in self.returned)
         outputs = ((v, len(self)) for v, value in enumerate(self.values) if value.is_output)
-        return self._by_value(chain(touched, self.lingering, outputs), -1)
-
-    @cached_property
-    def lingering(self) -> tuple[tuple[int, int], ...]:
-        """Values that are held in the forward after their last use, and the last operation during which they are."""
-        returned = {v: len(self) - 1 for v in self.returned}
-        held = {v: value.lingers_until for v, value in enumerate(self.values) if value.lingers_until is not None}
-        return tuple({**held, **returned}.items())
+        return self._by_value(chain(touched, returned, outputs), -1)
 
     @cached_property
     def returned(self) -> tuple[int, ...]:

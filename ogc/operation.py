@@ -14,8 +14,7 @@ class Value:
     bytes: int
     is_output: bool = False  # held by the caller whom it is returned to, or by autograd's graph, beyond the backward
     is_returned: bool = False  # returned to the caller, who lets go of it before the backward pass
-    lingers_until: int | None = None  # the last operation of the forward during which autograd holds it, after its use
-    held_until: int | None = None  # the last operation during which frames of the plain forward hold it, after its use
+    held_until: int | None = None  # the last operation during which the plain forward holds it, after its last use
 
 
 @dataclass(frozen=True)

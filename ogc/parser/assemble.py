@@ -32,7 +32,7 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     live = gradient_bytes([_gradients(r, r.weights) for r in records], returned)
     in_forms = gradient_bytes([_gradients_of_form(r) for r in records], returned)
     of_plain = gradient_bytes([_gradients_of_plain(r) for r in records], returned)
-    seen = memory_of(records, taken, observation.storages)
+    seen = memory_of(observation, taken)
     each = zip(records, live, in_forms, of_plain, seen, strict=True)
     operations = tuple(_operation(*of_one) for of_one in each)
     program = program_of(spec, traced, observation, taken)
@@ -85,7 +85,6 @@ def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
             size,
             is_output=v in outputs,
             is_returned=v in observation.output_values,
-            lingers_until=observation.lingering.get(v),
             held_until=observation.held.get(v),
         )
         for v, (name, size) in enumerate(each)
@@ -135,10 +134,9 @@ def without_outside(graph: torch.fx.Graph, outputs: int) -> torch.fx.Graph:
     return result
 
 
-def memory_of(
-    records: Sequence[Record], taken: dict[int, tuple[int, Any]], storages: dict[TensorRef, int]
-) -> list[dict[str, Any]]:
+def memory_of(observation: Observation, taken: dict[int, tuple[int, Any]]) -> list[dict[str, Any]]:
     """For each operation, the fields of the graph's that say what it does to memory, whatever it weighs."""
+    records, storages = observation.records, observation.storages
     last_external_write = {e: t for t, record in enumerate(records) for e in record.writes_external}
     fields = []
     for t, record in enumerate(records):

@@ -212,8 +212,8 @@ class Schedule:
                     last[step.run, v] = number
             for copy in self.reads(step):
                 last[copy] = number
-        for v, until in self.graph.lingering:
-            last[FORWARD, v] = max(last[FORWARD, v], until)
+        for v in self.graph.returned:  # the caller has them until the forward is done
+            last[FORWARD, v] = max(last[FORWARD, v], len(self.graph) - 1)
         return last
 
     @cached_property

@@ -164,7 +164,10 @@ def test_what_nothing_comes_of_holds_what_it_saves_as_long_as_its_results():
     torch.manual_seed(0)
     model, inputs = TwoStreams(), (torch.randn(64, 64),)
     assert_as_simulated(model, inputs, shares=(0.8,))
-    assert_same_training(model, ogc.optimize(model, inputs), inputs)
+    optimised = ogc.optimize(model, inputs)
+    assert_same_training(model, optimised, inputs)
+    graph = ogc.parse(model, inputs)
+    assert "dropped" in ogc.apply(model, graph, ogc.make_plan(graph, [ogc.saved(0, len(graph))])).code
 
 
 class Ghost(nn.Module):

@@ -1,7 +1,7 @@
-"""How long values live that nothing uses any more: what holds them, in the forward, is Python or autograd.
+"""How long values live in the plain forward that nothing uses any more: what holds them is Python or autograd.
 
-The frames of the plain model's Python hold arguments and variables until they return. A part of autograd's graph that
-no backward comes to goes with the last result that it belongs to; until then it holds what it saved.
+The frames of Python hold arguments and variables until they return. A part of autograd's graph that no backward comes
+to goes with the last result that it belongs to; until then it holds what it saved. A plan's code does neither.
 """
 
 from __future__ import annotations
@@ -53,13 +53,9 @@ def note_lifetimes(observation: Observation, taken: dict[int, tuple[int, Any]], 
     heirs = {old: records[t].writes[0] for t, (old, _) in taken.items()}
     uses = {v: t for t, record in enumerate(records) for v in (*record.reads, *record.writes)}
     frames = _held_by_frames(observation, heirs, uses)
-    graph = _held_by_graph(observation, dead, uses)
-    both = _held_by_graph(observation, dead, {**uses, **frames})
-    observation.lingering = {v: t for v, t in graph.items() if t > uses[v] and v not in heirs}
-    for v, t in both.items():
-        if v not in heirs:
-            frames[v] = max(t, frames.get(v, 0))
-    observation.held = {v: t for v, t in frames.items() if t > max(uses[v], observation.lingering.get(v, 0))}
+    for t, end in _ends(observation, dead, {**uses, **frames}).items():
+        frames.update({v: max(end, frames.get(v, 0)) for v in dead[t] if v not in heirs})
+    observation.held = {v: t for v, t in frames.items() if t > uses[v]}
 
 
 def _held_by_frames(observation: Observation, heirs: dict[int, int], uses: dict[int, int]) -> dict[int, int]:
@@ -80,19 +76,17 @@ def _held_by_frames(observation: Observation, heirs: dict[int, int], uses: dict[
     return held
 
 
-def _held_by_graph(observation: Observation, dead: Dead, uses: dict[int, int]) -> dict[int, int]:
-    """The last operation during which a result of a part without backward is there, for each value that it saved."""
+def _ends(observation: Observation, dead: Dead, uses: dict[int, int]) -> dict[int, int]:
+    """For operations that no backward comes to, the last one during which something computed from them is there."""
     ends: dict[int | TensorRef, int] = {}  # of results, and of what is computed from them
-    held: dict[int, int] = {}
+    found: dict[int, int] = {}
     for t in reversed(dead):
         record = observation.records[t]
-        end = max(_end_of(ref, observation, ends, uses) for ref in _results(record))
+        found[t] = max(_end_of(ref, observation, ends, uses) for ref in _results(record))
         for ref in filter(None, record.receivers):
             key = observation.storages.get(ref, ref)
-            ends[key] = max(end, ends.get(key, 0))
-        for v in dead[t]:
-            held[v] = max(end, held.get(v, 0))
-    return held
+            ends[key] = max(found[t], ends.get(key, 0))
+    return found
 
 
 def _results(record: Record) -> list[TensorRef]:

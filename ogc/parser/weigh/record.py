@@ -68,7 +68,7 @@ class Record:
     def forget_saves(self) -> None:
         """Nothing that it saves outlives its results, as no backward comes to it."""
         self.weights = replace(self.weights, internal_bytes=None, low_memory=None)
-        self.saves = [Saved(external=True) for _ in self.saves]
+        self.saves = [saved if saved.external else Saved(unneeded=True) for saved in self.saves]
         self.saved_values, self.internal_bytes, self.form = [], 0, None
 
 
@@ -84,8 +84,7 @@ class Observation:
     output_values: set[int]
     rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
     grad_targets: frozenset[Any] = frozenset()
-    lingering: dict[int, int] = field(default_factory=dict)  # the last operation during which autograd holds a value
-    held: dict[int, int] = field(default_factory=dict)  # the same of the plain model's frames
+    held: dict[int, int] = field(default_factory=dict)  # the last operation during which the plain forward does
 
     def new_value(self, name: str, size: int) -> int:
         """The number of a value more, of so many bytes."""
