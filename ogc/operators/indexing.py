@@ -1,4 +1,4 @@
-"""Operators that pick, place, join and reshape."""
+"""Operators that pick, place, join and reshape, or change nothing but how a tensor is seen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .registry import Operator, register
+from .registry import Operator, ones_like, register
 from .slices.axes import joined, moved, of_first
 
 aten = torch.ops.aten
@@ -56,4 +56,7 @@ register(
     *(Operator(one, along=moved(one), moves=True, sizes=1) for one in _RESHAPING),
     *(Operator(one, along=moved(one), moves=True) for one in _MOVING),
     *(Operator(one, along=of_first(lambda args, axis: axis)) for one in _overloads(aten.to, aten._to_copy)),
+    # Under a dispatch mode their backwards add up out of place.
+    *(Operator(one, to_run_with=ones_like) for one in (aten.gather.default, aten.index_select.default)),
+    Operator(aten.requires_grad_.default, begins_graph=True),
 )

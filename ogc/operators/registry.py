@@ -67,6 +67,7 @@ class Operator:
         chooses_by_mask: it does not convert its mask to the type that it computes in.
         copies_strided_gradients: its backward first makes a gradient contiguous.
         returns_view: its result is its own, and dense, and a view all the same.
+        begins_graph: autograd's graph begins with its result, and holds that and its gradient.
         is_elementwise: it is, though some releases do not say so.
         from_either: its backward gives the same from its operand and from its result.
         summed: of a loss that adds up what it gives for rows: how, from the arguments of a call; None if it does not.
@@ -91,6 +92,7 @@ class Operator:
     chooses_by_mask: bool = False
     copies_strided_gradients: bool = False
     returns_view: bool = False
+    begins_graph: bool = False
     is_elementwise: bool = False
     from_either: bool = False
     summed: Callable[[Arguments], Summed | None] = lambda args: None

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ..program.layouts import Layout
+
 T = TypeVar("T")
 
 
@@ -26,6 +28,7 @@ class InputGradient:
     contiguous: bool = True
     reuses: int | None = None
     is_view: bool = False  # of what was computed: nothing is added to it in place
+    layout: Layout | None = None  # if it is known
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         taken = versions_of(traced.graph, observation)
         again = program_of(sample.spec, traced, observation, taken)
         _check_same_program(program.graph, again.graph)
-        seen = memory_of(observation.records, taken, observation.storages)
+        seen = memory_of(observation, taken)
         known, outside = (graph.operations, graph.outside) if has_loss else (graph.operations[: graph.end], 0)
         operations = tuple(_carried(op, fields) for op, fields in zip(known, seen, strict=True))
         values = values_of(traced, observation)

@@ -24,7 +24,7 @@ from ..torch_state.random_state import cuda_devices
 from .arguments import Sample
 from .faithful import faithful_program
 from .leaves import Leaves
-from .traced import StepEnd, Traced, without_unused
+from .traced import StepEnd, Traced, forget_calls, without_unused
 
 
 def with_step_end(sample: Sample, traced: Traced, rest: Rest) -> Traced:
@@ -193,6 +193,7 @@ def _joined(traced: Traced, loss: Traced, root: _Root, places: list[int], end: S
             # Names that no operation of the model may get, be there a loss or not.
             copies[node] = graph.create_node(node.op, target, args, kwargs, name=f"loss_{node.name}")
             copies[node].meta = {**node.meta, OUTSIDE: True}
+            forget_calls(copies[node])
     own = {target for target in loss.grad_targets if not isinstance(target, int)}
     return replace(
         traced,

@@ -35,7 +35,7 @@ from .passes.last_writes import copy_after_last_write
 from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .passes.unfold import Unfolding
 from .repeatable import refuse_chance, why_not_repeatable
-from .traced import READS, OpaqueError, Traced, without_unused
+from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
 from .weigh.estimate import Estimator
 from .weigh.forms import Forms
 from .weigh.leaf import Profiler, weigh
@@ -152,6 +152,8 @@ def record_program(sample: Sample, make: ParseGraph | None, leaves: Leaves) -> T
     with untouched(sample.model):
         custom = custom_forward(sample.model, make, *sample.spec.rebuild(sample.copies()))
     traced = faithful_program(sample, custom, leaves)
+    for node in traced.graph.nodes:
+        forget_calls(node)
     _refuse_foreign_parameters(traced)
     return _check_custom(sample, custom, traced)
 

@@ -21,6 +21,10 @@ from .arguments import Sample
 READS = "reads"
 """In the ``meta`` of a leaf's node: whether Python reads numbers out of tensors in it."""
 
+CALL, ALIVE = "call", "alive"
+"""In a node's ``meta``, if the front end knows: the number of its call, and that of the last call during which the
+forward held the memory that its result was the first to be in."""
+
 ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.default}
 """Calls by PyTorch on a tensor that it makes of Python's data: nothing comes of them, and no program has them."""
 
@@ -110,6 +114,12 @@ class OpaqueError(ParseError):
     def __init__(self, message: str, modules: dict[str, str]) -> None:
         super().__init__(message)
         self.modules = modules
+
+
+def forget_calls(node: torch.fx.Node) -> None:
+    """Take out of a node's ``meta`` what it says of other calls, which are none of the forward's."""
+    for key in (CALL, ALIVE):
+        node.meta.pop(key, None)
 
 
 def has_effects(operator: Any) -> bool:

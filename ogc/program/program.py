@@ -49,12 +49,13 @@ class Saved:
 
     ``tensor`` names the program tensor whose storage it shares; ``layout`` is its (size, stride, offset)
     where these differ from that tensor's. Without a tensor it is ``external`` (a parameter, a buffer, an
-    input: in memory anyway) or internal to the operation.
+    input: in memory anyway), ``unneeded`` (no backward asks for it) or internal to the operation.
     """
 
     tensor: TensorRef | None = None
     layout: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
     external: bool = False
+    unneeded: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,15 @@ from ..program.leaf import Leaf
 from ..program.program import attribute, storage_of, tensor_leaves, without_autocast
 from ..torch_state.private import id_of_storage, is_view, keeps_graph, pytree, storage_id, version_of
 from ..torch_state.random_state import State, random_states, set_random_states
-from .packed import Argument, RepeatedCall, kept, unpack
+from .packed import Argument, RepeatedCall, dropped, kept, unpack
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward. Below it, KEEP - 1 - t marks one that also is of use
 where operation t is run again."""
+
+
+DROP = -(2**62)
+"""Marks a saved tensor that no backward asks for: nothing is held."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +266,8 @@ class Frame:
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds in the place of a tensor that it saves."""
         slot = self._next_slot()
+        if slot == DROP:
+            return dropped(tensor)
         return (self, slot) if slot >= 0 else kept(tensor) if slot == KEEP else self._note(slot, tensor)
 
     def _note(self, slot: int, tensor: torch.Tensor) -> Any:

@@ -67,7 +67,7 @@ class Layout:
         for start, stop in self.schedule.runs[number].leaves:
             for t in range(start, stop):
                 for k, saved in enumerate(self.saves[t]):
-                    if saved.external or self.is_repeated(number, t):
+                    if saved.external or saved.unneeded or self.is_repeated(number, t):
                         continue
                     if saved.tensor is None:
                         source = self.schedule.keepers[t]

@@ -246,6 +246,7 @@ class Recorder:
 
     def _note_touched(self, node: torch.fx.Node, given: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         self.touched[node] = Touched(self._numbers(given), self._numbers(written))
+        self.tensors.note_call(node)
 
     def _numbers(self, tensors: list[torch.Tensor]) -> set[int]:
         return {storage.number for storage in map(self.tensors.storage, tensors) if storage is not None}
