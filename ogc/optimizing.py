@@ -26,9 +26,12 @@ from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .replan import Replanner, meets
 from .runtime import optimized_module
+from .runtime.module import MADE_AGAIN, instance_around
+from .runtime.runner import is_planned_call
 from .runtime.with_loss import TARGETS, with_loss
 from .slicing import slice_batch
 from .solver import Budget, Wish, solve
+from .torch_state.forwards import original_class, plain_forward
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +176,11 @@ class _Planning:
 
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by one plan, or in parts where that cannot be or is worse."""
+        result = self._optimized(model, sample_input)
+        setattr(type(result), MADE_AGAIN, (_unpickled, self))
+        return result
+
+    def _optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         own_graph, leaves = self.parsing["parse_graph"], self.parsing["repeatable_leaves"]
         options = Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own_graph is None)
         in_one_plan = self.batch_slices > 1 or parse_graph_of(model, own_graph) is not None
@@ -192,7 +200,8 @@ class _Planning:
             found = error
         hooked = hooked_modules(dict(model.named_modules()))
         planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.wish))
-        return _with_heavy_leaves(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
+        in_parts = _with_heavy_leaves(model, sample_input, options, heavy, found)
+        return in_parts or _as_a_whole(model, found, planner)
 
     def graph_of(self, model: torch.nn.Module, sample_input: Any, **other: Any) -> Graph:
         """The graph of a call."""
@@ -216,6 +225,24 @@ class _Planning:
             graph = self.graph_of(model, sample_input, loss="outputs")
             log.info("what is planned for ends with the model's outputs: %s", error)
         return self.plan(model, sample_input, graph, budget)
+
+
+def _unpickled(model: torch.nn.Module, planning: _Planning) -> torch.nn.Module:
+    """The module that was pickled, which is planned at its first call in training."""
+    training, found = model.training, list[torch.nn.Module]()
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not found and not is_planned_call(self, training):
+            return plain_forward(self)(*args, **kwargs)
+        if not found:
+            found.append(planning.optimized(model, Call(args, kwargs)))
+            for name in ("plan", "graph", "code"):
+                setattr(type(self), name, getattr(type(found[0]), name))
+        return found[0].forward(*args, **kwargs)
+
+    result = instance_around(model, original_class(model).__name__, {"forward": forward}, {})
+    setattr(type(result), MADE_AGAIN, (_unpickled, planning))
+    return result
 
 
 def _check_slices(batch_slices: int, solver: str, verify: bool) -> None:

@@ -14,6 +14,9 @@ from ..plan.plan import Plan
 from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, is_as_assigned, original_class, plain_forward
 from .runner import Planner, Runner, log
 
+MADE_AGAIN = "_ogc_made_again"
+"""The attribute of a module's class that says how it is unpickled: a function of the plain model, further arguments."""
+
 
 def optimized_module(
     model: torch.nn.Module, graph: Graph, plan: Plan, planner: Planner | None = None
@@ -75,7 +78,7 @@ def instance_around(
     What is in ``shown`` becomes a member too, unless the model has an attribute of that name.
     """
     original = original_class(model)
-    members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _refuse_pickling, **members}
+    members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _reduced, **members}
     members["__prepare_scriptable__"] = _plain
     members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
@@ -104,8 +107,12 @@ def copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     return twin
 
 
-def _refuse_pickling(self: torch.nn.Module, protocol: Any) -> Any:
-    raise InputError(
-        "an optimized module cannot be pickled, its code is generated; save state_dict() (the keys are the "
-        "original model's) or the original model"
-    )
+def _reduced(self: torch.nn.Module, protocol: Any) -> Any:
+    made_again = getattr(type(self), MADE_AGAIN, None)
+    if made_again is None:
+        raise InputError(
+            "a module with a plan made by hand cannot be pickled, its code is generated; save state_dict() (the keys "
+            "are the original model's) or the original model"
+        )
+    function, *arguments = made_again
+    return function, (_plain(self), *arguments)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import linecache
+import pickle
 import random
 import traceback
 import weakref
@@ -393,9 +394,10 @@ def test_a_deep_copy_trains_by_itself():
     assert all(p.grad is not None for p in twin.parameters())
 
 
-def test_pickling_says_what_to_do_instead():
-    with pytest.raises(InputError, match=r"save state_dict\(\)"):
-        copy.copy(ogc.optimize(Residual(), images())).__reduce_ex__(4)
+def test_pickling_a_plan_by_hand_says_what_to_do_instead():
+    graph = ogc.parse(model := Residual(), images())
+    with pytest.raises(InputError, match=r"by hand cannot be pickled.*save state_dict\(\)"):
+        pickle.dumps(ogc.apply(model, graph, ogc.solve(graph)))
 
 
 @contextmanager
