@@ -104,6 +104,7 @@ QUICK = (
     Run("published", f"{PUBLISHED} darts_cifar10", "cpu_published.json"),
     Run("solvers", f"{SMALL} resnet18 vgg11 densenet121 {SOLVERS}", "cpu_solvers.json"),
     Run("sliced", f"{SMALL} alexnet --batch-slices 4", "cpu_sliced.json"),
+    Run("logits", "-m benchmarks.logits --vocabulary 500 --rounds 1", "logits.json"),
     Run("time", "-m benchmarks.timing --device cpu --seconds 2 small_blocks lstm", "time/cpu.json"),
 )
 

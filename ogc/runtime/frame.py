@@ -102,8 +102,8 @@ class Frame:
             parent = parent.parent
         self.held: dict[str, Any] = {}
         self.versions: dict[str, list[tuple[torch.Tensor, int]]] = {}  # of the tensors in these
-        self.given: list[str] = []  # those that the run around this one has made
-        self.waits = False  # for that run to make them again
+        self.givers: dict[str, Frame] = {}  # of those that runs around this one have made
+        self.awaited: list[Frame] = []  # the runs that have to make them again
         self.versions_of_bound: list[int] = []
         self.slots: dict[Any, torch.Tensor] = {}
         self.calls: dict[int, RepeatedCall] = {}  # of leaves that are called again, by operation
@@ -126,9 +126,11 @@ class Frame:
     def give(self, number: int, **values: Any) -> None:
         """Hand values that the program made to a run inside this one, if anybody still waits for it."""
         inner = self.inner[number]()
-        if inner is not None and (inner.waits or not inner.is_done):
-            inner.hold(values)
-            inner.given, inner.waits = list(values), False
+        if inner is None or (inner.is_done and self not in inner.awaited):
+            return
+        inner.hold(values)
+        inner.givers.update(dict.fromkeys(values, self))
+        inner.awaited = [frame for frame in inner.awaited if frame is not self]
 
     @contextmanager
     def random(self, operation: int) -> Iterator[None]:
@@ -154,9 +156,10 @@ class Frame:
         """
         values = [_differentiable(self.held[name]) for name in names]
         keeps = keeps_graph()
-        for name in self.given if keeps else list(self.held):
+        for name in list(self.givers if keeps else self.held):
             del self.held[name], self.versions[name]
-        self.given, self.waits = [], keeps and bool(self.given)
+        self.awaited = list(dict.fromkeys(self.givers.values())) if keeps else []
+        self.givers = {}
         return values
 
     def fill(self, slot: int, tensor: torch.Tensor, layout: Any = None) -> None:
@@ -175,8 +178,10 @@ class Frame:
         return tensor
 
     def _run(self) -> None:
-        if self.parent is not None and (self.waits or not self.parent.is_done):
+        if self.parent is not None and not self.parent.is_done:
             self.parent._run()
+        while self.awaited:
+            self.awaited[0]._run()
         self._check_versions()
         expected, slots = iter(self.code.targets), self.slots
 

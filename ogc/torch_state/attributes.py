@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .private import CALL
+
 LARGE, DEEP = 1000, 4
 """Containers with more items, and those that are nested deeper, are not looked into."""
 
@@ -75,8 +77,8 @@ def changes(
 
 _ABSENT = object()
 
-UNREAD = ("training", "forward")
-"""Attributes of which it is known in other ways what they are."""
+UNREAD = {"forward", CALL, *vars(torch.nn.Module())}
+"""Attributes of which it is known in other ways what they are: torch.nn.Module's own, and what stands in for calls."""
 
 
 class ReadAttributes:

@@ -23,7 +23,7 @@ ROOT = Path(ogc.__file__).parent
 ELSEWHERE = {
     "device/optimizer.py": {"_local_scalar_dense"},  # numbers that an optimizer reads
     "parser/traced.py": {"lift_fresh", "detach_"},  # what recording is about: data that become tensors
-    "parser/recorder/recorder.py": {"lift_fresh", "requires_grad_"},
+    "parser/recorder/recorder.py": {"lift_fresh", "requires_grad_", "to"},  # and casts of autocast's
     "parser/recorder/guards.py": {"_pack_padded_sequence", "clone", "count_nonzero", "stack", "sum"},
     "parser/recorder/record.py": {"clone"},  # calls that a pass or the recorder puts into a program
     "parser/recorder/tensors.py": {"as_strided", "detach"},
