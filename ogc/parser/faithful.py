@@ -48,7 +48,7 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
             elif changed:
                 _refuse_dependence(sample, traced, changed, leaves.names)
             calls = judge(sample, traced, run)
-            return replace(_with_expected(sample, traced), state=state, python_calls=calls)
+            return replace(with_expected(sample, traced), state=state, python_calls=calls)
         except RecordAgain as again:
             is_careful = again.is_careful
         except OpaqueError as problem:
@@ -73,7 +73,7 @@ def _outputs(sample: Sample) -> list[torch.Tensor]:
     return flat.outputs
 
 
-def _with_expected(sample: Sample, traced: Traced) -> Traced:
+def with_expected(sample: Sample, traced: Traced) -> Traced:
     """The program with what its guards read for the sample."""
     if traced.guards is None:
         return traced

@@ -29,8 +29,14 @@ Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
 """A function of what the forward returns; ``"outputs"`` is whatever starts the backward at all outputs."""
 
 
-def with_step_end(sample: Sample, traced: Traced, loss: Loss | None, holds_outputs: bool) -> Traced:
-    """A forward's program with what the step does beyond it.
+def with_step_end(
+    sample: Sample,
+    traced: Traced,
+    loss: Loss | None,
+    holds_outputs: bool,
+    record: Callable[[Sample, None, Leaves], Traced] = faithful_program,
+) -> Traced:
+    """A forward's program with what the step does beyond it, which ``record`` writes down.
 
     Raises:
         InputError: the loss is no function, fails on the outputs, or returns something else than one number to
@@ -50,7 +56,7 @@ def with_step_end(sample: Sample, traced: Traced, loss: Loss | None, holds_outpu
     with torch.random.fork_rng(cuda_devices()):
         torch.set_rng_state(traced.state["random state"])
         _check(root, spec, given)
-        found = faithful_program(Sample(root, spec, given), None, Leaves(root, ()))
+        found = record(Sample(root, spec, given), None, Leaves(root, ()))
     return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), holds_outputs, loss))
 
 
