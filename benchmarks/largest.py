@@ -16,7 +16,7 @@ from ogc.device.needs import device_bytes, fixed_needs
 from ogc.torch_state.allocator import peak_bytes
 
 from .losses import LOSSES, planned_as
-from .measuring import MIB, Run, allocate_gradients, step, timed
+from .measuring import MIB, Run, allocate_gradients, give_back_freed_memory, step, timed
 from .networks import ARCHITECTURES
 from .peers.ways import Impossible, around_blocks, checkpointed
 
@@ -141,6 +141,7 @@ def largest(name: str, model: torch.nn.Module, inputs: torch.Tensor, options: ar
 
     def bytes_of(run: Run, size: int) -> int:
         """Of a whole step."""
+        give_back_freed_memory()
         batch = sample(size)
         peak = peak_bytes(lambda: step(run, batch, loss), batch.device)
         return fixed_needs(model, batch, optimizer).with_activations(peak)
