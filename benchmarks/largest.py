@@ -63,7 +63,7 @@ class Largest:
 
     Attributes:
         arch: the architecture.
-        input_shape: of one sample.
+        input_shape: of the batch that the model was built with; the sizes found are others.
         device_memory: bytes of the device.
         search_seconds: of the CPU, until the plain model's size and ours were proved by simulation.
         plain: samples that the plain model takes; 0 where not one fits.
@@ -96,8 +96,9 @@ class Largest:
         steps = [("plain", self.plain_step), ("checkpointed", self.blocks_step)]
         others = "".join(f"; {name} measured {_said(found)}" for name, found in steps if found)
         blocks = "none" if self.blocks is None else self.blocks
+        shape = "×".join(map(str, self.input_shape[1:]))
         return (
-            f"{self.arch}, {'×'.join(map(str, self.input_shape))}, {self.device_memory / MIB:.0f} MiB: {self.plain} "
+            f"{self.arch}, {shape}, {self.device_memory / MIB:.0f} MiB: {self.plain} "
             f"plain, {blocks} with checkpointed blocks, ours {ours}{others}; found in {self.search_seconds:.0f} s of "
             "the CPU"
         )
@@ -172,8 +173,7 @@ def largest(name: str, model: torch.nn.Module, inputs: torch.Tensor, options: ar
         blocks = _largest_measured(lambda size: bytes_of(run, size), room)
         blocks_step = measured(run, blocks) if blocks else None
     plain_step = measured(model, plain) if plain else None
-    shape = tuple(inputs.shape[1:])
-    return Largest(name, shape, room, seconds, plain, plain_step, blocks, blocks_step, ours)
+    return Largest(name, tuple(inputs.shape), room, seconds, plain, plain_step, blocks, blocks_step, ours)
 
 
 def _largest_measured(bytes_of: Callable[[int], int], room: int) -> int:

@@ -350,13 +350,13 @@ def test_the_largest_batch_of_each_way_of_training(small, capsys, tmp_path):
     assert all(row[f"{way}_step"]["bytes"] <= 1.01 * 8_000_000 for way in ("plain", "blocks"))
     assert row["ours"]["50%"]["factor"] == row["ours"]["50%"]["size"] / row["plain"]
     assert row["ours"]["50%"]["next_does_not_fit"] == row["ours"]["50%"]["size"] + 1
-    assert row["input_shape"] == [3, 32, 32] and row["search_seconds"] > 0
+    assert row["input_shape"] == [4, 3, 32, 32] and row["search_seconds"] > 0
 
 
 def what_fits(plain, size, blocks):
     step = Measured(1 << 20, 0.1)
     ours = {"50%": Ours(size, size / plain if plain else None, 0.4, 1 << 20, 0.1, size + 1)}
-    return Largest("tiny", (3, 8), 2 << 20, 1.0, plain, step if plain else None, blocks, None, ours)
+    return Largest("tiny", (4, 3, 8), 2 << 20, 1.0, plain, step if plain else None, blocks, None, ours)
 
 
 def test_what_fits_is_summed_up_where_the_plain_model_fits():
