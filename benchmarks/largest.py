@@ -16,7 +16,7 @@ from ogc.device.needs import device_bytes, fixed_needs
 from ogc.torch_state.allocator import peak_bytes
 
 from .losses import LOSSES, planned_as
-from .measuring import MIB, Run, allocate_gradients, give_back_freed_memory, step, timed
+from .measuring import MIB, Run, allocate_gradients, give_back_freed_memory, timed
 from .networks import ARCHITECTURES
 from .peers.ways import Impossible, around_blocks, checkpointed
 
@@ -140,15 +140,15 @@ def largest(name: str, model: torch.nn.Module, inputs: torch.Tensor, options: ar
     def sample(size: int) -> torch.Tensor:
         return architecture.input.sample(size, options.size).to(inputs.device)
 
-    def bytes_of(run: Run, size: int) -> int:
-        """Of a whole step."""
-        give_back_freed_memory()
-        batch = sample(size)
-        peak = peak_bytes(lambda: step(run, batch, loss), batch.device)
-        return fixed_needs(model, batch, optimizer).with_activations(peak)
-
     def measured(run: Run, size: int) -> Measured:
-        return Measured(bytes_of(run, size), timed(run, sample(size), time.process_time, loss) / size)
+        give_back_freed_memory()
+        batch, seconds = sample(size), []
+
+        def timed_step() -> None:
+            seconds.append(timed(run, batch, time.process_time, loss))
+
+        peak = peak_bytes(timed_step, batch.device)
+        return Measured(fixed_needs(model, batch, optimizer).with_activations(peak), seconds[0] / size)
 
     start = time.process_time()
     found = ogc.largest_batches(
@@ -170,26 +170,25 @@ def largest(name: str, model: torch.nn.Module, inputs: torch.Tensor, options: ar
         )
     with suppress(Impossible):
         run = around_blocks(architecture, model, checkpointed)
-        blocks = _largest_measured(lambda size: bytes_of(run, size), room)
-        blocks_step = measured(run, blocks) if blocks else None
+        blocks, blocks_step = _largest_measured(lambda size: measured(run, size), room)
     plain_step = measured(model, plain) if plain else None
     return Largest(name, tuple(inputs.shape), room, seconds, plain, plain_step, blocks, blocks_step, ours)
 
 
-def _largest_measured(bytes_of: Callable[[int], int], room: int) -> int:
-    """The largest size whose step was measured to fit, where the next was measured not to; 0 if none does."""
+def _largest_measured(measured: Callable[[int], Measured], room: int) -> tuple[int, Measured | None]:
+    """The largest size whose step was measured to fit, where the next was measured not to, and its step; 0 for none."""
     few, many = 2, 4
-    small, large = bytes_of(few), bytes_of(many)
+    steps = {size: measured(size) for size in (few, many)}
+    small, large = steps[few].bytes, steps[many].bytes
     size = max(1, int(few + (many - few) * (room - small) / max(1, large - small)))
-    fits = {0: True, few: small <= room, many: large <= room}
 
-    def does_fit(size: int) -> bool:
-        if size not in fits:
-            fits[size] = bytes_of(size) <= room
-        return fits[size]
+    def fits(size: int) -> bool:
+        if size and size not in steps:
+            steps[size] = measured(size)
+        return not size or steps[size].bytes <= room
 
-    while not does_fit(size):
+    while not fits(size):
         size -= 1
-    while does_fit(size + 1):
+    while fits(size + 1):
         size += 1
-    return size
+    return size, steps.get(size)

@@ -28,6 +28,9 @@ SIZES = (2, 3, 4)
 """Multiples of ``step`` that are looked at first. With one sample alone, operators do otherwise."""
 
 
+PARSED = (2, 4, 6)
+"""The same where each size is parsed, and numbers for others are foretold: further apart, as some are rounded."""
+
 TIMED_SECONDS = 2.0
 """Of a step: where it takes longer, times are not measured but scaled from those of a small size, by estimates."""
 
@@ -51,7 +54,7 @@ class Graphs:
         parsing: dict[str, Any],
     ) -> None:
         self.model, self.make_sample, self.make_loss, self.parsing = model, make_sample, make_loss, parsing
-        self.small = [multiple * step for multiple in SIZES]
+        self.step, self.small = step, [multiple * step for multiple in SIZES]
         self.inputs: dict[int, int] = {}  # bytes, by size, as all that follows
         self.known: dict[int, Graph] = {}  # what parse gives, but for trials that are put off
         self.untimed: dict[int, Graph] = {}  # the same with estimated times
@@ -181,6 +184,7 @@ class Graphs:
         """Let go of all that shapes told."""
         log.info("each size is parsed: %s", error)
         self.shapes = None
+        self.small = [multiple * self.step for multiple in PARSED]
         self._forget()
 
     def _forget(self) -> None:

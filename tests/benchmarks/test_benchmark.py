@@ -369,7 +369,13 @@ def test_what_fits_is_summed_up_where_the_plain_model_fits():
 @pytest.mark.parametrize(("each", "fixed", "size"), [(10, 5, 9), (60, 5, 1), (100, 5, 0), (47, 0, 2)])
 def test_a_largest_batch_is_found_by_measuring(each, fixed, size):
     measured = []
-    assert _largest_measured(lambda batch: measured.append(batch) or fixed + each * batch, 100) == size
+
+    def measure(batch):
+        measured.append(batch)
+        return Measured(fixed + each * batch, 0.1)
+
+    found, step = _largest_measured(measure, 100)
+    assert found == size and (step is None if size == 0 else step.bytes == fixed + each * size)
     assert 0 not in measured and len(measured) == len(set(measured))
 
 
