@@ -141,7 +141,7 @@ class Bench:
 
         def plan(**wish: Any) -> tuple[ogc.Graph, ogc.Plan]:
             if options.batch_slices > 1:
-                sliced = {"slices": options.batch_slices, "loss": self.graph.program.loss}
+                sliced = {"slices": options.batch_slices, "loss": self.graph.program.rest.loss}
                 return ogc.slice_batch(self.model, self.inputs, self.graph, **sliced, **wish)
             return self.graph, ogc.solve(self.graph, **wish)
 

@@ -132,6 +132,27 @@ def sliced(runs: Sequence[Data], whole: Sequence[Data]) -> str:
     return table(header, cells)
 
 
+def logits(runs: Sequence[Data]) -> str:
+    """A row for each way to train a language model, with the peaks for each vocabulary side by side."""
+    found = [row for run in runs for row in run["rows"]]
+    sizes = list(dict.fromkeys(row["vocabulary"] for row in found))
+    of = {(row["vocabulary"], row["way"]): row for row in found}
+    header = " | ".join(["way", *(f"{size:,} words | promised | paid" for size in sizes), "most a gradient is off"])
+    cells = []
+    for way in dict.fromkeys(row["way"] for row in found):
+        each = [of[size, way] for size in sizes if (size, way) in of]
+        figures = [cell for row in each for cell in _figures(row)]
+        cells.append([way, *figures, f"{max(row['distance'] for row in each):.0e}"])
+    return table(header, cells) if cells else ""
+
+
+def _figures(row: Data) -> list[str]:
+    if row["reason"]:
+        return [str(row["reason"]), "", ""]
+    promised = "" if row["promised"] is None else f"{row['promised']:+.1%}"
+    return [mib(row["peak_bytes"]), promised, f"{row['paid']:+.1%}"]
+
+
 def _is_same(whole: Data | None, row: Data) -> bool:
     return whole is not None and whole["input_shape"] == row["input_shape"]
 

@@ -171,6 +171,15 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         lambda runs: summaries.sliced(runs, rows()),
     ),
     (
+        "Where logits are the widest tensor",
+        "logits.json",
+        "A Llama of 8 layers and width 256 from `transformers`, with labels, on 2×512 tokens: measured peak, with the "
+        "output held, and what a plan promises and a step pays. With slices the layer into words and the loss run an "
+        'eighth of the tokens at a time (`outputs="loss"`). `linear_cross_entropy` is PyTorch\'s own loss in chunks, '
+        "which the model is changed to call.",
+        summaries.logits,
+    ),
+    (
         "What each part of the search gains",
         "ablation.json",
         "By how much the allocator's peak is higher without it, from the least to the most of the networks, and in the "

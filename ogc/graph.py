@@ -147,14 +147,18 @@ class Graph:
 
     @cached_property
     def of_the_plain_model(self) -> Graph:
-        """The same program as the plain model runs it: every operator PyTorch's own."""
+        """The same program as the plain model runs it: every operator PyTorch's own, values as Python holds them."""
         rest = self.with_forms(())
-        if all(op.plain_backward_bytes is None for op in rest.operations):
+        held: dict[int, tuple[int, ...]] = {}
+        for v, value in enumerate(self.values):
+            if value.held_until is not None:
+                held[value.held_until] = (*held.get(value.held_until, ()), v)
+        if not held and all(op.plain_backward_bytes is None for op in rest.operations):
             return rest
-        operations = (
-            op if op.plain_backward_bytes is None else replace(op, backward_bytes=op.plain_backward_bytes)
-            for op in rest.operations
-        )
+        operations = []
+        for t, op in enumerate(rest.operations):
+            backward = op.backward_bytes if op.plain_backward_bytes is None else op.plain_backward_bytes
+            operations.append(replace(op, backward_bytes=backward, reads=op.reads + held.get(t, ())))
         return replace(rest, operations=tuple(operations))
 
     @cached_property
@@ -254,10 +258,11 @@ class Graph:
 
         A value that is read before its last in-place write has two contents over time; no cut may fall
         between its production and its last use, so that a kept copy is never mistaken for the older one.
+        What makes a mere view reads no content.
         """
         last = list(self.last_writes)
         for t, op in enumerate(self.operations):
-            for v in op.reads:
+            for v in op.reads if op.writes or op.saves else ():
                 if v not in op.writes and t < self.last_writes[v]:
                     last[v] = self.last_uses[v]
         # After an operation that touches no value, the cut is the one before it.

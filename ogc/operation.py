@@ -12,8 +12,9 @@ class Value:
 
     name: str
     bytes: int
-    is_output: bool = False  # returned to the caller, who holds it, so it outlives the backward pass
+    is_output: bool = False  # held by the caller whom it is returned to, or by autograd's graph, beyond the backward
     is_returned: bool = False  # returned to the caller, who lets go of it before the backward pass
+    held_until: int | None = None  # the last operation during which the plain forward holds it, after its last use
 
 
 @dataclass(frozen=True)

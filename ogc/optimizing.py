@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,12 +18,15 @@ from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
 from .in_parts import Options, PartsPlan, heavy_leaves, optimize_in_parts
 from .parser import LeafModules, Loss, ParseGraph, hooked_modules, parse
-from .parser.arguments import call_arguments
+from .parser.arguments import call_arguments, check_model
 from .parser.custom import parse_graph_of
+from .parser.loss import modules_of, tensors_of
 from .plan.plan import Plan
 from .program.program import device_of_model, get_attribute
+from .program.structures import Call
 from .replan import Replanner, meets
 from .runtime import optimized_module
+from .runtime.with_loss import TARGETS, with_loss
 from .slicing import slice_batch
 from .solver import Budget, Wish, solve
 
@@ -34,6 +39,8 @@ def optimize(
     *,
     loss: Loss | None = None,
     holds_outputs: bool = True,
+    outputs: str = "all",
+    targets: Any = None,
     parse_graph: ParseGraph | bool | None = None,
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
@@ -56,6 +63,11 @@ def optimize(
         loss: how a step goes on: ``loss(output)`` returns the one number that the backward starts from, such as a
             criterion with its targets bound in. What it computes counts too; see :func:`ogc.parse`.
         holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
+        outputs: with ``"loss"`` the model returns its loss, and None in the place of all other tensors, where a plan
+            runs: those need not exist whole then. Calls that run the plain model return everything. A model that
+            returns no loss takes ``loss`` behind its forward then, and returns what that returns.
+        targets: what ``loss`` takes besides the output, a tensor or a structure of tensors: ``loss(output, targets)``.
+            With ``outputs="loss"`` each call takes its own: ``result(images, targets=labels)``.
         parse_graph: a function that returns a graph of the model made by hand; see :func:`ogc.parse`.
         memory_budget: recompute as little as possible such that the activations' peak fits: bytes, a text
             such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
@@ -92,9 +104,17 @@ def optimize(
         CheckError: with ``verify``, where the result differs from the plain model.
     """
     _check_slices(batch_slices, solver, verify)
+    if targets is not None and not callable(loss):
+        raise InputError("targets= is what loss= takes besides the output; give loss= too")
+    if callable(loss) and outputs == "loss":
+        model, sample_input = _returning_its(loss, model, sample_input, targets)
+        loss = None
+    elif callable(loss) and targets is not None:
+        loss = partial(_loss_of, loss, targets)
     parsing: dict[str, Any] = {
         "loss": loss,
         "holds_outputs": holds_outputs,
+        "outputs": outputs,
         "parse_graph": parse_graph,
         "repeatable_leaves": repeatable_leaves,
     }
@@ -113,6 +133,31 @@ def optimize(
         args, kwargs = call_arguments(sample_input)
         ONE_STEP.check(model, optimized, *args, **kwargs).raise_if_different()
     return optimized
+
+
+def _loss_of(loss: Callable[..., torch.Tensor], targets: Any, output: Any) -> torch.Tensor:
+    return loss(output, targets)
+
+
+def _returning_its(
+    loss: Callable[..., torch.Tensor], model: torch.nn.Module, sample_input: Any, targets: Any
+) -> tuple[torch.nn.Module, Call]:
+    """The model that returns its loss, and a sample of what it takes.
+
+    Raises:
+        InputError: the loss holds tensors, or trains.
+    """
+    check_model(model)
+    if held := tensors_of(loss):
+        raise InputError(
+            f'with outputs="loss" the loss runs in every step, but it holds on to a tensor of shape '
+            f"{list(held[0].shape)} as it is now; hand it in with each call: loss(output, targets) and targets="
+        )
+    if any(parameter.requires_grad for module in modules_of(loss) for parameter in module.parameters()):
+        raise InputError("the loss has parameters that require grad; make it a submodule of the model, whose they are")
+    args, kwargs = call_arguments(sample_input)
+    given = {} if targets is None else {TARGETS: targets}
+    return with_loss(model, loss, bool(given)), Call(args, {**kwargs, **given})
 
 
 @dataclass(frozen=True)
@@ -137,7 +182,8 @@ class _Planning:
             if in_one_plan:
                 raise
             return _in_parts(model, sample_input, options, problem)
-        heavy = {} if in_one_plan else heavy_leaves(model, graph, options)
+        is_wrapped = "forward" in vars(model)  # and what it is wrapped in knows nothing of parts
+        heavy = {} if in_one_plan or is_wrapped else heavy_leaves(model, graph, options)
         found: tuple[Graph, Plan] | SolveError
         budget = self.wish.memory_budget
         try:

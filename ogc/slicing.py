@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from .errors import SolveError
 from .graph import Graph
 from .parser import parse
 from .parser.passes.stretches import Stretch
-from .plan import Plan, plain_plan, simulate
+from .plan import Plan, simulate
 from .solver import Budget, solve
 
 Stretches = tuple[Stretch, ...]
@@ -38,8 +38,8 @@ def slice_batch(
 ) -> tuple[Graph, Plan]:
     """The graph and the plan with those stretches run slice by slice that make the plan better.
 
-    Starts from the plan without slices: the stretch that holds most of what is alive at the peak is sliced
-    and the plan made anew, until none holds anything there. The simulator judges which plan is the best.
+    Starts from the plan without slices: the stretch that holds most of what is alive at the peak is sliced, with those
+    like it, and the plan made anew, until none holds anything there. The simulator judges which plan is the best.
     Stretches are chosen by estimated weights; the plan is made on weights found like those of ``graph``.
 
     Args:
@@ -53,7 +53,6 @@ def slice_batch(
     Raises:
         SolveError: nothing fits the budget, with slices or without; the message is that of the last try.
     """
-    plain_peak = plain_plan(graph).peak_bytes
     leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
     failure: SolveError | None = None
 
@@ -70,7 +69,6 @@ def slice_batch(
                 leaf_modules=leaves,
                 **parsing,
             )
-            sliced = replace(sliced, plain_peak_bytes=plain_peak)
         try:
             return Choice(sliced, stretches, solve(sliced, memory_budget=memory_budget, max_overhead=max_overhead))
         except SolveError as error:
@@ -84,8 +82,8 @@ def slice_batch(
         return False, *(costs if memory_budget is None else costs[::-1])
 
     choices = [choose((), graph.profile)]
-    while (hot := _hot_stretch(choices[-1])) is not None:
-        choices.append(choose((*choices[-1].stretches, hot), "estimate"))
+    while hot := _hot_stretches(choices[-1]):
+        choices.append(choose((*choices[-1].stretches, *hot), "estimate"))
     best = min(choices, key=rank)
     if best.stretches and graph.profile != "estimate":
         best = min(choices[0], choose(best.stretches, graph.profile), key=rank)
@@ -95,11 +93,14 @@ def slice_batch(
     return best.graph, best.plan
 
 
-def _hot_stretch(choice: Choice) -> tuple[str, str] | None:
-    """The stretch that holds most of what is alive at the peak, if one holds anything and slicing may still help."""
+def _hot_stretches(choice: Choice) -> Stretches:
+    """The stretch that holds most of what is alive at the peak, if one holds anything and slicing may still help.
+
+    With it those that do the same, such as the same block of every other layer, which would be the next ones.
+    """
     graph, plan = choice.graph, choice.plan or solve(choice.graph)
     if plan.is_plain and choice.stretches:
-        return None
+        return ()
     cost = simulate(graph, plan)
     position = {op.name: t for t, op in enumerate(graph.operations)}
     held = {}
@@ -111,4 +112,12 @@ def _hot_stretch(choice: Choice) -> tuple[str, str] | None:
             op = graph.operations[cost.peak_event.operation]
             held[stretch] += op.backward_bytes if cost.peak_event.phase == "backward" else op.scratch_bytes
     hot = max(held, key=held.__getitem__, default=None)
-    return hot if hot is not None and held[hot] else None
+    if hot is None or not held[hot]:
+        return ()
+
+    def described(stretch: Stretch) -> list[tuple[str, tuple[int, ...]]]:
+        first, last = (position[name] for name in stretch)
+        operations = graph.operations[first : last + 1]
+        return [(op.target, tuple(graph.values[v].bytes for v in op.writes)) for op in operations]
+
+    return tuple(stretch for stretch in graph.stretches if described(stretch) == described(hot))

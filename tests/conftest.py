@@ -1,4 +1,7 @@
-"""Fixtures that several files share. Kernels are those of the default mode, as users have them."""
+"""Fixtures that several files share, and how many processes tests run in. Kernels are those of the default mode."""
+
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +9,25 @@ import torch
 from ogc.parser import arguments
 from ogc.parser.weigh import host
 from ogc.runtime import frame
+
+
+def pytest_xdist_auto_num_workers(config):
+    """No workers for named files, as these take seconds to start, nor for slow tests, which measure seconds."""
+    files = [Path(config.invocation_params.dir, arg.partition("::")[0]).is_file() for arg in config.args]
+    chosen = config.option.markexpr
+    if all(files) or ("slow" in chosen and "not slow" not in chosen):
+        return 0
+    return None  # xdist then takes one for each core
+
+
+def pytest_configure(config):
+    """Workers and what they start have one thread each; where a test asks for more, these do not wait by spinning.
+
+    A thread that spins takes the core from the tests beside it, whose threads then spin all the longer.
+    """
+    if config.getoption("numprocesses"):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(autouse=True)

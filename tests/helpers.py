@@ -175,7 +175,7 @@ def tensors_of(result: object) -> list[torch.Tensor]:
     return OutputSpec.of(result)[1]
 
 
-def measured_peak(model, inputs, loss=None, holds_outputs=False):
+def measured_peak(model, inputs, loss=None, holds_outputs=False, named=None):
     """Peak bytes of a training step by the allocator, gradients of parameters not counted."""
     loss = loss or loss_of
     for parameter in model.parameters():
@@ -183,8 +183,8 @@ def measured_peak(model, inputs, loss=None, holds_outputs=False):
 
     def step():
         if not holds_outputs:
-            return loss(model(*inputs)).backward()
-        output = model(*inputs)
+            return loss(model(*inputs, **(named or {}))).backward()
+        output = model(*inputs, **(named or {}))
         loss(output).backward()
         return output
 

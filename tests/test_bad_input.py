@@ -101,12 +101,6 @@ def by_chance(self, x):
     return self.layer(x) * random.random()
 
 
-def with_forward_of_its_own():
-    model = network()
-    model.forward = lambda x: model[0](x)
-    return model
-
-
 def compiled():
     model = network()
     model.compile()
@@ -168,13 +162,6 @@ CASES = [
         lambda: network().requires_grad_(False),
     ),
     Case("no parameters", InputError, "no parameter of the model requires grad", optimize(), nn.ReLU),
-    Case(
-        "forward replaced",
-        InputError,
-        "forward was replaced on the instance.*subclass",
-        optimize(),
-        with_forward_of_its_own,
-    ),
     # what its forward does
     Case(
         "branch on data",

@@ -120,6 +120,38 @@ def test_steps_with_the_models_own_loss_peak_as_simulated(name, holds_outputs):
         assert 0.99 * measured <= promised <= 1.02 * measured
 
 
+GEMMA = {"vocab_size": 500, "num_key_value_heads": 2, "head_dim": 16, **SMALL}
+WORDS = {name: STEPS[name] for name in STEPS if "vocab_size" in STEPS[name][0] and "ids" in str(STEPS[name][1].keys())}
+WORDS["Gemma2ForCausalLM"] = (GEMMA, {"input_ids": IDS, "labels": IDS})  # which caps its logits
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_losses_over_words_are_sliced(name):
+    transformers = pytest.importorskip("transformers")
+    settings, inputs = WORDS[name]
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**{**settings, "vocab_size": 8000})).train()
+    optimised = ogc.optimize(model, inputs, batch_slices=8, outputs="loss")
+    assert any(op.target == "sliced loss" for op in optimised.graph.operations)
+    assert optimised.plan.peak_bytes < 0.4 * optimised.plan.plain_peak_bytes
+    found = []
+    for run in (model, optimised):
+        model.zero_grad()
+        torch.manual_seed(0)
+        output = run(**inputs)
+        output.loss.backward()
+        found.append([output.loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert output.logits is None
+
+    def step():
+        output = optimised(**inputs)
+        output.loss.backward()
+        return output
+
+    assert optimised.plan.peak_bytes == pytest.approx(peak_bytes(step, "cpu"), rel=0.01)
+
+
 ADAPTERS = {
     "LoRA": ("LoraConfig", {"r": 2, "target_modules": ["c_attn"], "lora_dropout": 0.1, "fan_in_fan_out": True}),
     "DoRA": ("LoraConfig", {"r": 2, "use_dora": True, "target_modules": ["c_attn"], "fan_in_fan_out": True}),

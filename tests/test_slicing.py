@@ -6,8 +6,10 @@ from helpers import measured_peak
 from torch import nn
 
 import ogc
-from ogc.operators.registry import of
-from ogc.operators.sliced import Sliced
+from ogc import slicing
+from ogc.operators.registry import along
+from ogc.operators.slices import Sliced
+from ogc.operators.slices.axes import Along
 from ogc.parser.passes.stretches import slice_stretches
 
 aten = torch.ops.aten
@@ -159,18 +161,140 @@ def test_gradients_and_their_gradients_are_right(layers):
     assert torch.autograd.gradgradcheck(stretch.target, (x, *parameters))
 
 
-def test_what_works_by_sample():
-    x, weight = torch.randn(4, 3, 8, 8), torch.randn(2, 3, 3, 3)
-    settings = None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
-    assert of(aten.convolution.default).by_sample((x, weight, *settings))
-    assert not of(aten.convolution.default).by_sample((x[0], weight, *settings))
-    assert of(aten.layer_norm.default).by_sample((x, [8, 8]))
-    assert not of(aten.layer_norm.default).by_sample((x[0, 0], [8, 8]))
-    assert not of(aten.flatten.using_ints).by_sample((x, 0, -1))
-    assert of(aten.flatten.using_ints).by_sample((x, 1, -1))
-    assert not of(aten.linear.default).by_sample((x[0, 0, 0], weight))
-    assert not of(aten.batch_norm.default).by_sample((x,))
-    assert not of(aten.max_pool2d.default).by_sample((x[0],))
+SETTINGS = None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+
+
+def empty(*shape):
+    return torch.empty(shape, device="meta")
+
+
+@pytest.mark.parametrize(
+    "target, args, axes, result, given",
+    [
+        (aten.convolution.default, (empty(4, 3, 8, 8), empty(2, 3, 3, 3), *SETTINGS), (0, None), 0, (0, None)),
+        (aten.layer_norm.default, (empty(4, 3, 8, 8), [8, 8]), (1,), 1, (1,)),
+        (aten.rms_norm.default, (empty(4, 3, 8), [8]), (1,), 1, (1,)),
+        (aten.linear.default, (empty(4, 5, 8), empty(6, 8)), (1, None), 1, (1, None)),
+        (aten.addmm.default, (empty(6), empty(5, 8), empty(8, 6)), (None, 0, None), 0, (None, 0, None)),
+        (aten.matmul.default, (empty(4, 5, 8), empty(8, 6)), (1, None), 1, (1, None)),
+        (aten.matmul.default, (empty(4, 5, 8), empty(4, 8, 6)), (0, None), 0, (0, 0)),
+        (aten.scaled_dot_product_attention.default, (empty(4, 2, 5, 8),) * 3, (None, 0, None), 0, (0, 0, 0)),
+        (aten.add.Tensor, (empty(4, 5, 8), empty(5, 1)), (1, None), 1, (1, 0)),
+        (aten.mul.Tensor, (empty(8), empty(4, 5, 8)), (None, 1), 1, (None, 1)),
+        (aten.mean.dim, (empty(4, 5, 8), [-1], True), (1,), 1, (1,)),
+        (aten.mean.dim, (empty(4, 5, 8), [0]), (1,), 0, (1,)),
+        (aten.softmax.int, (empty(4, 5, 8), -1), (1,), 1, (1,)),
+        (aten.cat.default, ([empty(4, 5, 3), empty(4, 5, 2)], -1), (1, None), 1, (1, 1)),
+        (aten.flatten.using_ints, (empty(4, 5, 8), 1, -1), (0,), 0, (0,)),
+        (aten.view.default, (empty(4, 5, 8), [-1, 8]), (0,), 0, (0,)),
+        (aten.view.default, (empty(4, 5, 8), [4, 5, 2, 4]), (1,), 1, (1,)),
+        (aten.transpose.int, (empty(4, 5, 8), 1, 2), (1,), 2, (1,)),
+        (aten.permute.default, (empty(4, 5, 8), [2, 0, 1]), (1,), 2, (1,)),
+        (aten.slice.Tensor, (empty(4, 5, 8), 1, 0, 3), (0,), 0, (0,)),
+        (aten.split.Tensor, (empty(4, 5, 8), 4, 2), (1,), 1, (1,)),
+        (aten.dropout.default, (empty(4, 5), 0.0, True), (0,), 0, (0,)),
+        (aten.to.dtype, (empty(4, 5), torch.float32), (0,), 0, (0,)),
+    ],
+)
+def test_what_may_be_in_parts(target, args, axes, result, given):
+    assert along(target, args, axes) == Along(result, given)
+
+
+@pytest.mark.parametrize(
+    "target, args, axes",
+    [
+        (aten.convolution.default, (empty(3, 8, 8), empty(2, 3, 3, 3), *SETTINGS), (0, None)),
+        (aten.convolution.default, (empty(4, 3, 8, 8), empty(2, 3, 3, 3), *SETTINGS), (2, None)),
+        (aten.batch_norm.default, (empty(4, 3, 8, 8), None, None, None, None, True, 0.1, 1e-5, True), (0,)),
+        (aten.max_pool2d.default, (empty(3, 8, 8), [2, 2]), (0,)),
+        (aten.layer_norm.default, (empty(3, 8, 8), [8, 8]), (1,)),
+        (aten.linear.default, (empty(8), empty(6, 8)), (0, None)),
+        (aten.linear.default, (empty(4, 8), empty(6, 8)), (None, 0)),
+        (aten.matmul.default, (empty(4, 5, 8), empty(4, 8, 6)), (1, None)),
+        (aten.scaled_dot_product_attention.default, (empty(4, 2, 5, 8),) * 3, (2, None, None)),
+        (aten.add.Tensor, (empty(4, 5, 8), empty(4, 5, 8)), (1, 0)),
+        (aten.softmax.int, (empty(4, 5, 8), 1), (1,)),
+        (aten.mean.dim, (empty(4, 5, 8), [1]), (1,)),
+        (aten.cat.default, ([empty(4, 5, 3), empty(4, 5, 2)], -1), (2, None)),
+        (aten.flatten.using_ints, (empty(4, 5), 0, -1), (1,)),
+        (aten.view.default, (empty(4, 5, 8), [-1, 8]), (1,)),
+        (aten.slice.Tensor, (empty(4, 5, 8), 1, 0, 3), (1,)),
+        (aten.dropout.default, (empty(4, 5), 0.1, True), (0,)),
+        (aten.cumsum.default, (empty(4, 5), 0), (0,)),
+    ],
+)
+def test_what_must_see_the_whole(target, args, axes):
+    assert along(target, args, axes) is None
+
+
+class Gated(nn.Module):
+    """A norm by hand and a gated MLP around a residual, as decoders have them."""
+
+    def __init__(self, width=8, wide=32):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width))
+        self.gate, self.up, self.down = nn.Linear(width, wide), nn.Linear(width, wide), nn.Linear(wide, width)
+
+    def forward(self, x):
+        normal = self.scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return x + self.down(nn.functional.silu(self.gate(normal)) * self.up(normal))
+
+
+class Attention(nn.Module):
+    """Attention with positions that are turned, and a mask."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm, self.into, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x, angles):
+        samples, tokens, width = x.shape
+        heads = self.into(self.norm(x)).view(samples, tokens, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        q, k, v = heads[0] * angles.cos(), heads[1] * angles.sin(), heads[2]
+        found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(found.transpose(1, 2).reshape(samples, tokens, width))
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.attention, self.gated, self.head = nn.Embedding(20, 8), Attention(), Gated(), nn.Linear(8, 3)
+
+    def forward(self, ids):
+        angles = torch.arange(ids.shape[1], device=ids.device).float().view(1, 1, -1, 1)
+        return self.head(self.gated(self.attention(self.words(ids), angles)))
+
+
+def test_blocks_of_a_decoder_are_sliced_along_samples_or_tokens():
+    model, ids = Decoder(), torch.randint(20, (4, 12))
+    graph = ogc.parse(model, ids)
+    by_name = {op.name: op for op in graph.operations}
+    assert [by_name[first].module for first, _ in graph.stretches] == ["attention.norm", "gated"]
+    sliced = ogc.parse(model, ids, stretches=graph.stretches, slices=3)
+    attention, gated = (node.target for node in sliced.program.operations if isinstance(node.target, Sliced))
+    assert attention.axis == 0 and gated.axis == 1  # tokens look at one another in attention alone
+    plan = ogc.make_plan(sliced, [ogc.saved(0, len(sliced))])
+    plain = gradients(model, model, ids)
+    optimised = ogc.apply(model, sliced, plan)
+    torch.testing.assert_close(gradients(optimised, model, ids), plain)
+    assert plan.peak_bytes == pytest.approx(measured_peak(optimised, (ids,)), rel=0.03)
+
+
+def test_what_draws_is_in_no_block():
+    model, ids = Decoder(), torch.randint(20, (4, 12))
+    model.gated.gate = nn.Sequential(model.gated.gate, nn.Dropout(0.5))
+    modules = {op.name: op.module for op in ogc.parse(model, ids).operations}
+    assert "gated" not in [modules[first] for first, _ in ogc.parse(model, ids).stretches]
+
+
+def test_a_plan_that_saves_everything_runs_its_slices():
+    """It is not that of the plain model, though nothing in it runs again by itself."""
+    model, ids = Decoder(), torch.randint(20, (4, 12))
+    stretches = ogc.parse(model, ids).stretches
+    sliced = ogc.parse(model, ids, stretches=stretches, slices=3)
+    plan = ogc.solve(sliced)
+    assert not plan.is_plain and plan.plain_peak_bytes == ogc.solve(ogc.parse(model, ids)).plain_peak_bytes
+    assert plan.peak_bytes == pytest.approx(measured_peak(ogc.apply(model, sliced, plan), (ids,)), rel=0.03)
 
 
 def test_bad_input(wide):
@@ -192,3 +316,20 @@ def test_slice_stretches_leaves_other_operations_alone():
     graph.output(graph.call_function(aten.mean.default, (two,)))
     slice_stretches(graph, [(one.name, two.name)], 2, torch.device("cpu"))
     assert [n.name for n in graph.nodes if n.op == "call_function"] == ["sliced", "mean_default"]
+
+
+def test_equal_layers_are_sliced_together(monkeypatch):
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.layers = nn.Embedding(20, 8), nn.Sequential(*(Gated() for _ in range(6)))
+
+        def forward(self, ids):
+            return self.layers(self.words(ids))
+
+    parsed = []
+    monkeypatch.setattr(slicing, "parse", lambda *args, **kwargs: (parsed.append(1), ogc.parse(*args, **kwargs))[1])
+    model, ids = Stack(), torch.randint(20, (4, 64))
+    optimised = ogc.optimize(model, ids, batch_slices=8)
+    assert len(parsed) <= 2 < sum(op.target == "sliced" for op in optimised.graph.operations)
+    assert optimised.plan.peak_bytes < ogc.optimize(model, ids).plan.peak_bytes

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InputError
+from ..graph import Graph
 from .inputs import Arguments, NotVaried, another_input, smaller_batch
 from .report import CheckReport, Difference
 from .step import Snapshot, differences, results_of, state
@@ -32,10 +33,10 @@ def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **na
 
     Compared are the outputs, the gradients of all parameters and of inputs that require grad, the buffers,
     parameters and inputs after the step, and the random stream. The backward starts from random gradients of the
-    outputs, the same for both. Nothing is left behind: parameters, their gradients, buffers and the random
-    state are afterwards as before, and the inputs are copied. The parameters' own hooks run, but none that
-    wait for a gradient to be accumulated. Parameters are written to and put back, so a forward from before cannot be
-    followed by its backward any more: check between steps.
+    outputs, the same for both. Of a module that returns its loss alone, that is the one output. Nothing is left
+    behind: parameters, their gradients, buffers and the random state are afterwards as before, and the inputs are
+    copied. The parameters' own hooks run, but none that wait for a gradient to be accumulated. Parameters are written
+    to and put back, so a forward from before cannot be followed by its backward any more: check between steps.
 
     Cost: seven steps of each model, one of them on half the batch, what the optimized one needs to plan for that,
     and one more of the plain model wherever something differs; the memory of a plain step and a few copies of
@@ -140,7 +141,11 @@ def _outcome(trial: _Trial, before: Snapshot, call: Arguments) -> _Outcome | str
         return str(reason)
     except Exception as error:  # of a kind of tensor that cannot be written to or cut
         return f"the input cannot be varied: {_short(error)}"
-    step = partial(results_of, before=before, call=call, seed=trial.seed, after_step=trial.after_step)
+    graph = getattr(optimized, "graph", None)
+    loss_alone = isinstance(graph, Graph) and graph.program.rest.outputs == "loss"
+    step = partial(
+        results_of, before=before, call=call, seed=trial.seed, after_step=trial.after_step, loss_alone=loss_alone
+    )
     try:
         plain = step(model)
     except NotVaried as reason:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..program.program import tensor_leaves
+from ..program.step import losses_among
 from ..torch_state.compare import difference, distance, identical, same_bits
 from ..torch_state.no_trace import generators_of, untouched
 from ..torch_state.private import pytree
@@ -60,10 +61,18 @@ class Snapshot:
                 gradient.data.copy_(copy)
 
 
-def results_of(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, after_step: bool = False) -> Results:
+def results_of(
+    run: torch.nn.Module,
+    before: Snapshot,
+    call: Arguments,
+    seed: int,
+    after_step: bool = False,
+    loss_alone: bool = False,
+) -> Results:
     """Everything that one forward and backward of ``run`` gives, by name; the models are afterwards as ``before``.
 
-    With ``after_step`` it is the second step, after a first one and a step of an optimizer.
+    With ``after_step`` it is the second step, after a first one and a step of an optimizer; with ``loss_alone``, of all
+    that the forward returns its loss counts.
 
     Raises:
         NotVaried: there is nothing for the optimizer to do.
@@ -71,8 +80,8 @@ def results_of(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: in
     with before.restored(call):
         _set_seed(seed, generators_of([run], call))
         if after_step:
-            _optimizer_step(run, dict(_step(run, before, call, seed)))
-        return _step(run, before, call, seed)
+            _optimizer_step(run, dict(_step(run, before, call, seed, loss_alone)))
+        return _step(run, before, call, seed, loss_alone)
 
 
 def _copies(tensors: Iterable[torch.Tensor]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
@@ -92,11 +101,14 @@ def _set_seed(seed: int, generators: Iterable[torch.Generator]) -> None:
         generator.manual_seed(seed)
 
 
-def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int) -> Results:
+def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, loss_alone: bool) -> Results:
     args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, call)
     given = tensor_leaves(args, kwargs)
     with torch.enable_grad():
         result = run(*args, **kwargs)
+    if loss_alone:
+        tensors = tensor_leaves(result)
+        result = [tensors[n] for n in losses_among(result, tensors, [t.requires_grad for t in tensors])]
     leaves, tree = pytree.tree_flatten(result)
     outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     sources = {f"input {number}": tensor for number, tensor in enumerate(given)} | dict(run.named_parameters())

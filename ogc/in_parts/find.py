@@ -25,6 +25,7 @@ from ..parser.arguments import call_arguments, copies
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec
 from ..torch_state.attributes import changes
+from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, version_of
 from .module import watched_attributes
@@ -164,7 +165,7 @@ class _Forward:
         parameters, self.attributes = dict(self.model.named_parameters()), watched_attributes(self.model)
         with torch.enable_grad(), plainly(), self._watched():
             try:
-                results = tensor_leaves(self.model.forward(*args, **kwargs))
+                results = tensor_leaves(plain_forward(self.model)(*args, **kwargs))
             except Exception as error:
                 if not isinstance(error, OgcError):
                     add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")

@@ -22,9 +22,10 @@ from ..graph import Graph
 from ..plan.plan import Plan
 from ..program.leaf import Leaf
 from ..program.structures import Call
-from ..runtime.module import copied, instance_around, original_class, planned_forward
+from ..runtime.module import copied, instance_around, planned_forward
 from ..runtime.runner import Planner, Runner, is_planned_call, log
 from ..torch_state.attributes import attributes_of, changes
+from ..torch_state.forwards import original_class
 from ..torch_state.no_trace import is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
 
@@ -289,7 +290,7 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
         raise InputError("a model that is planned in parts cannot run in a DataParallel; use DistributedDataParallel")
 
     members = {"forward": forward, "__deepcopy__": deep_copy, REPLICATE: refuse_replicas}
-    result = instance_around(model, f"Optimized{original.__name__}", members, shown)
+    result = instance_around(model, original.__name__, members, shown)
     of[result] = parts
     parts.install()
     return result

@@ -13,6 +13,7 @@ from ..torch_state.private import OpOverload, is_view, schema_of
 from .holders import is_ours
 from .low_memory import LowMemory
 from .registry import Arguments, Operator, like, register
+from .slices.axes import Along, Axes, elementwise
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -68,22 +69,25 @@ def _silu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return gradient * sigmoid * (1 + x * (1 - sigmoid))
 
 
-def _has_samples(args: Arguments) -> bool:
-    return bool(args[0].dim() > 1)
-
-
 def _threshold_backward(gradient: torch.Tensor, result: torch.Tensor, *rest: Any) -> torch.Tensor:
     alike = gradient.is_contiguous() and result.is_contiguous() and gradient.dtype == result.dtype
     return like(gradient) if alike else aten.threshold_backward.default(gradient, result, *rest)
 
 
 def _unary(target: Any, *low_memory: Any, **special: Any) -> Operator:
-    """One that has a low-memory form, if it is told what there is to know of that, and works sample by sample."""
+    """One that has a low-memory form, if it is told what there is to know of that, and works entry by entry."""
     form = _low_memory(target, *low_memory) if low_memory else None
-    return Operator(target, form, by_sample=_has_samples, **special)
+    return Operator(target, form, along=elementwise, **special)
+
+
+def _dropped(args: Arguments, axes: Axes) -> Along | None:
+    """Of dropout, which draws its mask for the whole, unless it drops nothing."""
+    _, share, is_training = args
+    return None if is_training and share else elementwise(args, axes)
 
 
 register(
+    Operator(aten.dropout.default, along=_dropped),
     _unary(aten.relu.default, aten.threshold_backward, "result", 0, on_meta=like),
     _unary(aten.relu_.default, aten.threshold_backward, "result", 0),
     _unary(aten.sigmoid.default, aten.sigmoid_backward, "result"),

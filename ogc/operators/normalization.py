@@ -16,6 +16,7 @@ import torch
 from .holders import is_ours
 from .low_memory import Extra, LowMemory
 from .registry import Operator, like, ones_like, register
+from .slices.axes import before_last, of_first, over
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -167,5 +168,11 @@ register(
     Operator(aten.native_batch_norm_backward.default, on_meta=_backward_on_meta),
     # Copies what is not laid out as it computes.
     Operator(aten.group_norm.default, to_run_with=ones_like),
-    Operator(aten.layer_norm.default, by_sample=lambda args: bool(args[0].dim() > len(args[1]))),
+    *(
+        Operator(target, along=of_first(lambda args, axis: before_last(args, axis, len(args[1]))))
+        for target in (aten.layer_norm.default, aten.rms_norm.default)
+    ),
+    *(Operator(target, along=over(1, True), dims=1) for target in (aten.softmax.int, aten.log_softmax.int)),
+    Operator(aten.mean.dim, along=over(1, 2), dims=1),
+    Operator(aten.sum.dim_IntList, along=over(1, 2), dims=1),
 )

@@ -15,7 +15,8 @@ import torch
 
 from .low_memory import Extra, LowMemory
 from .parts import has_usual_strides, untouched
-from .registry import Arguments, Operator, ones_like, register
+from .registry import Operator, ones_like, register
+from .slices.axes import images, of_first
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -125,15 +126,11 @@ def _parts(buffer: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tens
         yield slice(first, last), buffer[: last - first]
 
 
-def _is_batch_of_images(args: Arguments) -> bool:
-    return bool(args[0].dim() == 4)
-
-
 register(
     Operator(
         aten.max_pool2d.default,
         MaxPool2d(aten.max_pool2d.default, _Function),
-        by_sample=_is_batch_of_images,
+        along=of_first(images),
         copies_strided_gradients=True,
     ),
     # What their kernels copy depends on how images are laid out.
@@ -146,6 +143,6 @@ register(
             *(getattr(aten, f"upsample_{kind}").vec for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
         )
     ),
-    Operator(aten.avg_pool2d.default, by_sample=_is_batch_of_images, copies_strided_gradients=True),
-    Operator(aten.adaptive_avg_pool2d.default, by_sample=_is_batch_of_images, copies_strided_gradients=True),
+    Operator(aten.avg_pool2d.default, along=of_first(images), copies_strided_gradients=True),
+    Operator(aten.adaptive_avg_pool2d.default, along=of_first(images), copies_strided_gradients=True),
 )

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from .registry import Arguments, Operator, ones_like, register
+from .slices.axes import added_to_products, batched_products, before_last, of_first, rows_of_products
+from .weights import Use, Weights
 
 aten = torch.ops.aten
 
@@ -78,11 +80,41 @@ def _unfolded(args: Arguments, kwargs: dict[str, Any]) -> Attention | None:
     return Attention(query.shape[1], query.shape[-1], query.dtype, has_boolean_mask)
 
 
+def _adding_the_bias_in_place(use: Use) -> Weights:
+    """A modeless call adds the bias in place; seen by a mode, it does not, if the input is not to be had as a matrix.
+
+    The copy that is made of the input is saved, unless the weight is frozen. Source: aten/src/ATen/native/Linear.cpp.
+    """
+    x, weight = use.args[:2]
+    if not use.weights.scratch_bytes:
+        return use.weights
+    copied = 0 if weight.requires_grad or x.is_contiguous() else x.numel() * x.element_size()
+    return replace(use.weights, scratch_bytes=min(use.weights.scratch_bytes, copied))
+
+
 register(
-    Operator(aten.linear.default, by_sample=lambda args: bool(args[0].dim() > 1), is_heavy=True),
-    Operator(aten.addmm.default, is_heavy=True),
+    Operator(
+        aten.linear.default,
+        along=of_first(before_last),
+        is_heavy=True,
+        weigh=_adding_the_bias_in_place,
+        layer=lambda args: (args[0], args[1], args[2] if len(args) > 2 else None, False),
+    ),
+    *(
+        Operator(target, along=rows_of_products, is_heavy=True, layer=lambda args: (*args, None, True))
+        for target in (aten.matmul.default, aten.mm.default)
+    ),
+    Operator(aten.bmm.default, along=batched_products, is_heavy=True),
+    Operator(
+        aten.addmm.default,
+        along=added_to_products,
+        is_heavy=True,
+        layer=lambda args: (args[1], args[2], args[0], True) if len(args) == 3 else None,
+    ),
     Operator(aten.cdist.default, to_run_with=ones_like),
-    Operator(aten.scaled_dot_product_attention.default, to_run_with=ones_like, unfolded=_unfolded),
+    Operator(
+        aten.scaled_dot_product_attention.default, along=batched_products, to_run_with=ones_like, unfolded=_unfolded
+    ),
 )
 
 

@@ -15,9 +15,29 @@ from ..errors import InputError
 from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload, overload_name, schema_of
 from .low_memory import LowMemory, plain_operator
+from .slices.axes import Along, Axes, Rule, elementwise
 from .weights import Use, Weights
 
 Arguments = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """How a call of a loss is made of a sum over rows.
+
+    Attributes:
+        args: of a call that gives the sum.
+        targets: the argument that has one entry, or row, for each row of the first one.
+        classes: the argument that holds weights of classes, if any.
+        ignored: the target that does not count.
+        is_mean: the call gives the mean.
+    """
+
+    args: tuple[Any, ...]
+    targets: Any
+    classes: Any
+    ignored: int
+    is_mean: bool
 
 
 @dataclass(frozen=True)
@@ -29,8 +49,12 @@ class Operator:
         low_memory: a form of it with the same bits, whose backward needs less memory.
         live_arguments: positions of running statistics that it updates and that its own result does not depend on, if
             its argument ``live_if`` is true. Run again on others, it gives the same result and changes nothing.
-        by_sample: whether it treats the samples along the first axis of its first argument one by one, from its
-            arguments; further tensors among these are parameters to it, the same for each sample.
+        along: the rule by which it may be called on parts of what it is given; see :mod:`ogc.operators.slices.axes`.
+        moves: it gives entries of its first argument in other places.
+        sizes: the argument that lists the sizes of its result.
+        dims: the argument that names the dimensions that it works over.
+        layer: of a linear layer, from the arguments of a call: rows, weight, bias, and whether the weight has a column
+            for each of its outputs, not a row; None if it is none.
         is_heavy: its backward does not need its result, and its time makes a slice of a batch worth its name.
         weigh: the weights of a use, with what its kernels on a CPU allocate underneath the dispatcher.
         hidden_bytes: what the kernels of its low-memory form, or of that one's backward, allocate at once on a CPU
@@ -43,8 +67,10 @@ class Operator:
         chooses_by_mask: it does not convert its mask to the type that it computes in.
         copies_strided_gradients: its backward first makes a gradient contiguous.
         returns_view: its result is its own, and dense, and a view all the same.
+        begins_graph: autograd's graph begins with its result, and holds that and its gradient.
         is_elementwise: it is, though some releases do not say so.
         from_either: its backward gives the same from its operand and from its result.
+        summed: of a loss that adds up what it gives for rows: how, from the arguments of a call; None if it does not.
         unfolded: what a call, by its arguments, may be made of instead; see :mod:`ogc.parser.passes.unfold`.
     """
 
@@ -52,7 +78,11 @@ class Operator:
     low_memory: LowMemory | None = None
     live_arguments: tuple[int, ...] = ()
     live_if: int = 0
-    by_sample: Callable[[Arguments], bool] = lambda args: False
+    along: Rule | None = None
+    moves: bool = False
+    sizes: int | None = None
+    dims: int | None = None
+    layer: Callable[[Arguments], tuple[Any, Any, Any, bool] | None] = lambda args: None
     is_heavy: bool = False
     weigh: Callable[[Use], Weights] = lambda use: use.weights
     hidden_bytes: Callable[[Arguments, list[torch.Tensor]], int] = lambda args, results: 0
@@ -62,8 +92,10 @@ class Operator:
     chooses_by_mask: bool = False
     copies_strided_gradients: bool = False
     returns_view: bool = False
+    begins_graph: bool = False
     is_elementwise: bool = False
     from_either: bool = False
+    summed: Callable[[Arguments], Summed | None] = lambda args: None
     unfolded: Callable[[Arguments, dict[str, Any]], Callable[..., Any] | None] | None = None
 
 
@@ -129,6 +161,12 @@ def copies_strided_gradients(target: Any) -> bool:
 def is_elementwise(target: Any) -> bool:
     """Whether the result is laid out as what it is computed from; a cumulative sum, for one, is not."""
     return torch.Tag.pointwise in getattr(plain_operator(target), "tags", ()) or of(target).is_elementwise
+
+
+def along(target: Any, args: Arguments, axes: Axes) -> Along | None:
+    """What a call in parts is, of which these axes are known; None where it must see the whole."""
+    rule = of(target).along or (elementwise if is_elementwise(target) else None)
+    return rule and rule(args, axes)
 
 
 def out_of_place(target: Any) -> Any:

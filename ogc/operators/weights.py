@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ..program.layouts import Layout
+
 T = TypeVar("T")
 
 
@@ -26,6 +28,7 @@ class InputGradient:
     contiguous: bool = True
     reuses: int | None = None
     is_view: bool = False  # of what was computed: nothing is added to it in place
+    layout: Layout | None = None  # if it is known
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Weights:
     repeat_seconds: float | None = None  # of a forward whose internal tensors are there, if that is quicker
     gradients: tuple[InputGradient, ...] = ()
     internal_bytes: int | None = None  # None: as observed
+    ready_bytes: int = 0  # of gradients that its forward makes and its backward hands out
     low_memory: Weights | None = None  # of its low-memory form
     plain_working_bytes: int | None = None  # of the plain model, where that runs another operator
 

@@ -1,9 +1,9 @@
 """From a module and a sample input to a weighted graph over an executable program."""
 
+from ..program.step import Loss
 from .carry_over import carry_over
 from .custom import ParseGraph
 from .leaves import LeafModules, hooked_modules
-from .loss import Loss
 from .parse import parse
 
 __all__ = ["LeafModules", "Loss", "ParseGraph", "carry_over", "hooked_modules", "parse"]

@@ -9,13 +9,15 @@ from typing import Any, cast
 import torch
 
 from ..graph import Form, Graph, Operation, Value
-from ..operators.registry import copies_strided_gradients
+from ..operators.registry import copies_strided_gradients, of
 from ..operators.weights import Weights
 from ..program.leaf import runs_once
-from ..program.program import OUTSIDE, LowMemoryForm, Program, Saved, TensorRef
+from ..program.program import OUTSIDE, SHARED, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
+from .passes.lifetimes import forget_unreached, note_lifetimes
 from .traced import StepEnd, Traced
+from .weigh.backward.again import Layouts
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
 from .weigh.host import runtime_costs
 from .weigh.record import Observation, Record, SeenForm
@@ -30,7 +32,7 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     live = gradient_bytes([_gradients(r, r.weights) for r in records], returned)
     in_forms = gradient_bytes([_gradients_of_form(r) for r in records], returned)
     of_plain = gradient_bytes([_gradients_of_plain(r) for r in records], returned)
-    seen = memory_of(records, taken, observation.storages)
+    seen = memory_of(observation, taken)
     each = zip(records, live, in_forms, of_plain, seen, strict=True)
     operations = tuple(_operation(*of_one) for of_one in each)
     program = program_of(spec, traced, observation, taken)
@@ -58,19 +60,36 @@ def refs_of_outputs(graph: torch.fx.Graph) -> list[TensorRef]:
 
 
 def versions_of(graph: torch.fx.Graph, observation: Observation) -> dict[int, tuple[int, Any]]:
-    """Make values of their own of what is written in place; see :func:`separate_versions`."""
-    return separate_versions(observation, {ref.node for ref in refs_of_outputs(graph)})
+    """Make values of their own of what is written in place; see :func:`separate_versions`.
+
+    What no output depends on saves nothing from here on: its part of autograd's graph goes with its results.
+    """
+    ends = [observation.rebased.get(ref, ref) for ref in refs_of_outputs(graph)]
+    dead = forget_unreached(observation, [_gradients(record, record.weights) for record in observation.records], ends)
+    taken = separate_versions(observation, {ref.node for ref in refs_of_outputs(graph)})
+    note_lifetimes(observation, taken, dead)
+    return taken
 
 
 def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
     """The values of a graph."""
     end, refs = end_of(traced), refs_of_outputs(traced.graph)
-    held = range(len(refs)) if end.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
+    held = range(len(refs)) if end.rest.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
     outputs = {observation.storages.get(refs[n]) for n in held}
+    starts = {v for record in observation.records if of(record.node.target).begins_graph for v in record.reads}
+    outputs |= starts  # autograd's graph holds them until it is gone itself
     each = zip(observation.value_names, observation.value_bytes, strict=True)
+    casts = (TensorRef(node.name, 0) for node in traced.graph.nodes if node.meta.get(SHARED))
+    returned = observation.output_values | {observation.storages[ref] for ref in casts}  # which autocast holds
     return tuple(
-        Value(name, size, number in outputs, number in observation.output_values)
-        for number, (name, size) in enumerate(each)
+        Value(
+            name,
+            size,
+            is_output=v in outputs,
+            is_returned=v in returned,
+            held_until=observation.held.get(v),
+        )
+        for v, (name, size) in enumerate(each)
     )
 
 
@@ -99,8 +118,8 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         out_of_place={t: twin for t, (_, twin) in taken.items()},
         bindings={(t, target): name for t, r in enumerate(records) for target, name in r.bindings.items()},
         guards=traced.guards,
-        loss=end.loss,
-        holds_outputs=end.holds_outputs,
+        rest=end.rest,
+        names_read=traced.names_read,
     )
 
 
@@ -117,10 +136,9 @@ def without_outside(graph: torch.fx.Graph, outputs: int) -> torch.fx.Graph:
     return result
 
 
-def memory_of(
-    records: Sequence[Record], taken: dict[int, tuple[int, Any]], storages: dict[TensorRef, int]
-) -> list[dict[str, Any]]:
+def memory_of(observation: Observation, taken: dict[int, tuple[int, Any]]) -> list[dict[str, Any]]:
     """For each operation, the fields of the graph's that say what it does to memory, whatever it weighs."""
+    records, storages = observation.records, observation.storages
     last_external_write = {e: t for t, record in enumerate(records) for e in record.writes_external}
     fields = []
     for t, record in enumerate(records):
@@ -197,7 +215,8 @@ def _operation(
         target=str(node.meta.get("operator", node.target)),
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),
-        internal_bytes=record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes,
+        internal_bytes=weights.ready_bytes
+        + (record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes),
         scratch_bytes=weights.scratch_bytes,
         gradient_bytes=live.before,
         backward_bytes=live.during,
@@ -228,6 +247,17 @@ def _gradients_of_plain(record: Record) -> OperationGradients:
 
 
 def _gradients(record: Record, weights: Weights, target: Any = None) -> OperationGradients:
+    def again(layouts: Layouts) -> OperationGradients | None:
+        usual = {n: record.usual[n] for n in layouts}
+        found = None if record.again is None else record.again(layouts, usual, target is not None)
+        if found is None:
+            return None
+        new = found.weights(weights)
+        changed = replace(gradients, gradients=new.gradients, working_bytes=new.working_bytes, again=None)
+        return replace(
+            changed, late_bytes=new.late_bytes, copies_strided=changed.copies_strided and not found.has_copies
+        )
+
     gradients = OperationGradients(
         outputs=tuple(record.outputs),
         output_bytes=tuple(record.output_bytes),
@@ -236,7 +266,11 @@ def _gradients(record: Record, weights: Weights, target: Any = None) -> Operatio
         gradients=weights.gradients,
         working_bytes=weights.working_bytes,
         late_bytes=weights.late_bytes,
+        ready_bytes=weights.ready_bytes,
         copies_strided=copies_strided_gradients(target or record.node.target),
         sources=tuple(record.sources),
+        is_start=of(record.node.target).begins_graph,
+        usual=tuple(record.usual),
+        again=again,
     )
     return gradients if record.rebase is None else gradients.through_base(record.rebase)

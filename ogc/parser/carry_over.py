@@ -15,7 +15,7 @@ import torch
 
 from ..errors import InputError, ParseError
 from ..graph import Form, Graph, Operation
-from ..operators.sliced import Sliced
+from ..operators.slices import Sliced
 from ..program.leaf import Leaf
 from ..program.program import Program
 from ..program.structures import InputSpec
@@ -55,7 +55,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
     home = check_tensors(sample)
     leaves = {node.target.name: node.target for node in program.operations if isinstance(node.target, Leaf)}
     profiler = profiler_of(graph.profile, home, home) if weighed else None
-    with untouched(*modules_of(program.loss), given=sample.spec.constants):
+    with untouched(*modules_of(program.rest.loss), given=sample.spec.constants):
         recorded = record_program(sample, program.parse_graph, Leaves(model, sorted(called_leaves(program.graph))))
         recorded, has_loss = _with_step_end(sample, recorded, program)
         traced, observation = lower(sample, recorded, home, partial(_visit, model, leaves, profiler))
@@ -66,7 +66,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         taken = versions_of(traced.graph, observation)
         again = program_of(sample.spec, traced, observation, taken)
         check_same_program(program.graph, again.graph)
-        seen = memory_of(observation.records, taken, observation.storages)
+        seen = memory_of(observation, taken)
         known, outside = (graph.operations, graph.outside) if has_loss else (graph.operations[: graph.end], 0)
         operations = tuple(_carried(op, fields) for op, fields in zip(known, seen, strict=True))
         values = values_of(traced, observation)
@@ -81,9 +81,9 @@ def _with_step_end(sample: Sample, recorded: Traced, program: Program) -> tuple[
     It may have targets bound in which are right for the first call alone.
     """
     try:
-        return with_step_end(sample, recorded, program.loss, program.holds_outputs), True
+        return with_step_end(sample, recorded, program.rest), True
     except InputError:
-        return with_step_end(sample, recorded, "outputs", program.holds_outputs), False
+        return with_step_end(sample, recorded, replace(program.rest, loss="outputs")), False
 
 
 def _with_outside_of(known: Graph, found: Graph) -> Graph:
@@ -106,7 +106,7 @@ def _with_outside_of(known: Graph, found: Graph) -> Graph:
             *(op.scaled(share) for op in known.operations[known.end :]),
         ),
         values=tuple(values),
-        program=replace(found.program, storages=storages, loss=known.program.loss),
+        program=replace(found.program, storages=storages, rest=known.program.rest),
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from ..errors import ParseError
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
+from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
 from .arguments import Sample
 from .custom import CustomForward
@@ -28,7 +29,7 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
     It has been held against a forward that nobody records; see :mod:`ogc.parser.judge`.
     """
     model, is_careful = sample.model, False
-    run = model.forward if forward is None else forward
+    run = plain_forward(model) if forward is None else forward
     while True:
         try:
             with untouched(model):
@@ -48,7 +49,8 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
             elif changed:
                 _refuse_dependence(sample, traced, changed, leaves.names)
             calls = judge(sample, traced, run)
-            return replace(with_expected(sample, traced), state=state, python_calls=calls)
+            names = calls.names_read()
+            return replace(with_expected(sample, traced), state=state, python_calls=calls.count, names_read=names)
         except RecordAgain as again:
             is_careful = again.is_careful
         except OpaqueError as problem:
@@ -68,7 +70,7 @@ def _runs(sample: Sample) -> bool:
 
 def _outputs(sample: Sample) -> list[torch.Tensor]:
     """The tensors that the model's forward returns, detached."""
-    flat = FlatForward(sample.model.forward, sample.spec)
+    flat = FlatForward(plain_forward(sample.model), sample.spec)
     flat.run(sample.copies())
     return flat.outputs
 

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
 from ..torch_state.compare import difference, fingerprint, same_bits
+from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode, id_of_storage
 from .arguments import Sample
@@ -28,19 +29,19 @@ from .traced import ON_CONSTANTS, OpaqueError, Traced, called_leaves
 from .weigh.record import layout_of
 
 
-def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> int:
+def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> CallCounter:
     """Do nothing if the program, every call in it, is what the model's forward runs, or ``forward`` if that is given.
 
     It takes a run of each, with the memory of inference.
 
     Returns:
-        How many functions the forward's own code calls.
+        What the forward's own code calls.
 
     Raises:
         OpaqueError: it names the module, the file and the line where the two part.
     """
     leaves = called_leaves(traced.graph)
-    flat = FlatForward(sample.model.forward if forward is None else forward, sample.spec)
+    flat = FlatForward(plain_forward(sample.model) if forward is None else forward, sample.spec)
     calls = CallCounter(sample.model)
     eager = _Run(sample, leaves, lambda log, inputs: calls.run(flat, *inputs))
     _compare_outputs(traced, traced.outputs, eager.outputs)
@@ -54,7 +55,7 @@ def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = N
         _refuse(None, _first_difference(replay.autograd, eager.autograd))
     if other := other_state(replay.state, eager.state):
         _refuse(None, ": ".join(other))
-    return calls.count
+    return calls
 
 
 class _Log(TorchDispatchMode):

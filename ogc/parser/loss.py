@@ -10,42 +10,45 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch.fx.node import map_arg
 
 from ..errors import InputError
-from ..program.program import CONSTANT, OUTSIDE, get_attribute
+from ..program.program import CONSTANT, OUTSIDE, get_attribute, tensor_leaves
+from ..program.step import Rest, losses_among
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import untouched
 from ..torch_state.random_state import cuda_devices
 from .arguments import Sample
 from .faithful import faithful_program
 from .leaves import Leaves
-from .traced import StepEnd, Traced
-
-Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
-"""A function of what the forward returns; ``"outputs"`` is whatever starts the backward at all outputs."""
+from .traced import StepEnd, Traced, forget_calls, without_unused
 
 
 def with_step_end(
     sample: Sample,
     traced: Traced,
-    loss: Loss | None,
-    holds_outputs: bool,
+    rest: Rest,
     record: Callable[[Sample, None, Leaves], Traced] = faithful_program,
 ) -> Traced:
     """A forward's program with what the step does beyond it, which ``record`` writes down.
 
     Raises:
         InputError: the loss is no function, fails on the outputs, or returns something else than one number to
-            differentiate.
+            differentiate; or nothing but the loss is wanted, and no output is the loss.
     """
+    loss = rest.loss
+    if rest.outputs not in ("all", "loss"):
+        raise InputError(f'outputs must be "all" or "loss", not {rest.outputs!r}')
     if loss is None or isinstance(loss, str):
         if loss not in (None, "outputs"):
             raise InputError(f'loss must be a function of the model\'s output, or "outputs", not {loss!r}')
-        return replace(traced, end=StepEnd(_starts(sample, traced, loss), holds_outputs, loss))
+        found = replace(traced, end=StepEnd(_starts(sample, traced, loss), rest))
+        return found if rest.outputs == "all" else _with_the_loss_alone(found)
+    if rest.outputs == "loss":
+        raise InputError('outputs="loss" needs a model that returns its loss; ogc.optimize makes one with loss=')
     if not callable(loss):
         raise InputError(f"loss must be a function of the model's output, such as a criterion, not {loss!r}")
     root = _Root(loss)
@@ -57,7 +60,32 @@ def with_step_end(
         torch.set_rng_state(traced.state["random state"])
         _check(root, spec, given)
         found = record(Sample(root, spec, given), None, Leaves(root, ()))
-    return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), holds_outputs, loss))
+    return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), rest))
+
+
+def _with_the_loss_alone(traced: Traced) -> Traced:
+    """A program that returns its loss, and None in the place of all other tensors."""
+    assert traced.end is not None
+    starts = traced.end.starts
+    if len(starts) != 1 or traced.outputs[starts[0]].dim():
+        shapes = ", ".join(str(list(traced.outputs[n].shape)) for n in starts) or "none"
+        raise InputError(
+            'outputs="loss" needs a model that returns one number to differentiate, by the name loss if there are '
+            f"several; this one returns tensors to differentiate of shapes {shapes}. Compute the loss in its forward, "
+            "or give loss= and targets= too"
+        )
+    (start,) = starts
+    graph = torch.fx.Graph()
+    output = graph.graph_copy(traced.graph, {})
+    graph.output((output[start],))  # type: ignore[index]
+    return replace(
+        traced,
+        graph=without_unused(graph),
+        output_spec=traced.output_spec.only(start),
+        outputs=[traced.outputs[start]],
+        requires_grad=[True],
+        end=replace(traced.end, starts=(0,)),
+    )
 
 
 class _Function(torch.nn.Module):
@@ -81,6 +109,12 @@ class _Root(torch.nn.Module):
 
     def forward(self, output: Any) -> Any:
         return self.loss(output)
+
+
+def tensors_of(function: Any) -> list[torch.Tensor]:
+    """The tensors that a function gets hold of by itself, other than those of modules."""
+    held = [thing for thing in _held_by(function) if thing is not function and not isinstance(thing, torch.nn.Module)]
+    return tensor_leaves(held)
 
 
 def modules_of(function: Any) -> list[torch.nn.Module]:
@@ -117,12 +151,8 @@ def _output(sample: Sample, traced: Traced) -> Any:
 def _starts(sample: Sample, traced: Traced, loss: str | None) -> tuple[int, ...]:
     """The outputs at which a backward starts: the one scalar, or all of them."""
     differentiable = [n for n, requires_grad in enumerate(traced.requires_grad) if requires_grad]
-    scalars = [n for n in differentiable if not traced.outputs[n].dim()]
-    if len(scalars) > 1:
-        output = _output(sample, traced)
-        named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        scalars = [n for n in scalars if traced.outputs[n] is named]
-    return tuple(scalars if len(scalars) == 1 and loss is None else differentiable)
+    found = losses_among(_output(sample, traced), traced.outputs, traced.requires_grad) if loss is None else []
+    return tuple(found if len(found) == 1 else differentiable)
 
 
 def _check(root: _Root, spec: InputSpec, tensors: list[torch.Tensor]) -> None:
@@ -168,6 +198,7 @@ def _joined(traced: Traced, loss: Traced, root: _Root, places: list[int], end: S
             # Names that no operation of the model may get, be there a loss or not.
             copies[node] = graph.create_node(node.op, target, args, kwargs, name=f"loss_{node.name}")
             copies[node].meta = {**node.meta, OUTSIDE: True}
+            forget_calls(copies[node])
     own = {target for target in loss.grad_targets if not isinstance(target, int)}
     return replace(
         traced,

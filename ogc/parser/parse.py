@@ -12,26 +12,30 @@ import torch
 from ..errors import ParseError
 from ..graph import Graph
 from ..operators.registry import out_of_place
+from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
 from ..program.program import OUTSIDE
+from ..program.step import Loss, Rest
 from ..program.structures import InputSpec
 from ..torch_state.collecting import collecting_new_only
 from ..torch_state.compare import difference, same_bits
+from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from .arguments import Sample, call_arguments, check_model, check_tensors, device_of, profile_kind
-from .assemble import graph_of
+from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
 from .leaves import LeafModules, Leaves
-from .loss import Loss, modules_of, with_step_end
+from .loss import modules_of, with_step_end
 from .passes.bindings import Bindings
+from .passes.casts import share_casts
 from .passes.in_place import run_out_of_place
 from .passes.last_writes import copy_after_last_write
 from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stretches
 from .passes.unfold import Unfolding
 from .repeatable import refuse_chance, why_not_repeatable
-from .traced import READS, OpaqueError, Traced, without_unused
+from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
 from .weigh.estimate import Estimator
 from .weigh.forms import Forms
 from .weigh.leaf import Profiler, weigh
@@ -49,6 +53,7 @@ def parse(
     *,
     loss: Loss | None = None,
     holds_outputs: bool = True,
+    outputs: str = "all",
     parse_graph: ParseGraph | bool | None = None,
     profile: str = "auto",
     device: torch.device | str | None = None,
@@ -73,6 +78,8 @@ def parse(
             by the optimized model. Without it the backward starts at the one output with ``dim() == 0`` that requires
             grad, of several at the one named ``loss``, or else at all outputs, with dense gradients.
         holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
+        outputs: with ``"loss"`` nobody wants anything that the forward returns but its loss: the program returns None
+            in the place of all other tensors, which then need not exist.
         parse_graph: ``parse_graph(model, *inputs)`` returns a graph made by hand, to be parsed instead of the
             forward: a ``torch.fx.Graph`` or ``GraphModule``, a ``torch.export.ExportedProgram``, an
             :class:`ogc.GraphBuilder`, or the published ``(networkx.MultiDiGraph, source, target)``. It must
@@ -110,17 +117,25 @@ def parse(
     kind = profile_kind(profile, home, target)
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
+    rest = Rest(loss, holds_outputs, outputs)
     visit = partial(visited, model, profiler_of(kind, target, home), leaves)
     with untouched(*modules_of(loss), given=sample.spec.constants):
         while True:
-            recorded = with_step_end(sample, record_program(sample, make, leaves), loss, holds_outputs)
+            recorded = record_program(sample, make, leaves)
             try:
-                traced, observation = lower(sample, recorded, target, visit, stretches, slices)
+                traced, observation = lower(
+                    sample, with_step_end(sample, recorded, rest), target, visit, stretches, slices
+                )
                 break
             except OpaqueError as problem:
                 leaves.cover(problem)
+        graph = graph_of(sample.spec, traced, observation, str(target), kind)
+        if outputs == "loss" or stretches:  # the plain model has all outputs, whole
+            whole = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)
+            peak = plain_peak(graph_of(sample.spec, *whole, str(target), kind))
+            graph = replace(graph, plain_peak_bytes=peak)
     leaves.report()
-    graph = with_stretches(graph_of(sample.spec, traced, observation, str(target), kind), observation)
+    graph = with_stretches(graph, observation)
     return replace(graph, program=replace(graph.program, parse_graph=make))
 
 
@@ -142,6 +157,8 @@ def record_program(sample: Sample, make: ParseGraph | None, leaves: Leaves) -> T
     with untouched(sample.model):
         custom = custom_forward(sample.model, make, *sample.spec.rebuild(sample.copies()))
     traced = faithful_program(sample, custom, leaves)
+    for node in traced.graph.nodes:
+        forget_calls(node)
     _refuse_foreign_parameters(traced)
     return _check_custom(sample, custom, traced)
 
@@ -161,7 +178,10 @@ def lower(
     """
     traced, observation, state = settled(sample, recorded, device, visit, stretches, slices)
     _check_same(traced, observation, state, close if stretches else same_bits)
-    _check_grad_targets("replaying the program", observation.grad_targets, traced.grad_targets, sample.model)
+    wanted = traced.grad_targets
+    if end_of(traced).rest.outputs == "loss":
+        wanted &= observation.grad_targets  # others belong to outputs that nobody wants
+    _check_grad_targets("replaying the program", observation.grad_targets, wanted, sample.model)
     return traced, observation
 
 
@@ -180,6 +200,7 @@ def settled(
     """
     program = without_unused(recorded.graph)
     run_out_of_place(program)
+    share_casts(program)
     unfolding, forms, bindings = Unfolding(), Forms(device), Bindings()
 
     def visit_and_meet(record: Record, args: Any, kwargs: Any) -> None:
@@ -245,7 +266,7 @@ def _refuse_foreign_parameters(traced: Traced) -> None:
 
 def _check_custom(sample: Sample, custom: CustomForward, traced: Traced) -> Traced:
     """A graph made by hand must do what the model's forward does. Its outputs get the forward's structure."""
-    plain = FlatForward(sample.model.forward, sample.spec)
+    plain = FlatForward(plain_forward(sample.model), sample.spec)
     with untouched(sample.model):
         plain.run(sample.copies())
         state = state_of(sample.model)
@@ -297,5 +318,8 @@ def _check_grad_targets(what: str, ours: frozenset[Any], theirs: frozenset[Any],
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal up to rounding."""
-    scale = float(b.abs().max()) if b.numel() and b.is_floating_point() else 0.0
-    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, 1e-3, 1e-5 * scale, equal_nan=True)
+    is_rounded = b.numel() and b.is_floating_point()
+    scale, ulp = (float(b.abs().max()), torch.finfo(b.dtype).eps) if is_rounded else (0.0, 0.0)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.allclose(a, b, max(1e-3, 4 * ulp), max(1e-5, ulp) * scale, equal_nan=True)

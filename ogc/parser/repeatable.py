@@ -19,6 +19,7 @@ from ..torch_state.random_state import cuda_devices, python_random_state, random
 from .forward.flat import saved_until_done
 from .leaves import hooked_modules
 from .traced import OpaqueError
+from .weigh.leaf import held_aside
 from .weigh.record import Record
 
 FEW = 1024
@@ -89,6 +90,8 @@ def _difference(
         others = held - _bytes(results)
         if others > FEW and others * SMALL_INTERNALS > _bytes([*first[0], *first[1]]):
             return f"keeps {others / 1e6:.3g} MB for its backward that autograd does not know of"
+    if aside := held_aside(leaf, module, given):
+        return f"keeps {_bytes([given[n] for n in aside]) / 1e6:.3g} MB that it is given past autograd"
     return None
 
 

@@ -13,12 +13,17 @@ from ..errors import ParseError
 from ..operators.registry import updates_statistics
 from ..program.leaf import Leaf
 from ..program.program import Guards
+from ..program.step import Rest
 from ..program.structures import OutputSpec
 from ..torch_state.private import schema_of
 from .arguments import Sample
 
 READS = "reads"
 """In the ``meta`` of a leaf's node: whether Python reads numbers out of tensors in it."""
+
+CALL, ALIVE = "call", "alive"
+"""In a node's ``meta``, if the front end knows: the number of its call, and that of the last call during which the
+forward held the memory that its result was the first to be in."""
 
 ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.default}
 """Calls by PyTorch on a tensor that it makes of Python's data: nothing comes of them, and no program has them."""
@@ -52,18 +57,16 @@ class StepEnd:
 
     Attributes:
         starts: the numbers of the outputs at which the backward starts.
-        holds_outputs: the caller holds all outputs through the backward.
-        loss: what was said of that. A function gives one output more, the last; its calls are part of the program.
+        rest: what was said of that. A loss gives one output more, the last; its calls are part of the program.
     """
 
     starts: tuple[int, ...]
-    holds_outputs: bool = True
-    loss: Callable[[Any], Any] | str | None = None
+    rest: Rest = field(default_factory=Rest)
 
     @property
     def has_loss(self) -> bool:
         """Whether the program ends with the loss."""
-        return callable(self.loss)
+        return callable(self.rest.loss)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Traced:
         guards: what Python read out of tensors on the way; the program holds as long as these are the same.
         state: the model's after the call, once that was judged; see :func:`ogc.parser.forward.flat.state_of`.
         python_calls: of functions, Python's and others, by the forward's own code when it was judged.
+        names_read: of attributes that its code may have read then.
         end: how a step goes on from here, once that is known.
     """
 
@@ -92,6 +96,7 @@ class Traced:
     guards: Guards | None = None
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     python_calls: int = 0
+    names_read: frozenset[str] = frozenset()
     end: StepEnd | None = None
 
 
@@ -109,6 +114,12 @@ class OpaqueError(ParseError):
     def __init__(self, message: str, modules: dict[str, str]) -> None:
         super().__init__(message)
         self.modules = modules
+
+
+def forget_calls(node: torch.fx.Node) -> None:
+    """Take out of a node's ``meta`` what it says of other calls, which are none of the forward's."""
+    for key in (CALL, ALIVE):
+        node.meta.pop(key, None)
 
 
 def has_effects(operator: Any) -> bool:

@@ -105,6 +105,11 @@ class Leaf:
         return self.module if self.function is None else None
 
     @property
+    def runs_once(self) -> bool:
+        """Whether it must not be called again."""
+        return not self.repeatable
+
+    @property
     def __name__(self) -> str:
         return "leaf"
 
@@ -148,5 +153,5 @@ class Leaf:
 
 
 def runs_once(target: Any) -> bool:
-    """Whether what a node calls is a leaf that must not be called again."""
-    return isinstance(target, Leaf) and not target.repeatable
+    """Whether what a node calls must not be called again: a leaf, or what has made gradients of its own."""
+    return bool(getattr(target, "runs_once", False))

@@ -16,6 +16,7 @@ import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ..torch_state.private import OpOverload, is_view, pytree, storage_id
+from .step import Rest
 from .structures import InputSpec, OutputSpec, autocast_kinds
 
 CONSTANT = "_ogc_constant_"
@@ -26,6 +27,12 @@ OWN = "own"
 
 OUTSIDE = "outside"
 """In a node's ``meta``: it is a call of the caller's, who goes on from what the model's forward returns."""
+
+SHARED = "shared"
+"""In a node's ``meta``: it is a cast of autocast's, which all uses of a parameter in the caller's region share."""
+
+SHAPE = "shape"
+"""In a node's ``meta``: the shape of its tensor, where it is one tensor."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,13 @@ class Saved:
 
     ``tensor`` names the program tensor whose storage it shares; ``layout`` is its (size, stride, offset)
     where these differ from that tensor's. Without a tensor it is ``external`` (a parameter, a buffer, an
-    input: in memory anyway) or internal to the operation.
+    input: in memory anyway), ``unneeded`` (no backward asks for it) or internal to the operation.
     """
 
     tensor: TensorRef | None = None
     layout: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
     external: bool = False
+    unneeded: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,8 @@ class Program:
             operator with these arguments sooner than ``torch.ops`` does.
         guards: what Python read out of tensors; the program holds where it is the same. None if nothing was read.
         parse_graph: the function that made the graph by hand, if one did.
-        loss: the function of the outputs with which the caller goes on, if that is known.
-        holds_outputs: the caller is taken to hold the outputs through the backward.
+        rest: how the caller goes on.
+        names_read: of attributes of modules that the forward's code may have read.
     """
 
     graph: torch.fx.Graph
@@ -95,8 +103,8 @@ class Program:
     bindings: dict[tuple[int, Any], str] = field(default_factory=dict)
     guards: Guards | None = None
     parse_graph: Any = None
-    loss: Any = None
-    holds_outputs: bool = True
+    rest: Rest = field(default_factory=Rest)
+    names_read: frozenset[str] = frozenset()
 
     @property
     def operations(self) -> list[torch.fx.Node]:

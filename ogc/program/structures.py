@@ -10,12 +10,13 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import InputError
 from ..torch_state.private import pytree
 
 TENSOR = object()
@@ -68,12 +69,12 @@ class InputSpec:
 
     tree: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    casts: tuple[tuple[str, torch.dtype], ...]
+    casts: tuple[Any, ...]
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, list[torch.Tensor]]:
         """The specification of a call and its tensors, in order."""
-        casts = autocast_state()
+        casts = _casts()
         if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
             return InputSpec(_tree_of_tensors(len(args)), tuple(map(TensorSpec.of, args)), casts), list(args)
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -244,6 +245,17 @@ class OutputSpec:
         """What is no tensor, in order."""
         return [leaf for leaf in _flat(self.leaves) if leaf is not TENSOR and not isinstance(leaf, _GivenObject)]
 
+    def only(self, number: int) -> OutputSpec:
+        """The structure with one of its tensors, and None in the place of the others and of objects that hold them.
+
+        Raises:
+            InputError: the call changes objects that it is given.
+        """
+        if self.changed:
+            raise InputError("the forward stores tensors in objects that it is given, so they are wanted; let it not")
+        count = iter(range(len([leaf for leaf in _flat(self.leaves) if leaf is TENSOR])))
+        return replace(self, leaves=tuple(_only(leaf, number, count) for leaf in self.leaves))
+
     def deliver(self, tensors: Iterable[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call with these arguments; objects among them are changed as by the call."""
         has_objects = self.changed or any(isinstance(leaf, (HolderSpec, _GivenObject)) for leaf in self.leaves)
@@ -269,6 +281,16 @@ class OutputSpec:
             return described
 
         return pytree.tree_unflatten([leaf_of(leaf) for leaf in self.leaves], self.tree)
+
+
+def _only(leaf: Any, number: int, count: Iterator[int]) -> Any:
+    """One leaf of a structure, of whose tensors in order one is wanted."""
+    if leaf is TENSOR:
+        return TENSOR if next(count) == number else None
+    if not isinstance(leaf, HolderSpec):
+        return leaf
+    content = replace(leaf.content, leaves=tuple(_only(one, number, count) for one in leaf.content.leaves))
+    return HolderSpec(leaf.kind, content) if TENSOR in _flat(content.leaves) else None
 
 
 class _Content:
@@ -309,9 +331,19 @@ def _open(leaf: Any, known: dict[int, _GivenObject], around: tuple[Any, ...]) ->
     return leaf, []
 
 
+EACH_BY_ITSELF = "each by itself"
+"""What autocast does to a parameter where its casts are not shared."""
+
+
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     """Device types for which autocast is on, and what it casts to."""
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in autocast_kinds())
+
+
+def _casts() -> tuple[Any, ...]:
+    """What autocast does to a call, and whether it shares its casts."""
+    casts = autocast_state()
+    return casts if not casts or torch.is_autocast_cache_enabled() else (*casts, EACH_BY_ITSELF)
 
 
 def autocast_kinds() -> list[str]:

@@ -22,15 +22,20 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
+from ..program.casts import cast
 from ..program.leaf import Leaf
 from ..program.program import attribute, storage_of, tensor_leaves, without_autocast
 from ..torch_state.private import id_of_storage, is_view, keeps_graph, pytree, storage_id, version_of
 from ..torch_state.random_state import State, random_states, set_random_states
-from .packed import Argument, RepeatedCall, kept, unpack
+from .packed import Argument, RepeatedCall, dropped, kept, unpack
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward. Below it, KEEP - 1 - t marks one that also is of use
 where operation t is run again."""
+
+
+DROP = -(2**62)
+"""Marks a saved tensor that no backward asks for: nothing is held."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Step:
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
         self.returned: dict[int, list[Hashable]] = {}  # marks of what leaves returned, by operation
         self.lock = RLock()
+        self.cast = cast
 
     def open(self, number: int, parent: Frame | None = None) -> Frame:
         """The frame of a run of this step; ``parent`` is that of the run around it."""
@@ -95,7 +101,9 @@ class Frame:
             parent.inner[code.number] = weakref.ref(self)
             parent = parent.parent
         self.held: dict[str, Any] = {}
-        self.versions: list[tuple[torch.Tensor, int]] = []
+        self.versions: dict[str, list[tuple[torch.Tensor, int]]] = {}  # of the tensors in these
+        self.given: list[str] = []  # those that the run around this one has made
+        self.waits = False  # for that run to make them again
         self.versions_of_bound: list[int] = []
         self.slots: dict[Any, torch.Tensor] = {}
         self.calls: dict[int, RepeatedCall] = {}  # of leaves that are called again, by operation
@@ -113,13 +121,14 @@ class Frame:
         """Hold values by name until the run is carried out."""
         for name, value in values.items():
             self.held[name] = _detached(value)
-            self.versions += [(tensor, version_of(tensor)) for tensor in _tensors(self.held[name])]
+            self.versions[name] = [(tensor, version_of(tensor)) for tensor in _tensors(self.held[name])]
 
     def give(self, number: int, **values: Any) -> None:
         """Hand values that the program made to a run inside this one, if anybody still waits for it."""
         inner = self.inner[number]()
-        if inner is not None and not inner.is_done:
+        if inner is not None and (inner.waits or not inner.is_done):
             inner.hold(values)
+            inner.given, inner.waits = list(values), False
 
     @contextmanager
     def random(self, operation: int) -> Iterator[None]:
@@ -138,11 +147,16 @@ class Frame:
         return found if len(found) == len(noted) else []
 
     def take(self, *names: str) -> list[Any]:
-        """The values that the program starts from; let go of unless the graph is kept for another backward."""
+        """The values that the program starts from.
+
+        They are let go of; where the graph is kept for another backward, but for those from the forward: the others can
+        be made again.
+        """
         values = [_differentiable(self.held[name]) for name in names]
-        if not keeps_graph():
-            self.held.clear()
-            self.versions.clear()
+        keeps = keeps_graph()
+        for name in self.given if keeps else list(self.held):
+            del self.held[name], self.versions[name]
+        self.given, self.waits = [], keeps and bool(self.given)
         return values
 
     def fill(self, slot: int, tensor: torch.Tensor, layout: Any = None) -> None:
@@ -151,19 +165,17 @@ class Frame:
         self.slots[slot] = tensor if layout is None else tensor.as_strided(*layout)
 
     def fetch(self, slot: Any) -> torch.Tensor:
-        """The tensor of a slot, for one backward."""
+        """The tensor of a slot, for one backward; another one makes it again."""
         tensor = self.slots.pop(slot, None)
         if tensor is None:
             with self.lock:
                 if slot not in self.slots:
                     self._run()
                 tensor = self.slots.pop(slot)
-        if keeps_graph():
-            self.slots[slot] = tensor
         return tensor
 
     def _run(self) -> None:
-        if self.parent is not None and not self.parent.is_done:
+        if self.parent is not None and (self.waits or not self.parent.is_done):
             self.parent._run()
         self._check_versions()
         expected, slots = iter(self.code.targets), self.slots
@@ -184,7 +196,8 @@ class Frame:
 
     def _check_versions(self) -> None:
         bound, code, model = self.step.bound, self.code, self.step.model
-        changed = any(version_of(tensor) != version for tensor, version in self.versions)
+        held = chain.from_iterable(self.versions.values())
+        changed = any(version_of(tensor) != version for tensor, version in held)
         now = [version_of(bound[place]) for place in code.externals]
         replaced = [name for place, name in code.of_leaves.items() if attribute(model, name) is not bound[place]]
         if not (changed or replaced or now != self.versions_of_bound):
@@ -253,6 +266,8 @@ class Frame:
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds in the place of a tensor that it saves."""
         slot = self._next_slot()
+        if slot == DROP:
+            return dropped(tensor)
         return (self, slot) if slot >= 0 else kept(tensor) if slot == KEEP else self._note(slot, tensor)
 
     def _note(self, slot: int, tensor: torch.Tensor) -> Any:

@@ -19,14 +19,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..graph import Graph
-from ..operators.sliced import Sliced
+from ..operators.slices import Sliced
 from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run
 from ..program.leaf import Leaf
 from ..program.program import Saved, TensorRef
-from .frame import KEEP, RunCode
+from .frame import DROP, KEEP, RunCode
 from .layout import Layout
-from .packed import unpack
+from .packed import dropped, unpack
 from .statements import argument, call_of, copy_of, let_go, live_nodes, takes_notes, view_of
 
 _serial = count()
@@ -60,7 +60,7 @@ def generate(graph: Graph, plan: Plan) -> Generated:
     targets = [node.target for node in graph.program.operations]
     forms = SimpleNamespace(**{form.__name__: form for form in layout.forms()})
     names: dict[str, Any] = {"torch": torch, "operator": operator, "low_memory": forms}
-    names.update(saved_tensors_hooks=saved_tensors_hooks, unpack=unpack)
+    names.update(saved_tensors_hooks=saved_tensors_hooks, unpack=unpack, dropped=dropped)
     names.update(inf=math.inf, nan=math.nan)
     names.update({target.name: target for target in targets if isinstance(target, (Leaf, Sliced))})
     filename = f"<ogc plan {next(_serial)}>"
@@ -117,6 +117,8 @@ class _ForwardWriter:
                 saved = [self.layout.saved_node(saved).name for saved in self.layout.saves[t]]
                 lines = [f"with frame_{number}.leaf({', '.join(saved)}):", f"    {lines[0]}"]
             lines += [f"step.mark_returned({t}, {node.name})"] if t in self.layout.repeated else []
+        if not number and any(saved.unneeded for saved in self.layout.saves[t]):
+            lines[-1] = f"with saved_tensors_hooks(dropped, unpack): {lines[-1]}"
         lines[-1] += freed
         return [f"step.remember_random({t})", *lines] if t in self.draws else lines
 
@@ -228,6 +230,8 @@ class _RunWriter:
     def _mark(self, t: int, k: int) -> int:
         """What marks a saved tensor that stays."""
         layout = self.layout
+        if layout.saves[t][k].unneeded:
+            return DROP
         of_use = t in layout.repeated and takes_notes(layout.target(FORWARD, t)) and layout.saves[t][k] == Saved()
         return KEEP - 1 - t if of_use else KEEP
 

@@ -13,8 +13,8 @@ from ..operators.registry import of
 from ..plan.decisions import Decisions
 from ..plan.schedule import FORWARD, Schedule
 from ..program.leaf import Leaf, runs_once
-from ..program.program import Program, Saved, TensorRef
-from .statements import copy_of, live_nodes, statement
+from ..program.program import SHARED, Program, Saved, TensorRef
+from .statements import argument, copy_of, live_nodes, statement
 
 
 class Layout:
@@ -67,7 +67,7 @@ class Layout:
         for start, stop in self.schedule.runs[number].leaves:
             for t in range(start, stop):
                 for k, saved in enumerate(self.saves[t]):
-                    if saved.external or self.is_repeated(number, t):
+                    if saved.external or saved.unneeded or self.is_repeated(number, t):
                         continue
                     if saved.tensor is None:
                         source = self.schedule.keepers[t]
@@ -172,4 +172,6 @@ class Layout:
     def write(self, number: int, t: int) -> str:
         """The statement of an operation in a run."""
         target = self.target(number, t)
+        if number == FORWARD and self.operations[t].meta.get(SHARED):
+            return f"{self.operations[t].name} = step.cast({', '.join(map(argument, self.operations[t].args))})"
         return statement(self.operations[t], target, self.program.bindings.get((t, target)), t if number else None)

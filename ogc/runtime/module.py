@@ -11,6 +11,7 @@ import torch
 from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
+from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, is_as_assigned, original_class, plain_forward
 from .runner import Planner, Runner, log
 
 
@@ -31,36 +32,36 @@ def optimized_module(
         runner.watch(twin, like=self)
         return twin
 
-    members = {"forward": planned_forward(model, runner), "__deepcopy__": deep_copy}
+    def shallow_copy(self: torch.nn.Module) -> torch.nn.Module:
+        twin = type(self).__new__(type(self))
+        vars(twin).update(vars(self))
+        runner.watch(twin, like=self)
+        return twin
+
+    members = {"forward": planned_forward(model, runner), "__deepcopy__": deep_copy, "__copy__": shallow_copy}
     shown = {"plan": plan, "graph": graph, "code": runner.generated.source}
-    result = instance_around(model, f"Optimized{original.__name__}", members, shown)
+    result = instance_around(model, original.__name__, members, shown)
     runner.watch(result, like=model)
     return result
 
 
-def original_class(model: torch.nn.Module) -> type[torch.nn.Module]:
-    """The class whose forward is the plain one: an optimized module may be optimized again."""
-    found: type[torch.nn.Module] = getattr(type(model), "_ogc_original", type(model))
-    return found
-
-
 def refuse_replaced_forward(model: torch.nn.Module) -> None:
-    """Raise InputError if the model's forward is not that of its class."""
+    """Raise InputError if the model's forward is not that of its class, which goes with one plan alone."""
     if "forward" in vars(model):
         raise InputError(
-            "the model's forward was replaced on the instance, so a planned one could not take its place; "
-            "put the replacement into a subclass"
+            "the model's forward was replaced on the instance, and it cannot be planned as a whole; optimize it before "
+            "its forward is replaced, or put the replacement into a subclass"
         )
 
 
 def planned_forward(model: torch.nn.Module, runner: Runner) -> Callable[..., Any]:
     """The forward that runs what ``runner`` has for a call, or else the original one."""
-    original = original_class(model)
+    assigned = vars(model).get("forward")
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        variant = runner.select(self, args, kwargs)
+        variant = runner.select(self, args, kwargs) if is_as_assigned(self, assigned) else None
         if variant is None:
-            return original.forward(self, *args, **kwargs)
+            return plain_forward(self)(*args, **kwargs)
         return runner.run(variant, self, args, kwargs)
 
     return forward
@@ -72,13 +73,11 @@ def instance_around(
     """An instance of a subclass, with this name and these members, that shares the model's attributes.
 
     What is in ``shown`` becomes a member too, unless the model has an attribute of that name.
-
-    Raises:
-        InputError: the model's forward is not that of its class.
     """
-    refuse_replaced_forward(model)
     original = original_class(model)
-    members = {"_ogc_original": original, "__reduce_ex__": _refuse_pickling, **members}
+    members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _refuse_pickling, **members}
+    members["__prepare_scriptable__"] = _plain
+    members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():
         if hasattr(original, key) or key in vars(model):
@@ -88,6 +87,13 @@ def instance_around(
     result: torch.nn.Module = object.__new__(type(name, (original,), members))
     object.__setattr__(result, "__dict__", vars(model))
     return result
+
+
+def _plain(self: torch.nn.Module) -> torch.nn.Module:
+    """An instance of the plain class that shares the attributes: what is scripted."""
+    plain: torch.nn.Module = object.__new__(original_class(self))
+    object.__setattr__(plain, "__dict__", vars(self))
+    return plain
 
 
 def copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:

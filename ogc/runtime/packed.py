@@ -33,6 +33,24 @@ def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return held, version_of(held)
 
 
+class _Nobody:
+    """Has none of the tensors that no backward asks for."""
+
+    def fetch(self, slot: object) -> torch.Tensor:
+        raise ReplayError(
+            "the backward comes to a part of the graph that no output depended on when the model was optimized; call "
+            "ogc.optimize again on this model"
+        )
+
+
+_nobody = _Nobody()
+
+
+def dropped(tensor: torch.Tensor) -> tuple[_Nobody, None]:
+    """What to hold for a tensor that no backward asks for."""
+    return _nobody, None
+
+
 def unpack(packed: Any) -> torch.Tensor:
     """The tensor that a pair stands for: (tensor, its version), or (who has it, its slot there)."""
     owner, key = packed if type(packed) is tuple else packed.pair

@@ -18,8 +18,10 @@ from ..plan.plan import Plan
 from ..program.leaf import Leaf
 from ..program.program import Program, attribute, get_attribute, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
+from ..torch_state.attributes import ReadAttributes
 from ..torch_state.module_state import State, WatchedModule
 from ..torch_state.no_trace import is_plain
+from ..torch_state.private import has_global_hooks, is_fx_tracing, parametrizations_are_cached
 from .frame import Step
 from .generate import Generated, generate
 
@@ -53,13 +55,17 @@ class Variant:
     plan: Plan | None = None
     code: Generated | None = None
     is_carried: bool = False  # the plan was made for other sizes
+    attributes: ReadAttributes | None = None  # that its program depends on
 
     def fits(self, state: State, inputs: InputSpec, size: bool = True) -> bool:
         """Whether a call is of this kind; without ``size``, up to shapes and strides."""
         return (self.state is state or self.state == state) and self.inputs.fits(inputs, size)
 
     def difference(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> str:
-        """What Python would read otherwise out of these inputs, in words; "" if nothing."""
+        """What Python would read otherwise out of attributes and these inputs, in words; "" if nothing."""
+        changed = None if self.attributes is None else self.attributes.first_changed(model)
+        if changed is not None:
+            return f"the attribute {changed} is another than when it was optimized"
         guards = None if self.graph is None else self.graph.program.guards
         return "" if guards is None else guards.difference(guards.read(model, tensors))
 
@@ -74,7 +80,8 @@ class Runner:
         self.watched: weakref.WeakKeyDictionary[torch.nn.Module, WatchedModule] = weakref.WeakKeyDictionary()
         self.generated = generate(graph, plan)
         self.is_idle = plan.is_plain and planner is None
-        self.sample = _variant(self.watch(model).state(model), graph.program.inputs, graph, plan, self.generated)
+        state = self.watch(model).state(model)
+        self.sample = _variant(model, state, graph.program.inputs, graph, plan, self.generated)
         self.variants = [self.sample]  # most recently used first
         self.evictions = 0
         self.is_planning = False
@@ -89,7 +96,7 @@ class Runner:
         """Take in a plan for another kind of calls."""
         self.is_idle = self.is_idle and plan.is_plain
         watched = self.watched.get(model) or self.watch(model)
-        self.variants.append(_variant(watched.state(model), graph.program.inputs, graph, plan))
+        self.variants.append(_variant(model, watched.state(model), graph.program.inputs, graph, plan))
 
     def watch(self, model: torch.nn.Module, like: torch.nn.Module | None = None) -> WatchedModule:
         """Start to compare ``model`` with what it is now: as the sample was planned for, or the same as ``like``."""
@@ -158,9 +165,9 @@ class Runner:
                 graph = planner.carry_over(model, call, origin.graph, origin.plan)
                 if graph is not None:
                     code = origin.code if _runs_the_same(graph, origin.graph) else None
-                    return _variant(state, inputs, graph, origin.plan, code, is_carried=True)
+                    return _variant(model, state, inputs, graph, origin.plan, code, is_carried=True)
         planned = planner.plan(model, call)
-        return None if planned is None else _variant(state, inputs, *planned)
+        return None if planned is None else _variant(model, state, inputs, *planned)
 
     def _put_first(self, variant: Variant) -> None:
         """Note that a variant is used; if it is new, one of its kind may have to make room."""
@@ -209,7 +216,9 @@ def is_planned_call(model: torch.nn.Module, training: bool) -> bool:
     """Whether plans are for such calls, if ``model`` was in training when they were made: a backward may follow."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or (training and not model.training):
         return False
-    return not (is_plain() or torch.jit.is_tracing() or torch.compiler.is_compiling())
+    if is_plain() or torch.jit.is_tracing() or torch.compiler.is_compiling() or is_fx_tracing():
+        return False
+    return not (has_global_hooks() or parametrizations_are_cached())
 
 
 def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[Any, ...]:
@@ -219,10 +228,19 @@ def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[A
 
 
 def _variant(
-    state: State, inputs: InputSpec, graph: Graph, plan: Plan, code: Generated | None = None, is_carried: bool = False
+    model: torch.nn.Module,
+    state: State,
+    inputs: InputSpec,
+    graph: Graph,
+    plan: Plan,
+    code: Generated | None = None,
+    is_carried: bool = False,
 ) -> Variant:
-    code = None if plan.is_plain else code or generate(graph, plan)
-    return Variant(state, inputs, graph, plan, code, is_carried)
+    if plan.is_plain:
+        return Variant(state, inputs, graph, plan, None, is_carried)
+    leaves = {node.target.module for node in graph.program.operations if isinstance(node.target, Leaf)}
+    attributes = ReadAttributes(model, graph.program.names_read, leaves)
+    return Variant(state, inputs, graph, plan, code or generate(graph, plan), is_carried, attributes)
 
 
 def _runs_the_same(a: Graph, b: Graph) -> bool:

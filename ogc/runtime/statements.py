@@ -9,7 +9,7 @@ import torch
 
 from ..operators.low_memory import LowMemory
 from ..operators.registry import live_arguments
-from ..operators.sliced import Sliced
+from ..operators.slices import Sliced
 from ..program.leaf import Leaf
 from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from .private import Allocation, is_profiled, traverse_dfs
 
@@ -93,13 +93,13 @@ def _marked_on_cpu(step: Step, prepare: Callable[[], object]) -> list[Mark]:
         with record_function(_MARK + label):
             pass
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    # torch.profiler.profile makes Python objects of all events at once, which takes longer than most steps.
+    with profile(use_kineto=True, profile_memory=True) as profiler:
         prepare()
         mark("begin")
         step(mark)
         mark("end")
-    # The profiler offers these events, with their addresses, only underneath its public face.
-    tree = profiler.profiler.kineto_results.experimental_event_tree()
+    tree = profiler.kineto_results.experimental_event_tree()  # with the addresses, which its public face leaves out
     held: dict[int, int] = {}  # bytes by address: what was there before the profiler has no size, or a stale one
     marks: list[Mark] = []
     live = peak = 0

@@ -1,9 +1,16 @@
-"""Plain attributes that a forward changes. A replayed program does not: what depends on them would be wrong."""
+"""Plain attributes that a forward changes, and those that it reads.
+
+A replayed program does not change them: what depends on them would be wrong. It has what they were made into: it holds
+as long as they are the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,6 +74,74 @@ def changes(
 
 
 _ABSENT = object()
+
+UNREAD = ("training", "forward")
+"""Attributes of which it is known in other ways what they are."""
+
+
+class ReadAttributes:
+    """What the plain attributes of some names hold, of a module and its submodules, and whether they still do.
+
+    Each call compares by identity, and only where that differs by what they hold.
+
+    Args:
+        model: as it is now.
+        names: of the attributes.
+        leaves: names of submodules that are called as they are, and may change what they like.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Collection[str], leaves: Collection[str]) -> None:
+        self.names = frozenset(names).difference(UNREAD)
+        self.inside = tuple(f"{leaf}." for leaf in leaves)
+        self.seen: weakref.WeakKeyDictionary[torch.nn.Module, _Seen] = weakref.WeakKeyDictionary()
+        self.held = self._held(self._found(model))
+        self.seen[model] = _Seen.of(self._found(model))
+
+    def first_changed(self, model: torch.nn.Module) -> str | None:
+        """The name of an attribute of ``model``, or a copy, that is not what it was; None if none is."""
+        seen = self.seen.get(model)
+        if seen is not None and seen.is_same():
+            return None
+        found = self._found(model)
+        held = self._held(found)
+        for name in self.held.keys() | held.keys():
+            before, now = self.held.get(name, {}), held.get(name, {})
+            for key in before.keys() | now.keys():
+                if before.get(key, _ABSENT) != now.get(key, _ABSENT):
+                    return f"{name}.{key}" if name else key
+        self.seen[model] = _Seen.of(found)
+        return None
+
+    def _found(self, model: torch.nn.Module) -> dict[str, tuple[dict[str, Any], tuple[str, ...]]]:
+        """For each module, by its name, its attributes and which of them are meant."""
+        found = {}
+        for name, module in model.named_modules():
+            keys = tuple(key for key in vars(module) if key in self.names and key not in TABLES)
+            if keys and not f"{name}.".startswith(self.inside):
+                found[name] = vars(module), keys
+        return found
+
+    def _held(self, found: dict[str, tuple[dict[str, Any], tuple[str, ...]]]) -> dict[str, dict[str, Any]]:
+        return {name: {key: _content(held[key]) for key in keys} for name, (held, keys) in found.items()}
+
+
+class _Seen(NamedTuple):
+    """The values of attributes when they were last looked at, and how to look again."""
+
+    looks: Sequence[tuple[Callable[[Any], Any], dict[str, Any]]]
+    values: list[Any]
+
+    @staticmethod
+    def of(found: dict[str, tuple[dict[str, Any], tuple[str, ...]]]) -> _Seen:
+        looks = [(itemgetter(*keys, keys[0]), held) for held, keys in found.values()]
+        return _Seen(looks, [value for look, held in looks for value in look(held)])
+
+    def is_same(self) -> bool:
+        try:
+            now = chain.from_iterable([look(held) for look, held in self.looks])
+        except KeyError:
+            return False
+        return all(map(is_, now, self.values))
 
 
 class _Itself:

@@ -6,7 +6,7 @@ import operator
 import random
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -51,7 +51,7 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     * which tensors are the gradients of the parameters;
     * the random states of Python, of numpy, of torch on the CPU and all GPUs in use, and of each ``torch.Generator``
       that is an attribute of a module or among ``given``, the arguments of a forward;
-    * autocast: for which devices it is on, its types, whether it caches; cached casts are let go of first and last;
+    * autocast: for which devices it is on, its types, its cache, which is not used inside of a region of the caller's;
     * whether gradients are computed.
 
     Not put back are what other objects hold, and what parameters and their gradients hold, but for parameters of models
@@ -69,11 +69,11 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     generators = [(generator, generator.get_state()) for generator in generators_of(models, given)]
     devices, settings = cuda_devices(), _settings()
     states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
-    torch.clear_autocast_cache()  # or weights that were cast before are constants of a program
+    let_casts_go = _let_casts_go()
     try:
         yield
     finally:
-        torch.clear_autocast_cache()
+        let_casts_go()
         for setting, values in settings:
             setting(*values)
         set_random_states(states, devices)
@@ -96,6 +96,18 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
         for buffer, copy in copies:
             if buffer.layout is not torch.strided or not (torch.equal(buffer, copy) and identical(buffer, copy)):
                 buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
+
+
+def _let_casts_go() -> Callable[[], None]:
+    """Let go of casts that autocast has, or weights that were cast before would be constants of a program.
+
+    Those of a region that the caller is in stay for the caller, and are not used. What is returned does it again.
+    """
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        torch.set_autocast_cache_enabled(False)
+        return lambda: None
+    torch.clear_autocast_cache()
+    return torch.clear_autocast_cache
 
 
 def _settings() -> list[tuple[Any, tuple[Any, ...]]]:

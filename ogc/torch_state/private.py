@@ -120,6 +120,15 @@ always_called_of = attrgetter("_forward_hooks_always_called")
 """Forward hooks that run after errors too. Without it these are taken for some that only collect outputs."""
 has_global_hooks: Any = torch.nn.modules.module._has_any_global_hook
 """Whether there are hooks of all modules. Without it these are given the twin of a part that is planned."""
+is_fx_tracing: Any = torch.fx._symbolic_trace.is_fx_symbolic_tracing
+"""Whether a symbolic trace by torch.fx is on. Without it optimized modules cannot be traced by it."""
+
+
+def parametrizations_are_cached() -> bool:
+    """Whether a parametrized tensor is made once for all who use it in a region. Without it plans make it for each."""
+    return bool(torch.nn.utils.parametrize._cache_enabled)
+
+
 own_call = attrgetter("_call_impl")
 """A module's own call, hooks and all. Without it no part of a model can be planned by itself."""
 CALL = "_compiled_call_impl"

@@ -69,7 +69,7 @@ def test_parts_are_even_and_cover_the_batch(samples, threads, monkeypatch):
     assert [part.start for part in parts] == [sum(sizes[:n]) for n in range(len(parts))]
     assert sum(sizes) == samples
     assert max(sizes) - min(sizes) <= 1
-    assert len(parts) == samples // threads or 1
+    assert len(parts) == max(1, samples // threads)
 
 
 @pytest.mark.parametrize("threads", [1], indirect=True)

@@ -28,6 +28,7 @@ ELSEWHERE = {
     "parser/recorder/record.py": {"clone"},  # calls that a pass or the recorder puts into a program
     "parser/recorder/tensors.py": {"as_strided", "detach"},
     "parser/passes/last_writes.py": {"clone"},
+    "parser/passes/losses.py": {"reshape"},
 }
 """Operators that are named in other rooms, where they are the room's own subject."""
 

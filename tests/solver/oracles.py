@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -36,13 +36,23 @@ Raises:
 
 def every_flat_plan(graph: Graph, wish: Wish) -> Found:
     """The best plan of one level, by the rule that cuts keep their boundary."""
-    return _best(itertools.starmap(Found, all_flat_plans(graph)), graph, wish)
+    return _best(_flat_plans(graph), graph, wish)
 
 
 def every_tree(graph: Graph, wish: Wish) -> Found:
     """The best tree of segments, by the simulator."""
-    costs = (simulate(graph, tree) for tree in _trees(graph.cuts))
-    return _best((Found(cost.peak_bytes, cost.recomputed_seconds) for cost in costs), graph, wish)
+    return _best(_all_trees(graph), graph, wish)
+
+
+@lru_cache(maxsize=4)  # of one graph several wishes are asked, one after the other
+def _flat_plans(graph: Graph) -> tuple[Found, ...]:
+    return tuple(itertools.starmap(Found, all_flat_plans(graph)))
+
+
+@lru_cache(maxsize=4)
+def _all_trees(graph: Graph) -> tuple[Found, ...]:
+    costs = (simulate(graph, tree) for tree in _different_trees(graph.cuts))
+    return tuple(Found(cost.peak_bytes, cost.recomputed_seconds) for cost in costs)
 
 
 def _exact(peak_of: Callable[[Graph], int], graph: Graph, wish: Wish) -> Found:
@@ -55,8 +65,8 @@ def _exact(peak_of: Callable[[Graph], int], graph: Graph, wish: Wish) -> Found:
 ORACLES: dict[str, Oracle] = {
     "every flat plan": every_flat_plan,
     "every tree": every_tree,
-    "mixed-integer program": partial(_exact, least_peak),
-    "search over states": partial(_exact, searched_peak),
+    "mixed-integer program": partial(_exact, lru_cache(maxsize=4)(least_peak)),
+    "search over states": partial(_exact, lru_cache(maxsize=4)(searched_peak)),
 }
 
 
@@ -71,6 +81,12 @@ def _best(found: Iterable[Found], graph: Graph, wish: Wish) -> Found:
     if not fitting:
         raise SolveError(f"nothing peaks at or below {budget} bytes")
     return min(fitting, key=lambda f: (f.recomputed_seconds, f.peak_bytes))
+
+
+@lru_cache(maxsize=16)
+def _different_trees(cuts: tuple[int, ...]) -> tuple[tuple[Segment, ...], ...]:
+    """Each once: two thirds of all are found by several ways."""
+    return tuple(dict.fromkeys(_trees(cuts)))
 
 
 def _trees(cuts: Sequence[int]) -> Iterator[tuple[Segment, ...]]:

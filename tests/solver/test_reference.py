@@ -104,7 +104,7 @@ def test_on_chains_none_needs_less_than_ours(seed):
     assert min(peaks, key=peaks.__getitem__) == "optimal"
 
 
-@pytest.mark.parametrize("length", [50, 100, 200, 300, 600, 1000, 1400])
+@pytest.mark.parametrize("length", [50, 100, 200, 300, 600, 1400])
 def test_on_long_chains_the_binomial_schedule_is_neither_smaller_nor_faster(length):
     graph = chain([1] * length)
     least, binomial = ogc.solve(graph), ogc.solve(graph, solver="binomial")

@@ -63,7 +63,7 @@ def test_the_cuts_that_a_plan_uses_are_looked_at_in_every_layer(seed, few_cuts):
 
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.1), (1, 0.05), (2, 0.3)])
 def test_a_time_buys_no_larger_peak_than_with_all_cuts(seed, share, monkeypatch):
-    graph = stack(seed, layers=16, length=24)
+    graph = stack(seed, layers=13, length=24)
     seconds = share * graph.step_seconds
     whole = all_cuts_at_once(graph, monkeypatch).within(seconds)
     found = Search(graph).within(seconds)
@@ -73,7 +73,7 @@ def test_a_time_buys_no_larger_peak_than_with_all_cuts(seed, share, monkeypatch)
 
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.5), (1, 0.3), (2, 0.7)])
 def test_a_budget_costs_no_more_time_than_with_all_cuts(seed, share, monkeypatch):
-    graph = stack(seed, layers=16, length=24)
+    graph = stack(seed, layers=13, length=24)
     peak = int(share * plain_plan(graph).peak_bytes)
     whole = all_cuts_at_once(graph, monkeypatch).fastest(peak)
     found = Search(graph).fastest(peak)

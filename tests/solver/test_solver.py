@@ -164,8 +164,9 @@ def test_plans_that_keep_values_are_brute_force(seed):
     graph = random_graph(5000 + seed, most=5)
     keeping = random_keeping(graph, random.Random(seed))
     costs = SegmentCosts(graph).costs(*keeping)
+    plans = list(all_flat_plans(graph, keeping))
     for peak in {peak for peak, _ in all_flat_plans(graph)}:
-        best = min(seconds for bytes_, seconds in all_flat_plans(graph, keeping) if bytes_ <= peak)
+        best = min(seconds for bytes_, seconds in plans if bytes_ <= peak)
         for weights in (costs, costs.undominated()):
             found = simulate(graph, OuterLevel(weights).fastest(peak))
             assert found.recomputed_seconds <= best * (1 + 1e-12)

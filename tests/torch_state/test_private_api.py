@@ -90,9 +90,9 @@ def runs_checkpoints(names):
 
 
 def events():
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
+    with torch.autograd.profiler.profile(use_kineto=True, profile_memory=True) as profiler:
         torch.empty(1000)
-    return profiler.profiler.kineto_results.experimental_event_tree()
+    return profiler.kineto_results.experimental_event_tree()
 
 
 def allocates(kind):
@@ -130,6 +130,24 @@ def with_hooks():
 
 def are_tables_of_hooks(names):
     return all(len(getattr(with_hooks(), name)) == 1 and not getattr(nn.Linear(2, 2), name) for name in names)
+
+
+def is_fx_tracing(is_tracing):
+    found = []
+
+    class Asking(nn.Module):
+        def forward(self, x):
+            found.append(is_tracing())
+            return x
+
+    torch.fx.symbolic_trace(Asking())
+    return (found, is_tracing()) == ([True], False)
+
+
+def are_cached(are):
+    with nn.utils.parametrize.cached():
+        inside = are()
+    return (inside, are()) == (True, False)
 
 
 def has_global_hooks(has):
@@ -263,6 +281,8 @@ CHECKS = {
     "hooks_of": lambda of: list(map(len, of(with_hooks()))) == [1, 1, 1, 1],
     "always_called_of": lambda of: of(with_hooks()) and not of(nn.Linear(2, 2)),
     "has_global_hooks": has_global_hooks,
+    "is_fx_tracing": is_fx_tracing,
+    "parametrizations_are_cached": are_cached,
     "own_call": calls,
     "CALL": takes_the_place,
     "COMPILED": is_wrapped,

@@ -13,6 +13,7 @@ import torch
 from ..low_memory import Extra, LowMemory
 from ..parts import has_usual_strides
 from ..registry import Operator, register
+from ..slices.axes import of_first
 from ..weights import Use, Weights
 from .parts import convolved, gradient_of_images, parts_of
 from .workspace import hidden_bytes, hidden_bytes_of_backward, weigh, weigh_in_parts
@@ -98,7 +99,7 @@ register(
     Operator(
         aten.convolution.default,
         Convolution(aten.convolution.default, _Function),
-        by_sample=lambda args: bool(args[0].dim() == args[1].dim()),
+        along=of_first(lambda args, axis: 0 if axis == 0 and args[0].dim() == args[1].dim() else None),
         is_heavy=True,
         weigh=weigh,
         hidden_bytes=hidden_bytes,

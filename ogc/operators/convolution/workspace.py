@@ -72,7 +72,7 @@ def weigh_in_parts(use: Use, plain: Weights) -> Weights:
         return weights
     if 1 not in wanted:
         return replace(weights, working_bytes=sizes.input_phase)
-    late = _bytes_of(use.args[1:2]) + sizes.input_phase
+    late = _bytes_of([use.args[n] for n in (1, 2) if n in wanted]) + sizes.input_phase
     return replace(weights, working_bytes=sizes.weights_phase, late_bytes=late)
 
 

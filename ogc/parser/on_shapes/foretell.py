@@ -16,9 +16,10 @@ import torch
 from torch.fx.node import map_arg
 
 from ...errors import ParseError
+from ...program.program import SHAPE
 from ...torch_state.compare import same_bits
 from ..carry_over import check_same_program
-from ..traced import Traced
+from ..traced import ALIVE, CALL, Traced
 
 
 def foretold_program(known: Sequence[Traced], sizes: Sequence[int], size: int) -> Traced:
@@ -38,6 +39,8 @@ def foretold_program(known: Sequence[Traced], sizes: Sequence[int], size: int) -
         node = copies[nodes[0]] = graph.node_copy(nodes[0], copies.__getitem__)
         args, kwargs = at.of([(one.args, one.kwargs) for one in nodes])
         node.args, node.kwargs = map_arg((args, kwargs), copies.__getitem__)
+        if SHAPE in node.meta:
+            node.meta[SHAPE] = at.of([tuple(one.meta[SHAPE]) for one in nodes])
     constants = {name: at.tensor([traced.constants[name] for traced in known]) for name in first.constants}
     outputs = [at.tensor(list(each)) for each in zip(*(traced.outputs for traced in known), strict=True)]
     return replace(first, graph=graph, constants=constants, outputs=outputs)
@@ -87,7 +90,10 @@ _LAYOUT: tuple[Callable[[torch.Tensor], tuple[int, ...]], ...] = (lambda t: tupl
 def same_program(ours: Traced, theirs: Traced) -> bool:
     """Whether two programs are the same, numbers and shapes of constants and outputs included."""
     nodes = [
-        [(node.name, node.op, node.target, *_named((node.args, node.kwargs))) for node in traced.graph.nodes]
+        [
+            (node.name, node.op, node.target, *_named((node.args, node.kwargs)), *_noted(node))
+            for node in traced.graph.nodes
+        ]
         for traced in (ours, theirs)
     ]
     layouts = [
@@ -95,6 +101,11 @@ def same_program(ours: Traced, theirs: Traced) -> bool:
         for traced in (ours, theirs)
     ]
     return nodes[0] == nodes[1] and layouts[0] == layouts[1]
+
+
+def _noted(node: torch.fx.Node) -> tuple[Any, ...]:
+    """What was noted of a node that decides what is weighed."""
+    return tuple(node.meta.get(SHAPE, ())), node.meta.get(CALL), node.meta.get(ALIVE)
 
 
 def _named(arguments: Any) -> Any:

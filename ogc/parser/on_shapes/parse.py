@@ -20,6 +20,7 @@ from ...graph import Graph
 from ...operators.convolution.parts import Trials, trials_put_off
 from ...program.leaf import Leaf
 from ...program.program import Program
+from ...program.step import Loss
 from ...program.structures import InputSpec
 from ...torch_state.collecting import collecting_new_only
 from ...torch_state.no_trace import plainly, untouched
@@ -28,7 +29,7 @@ from ..assemble import graph_of
 from ..carry_over import check_same_program
 from ..faithful import front_end, with_expected
 from ..leaves import Leaves
-from ..loss import Loss, modules_of, with_step_end
+from ..loss import modules_of, with_step_end
 from ..parse import profiler_of, settled, visited, with_stretches
 from ..traced import RecordAgain, Traced
 from ..weigh.estimate import Estimator
@@ -57,8 +58,8 @@ class OtherSizes:
         graph: from :func:`ogc.parse`.
 
     Raises:
-        ParseError: its graphs cannot be told by shapes: there are leaves in it, it was made by hand, or it is not on a
-            CPU.
+        ParseError: its graphs cannot be told by shapes: there are leaves in it, it was made by hand, it has the loss
+            alone, or it is not on a CPU.
     """
 
     def __init__(self, model: torch.nn.Module, graph: Graph) -> None:
@@ -68,6 +69,8 @@ class OtherSizes:
             raise ParseError("leaves are not called without content")
         if self.program.parse_graph is not None:
             raise ParseError("a graph made by hand is not made anew")
+        if self.program.rest.outputs != "all":
+            raise ParseError("the plain model has outputs that are not in the graph")
         self.home = torch.device("cpu")
 
     @plainly()
@@ -80,7 +83,7 @@ class OtherSizes:
         sample = self._sample(sample_input)
         with untouched(*modules_of(loss), given=sample.spec.constants):
             traced = _recorded(sample, None, Leaves(self.model, ()))
-            traced = with_step_end(sample, traced, loss, self.program.holds_outputs, _recorded)
+            traced = with_step_end(sample, traced, replace(self.program.rest, loss=loss), _recorded)
         return without_content(traced)
 
     @collecting_new_only()
@@ -107,13 +110,19 @@ class OtherSizes:
         try:
             with untouched(self.model), trials_put_off() if puts_off else nullcontext(Trials()) as trials:
                 traced, observation, _ = settled(sample, traced, torch.device(self.graph.device), visit, run=run)
+                found = self._graph_of(sample, traced, observation)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             raise ParseError(f"the program cannot be run without content: {error}") from error
+        check_same_program(self.program.graph, found.program.graph)
+        return Weighed(found, trials)
+
+    def _graph_of(self, sample: Sample, traced: Traced, observation: Observation) -> Graph:
+        """With what only a forward shows as it is known."""
         for number, record in enumerate(observation.records):
             record.random = number in self.program.random
+        traced = replace(traced, names_read=self.program.names_read)
         found = graph_of(sample.spec, traced, observation, self.graph.device, self.graph.profile)
-        check_same_program(self.program.graph, found.program.graph)
-        return Weighed(replace(with_stretches(found, observation), runtime=self.graph.runtime), trials)
+        return replace(with_stretches(found, observation), runtime=self.graph.runtime)
 
     def _sample(self, sample_input: Any) -> Sample:
         sample = Sample(self.model, *InputSpec.of(*call_arguments(sample_input)))
@@ -132,7 +141,8 @@ def to_be_run(graph: Graph, recorded: Traced, loss: Loss | None) -> Graph:
     """A graph of a program that was foretold, with all that is not foretold from one that is the same."""
     program: Program = graph.program
     constants = {name: recorded.constants[name] for name in program.constants}
-    return replace(graph, program=replace(program, constants=constants, guards=recorded.guards, loss=loss))
+    rest = replace(program.rest, loss=loss)
+    return replace(graph, program=replace(program, constants=constants, guards=recorded.guards, rest=rest))
 
 
 def without_content(traced: Traced) -> Traced:

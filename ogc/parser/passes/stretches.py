@@ -8,10 +8,13 @@ from itertools import pairwise
 import torch
 
 from ...errors import InputError
-from ...operators.registry import low_memory_form, of, out_of_place
-from ...operators.sliced import Sliced
+from ...operators.registry import Along, of
+from ...operators.slices import Sliced
+from ...program.program import SHAPE, tensor_leaves
 from ...torch_state.private import schema_of
 from ..weigh.record import Record
+from .blocks import Block, Blocks, copied_into, place_of
+from .losses import loss_head, put_in_slices
 
 Stretch = tuple[str, str]
 """Names of the first and the last operation."""
@@ -23,18 +26,31 @@ def find_stretches(records: Sequence[Record]) -> list[Stretch]:
     Each runs from one tensor to another, where nothing in between is used elsewhere, and ends where the data
     get narrower: cut at a wide place, all of it would have to be there.
     """
-    found: list[Stretch] = []
+    nodes = [record.node for record in records]
+    heads = [head.nodes for node in nodes if (head := loss_head(node)) is not None]
+    blocks = [block.nodes for block in Blocks().all(nodes)]
+    others = [block for block in blocks if not any(set(block) & set(head) for head in heads)]
+    taken = {node for one in (*heads, *others) for node in one}
+    found = [(one[0].name, one[-1].name) for one in (*heads, *others)]
     start = 0
     while start < len(records):
         stop = start
-        while stop < len(records) and records[stop].is_samplewise and (stop == start or _continues(records, stop)):
+        while stop < len(records) and _may_be_next(records, start, stop, taken):
             stop += 1
         for first, last in pairwise(_ends(records, start, stop)):
             stretch = _trimmed(records, first, last)
             if stretch is not None:
                 found.append(stretch)
         start = max(stop, start + 1)
-    return found
+    place = {record.node.name: t for t, record in enumerate(records)}
+    return sorted(found, key=lambda stretch: place[stretch[0]])
+
+
+def _may_be_next(records: Sequence[Record], start: int, t: int, taken: set[torch.fx.Node]) -> bool:
+    """Whether the operation goes on with the chain that starts at ``start``."""
+    if not records[t].is_samplewise or records[t].node in taken:
+        return False
+    return t == start or _continues(records, t)
 
 
 def _continues(records: Sequence[Record], t: int) -> bool:
@@ -61,20 +77,26 @@ def _ends(records: Sequence[Record], start: int, stop: int) -> list[int]:
 def _trimmed(records: Sequence[Record], first: int, last: int) -> Stretch | None:
     """Without an operation at its start that writes to what it is given, and heavy ones at its end.
 
-    Those need not be run again for their own backward, but would be.
+    Those need not be run again for their own backward, but would be. One operation and views are worth no slices.
     """
     while first < last and schema_of(records[first].node.target).is_mutable:
         first += 1
     while first < last and of(records[last - 1].node.target).is_heavy:
         last -= 1
-    if not any(of(record.node.target).is_heavy for record in records[first:last]):
+    computing = [of(record.node.target) for record in records[first:last] if not of(record.node.target).moves]
+    if len(computing) < 2 or not any(operator.is_heavy for operator in computing):
         return None
     return records[first].node.name, records[last - 1].node.name
 
 
 def is_samplewise(node: torch.fx.Node, args: Sequence[object]) -> bool:
-    """Whether the call can be part of a stretch."""
-    return not node.kwargs and of(node.target).by_sample(args)
+    """Whether the call can be part of a chain: samples lie along the first axis before and after it."""
+    operator = of(node.target)
+    has_tensors = any(isinstance(value, torch.fx.Node) for value in node.kwargs.values())
+    if operator.along is None or has_tensors or (operator.sizes is not None and SHAPE not in node.meta):
+        return False
+    axes = (0, *[None] * (len(tensor_leaves(args)) - 1))
+    return operator.along(args, axes) == Along(0, axes)
 
 
 def slice_stretches(graph: torch.fx.Graph, stretches: Sequence[Stretch], slices: int, device: torch.device) -> None:
@@ -85,34 +107,44 @@ def slice_stretches(graph: torch.fx.Graph, stretches: Sequence[Stretch], slices:
     """
     if slices < 1:
         raise InputError(f"slices must be at least 1, not {slices}")
-    by_name = {node.name: node for node in graph.nodes}
     for first, last in stretches:
+        by_name = {node.name: node for node in graph.nodes}
         if first not in by_name or last not in by_name:
             raise InputError(f"the graph has no stretch from {first} to {last}; choose among graph.stretches")
-        node, inside = by_name[first], []
-        while node is not by_name[last]:
-            inside.append(node)
-            node = node.next
-        _replace([n for n in (*inside, node) if n.op == "call_function"], slices, device)
+        if (head := loss_head(by_name[last])) is not None and head.nodes[0] is by_name[first]:
+            put_in_slices(head, slices, device)
+        else:
+            _replace(_block(by_name[first], by_name[last]), slices, device)
 
 
-def _replace(inside: list[torch.fx.Node], slices: int, device: torch.device) -> None:
-    first, last = inside[0], inside[-1]
+def _block(first: torch.fx.Node, last: torch.fx.Node) -> Block:
+    """The block between two calls, or the chain."""
+    for entry in first.all_input_nodes:
+        block = Blocks().from_entry(entry)
+        if block is not None and (block.nodes[0], block.nodes[-1]) == (first, last):
+            return block
+    node, nodes = first, [first]
+    while node is not last:
+        node = node.next
+        nodes += [node] if node.op == "call_function" else []
     assert isinstance(first.args[0], torch.fx.Node)
-    # All that a stretch takes from outside, but for what it starts from, is the same for each sample.
-    outside = dict.fromkeys([first.args[0], *(n for node in inside for n in node.all_input_nodes if n not in inside)])
+    return Block(tuple(nodes), dict.fromkeys((first.args[0], *nodes), 0))
+
+
+def _replace(block: Block, slices: int, device: torch.device) -> None:
+    inside, last = set(block.nodes), block.nodes[-1]
+    outside = dict.fromkeys(n for node in block.nodes for n in node.all_input_nodes if n not in inside)
     body = torch.fx.Graph()
     copies = {node: body.placeholder(node.name) for node in outside}
-    for node in inside:
-        copies[node] = body.node_copy(node, copies.__getitem__)
-        target = out_of_place(node.target) or node.target
-        copies[node].target = low_memory_form(target, device) or target
+    for node in block.nodes:
+        copies[node] = copied_into(body, node, copies, block.axes[node], device)
     body.output(copies[last])
+    axes = tuple(block.axes.get(node) for node in outside)
     graph = last.graph
     with graph.inserting_after(last):
-        new = graph.call_function(Sliced(f"sliced_{first.name}", body, 1, slices), tuple(outside))
+        stretch = Sliced(f"sliced_{block.nodes[0].name}", body, axes, slices, block.axes[last])
+        new = graph.call_function(stretch, tuple(outside))
     last.replace_all_uses_with(new)
-    names = [node.meta.get("module", "") for node in (first, last)]
-    new.meta.update(last.meta, module=names[0] if names[0] == names[1] else " to ".join(names), operator="sliced")
-    for node in reversed(inside):
+    new.meta.update(last.meta, module=place_of(block.nodes), operator="sliced")
+    for node in reversed(block.nodes):
         graph.erase_node(node)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...errors import OgcError, ParseError
+from ...program.casts import shares_casts
 from ...program.leaf import Leaf
 from ...program.program import OWN, call_beside
 from ...torch_state.dispatch import dispatched_to
@@ -28,6 +29,7 @@ def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_car
     """
     model, spec, tensors = sample
     recorder = Recorder(model, tensors, leaves)
+    recorder.shares_casts = shares_casts(spec)
     flat = FlatForward(forward, spec)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     try:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_aggregate
 
-from ...program.program import WithoutGrad, call_beside, has_history, operator_name, tensor_leaves
+from ...program.casts import is_shared
+from ...program.program import SHARED, WithoutGrad, call_beside, has_history, operator_name, tensor_leaves
 from ...program.structures import autocast_kinds
 from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
 from ...torch_state.private import OpOverload, schema_of, version_of
@@ -68,6 +69,8 @@ class Recorder:
         self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
         self.leaf: str | None = None  # that we are inside of
+        self.shares_casts = False  # with whatever else runs in the caller's region
+        self.casting = 0  # calls that we are inside of and that autocast makes casts for
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
         self._given: set[int] = set()  # numbers of the storages that it was given
 
@@ -94,7 +97,7 @@ class Recorder:
         if self.leaf is not None:
             return self._call_in_leaf(call)
         if call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and autocast_kinds()):
-            return call.open()
+            return self._open(call)
         operator = usual_name(call.operator)
         call = call._replace(operator=operator)
         if self.before_call is not None:
@@ -114,6 +117,14 @@ class Recorder:
         with unseen():
             self._write_down(call, given, states, result)
         return result
+
+    def _open(self, call: Call) -> Any:
+        """Run what a call is made of; if autocast has a rule for it, its casts come first."""
+        self.casting += call.is_cast
+        try:
+            return call.open()
+        finally:
+            self.casting -= call.is_cast
 
     def protect(self, tensor: torch.Tensor) -> None:
         """Copy a parameter before the forward writes it past autograd, for :meth:`restore`."""
@@ -165,6 +176,8 @@ class Recorder:
             return
         node = self.graph.call_function(operator, *given)
         node.meta.update(self.scopes.here(), dims=max((t.dim() for t in results), default=0))
+        if self.casting and self.shares_casts and operator is torch.ops.aten.to.dtype:
+            node.meta[SHARED] = is_shared(call.args[0], call.args[1])
         written = [before for before in states if writes_of(before.tensor) != before.version]
         self._note_writes(operator, written)
         changes = schema_of(operator).is_mutable or any(t.is_floating_point() or t.is_complex() for t in results)
@@ -233,6 +246,7 @@ class Recorder:
 
     def _note_touched(self, node: torch.fx.Node, given: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         self.touched[node] = Touched(self._numbers(given), self._numbers(written))
+        self.tensors.note_call(node)
 
     def _numbers(self, tensors: list[torch.Tensor]) -> set[int]:
         return {storage.number for storage in map(self.tensors.storage, tensors) if storage is not None}

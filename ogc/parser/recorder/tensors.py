@@ -12,9 +12,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...program.program import CONSTANT, storage_of
+from ...program.program import CONSTANT, SHAPE, storage_of
 from ...torch_state.private import id_of_storage
 from ..forward.location import user_line
+from ..traced import ALIVE, CALL
 from ..weigh.record import layout_of
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -54,21 +55,34 @@ class Tensors:
         self._names = {id(tensor): name for name, tensor in self.state.items()}  # all are held by the model
         self._nodes = WeakTensorKeyDictionary()
         self._storages: dict[int, Storage] = {}
+        self._alive: list[Storage] = []  # but inputs and the model's state
+        self._calls = 0
         self._count = 0
         for number, tensor in enumerate(inputs):
             self.bind(tensor, graph.placeholder(f"input_{number}"))
         for tensor in self.state.values():
             if (storage := self.storage(tensor)) is not None:
                 storage.is_state = True
+        self._alive.clear()
         self.external_numbers = frozenset(range(self._count))  # of the storages of inputs, parameters and buffers
 
     def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         """From here on ``node`` stands for ``tensor``."""
         self._nodes[tensor] = node
+        node.meta.setdefault(SHAPE, tuple(tensor.shape))
         self.requires_grad[node] = tensor.requires_grad
         storage = self.storage(tensor)
         if storage is not None and storage.node is None:
             storage.node, storage.layout, storage.dtype = node, layout_of(tensor), tensor.dtype
+
+    def note_call(self, node: torch.fx.Node) -> None:
+        """Number a call, and note which storages the forward holds during it."""
+        self._calls += 1
+        node.meta[CALL] = self._calls
+        self._alive = [storage for storage in self._alive if not storage.reference.expired()]
+        for storage in self._alive:
+            if storage.node is not None:
+                storage.node.meta[ALIVE] = self._calls
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """The node of ``tensor``, made now if it has none."""
@@ -102,6 +116,7 @@ class Tensors:
         if known is None:
             known = self._storages[id_of_storage(raw)] = Storage(StorageWeakRef(raw), self._count, leaf)
             self._count += 1
+            self._alive.append(known)
         return known
 
     def _entry(self, raw: torch.UntypedStorage) -> Storage | None:

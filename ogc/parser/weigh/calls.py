@@ -12,9 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
+from ...program.layouts import Layout
 from ...program.program import has_history, storage_bytes, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, peak_bytes
 from ...torch_state.private import pytree
+from ...torch_state.random_state import cuda_devices
+from .backward.again import Layouts
 from .record import Record
 
 
@@ -94,6 +97,50 @@ def with_measured_bytes(weights: Weights, call: Call) -> Weights:
             # Prepared once more under the eyes of the profiler: what several operators saved goes one by one.
             working, _ = allocated_bytes(call.backward, "cpu", partial(call.prepare, with_gradients=True))
     return replace(weights, scratch_bytes=scratch, working_bytes=working)
+
+
+def backward_measured(
+    record: Record, device: torch.device, args: Any, kwargs: Any, layouts: Layouts, is_low_memory: bool
+) -> tuple[int, dict[int, Layout]]:
+    """Most bytes that the backward of a recorded call allocates at once, run on these arguments.
+
+    And how the gradients that it gives are laid out, by the numbers of the arguments. Those that it is given are made
+    on the way, so that they go as early as in a step, and do not count.
+    """
+    ends = [n for n, flag in enumerate(record.differentiable) if flag]
+    target = record.form.target if is_low_memory and record.form else None
+    call, found, given = Call(record, args, kwargs, target), dict[int, Layout](), [0]
+
+    def prepare() -> None:
+        call.prepare()
+        call.forward()
+        call.saved = []
+        results = {n: end for n, end in zip(ends, call.ends(), strict=True) if n in layouts}
+        call.result = _Given.apply([layouts[n] for n in results], given, *results.values())
+
+    def run() -> None:
+        starts = [n for n, tensor in enumerate(tensor_leaves(call.inputs)) if tensor.requires_grad]
+        results = torch.autograd.grad(call.result, call.edges, allow_unused=True)
+        found.update((n, Layout.of(t)) for n, t in zip(starts, results, strict=True) if t is not None)
+
+    with torch.random.fork_rng(cuda_devices()):
+        peak, _ = allocated_bytes(run, device, prepare)
+    return max(0, peak - given[0]), found
+
+
+class _Given(torch.autograd.Function):
+    """Makes the gradients of a call's results when its backward starts, and holds on to none."""
+
+    @staticmethod
+    def forward(ctx: Any, layouts: list[Layout], made: list[int], *ends: torch.Tensor) -> torch.Tensor:
+        ctx.layouts, ctx.kinds, ctx.made = layouts, [(end.dtype, end.device) for end in ends], made
+        return ends[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        gradients = [layout.zeros(*kind) for layout, kind in zip(ctx.layouts, ctx.kinds, strict=True)]
+        ctx.made[0] = storage_bytes(gradients) + gradient.nbytes
+        return None, None, *gradients
 
 
 def call_key(target: Any, args: Any, kwargs: Any) -> Any:

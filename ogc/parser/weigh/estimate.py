@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,15 +22,18 @@ from torch.fx.node import map_aggregate
 
 from ...operators.low_memory import Extra
 from ...operators.registry import Operator, like, of
-from ...operators.sliced import Sliced
+from ...operators.slices import Sliced, SlicedLoss
 from ...operators.weights import InputGradient, Use, Weights
+from ...program.layouts import Layout
+from ...program.leaf import runs_once
 from ...program.program import WithoutGrad, has_history, storage_bytes, tensor_leaves
 from ...torch_state.allocator import can_measure
 from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts, storage_id
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from ..passes.in_place import COPIES, REBASED
-from .calls import Call, call_key, own_argument, with_measured_bytes
+from .backward.again import Again, Layouts
+from .calls import Call, backward_measured, call_key, own_argument, with_measured_bytes
 from .forms import pretended
 from .meter import Meter
 from .record import Record, SeenForm, is_dense
@@ -85,6 +88,25 @@ class Estimator:
         self.elsewhere = device.type != home.type
         self.rates = rates_of(device.type)
         self.seen: dict[Any, Weights] = {}
+        self.backwards: dict[Any, Again] = {}
+
+    def again(self, record: Record, args: Any, kwargs: Any, can_measure: bool = False) -> Again | None:
+        """What weighs the backward of a call of an operator for gradients that are laid out in another way.
+
+        ``can_measure`` says that its bytes can be measured on a device that is no CPU, too.
+        """
+        target = record.node.target
+        if not isinstance(target, OpOverload):
+            return None
+        key = call_key(target, args, kwargs), record.form is None
+        if key not in self.backwards:
+
+            def run(args: Any, kwargs: Any, layouts: Layouts) -> Weights:
+                return self._run_on(pretended, target, args, kwargs, record.in_place, False, layouts)
+
+            measure = partial(backward_measured, record, self.device) if can_measure or self._can_measure() else None
+            self.backwards[key] = Again(target, args, kwargs, run, measure)
+        return self.backwards[key]
 
     def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:
         """The weights of a call of an operator with these arguments."""
@@ -131,9 +153,11 @@ class Estimator:
     def _sliced(self, operator: Sliced, record: Record, args: Any, kwargs: Any) -> Weights:
         plain = operator.with_plain_operators()
         weights = self._run(plain, args, kwargs, False, kernel_copies=self.device.type == "cpu")
-        if self._can_measure() and weights.forward_flops < _SMALL_STRETCH_FLOPS:
+        if isinstance(operator, SlicedLoss):
+            pass  # it has no kernels that copy
+        elif self._can_measure() and weights.forward_flops < _SMALL_STRETCH_FLOPS:
             weights = with_measured_bytes(weights, Call(record, args, kwargs))
-        if not weights.gradients:
+        if not weights.gradients or weights.ready_bytes:
             return weights
         return replace(
             weights,
@@ -168,7 +192,14 @@ class Estimator:
             return self._run_on(own_argument, target, args, kwargs, in_place, kernel_copies)
 
     def _run_on(
-        self, pretend: Callable[[Any, bool], Any], target: Any, args: Any, kwargs: Any, in_place: bool, copies: bool
+        self,
+        pretend: Callable[[Any, bool], Any],
+        target: Any,
+        args: Any,
+        kwargs: Any,
+        in_place: bool,
+        copies: bool,
+        layouts: Layouts | None = None,
     ) -> Weights:
         meter = Meter(self.rates.seconds, copies, self.device.type == "cpu", on_meta=pretend is pretended)
         with torch.enable_grad():
@@ -181,16 +212,28 @@ class Estimator:
                 result = target(*given[0], **given[1])
             outputs = tensor_leaves(result)
             forward = meter.take()
-            scratch = max(0, forward.peak_bytes - storage_bytes(outputs + saved, tensors))
+            kept = storage_bytes(outputs + saved, tensors)
+            ready = max(0, forward.held_bytes - kept) if runs_once(target) else 0
+            scratch = max(0, forward.peak_bytes - kept - ready)
             ends = [t for t in outputs if has_history(t)]
-            weights = Weights(scratch, forward.seconds, forward.flops)
-            return self._with_backward(weights, outputs, ends, starts, meter) if ends and starts else weights
+            weights = Weights(scratch, forward.seconds, forward.flops, ready_bytes=ready)
+            if layouts is None:
+                gradients = {id(end): like(end) for end in ends}
+            else:
+                numbered = ((layouts.get(n), t) for n, t in enumerate(outputs) if has_history(t))
+                gradients = {
+                    id(t): layout.zeros(t.dtype, t.device.type) for layout, t in numbered if layout is not None
+                }
+            return self._with_backward(weights, outputs, gradients, starts, meter) if gradients and starts else weights
 
     def _with_backward(
-        self, weights: Weights, outputs: list[torch.Tensor], ends: list[torch.Tensor], starts: Any, meter: Meter
+        self, weights: Weights, outputs: list[torch.Tensor], given: dict[int, torch.Tensor], starts: Any, meter: Meter
     ) -> Weights:
-        """Run it backward; ``starts`` are numbers of arguments, and the tensors or their gradient edges."""
-        given = {id(end): like(end) for end in ends}
+        """Run it backward from the gradients that its outputs are given, by identity.
+
+        ``starts`` are numbers of arguments, and the tensors or their gradient edges.
+        """
+        ends = [t for t in outputs if id(t) in given]
         with meter:
             found = torch.autograd.grad(ends, [start for _, start in starts], list(given.values()), allow_unused=True)
         backward = meter.take()
@@ -225,6 +268,7 @@ def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[
                 dense=is_dense(gradient),
                 contiguous=gradient.is_contiguous(),
                 is_view=is_view(gradient),
+                layout=Layout.of(gradient),
             )
         )
     return tuple(gradients)

@@ -13,11 +13,16 @@ Source: torch/csrc/autograd/input_buffer.cpp and engine.cpp.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...operators.weights import InputGradient
+from ...program.layouts import Layout, of_sum
 from ...program.program import TensorRef
+from .backward.again import Layouts
+
+Storages = Mapping[TensorRef, int]
+"""The number of the value in which a tensor of the program is."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,13 @@ class OperationGradients:
     gradients: tuple[InputGradient, ...]
     working_bytes: int  # most bytes that its backward allocates, results included
     late_bytes: int = 0  # the same once it has let go of what it saved, if it does so before it is done
+    ready_bytes: int = 0  # of its gradients, those that are there before
     copies_strided: bool = False  # its backward first copies a gradient that is not dense
     sources: tuple[TensorRef, ...] = ()  # what each argument is, be it made by the program or not
     base: int | None = None  # the output that stands for the whole tensor that the first output is a view of
+    is_start: bool = False  # its output starts autograd's graph: its gradient is the ``.grad`` of that
+    usual: tuple[Layout, ...] = ()  # how gradients of its outputs are laid out unless there is a reason
+    again: Callable[[Layouts], OperationGradients | None] | None = None  # the same for others
 
     def parameter(self, argument: int) -> TensorRef | None:
         """What an argument is that the program did not make."""
@@ -81,6 +90,8 @@ class OperationGradients:
             late_bytes=self.late_bytes and self.late_bytes + copied,
             copies_strided=False,
             base=len(self.outputs),
+            usual=(),
+            again=None,
         )
 
 
@@ -99,6 +110,7 @@ class _Gradient:
     dense: bool
     contiguous: bool
     is_view: bool = False
+    layout: Layout | None = None  # None: as is usual, or nobody knows
 
 
 def gradient_bytes(operations: Sequence[OperationGradients], returned: Sequence[TensorRef]) -> list[LiveGradients]:
@@ -125,6 +137,21 @@ def _parameter_uses(operations: Sequence[OperationGradients], returned: Sequence
             reached.update([made] if made else [])
             uses.update([parameter] if parameter else [])
     return uses
+
+
+def reached(operations: Sequence[OperationGradients], ends: Sequence[TensorRef], storages: Storages) -> list[bool]:
+    """For each operation, whether a backward from ``ends`` may come to it.
+
+    A tensor stands for all that share its storage, so that nothing is left out.
+    """
+    known = {storages.get(ref, ref) for ref in ends}
+    found = []
+    for op in reversed(operations):
+        made = zip(op.outputs, op.differentiable, strict=True)
+        found.append(any(flag and storages.get(ref, ref) in known for ref, flag in made))
+        if found[-1]:
+            known.update(storages.get(ref, ref) for ref in op.arguments if ref is not None)
+    return found[::-1]
 
 
 class _Engine:
@@ -162,7 +189,9 @@ class _Engine:
             self.release(old.storage)  # added in place to the newcomer
             self.waiting[tensor] = new
             return
-        self.waiting[tensor] = _Gradient(self.allocate(size), True, old.contiguous)
+        layout = of_sum(old.layout, new.layout) if old.layout and new.layout else None
+        contiguous = layout.is_contiguous if layout else old.contiguous
+        self.waiting[tensor] = _Gradient(self.allocate(size), True, contiguous, layout=layout)
         self.release(old.storage)
         self.release(new.storage)
 
@@ -174,12 +203,15 @@ class _Engine:
         incoming = {n: self.waiting.pop(ref) for n, ref in enumerate(op.outputs) if ref in self.waiting}
         if not incoming:
             return LiveGradients(before, before, 0)
+        if op.is_start:
+            return self._keep(op.output_bytes[0], incoming[0], before)
+        op, is_exact = _as_given(op, incoming)
         strided = sum(op.output_bytes[n] for n, g in incoming.items() if not g.dense) if op.copies_strided else 0
         reused = {g.argument: mine for g in op.gradients if (mine := self._written_over(incoming, g)) is not None}
         saved = sum(self.bytes[g.storage] for g in reused.values())
         self.most = max(self.most, self.live + op.working_bytes - saved + strided)
         late = self.live + op.late_bytes + strided if op.late_bytes else 0
-        handed = self._hand_out(op, incoming, reused)
+        handed = self._hand_out(op, incoming, reused, is_exact)
         for gradient in incoming.values():
             self.release(gradient.storage)
         for argument, gradient in handed:
@@ -187,7 +219,17 @@ class _Engine:
             if tensor is not None:
                 self.receive(tensor, gradient, sizes[tensor])
         self._hand_to_parameters(op, handed)
-        return LiveGradients(before, self.most, late)
+        return LiveGradients(before, max(before, self.most - op.ready_bytes), late)
+
+    def _keep(self, size: int, gradient: _Gradient, before: int) -> LiveGradients:
+        """A gradient becomes a ``.grad`` that stays, itself or, if somebody else holds it or has gaps, as a copy.
+
+        Source: torch/csrc/autograd/functions/accumulate_grad.h.
+        """
+        if not gradient.dense or self.owners[gradient.storage] > 1 or self.bytes[gradient.storage] != size:
+            self.allocate(size)
+            self.release(gradient.storage)
+        return LiveGradients(before, self.most, 0)
 
     def _to_the_whole(self, views: Sequence[TensorRef], whole: TensorRef, size: int) -> None:
         """A gradient of a view becomes one of the whole, and is added to what is there of it."""
@@ -221,9 +263,12 @@ class _Engine:
         return found if self.bytes[found.storage] == gradient.bytes else None
 
     def _hand_out(
-        self, op: OperationGradients, incoming: dict[int, _Gradient], reused: dict[int, _Gradient]
+        self, op: OperationGradients, incoming: dict[int, _Gradient], reused: dict[int, _Gradient], is_exact: bool
     ) -> list[tuple[int, _Gradient]]:
-        """The gradients that the operation returns, one reference each, by argument."""
+        """The gradients that the operation returns, one reference each, by argument.
+
+        ``is_exact`` says that it was weighed with gradients that are laid out as the incoming ones.
+        """
         groups: dict[int, int] = {}
         handed = []
         for gradient in op.gradients:
@@ -240,7 +285,20 @@ class _Engine:
                 self.owners[storage] += 1
             else:
                 storage = groups[gradient.group] = self.allocate(gradient.bytes)
-            dense = gradient.dense and (source is None or source.dense)
+            layout = gradient.layout if is_exact else None
+            if source is not None and (gradient.argument in reused or gradient.layout is None):
+                layout = source.layout
+            # What the caller may hold is called strided, so that nothing is written over it.
+            dense = gradient.dense and (source is None or (source.dense or (is_exact and gradient.layout is not None)))
             contiguous = gradient.contiguous and (source is None or source.contiguous)
-            handed.append((gradient.argument, _Gradient(storage, dense, contiguous, gradient.is_view)))
+            handed.append((gradient.argument, _Gradient(storage, dense, contiguous, gradient.is_view, layout)))
         return handed
+
+
+def _as_given(op: OperationGradients, incoming: dict[int, _Gradient]) -> tuple[OperationGradients, bool]:
+    """The operation's backward from gradients that are laid out as these, and whether it is known."""
+    if not op.usual or all(g.layout is None or g.layout.is_like(op.usual[n]) for n, g in incoming.items()):
+        return op, all(g.dense for g in incoming.values())
+    layouts = {n: g.layout or op.usual[n] for n, g in incoming.items()}
+    found = None if op.again is None else op.again(layouts)
+    return (op, False) if found is None else (found, True)

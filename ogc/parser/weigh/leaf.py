@@ -11,11 +11,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.weights import Weights
 from ...program.leaf import Leaf
-from ...program.program import device_of_model, has_history, storage_bytes, tensor_leaves
+from ...program.program import device_of_model, has_history, storage_bytes, storage_of, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.no_trace import untouched
 from ...torch_state.private import storage_id
-from ..forward.flat import gradient_targets
+from ..forward.flat import gradient_targets, saved_until_done
 from .estimate import Estimator, input_gradients
 from .measure import Measurer
 from .meter import metered
@@ -32,7 +32,7 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
     """
     leaf = record.node.target
     if not isinstance(leaf, Leaf):
-        return profiler.weigh(record, args, kwargs)
+        return _of_operator(profiler, record, args, kwargs)
     home = device_of_model(model, args[1])
     seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
     call = _Call(leaf, args, in_place=record.in_place)
@@ -45,7 +45,7 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
             peak, held = allocated_bytes(call.forward, home, call.prepare)
         weights = Weights(
             scratch_bytes=max(0, peak - held),
-            internal_bytes=max(0, held - call.result_bytes()),
+            internal_bytes=max(0, held - call.result_bytes()) + _bytes_aside(record, leaf, args),
             forward_seconds=forward.seconds,
             forward_flops=forward.flops,
         )
@@ -69,6 +69,42 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
         if isinstance(profiler, Measurer):
             weights = replace(weights, backward_seconds=profiler.measure(call.prepare_backward, call.backward)[1])
         return weights
+
+
+def _of_operator(profiler: Profiler, record: Record, args: Any, kwargs: Any) -> Weights:
+    """The weights of a call of an operator, and what weighs it for other gradients."""
+    weights = profiler.weigh(record, args, kwargs)
+    record.again = profiler.again(record, args, kwargs) if weights.gradients else None
+    return weights
+
+
+def held_aside(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor]) -> list[int]:
+    """The numbers of given tensors that a call holds on to beside what it tells autograd to save.
+
+    A custom function may keep them in attributes of its context. A result that is one of them, or a view, does not
+    count. The model may be changed by the call.
+    """
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_(t.requires_grad).clone() for t in given]
+    ids = [None if storage_of(t) is None else storage_id(t) for t in inputs]
+    references = [None if storage_of(t) is None else StorageWeakRef(t.untyped_storage()) for t in inputs]
+    with torch.enable_grad(), saved_until_done():
+        results = tensor_leaves(leaf(module, inputs))
+    inputs.clear()
+    returned = {storage_id(t) for t in results if storage_of(t) is not None}
+    return [
+        n
+        for n, reference in enumerate(references)
+        if reference is not None and ids[n] not in returned and not reference.expired()
+    ]
+
+
+def _bytes_aside(record: Record, leaf: Leaf, args: Any) -> int:
+    """Bytes of the program's values that a leaf holds on to beside what it saves, which are noted in the record."""
+    module, given, _ = args
+    numbers = [] if record.in_place else held_aside(leaf, module, given)
+    record.aside = [ref for n in numbers if (ref := record.arguments[n]) is not None]
+    return storage_bytes(given[n] for n in numbers if record.arguments[n] is not None)
 
 
 class _Call:

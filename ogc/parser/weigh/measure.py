@@ -18,6 +18,7 @@ from ...operators.low_memory import LowMemory
 from ...operators.weights import Weights
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ..passes.in_place import REBASED
+from .backward.again import Again
 from .calls import Call, call_key
 from .estimate import Estimator
 from .record import Record
@@ -50,6 +51,10 @@ class Measurer:
                     form = self._run_form(record.form.target, call, estimate.low_memory)
                     self.seen[key] = replace(self.seen[key], low_memory=form)
         return self.seen[key]
+
+    def again(self, record: Record, args: Any, kwargs: Any) -> Again | None:
+        """What weighs the backward of a call for gradients that are laid out in another way."""
+        return self.estimator.again(record, args, kwargs, can_measure(self.device))
 
     def _run(self, call: Call, estimate: Weights) -> Weights:
         """The weights of PyTorch's operator."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,9 +12,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...operators.low_memory import LowMemory
 from ...operators.registry import live_arguments
 from ...operators.weights import Weights
+from ...program.layouts import Layout
 from ...program.leaf import Leaf
 from ...program.program import Saved, TensorRef, has_history, tensor_leaves
 from ...torch_state.private import base_of, storage_id
+from .backward.again import Again
 from .gradients import Rebase
 
 T = TypeVar("T")
@@ -53,12 +55,21 @@ class Record:
     form: SeenForm | None = None
     bindings: dict[Any, str] = field(default_factory=dict)  # see Program
     weights: Weights = field(default_factory=Weights)
+    aside: list[TensorRef] = field(default_factory=list)  # arguments that it holds beside what it saves
+    usual: list[Layout] = field(default_factory=list)  # per output; how its gradient is laid out
+    again: Again | None = None  # weighs its backward for gradients that are laid out in another way
     is_samplewise: bool = False  # whether it can be part of a stretch
 
     @property
     def in_place(self) -> bool:
         """Whether it writes what it was given."""
         return bool(self.writes_external) or any(value in self.reads for value in self.writes)
+
+    def forget_saves(self) -> None:
+        """Nothing that it saves outlives its results, as no backward comes to it."""
+        self.weights = replace(self.weights, internal_bytes=None, low_memory=None)
+        self.saves = [saved if saved.external else Saved(unneeded=True) for saved in self.saves]
+        self.saved_values, self.internal_bytes, self.form = [], 0, None
 
 
 @dataclass
@@ -73,6 +84,13 @@ class Observation:
     output_values: set[int]
     rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
     grad_targets: frozenset[Any] = frozenset()
+    held: dict[int, int] = field(default_factory=dict)  # the last operation during which the plain forward does
+
+    def new_value(self, name: str, size: int) -> int:
+        """The number of a value more, of so many bytes."""
+        self.value_names.append(name)
+        self.value_bytes.append(size)
+        return len(self.value_bytes) - 1
 
 
 class Memory:
@@ -82,6 +100,7 @@ class Memory:
         self.values: dict[int, tuple[int, StorageWeakRef]] = {}
         self.externals: dict[int, int] = {}
         self.views: dict[int, list[TensorRef]] = {}  # the program tensors in each value
+        self.views_of_externals: set[TensorRef] = set()  # such as slices of a parameter, with gradients of their own
         self.result = Observation([], [], [], {}, [], set())  # what was seen so far
 
     def external(self, tensor: Any) -> Any:
@@ -107,7 +126,8 @@ class Memory:
         for ref, tensor in zip(refs, tensors, strict=True):
             value = self.value(tensor)
             record.arguments.append(ref if value is not None else None)
-            record.receivers.append(self.result.rebased.get(ref, ref) if value is not None else None)
+            is_made = value is not None or ref in self.views_of_externals
+            record.receivers.append(self.result.rebased.get(ref, ref) if is_made else None)
             record.sources.append(ref)
             record.layouts.append((tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)))
             if value is not None:
@@ -129,9 +149,12 @@ class Memory:
             if known is not None:
                 self.result.storages[ref] = known
                 self.views.setdefault(known, []).append(ref)
+            else:
+                self.views_of_externals.add(ref)
             record.outputs.append(ref)
             record.output_bytes.append(tensor.numel() * tensor.element_size())
             record.differentiable.append(has_history(tensor))
+            record.usual.append(Layout.usual(tensor))
 
     def note_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
         harmless = {

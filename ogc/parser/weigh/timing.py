@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ...operators.sliced import Sliced
+from ...operators.slices import Sliced
 from ...operators.weights import Weights
 from ...program.program import WithoutGrad, tensor_leaves
 from ...torch_state.private import OpOverload, pytree

@@ -1,0 +1,49 @@
+"""How gradients are laid out in memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Layout(NamedTuple):
+    """The shape of a tensor and its strides in entries."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Layout:
+        """That of a tensor."""
+        return Layout(tuple(tensor.shape), tensor.stride())
+
+    @staticmethod
+    def usual(tensor: torch.Tensor) -> Layout:
+        """That of a gradient for a tensor unless there is a reason for another one: its own, without gaps."""
+        return Layout.of(tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta"))
+
+    def zeros(self, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+        """A tensor that is laid out so."""
+        if device == "meta":
+            return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        entries = torch.zeros(max(0, last + 1) if 0 not in self.shape else 0, dtype=dtype, device=device)
+        return entries.as_strided(self.shape, self.strides)
+
+    def is_like(self, other: Layout) -> bool:
+        """Whether a tensor of the same shape lies in memory as one of the other layout does."""
+        axes = zip(self.shape, self.strides, other.strides, strict=True)
+        return all(size == 1 or mine == theirs for size, mine, theirs in axes)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is a new tensor's."""
+        return self.zeros(torch.float32, "meta").is_contiguous()
+
+
+@cache
+def of_sum(one: Layout, other: Layout) -> Layout:
+    """That of the sum of two tensors."""
+    return Layout.of(one.zeros(torch.float32, "meta") + other.zeros(torch.float32, "meta"))

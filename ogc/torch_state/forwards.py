@@ -1,0 +1,71 @@
+"""Which forward of a module is the plain one, and one that may be replaced without replacing that."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+
+ORIGINAL = "_ogc_original"
+"""The attribute of an optimized module's class that holds the class whose forward is the plain one."""
+
+REPLACED = "_ogc_forward"
+"""The slot of an optimized module that holds what was assigned to its ``forward``."""
+
+
+def original_class(model: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class whose forward is the plain one: an optimized module may be optimized again."""
+    found: type[torch.nn.Module] = getattr(type(model), ORIGINAL, type(model))
+    return found
+
+
+def plain_forward(model: torch.nn.Module) -> Callable[..., Any]:
+    """The forward that was optimized, whatever was wrapped around the optimized one since; of others their own.
+
+    It may be one that was assigned to the plain model, such as one wrapped for mixed precision.
+    """
+    assigned: Callable[..., Any] | None = vars(model).get("forward")
+    return partial(original_class(model).forward, model) if assigned is None else assigned
+
+
+def is_as_assigned(model: torch.nn.Module, assigned: Callable[..., Any] | None) -> bool:
+    """Whether the plain model's forward is still this one, or its copy for another instance; None: its class's."""
+    now = vars(model).get("forward")
+    return now is assigned or getattr(now, "__func__", now) is getattr(assigned, "__func__", None)
+
+
+class OwnForward:
+    """The forward of an optimized module as an attribute of its class.
+
+    An optimized module has the attributes of the plain one, the same dict. A forward that is assigned to it, such as
+    one wrapped for mixed precision, is kept apart from these: it is not the plain model's. It has the signature
+    of the forward of ``like``, unless it has one of its own.
+    """
+
+    def __init__(self, function: Callable[..., Any], like: torch.nn.Module) -> None:
+        self.function = function
+        if "forward" not in vars(like):
+            function.__wrapped__ = original_class(like).forward  # type: ignore[attr-defined]
+        elif not hasattr(function, "__signature__"):
+            signature = inspect.signature(plain_forward(like))
+            own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            parameters = [own, *signature.parameters.values()]
+            function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[..., Any]:
+        if module is None:
+            return self.function
+        replaced = getattr(module, REPLACED, None)
+        return MethodType(self.function, module) if replaced is None else replaced
+
+    def __set__(self, module: torch.nn.Module, replacement: Callable[..., Any] | None) -> None:
+        object.__setattr__(module, REPLACED, replacement)
+
+    def __delete__(self, module: torch.nn.Module) -> None:
+        if getattr(module, REPLACED, None) is None:
+            raise AttributeError("forward")
+        object.__setattr__(module, REPLACED, None)

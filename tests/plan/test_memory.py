@@ -1,0 +1,259 @@
+"""Small modules in which each byte counts: what is simulated, the allocator gives."""
+
+import pytest
+import torch
+from helpers import assert_same_training, loss_of, measured_peak
+from torch import nn
+
+import ogc
+
+
+def assert_as_simulated(model, inputs, rel=0.01, shares=(0.7,), **settings):
+    """The plain model, the least peak and peaks within shares of the plain one are what the allocator gives."""
+    graph = ogc.parse(model, inputs, loss=loss_of, holds_outputs=False, **settings)
+    plain = ogc.solve(graph, solver="none")
+    assert plain.peak_bytes == pytest.approx(measured_peak(model, inputs), rel=rel)
+    plans = [ogc.solve(graph), *(ogc.solve(graph, memory_budget=share) for share in shares)]
+    for plan in plans:
+        assert plan.peak_bytes == pytest.approx(measured_peak(ogc.apply(model, graph, plan), inputs), rel=rel)
+
+
+class InOneMatrix(nn.Module):
+    """A linear layer whose weights are slices of one parameter, as in attention: these get gradients of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(3, 64, 64) / 8)
+
+    def forward(self, x):
+        first, second, third = self.matrix.unbind()
+        return (x @ first).tanh() @ second.t() + x @ third.transpose(0, 1).contiguous()
+
+
+def test_gradients_of_parts_of_a_parameter_wait_for_each_other():
+    assert_as_simulated(nn.Sequential(InOneMatrix(), nn.Tanh(), InOneMatrix()), (torch.randn(8, 64),), shares=())
+
+
+class StartsAnew(nn.Module):
+    """Goes on from zeros that require grad: autograd's graph holds these and their gradients, and nothing before."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        start = torch.zeros_like(self.first(x).sigmoid()).requires_grad_()
+        return x + self.last(start + 1).tanh()
+
+
+def test_what_starts_autograds_graph_stays_and_what_is_before_it_goes():
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(64, 64), *(StartsAnew() for _ in range(3))), (torch.randn(32, 64),)
+    assert_as_simulated(model, inputs, shares=())
+    optimised = ogc.optimize(model, inputs)
+    assert_same_training(model, optimised, inputs)
+
+
+class Rows(nn.Module):
+    """A layer of tokens around one of images: what images get are gradients whose channels come last."""
+
+    def __init__(self, body, channels=32, size=16):
+        super().__init__()
+        self.first, self.body, self.last = nn.Linear(channels, channels), body, nn.Linear(channels, 64)
+        self.size = size
+
+    def forward(self, x):
+        images = self.first(x).tanh().transpose(1, 2).unflatten(2, (self.size, self.size)).contiguous()
+        return self.last(self.body(images).flatten(2).transpose(1, 2)).mean(1)
+
+
+class Unfolded(nn.Module):
+    """Windows of images, as in convolutions that attention makes."""
+
+    def forward(self, x):
+        windows = nn.functional.unfold(x, (3, 3), padding=1).transpose(1, 2).reshape(len(x), -1, x.shape[1], 9)
+        return (
+            (windows @ windows.softmax(-1)[:, :, :9].transpose(2, 3)).mean(3).transpose(1, 2).unflatten(2, x.shape[2:])
+        )
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1)),
+        nn.Conv2d(32, 32, 3, padding=1, groups=4),
+        nn.Conv2d(32, 32, 1),
+        nn.BatchNorm2d(32),
+        nn.AvgPool2d(2),
+        nn.MaxPool2d(2),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.GroupNorm(4, 32),
+        Unfolded(),
+    ],
+    ids=["convolution", "grouped", "pointwise", "batch norm", "mean", "max", "bilinear", "group norm", "windows"],
+)
+def test_gradients_that_are_laid_out_otherwise_are_copied_where_kernels_do(body, profile):
+    assert_as_simulated(Rows(body), (torch.randn(4, 256, 32),), shares=(), profile=profile)
+
+
+class Columns(nn.Module):
+    """A layer that gets the gradients of columns."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.last = body, nn.Linear(48, 8)
+
+    def forward(self, x):
+        return self.last(self.body(x.tanh()).transpose(1, 2)).sum((1, 2))
+
+
+@pytest.mark.parametrize(
+    "body", [nn.LayerNorm(64), nn.Linear(64, 64), nn.Softmax(-1)], ids=["norm", "linear", "softmax"]
+)
+def test_gradients_of_columns_are_copied_where_kernels_do(body):
+    assert_as_simulated(Columns(nn.Sequential(nn.Linear(64, 64), body)), (torch.randn(16, 48, 64),), shares=())
+
+
+class Tables(nn.Module):
+    """Makes large numbers without gradients, and holds them in variables, arguments and lists longer than needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        tables = [torch.arange(20000.0).reshape(100, 200) for _ in range(2)]
+        square = self.scaled(tables[0] @ tables[1].t())
+        x = self.first(x) * square.mean()
+        del square
+        wide = torch.ones(100, 300)
+        x = x * wide.mean()
+        return self.last(x.tanh())
+
+    def scaled(self, given):
+        total = given / 1e6
+        return total.softmax(1) + total.abs().sum()
+
+
+def test_what_frames_of_the_plain_forward_hold_counts_there_alone():
+    model, inputs = Tables(), (torch.randn(4, 16),)
+    assert_as_simulated(model, inputs, shares=(0.8,))
+    plan = ogc.solve(ogc.parse(model, inputs, loss=loss_of))
+    assert not plan.is_plain and not plan.recomputed_flops and plan.peak_bytes < 0.9 * plan.plain_peak_bytes
+
+
+class TwoStreams(nn.Module):
+    """Layers with a stream beside the main one; nothing comes of what the last layer does to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.main = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.side = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        side = x.sin()
+        for main, beside in zip(self.main, self.side, strict=True):
+            scores = beside(side)
+            x = x + main(x + side).tanh()
+            side = nn.functional.dropout(scores.sigmoid().exp() * side.exp(), 0.1).tanh() * 0.1
+        return x
+
+
+def test_what_nothing_comes_of_holds_what_it_saves_as_long_as_its_results():
+    torch.manual_seed(0)
+    model, inputs = TwoStreams(), (torch.randn(64, 64),)
+    assert_as_simulated(model, inputs, shares=(0.8,))
+    optimised = ogc.optimize(model, inputs)
+    assert_same_training(model, optimised, inputs)
+    graph = ogc.parse(model, inputs)
+    assert "dropped" in ogc.apply(model, graph, ogc.make_plan(graph, [ogc.saved(0, len(graph))])).code
+
+
+class Ghost(nn.Module):
+    """Adds in place to a full slice of a concatenation, as networks with cheap features do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()) for _ in range(2))
+        self.last = nn.Linear(64, 64)
+
+    def forward(self, x):
+        half = self.first(x[:, :32])
+        out = torch.cat([half, self.second(half)], 1)[:, :64]
+        out += self.last(x)
+        return out
+
+
+def test_a_view_that_is_made_before_a_write_keeps_no_cut_away():
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(*(Ghost() for _ in range(8))), (torch.randn(256, 64),)
+    graph = ogc.parse(model, inputs, loss=loss_of, holds_outputs=False)
+    assert len(graph.cuts) > 8 * 6
+    assert_as_simulated(model, inputs, shares=(0.8, 0.5))
+    for share in (0.8, 0.6, 0.4):
+        assert_same_training(model, ogc.optimize(model, inputs, memory_budget=share), inputs)
+
+
+class KeepsAside(torch.autograd.Function):
+    """Keeps in attributes of its context what it should have autograd save."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.x, ctx.y, ctx.z = x.detach(), y, (x * y).tanh()
+        return ctx.z.sin()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient * ctx.z.cos() * (1 - ctx.z * ctx.z)
+        return gradient * ctx.y, gradient * ctx.x
+
+
+class KeepsArgumentsAside(KeepsAside):
+    """The same of its arguments alone."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.x, ctx.y = x.detach(), y
+        return x * y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.y, gradient * ctx.x
+
+
+class Custom(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.first, self.second = function, nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.function.apply(self.first(x), self.second(x)).tanh()
+
+
+@pytest.mark.parametrize("function", [KeepsAside, KeepsArgumentsAside])
+def test_what_a_custom_function_keeps_past_autograd_counts(function):
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(*(Custom(function) for _ in range(4))), (torch.randn(256, 64),)
+    assert_as_simulated(model, inputs, shares=())
+    assert_same_training(model, ogc.optimize(model, inputs), inputs)
+
+
+class Gathered(nn.Module):
+    """Small numbers picked from a large product."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.pick, self.first = pick, nn.Linear(32, 256)
+
+    def forward(self, x):
+        return self.pick(self.first(x)).square()
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [lambda x: x.gather(1, torch.zeros(256, 8, dtype=torch.long)), lambda x: x.index_select(1, torch.arange(8))],
+    ids=["gather", "index_select"],
+)
+def test_gradients_of_what_is_picked_are_made_once(pick):
+    assert_as_simulated(Gathered(pick), (torch.randn(256, 32),), shares=())

@@ -1,0 +1,132 @@
+"""Plain attributes that a forward reads are looked at before each call; others are nobody's business."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ogc
+from ogc.torch_state.attributes import ReadAttributes
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.norm, self.batch, self.drop = nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Dropout(0.2)
+        self.scale, self.settings, self.shift = 1.0, {"power": 2}, torch.zeros(16)
+        self.step = 0
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(self.batch(self.norm(layer(x)))) ** self.settings["power"] * self.scale
+        return self.drop(x) + self.shift
+
+
+def set_power(net):
+    net.settings = {"power": 3}
+
+
+CHANGES = {
+    "dropout": lambda net: setattr(net.drop, "p", 0.7),
+    "momentum": lambda net: setattr(net.batch, "momentum", 0.5),
+    "epsilon": lambda net: setattr(net.norm, "eps", 0.5),
+    "own number": lambda net: setattr(net, "scale", 2.0),
+    "own dict": set_power,
+    "own tensor": lambda net: setattr(net, "shift", torch.ones(16)),
+}
+
+
+def step(run, net, x):
+    before = copy.deepcopy(net.state_dict())
+    net.zero_grad()
+    torch.manual_seed(3)
+    output = run(x)
+    output.square().mean().backward()
+    found = [output.detach(), *(p.grad.clone() for p in net.parameters()), *(b.clone() for b in net.buffers())]
+    net.load_state_dict(before)
+    return found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed_and_planned_for(change, opened):
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(64, 16)
+    optimised = ogc.optimize(net, x)
+    before = step(optimised, net, x)
+    CHANGES[change](net)
+    expected = step(net, net, x)
+    opened.clear()
+    assert all(map(torch.equal, step(optimised, net, x), expected))
+    assert opened  # by a plan all the same
+    assert not all(map(torch.equal, before, expected))
+
+
+def test_what_is_not_read_may_change(caplog):
+    net, x = Net(), torch.randn(64, 16)
+    optimised = ogc.optimize(net, x)
+    optimised(x).sum().backward()
+    for number in range(30):
+        net.step, net.drop.note = number, torch.ones(2)
+        optimised(x).sum().backward()
+    net.scale = 1.0  # the same again
+    optimised(x)
+    assert not caplog.records
+
+
+def test_a_copy_has_attributes_of_its_own():
+    net, x = Net(), torch.randn(64, 16)
+    optimised = ogc.optimize(net, x)
+    twin = copy.deepcopy(optimised)
+    twin.scale = 3.0
+    plain = copy.deepcopy(net)
+    plain.scale = 3.0
+    assert all(map(torch.equal, step(twin, twin, x), step(plain, plain, x)))
+    assert all(map(torch.equal, step(optimised, net, x), step(net, net, x)))
+    shallow = copy.copy(optimised)
+    assert all(map(torch.equal, step(shallow, net, x), step(net, net, x))) and shallow.plan is optimised.plan
+
+
+def test_attributes_inside_leaves_are_theirs():
+    net = Net()
+    known = ReadAttributes(net, {"p", "eps", "scale"}, ["drop"])
+    net.drop.p = 0.9
+    assert known.first_changed(net) is None
+    net.norm.eps = 0.1
+    assert known.first_changed(net) == "norm.eps"
+    net.norm.eps = 1e-5
+    assert known.first_changed(net) is None
+    del net.scale
+    assert known.first_changed(net) == "scale"
+
+
+def test_hooks_of_all_modules_and_cached_parametrizations_run_the_plain_model():
+    net, x = Net(), torch.randn(64, 16)
+    optimised = ogc.optimize(net, x)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, given, output: output * 1.5)
+    try:
+        assert all(map(torch.equal, step(optimised, net, x), step(net, net, x)))
+    finally:
+        hook.remove()
+    net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 32)), nn.Tanh(), nn.Linear(32, 16))
+    optimised = ogc.optimize(net, x)
+    found = []
+    for run in (net, optimised):
+        with nn.utils.parametrize.cached():
+            found.append(step(lambda x, run=run: run(x) + run(2 * x), net, x))
+    assert all(map(torch.equal, *found))
+
+
+def test_a_symbolic_trace_is_of_the_plain_model():
+    net, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), torch.randn(4, 16)
+    optimised = ogc.optimize(net, x)
+    traced = torch.fx.symbolic_trace(optimised)
+    assert [node.op for node in traced.graph.nodes].count("call_module") == 3
+    assert torch.equal(traced(x), net(x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning", "ignore:.torch.jit.script:FutureWarning")
+def test_a_script_is_of_the_plain_model():
+    net, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), torch.randn(4, 16)
+    assert torch.equal(torch.jit.script(ogc.optimize(net, x))(x), net(x))
