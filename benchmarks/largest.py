@@ -138,10 +138,10 @@ def largest(name: str, model: torch.nn.Module, inputs: torch.Tensor, options: ar
     allocate_gradients(model)
 
     def sample(size: int) -> torch.Tensor:
+        give_back_freed_memory()  # each size leaves gaps of its own
         return architecture.input.sample(size, options.size).to(inputs.device)
 
     def measured(run: Run, size: int) -> Measured:
-        give_back_freed_memory()
         batch, seconds = sample(size), []
 
         def timed_step() -> None:
