@@ -7,6 +7,7 @@ size is parsed as it is, and numbers for others are foretold from numbers.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
@@ -147,7 +148,9 @@ class Graphs:
 
     def _recorded(self, size: int) -> Traced:
         assert self.shapes is not None
-        return self.shapes.recorded(self._sample(size), self.make_loss(size))
+        recorded = self.shapes.recorded(self._sample(size), self.make_loss(size))
+        gc.collect()  # as below
+        return recorded
 
     def _weighed(self, size: int, is_timed: bool, runs: bool = True) -> Graph | None:
         """The graph for a size by shapes, None where these do not tell: of fewer samples they may not."""
@@ -159,6 +162,8 @@ class Graphs:
                 self.programs[size] = foretold_program(known, self.small, size)
             weighed = partial(self.shapes.weighed, self._sample(size), self.programs[size])
             graph, trials = weighed(is_timed, runs, self.puts_off or not runs)
+            del weighed
+            gc.collect()  # what was run holds itself, and large tensors: the collector counts objects, not bytes
         except ParseError as error:
             self._parse_from_here_on(error)
             return None

@@ -198,19 +198,21 @@ class _Search:
             peak_of: the least peak that counts, on a graph that may be foretold.
             proved: whether a size fits, on its own graph.
         """
-        low, high, stride = 0, (MOST + 1) * self.step, self.step  # fits, does not
+        most = MOST * self.step
+        low, high, stride = 0, most + self.step, self.step  # fits, does not
         for number in count():
             if high - low <= self.step:
                 break
             # What is foretold is near, and nearer once a large size is known; kernels may do otherwise at each size.
             guess = self._foretold(peak_of, low, high) if number < 2 else low
+            is_downwards = guess <= low and not low and high <= most  # where nothing is known to fit
             if guess <= low:
-                guess = min(low + stride, high - self.step)
+                guess = max(high - stride, self.step) if is_downwards else min(low + stride, high - self.step)
                 stride *= 2
-            if proved(guess):
-                low = guess
-            else:
-                high, stride = guess, self.step
+            does_fit = bool(proved(guess))
+            low, high = (guess, high) if does_fit else (low, guess)
+            if does_fit == is_downwards:  # both ends are known
+                stride = self.step
         return low
 
     def _foretold(self, peak_of: Callable[[Graph], int], low: int, high: int) -> int:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import ogc
 from ogc.device import graphs
 from ogc.device.foretell import foretold, paced
+from ogc.device.largest import _Search
 from ogc.device.needs import fixed_needs
 from ogc.errors import InputError, SolveError
 from ogc.operators.convolution import parts
@@ -105,6 +106,16 @@ def test_a_large_size_runs_its_forward_once():
     answers = [found[0].plain, *(one.size for one in found)]
     assert sorted(size for size in sizes if size > 4) == sorted(answers)
     assert len(set(answers)) == 3
+
+
+@pytest.mark.parametrize(("answer", "guess"), [(96, 104), (96, 60), (1, 9), (0, 5), (7, 7), (40, 41)])
+def test_the_search_gallops_from_what_is_known(monkeypatch, answer, guess):
+    search = _Search(None, None, 0, 1)
+    tried = []
+    monkeypatch.setattr(search, "_foretold", lambda peak_of, low, high: min(max(guess, low), high - 1))
+    assert search._largest(None, lambda size: tried.append(size) or size <= answer) == answer
+    assert answer == 0 or {answer, answer + 1} <= set(tried)
+    assert len(tried) == len(set(tried)) <= 14
 
 
 def test_several_overheads_are_answered_as_each_alone():
