@@ -21,7 +21,7 @@ from tqdm import tqdm
 import ogc
 
 from .bench import CPU_BATCH_SIZE, Bench, batch_size_of, build, draw
-from .largest import Largest, largest
+from .largest import Largest, largest, summary
 from .measuring import (
     MIB,
     CheckFailed,
@@ -127,8 +127,9 @@ class Results:
     def __str__(self) -> str:
         rows = [row for row in self.rows.values() if isinstance(row, Row)]
         comparisons = [str(row) for row in self.rows.values() if isinstance(row, (Comparison, Largest))]
-        failed = ["failed:", *map(str, self.failures)] if self.failures else []
-        return "\n\n".join([*([printed(rows)] if rows else []), *comparisons, *(["\n".join(failed)] if failed else [])])
+        means = summary([row for row in self.rows.values() if isinstance(row, Largest)])
+        failed = "\n".join(["failed:", *map(str, self.failures)]) if self.failures else ""
+        return "\n\n".join(filter(None, [printed(rows) if rows else "", *comparisons, means, failed]))
 
 
 class Runner:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .builder import GraphBuilder
     from .checking.check import Checker, check
     from .checking.report import CheckReport, Difference
-    from .device import Estimate, LargestBatch, estimate, largest_batch
+    from .device import Estimate, LargestBatch, estimate, largest_batch, largest_batches
     from .errors import (
         CheckError,
         DependencyError,
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "builder": ("GraphBuilder",),
     "checking": ("CheckReport", "Checker", "Difference", "check"),
-    "device": ("Estimate", "LargestBatch", "estimate", "largest_batch"),
+    "device": ("Estimate", "LargestBatch", "estimate", "largest_batch", "largest_batches"),
     "errors": (
         *("CheckError", "DependencyError", "InputError", "OgcError"),
         *("ParseError", "PlanError", "ReplayError", "SolveError"),

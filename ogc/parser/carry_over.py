@@ -61,11 +61,11 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         traced, observation = lower(sample, recorded, home, partial(_visit, model, leaves, profiler))
     if weighed:
         found = graph_of(sample.spec, traced, observation, graph.device, graph.profile)
-        _check_same_program(program.graph, found.program.graph)
+        check_same_program(program.graph, found.program.graph)
     else:
         taken = versions_of(traced.graph, observation)
         again = program_of(sample.spec, traced, observation, taken)
-        _check_same_program(program.graph, again.graph)
+        check_same_program(program.graph, again.graph)
         seen = memory_of(observation, taken)
         known, outside = (graph.operations, graph.outside) if has_loss else (graph.operations[: graph.end], 0)
         operations = tuple(_carried(op, fields) for op, fields in zip(known, seen, strict=True))
@@ -129,7 +129,7 @@ def _visit(
         record.weights = weigh(model, profiler, record, args, kwargs)
 
 
-def _check_same_program(known: torch.fx.Graph, new: torch.fx.Graph) -> None:
+def check_same_program(known: torch.fx.Graph, new: torch.fx.Graph) -> None:
     """Raise ParseError unless two programs are the same up to numbers."""
     for then, now in zip(known.nodes, new.nodes, strict=False):
         alike = then.name == now.name and then.op == now.op and _same_target(then.target, now.target)

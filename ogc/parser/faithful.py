@@ -50,7 +50,7 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
                 _refuse_dependence(sample, traced, changed, leaves.names)
             calls = judge(sample, traced, run)
             names = calls.names_read()
-            return replace(_with_expected(sample, traced), state=state, python_calls=calls.count, names_read=names)
+            return replace(with_expected(sample, traced), state=state, python_calls=calls.count, names_read=names)
         except RecordAgain as again:
             is_careful = again.is_careful
         except OpaqueError as problem:
@@ -75,7 +75,7 @@ def _outputs(sample: Sample) -> list[torch.Tensor]:
     return flat.outputs
 
 
-def _with_expected(sample: Sample, traced: Traced) -> Traced:
+def with_expected(sample: Sample, traced: Traced) -> Traced:
     """The program with what its guards read for the sample."""
     if traced.guards is None:
         return traced

@@ -27,8 +27,13 @@ from .leaves import Leaves
 from .traced import StepEnd, Traced, forget_calls, without_unused
 
 
-def with_step_end(sample: Sample, traced: Traced, rest: Rest) -> Traced:
-    """A forward's program with what the step does beyond it.
+def with_step_end(
+    sample: Sample,
+    traced: Traced,
+    rest: Rest,
+    record: Callable[[Sample, None, Leaves], Traced] = faithful_program,
+) -> Traced:
+    """A forward's program with what the step does beyond it, which ``record`` writes down.
 
     Raises:
         InputError: the loss is no function, fails on the outputs, or returns something else than one number to
@@ -54,7 +59,7 @@ def with_step_end(sample: Sample, traced: Traced, rest: Rest) -> Traced:
     with torch.random.fork_rng(cuda_devices()):
         torch.set_rng_state(traced.state["random state"])
         _check(root, spec, given)
-        found = faithful_program(Sample(root, spec, given), None, Leaves(root, ()))
+        found = record(Sample(root, spec, given), None, Leaves(root, ()))
     return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), rest))
 
 

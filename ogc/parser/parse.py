@@ -118,7 +118,7 @@ def parse(
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     rest = Rest(loss, holds_outputs, outputs)
-    visit = partial(_visit, model, profiler_of(kind, target, home), leaves)
+    visit = partial(visited, model, profiler_of(kind, target, home), leaves)
     with untouched(*modules_of(loss), given=sample.spec.constants):
         while True:
             recorded = record_program(sample, make, leaves)
@@ -135,8 +135,13 @@ def parse(
             peak = plain_peak(graph_of(sample.spec, *whole, str(target), kind))
             graph = replace(graph, plain_peak_bytes=peak)
     leaves.report()
-    found = tuple(find_stretches(observation.records[: graph.end]))
-    return replace(graph, program=replace(graph.program, parse_graph=make), stretches=found)
+    graph = with_stretches(graph, observation)
+    return replace(graph, program=replace(graph.program, parse_graph=make))
+
+
+def with_stretches(graph: Graph, observation: Observation) -> Graph:
+    """The graph with what may be run in slices of it."""
+    return replace(graph, stretches=tuple(find_stretches(observation.records[: graph.end])))
 
 
 def profiler_of(kind: str, device: torch.device, home: torch.device) -> Profiler:
@@ -166,12 +171,32 @@ def lower(
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
 ) -> tuple[Traced, Observation]:
-    """The program in the form that is planned, and an observation of one run of it.
-
-    ``visit`` is shown each operation as it runs, from the start as often as the program changes.
+    """The program in the form that is planned, and an observation of one run of it, as :func:`settled` gives them.
 
     Raises:
         ParseError: in that form it is not what the model computes.
+    """
+    traced, observation, state = settled(sample, recorded, device, visit, stretches, slices)
+    _check_same(traced, observation, state, close if stretches else same_bits)
+    wanted = traced.grad_targets
+    if end_of(traced).rest.outputs == "loss":
+        wanted &= observation.grad_targets  # others belong to outputs that nobody wants
+    _check_grad_targets("replaying the program", observation.grad_targets, wanted, sample.model)
+    return traced, observation
+
+
+def settled(
+    sample: Sample,
+    recorded: Traced,
+    device: torch.device,
+    visit: Visit,
+    stretches: Sequence[Stretch] = (),
+    slices: int = 1,
+    run: Callable[[torch.nn.Module, Traced, list[torch.Tensor], Visit], Observation] = observe,
+) -> tuple[Traced, Observation, dict[str, torch.Tensor]]:
+    """The program in the form that is planned, an observation of its last ``run``, and the model's state after that.
+
+    ``visit`` is shown each operation as it runs, from the start as often as the program changes.
     """
     program = without_unused(recorded.graph)
     run_out_of_place(program)
@@ -193,20 +218,14 @@ def lower(
         traced = replace(recorded, graph=without_unused(program) if stretches else program)
         slice_stretches(traced.graph, stretches, slices, device)
         with untouched(sample.model):
-            observation = observe(sample.model, traced, sample.copies(), visit_and_meet)
+            observation = run(sample.model, traced, sample.copies(), visit_and_meet)
             state = state_of(sample.model)
         has_copies = copy_after_last_write(program, observation)
         if not unfolding.carry_out(program) and not has_copies:
-            break
-    _check_same(traced, observation, state, close if stretches else same_bits)
-    wanted = traced.grad_targets
-    if end_of(traced).rest.outputs == "loss":
-        wanted &= observation.grad_targets  # others belong to outputs that nobody wants
-    _check_grad_targets("replaying the program", observation.grad_targets, wanted, sample.model)
-    return traced, observation
+            return traced, observation, state
 
 
-def _visit(model: torch.nn.Module, profiler: Profiler, leaves: Leaves, record: Record, args: Any, kwargs: Any) -> None:
+def visited(model: torch.nn.Module, profiler: Profiler, leaves: Leaves, record: Record, args: Any, kwargs: Any) -> None:
     """Weigh an operation, and find out how it may be run."""
     node = record.node
     if isinstance(node.target, Leaf) and OUTSIDE not in node.meta:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 import benchmark
 import ogc
 from benchmarks import bench, losses, measuring, running
+from benchmarks.largest import Largest, Measured, Ours, _largest_measured, summary
 from benchmarks.networks import ARCHITECTURES
 from benchmarks.suites import ROOT
 
@@ -344,6 +345,36 @@ def test_the_largest_batch_of_each_way_of_training(small, capsys, tmp_path):
     assert 0 < row["plain"] < row["ours"]["20%"]["size"] <= row["ours"]["50%"]["size"]
     assert row["blocks"] > 0
     assert all(found["measured_bytes"] <= 1.01 * 8_000_000 for found in row["ours"].values())
+    assert all(row[f"{way}_step"]["bytes"] <= 1.01 * 8_000_000 for way in ("plain", "blocks"))
+    assert row["ours"]["50%"]["factor"] == row["ours"]["50%"]["size"] / row["plain"]
+    assert row["ours"]["50%"]["next_does_not_fit"] == row["ours"]["50%"]["size"] + 1
+    assert row["input_shape"] == [4, 3, 32, 32] and row["search_seconds"] > 0
+
+
+def what_fits(plain, size, blocks):
+    step = Measured(1 << 20, 0.1)
+    ours = {"50%": Ours(size, size / plain if plain else None, 0.4, 1 << 20, 0.1, size + 1)}
+    return Largest("tiny", (4, 3, 8), 2 << 20, 1.0, plain, step if plain else None, blocks, None, ours)
+
+
+def test_what_fits_is_summed_up_where_the_plain_model_fits():
+    rows = [what_fits(2, 8, 4), what_fits(4, 4, None), what_fits(0, 3, 1)]
+    assert summary(rows).endswith("2 of 3 networks: ours 2.0 x at up to 50%; 2.0 x with checkpointed blocks, of 1")
+    assert summary(rows[2:]) == ""
+    assert "0 plain, 1 with checkpointed blocks, ours 3 at up to 50% more time (of none, promised 40%" in str(rows[2])
+
+
+@pytest.mark.parametrize(("each", "fixed", "size"), [(10, 5, 9), (60, 5, 1), (100, 5, 0), (47, 0, 2)])
+def test_a_largest_batch_is_found_by_measuring(each, fixed, size):
+    measured = []
+
+    def measure(batch):
+        measured.append(batch)
+        return Measured(fixed + each * batch, 0.1)
+
+    found, step = _largest_measured(measure, 100)
+    assert found == size and (step is None if size == 0 else step.bytes == fixed + each * size)
+    assert 0 not in measured and len(measured) == len(set(measured))
 
 
 def test_a_device_is_planned_for_with_loss_and_optimizer(small, capsys, tmp_path):

@@ -10,9 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
-from ogc.device.largest import foretold
+from ogc.device import graphs
+from ogc.device.foretell import foretold, paced
+from ogc.device.largest import _Search
 from ogc.device.needs import fixed_needs
 from ogc.errors import InputError, SolveError
+from ogc.operators.convolution import parts
 from ogc.plan.simulate import plain_peak
 from ogc.torch_state.allocator import peak_bytes
 
@@ -91,6 +94,129 @@ def test_graphs_are_foretold_as_they_are():
     assert plain_peak(like) == plain_peak(graphs[80])
 
 
+def counted(model, room, **options):
+    """What fits, and the sizes of the forwards that ran for that."""
+    sizes, forward = [], model.stem.forward
+    model.stem.forward = lambda x: sizes.append(len(x)) or forward(x)
+    return ogc.largest_batches(model, images, device_memory=room, make_loss=loss_for, **options), sizes
+
+
+def test_a_large_size_runs_its_forward_once():
+    found, sizes = counted(Network(width=16), 12 * 2**20, max_overheads=[0.1, None], profile="estimate")
+    answers = [found[0].plain, *(one.size for one in found)]
+    assert sorted(size for size in sizes if size > 4) == sorted(answers)
+    assert len(set(answers)) == 3
+
+
+@pytest.mark.parametrize(("answer", "guess"), [(96, 104), (96, 60), (1, 9), (0, 5), (7, 7), (40, 41)])
+def test_the_search_gallops_from_what_is_known(monkeypatch, answer, guess):
+    search = _Search(None, None, 0, 1)
+    tried = []
+    monkeypatch.setattr(search, "_foretold", lambda peak_of, low, high: min(max(guess, low), high - 1))
+    assert search._largest(None, lambda size: tried.append(size) or size <= answer) == answer
+    assert answer == 0 or {answer, answer + 1} <= set(tried)
+    assert len(tried) == len(set(tried)) <= 14
+
+
+def test_several_overheads_are_answered_as_each_alone():
+    model, room = Network(width=16), 8 * 2**20
+    options = {"device_memory": room, "make_loss": loss_for, "profile": "estimate"}
+    found = ogc.largest_batches(model, images, max_overheads=(0.05, None), **options)
+    alone = [ogc.largest_batch(model, images, max_overhead=share, **options) for share in (0.05, None)]
+    assert [(one.plain, one.size) for one in found] == [(one.plain, one.size) for one in alone]
+    assert found[0].size < found[1].size
+    assert found[0].plan.overhead <= 0.05
+
+
+def test_the_graph_that_is_found_is_the_parsed_one():
+    model = Network(width=16)
+    found = ogc.largest_batch(model, images, device_memory=8 * 2**20, make_loss=loss_for)
+    parsed = ogc.parse(model, images(found.size), loss=loss_for(found.size), profile="estimate")
+    assert found.graph.operations == parsed.operations and found.graph.values == parsed.values
+    assert found.plan.graph is found.graph
+    check = ogc.check(model, ogc.apply(model, found.graph, found.plan), images(found.size))
+    check.raise_if_different()
+
+
+class Branching(Network):
+    """Takes more memory for batches of over ten: images N, 3, 32, 32 to N, 10."""
+
+    def forward(self, x):
+        found = self.stem(x)
+        if len(x) > 10:
+            found = found * found.sigmoid() + found.tanh() * found.exp()
+        return self.head(self.blocks(found).mean((2, 3)))
+
+
+def test_a_program_that_depends_on_the_size_is_not_taken_for_another():
+    model, room = Branching(width=16), 8 * 2**20
+    with pytest.raises(InputError, match="another program for size 2 than for"):
+        ogc.largest_batch(model, images, device_memory=room)
+    found = ogc.largest_batch(model, images, device_memory=2 * 2**20)  # where the answers are below
+    assert 0 < found.plain < found.size <= 10
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose kernels shapes do not tell: N, 9, 16 to N, 10."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(16, 32, num_layers=2, batch_first=True), nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+def test_what_shapes_do_not_tell_is_parsed(caplog):
+    caplog.set_level("INFO")
+    model, room = Recurrent(), 400_000
+    found = ogc.largest_batch(model, lambda number: torch.randn(number, 9, 16), device_memory=room)
+    assert "each size is parsed" in caplog.text
+    for size, fits in ((found.plain, True), (found.plain + 1, False)):
+        inputs = torch.randn(size, 9, 16)
+        assert (fixed_needs(model, inputs, None).fixed + plain_peak(ogc.parse(model, inputs)) <= room) == fits
+
+
+def test_a_failed_trial_is_not_passed_over(monkeypatch, request):
+    parts._parts.cache_clear()
+    request.addfinalizer(parts._parts.cache_clear)
+    monkeypatch.setattr(parts, "PART_BYTES", 1 << 16)
+    monkeypatch.setattr(parts, "_give_the_same_bits", lambda kind, _: False)
+    model, room = Network(width=16), 8 * 2**20
+    found = ogc.largest_batch(model, images, device_memory=room)
+    for size in (found.size, found.too_large):
+        graph = ogc.parse(model, images(size), profile="estimate")
+        budget = room - fixed_needs(model, images(size), None).fixed
+        if size == found.size:
+            assert found.graph.operations == graph.operations
+            assert ogc.solve(graph, memory_budget=budget).peak_bytes <= budget
+        else:
+            with pytest.raises(SolveError):
+                ogc.solve(graph, memory_budget=budget)
+
+
+def test_long_steps_are_not_timed_but_scaled(monkeypatch):
+    model, room = Network(width=16), 8 * 2**20
+    options = {"device_memory": room, "max_overhead": 0.3, "make_loss": loss_for}
+    monkeypatch.setattr(graphs, "TIMED_SECONDS", 0.0)
+    found = ogc.largest_batch(model, images, **options)
+    parsed = ogc.parse(model, images(found.size), loss=loss_for(found.size), profile="time")
+    assert [op.backward_bytes for op in found.graph.operations] == [op.backward_bytes for op in parsed.operations]
+    assert found.graph.step_seconds != parsed.step_seconds
+    assert found.graph.step_seconds > 0 and found.plan.overhead <= 0.3
+
+
+def test_times_are_scaled_by_the_pace_of_each_operation():
+    graph = chain([1, 2, 3])
+    op = graph.operations[0]
+    now, then, guess = (
+        replace(graph, operations=(replace(op, forward_seconds=seconds), *graph.operations[1:]))
+        for seconds in (6.0, 5.0, 2.0)
+    )
+    assert paced(now, then, guess).operations[0].forward_seconds == 15.0
+    assert paced(now, then, guess).operations[0].backward_bytes == op.backward_bytes
+
+
 def test_other_programs_are_not_foretold():
     graph = chain([1, 2, 3])
     other = replace(graph, operations=(replace(graph.operations[0], target="another"), *graph.operations[1:]))
@@ -115,3 +241,9 @@ def test_a_device_on_which_nothing_fits_is_told_what_would_do():
 def test_wrong_questions_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         ogc.largest_batch(Network(), images, **{"device_memory": "1GB", **options})
+
+
+@pytest.mark.parametrize("overheads", [(), 0.5, "0.5", [-1.0], [0.2, "much"]])
+def test_overheads_are_a_list(overheads):
+    with pytest.raises(InputError, match="max_overhead"):
+        ogc.largest_batches(Network(), images, device_memory="1GB", max_overheads=overheads)

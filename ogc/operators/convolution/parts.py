@@ -9,7 +9,9 @@ parts, before it is believed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -57,18 +59,49 @@ def parts_of(images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings
     given = (images, kernel)
     if images.device.type not in ("cpu", "meta") or not all(type(t) in _TYPES for t in given):
         return (slice(0, len(images)),)
-    return _parts(
-        _Kind(
-            shapes=tuple(tuple(t.shape) for t in given),
-            strides=tuple(t.stride() for t in given),
-            dtypes=tuple(t.dtype for t in given),
-            biased=bias is not None,
-            settings=tuple(tuple(s) if isinstance(s, (list, tuple)) else s for s in settings),
-            threads=torch.get_num_threads(),
-            backend=(mkldnn.enabled, mkldnn.deterministic, mkldnn.conv.fp32_precision),  # type: ignore[attr-defined]
-        ),
-        PART_BYTES,
+    kind = _Kind(
+        shapes=tuple(tuple(t.shape) for t in given),
+        strides=tuple(t.stride() for t in given),
+        dtypes=tuple(t.dtype for t in given),
+        biased=bias is not None,
+        settings=tuple(tuple(s) if isinstance(s, (list, tuple)) else s for s in settings),
+        threads=torch.get_num_threads(),
+        backend=(mkldnn.enabled, mkldnn.deterministic, mkldnn.conv.fp32_precision),  # type: ignore[attr-defined]
     )
+    put_off = _put_off.get()
+    return _parts(kind, PART_BYTES) if put_off is None else put_off.parts(kind, PART_BYTES)
+
+
+class Trials:
+    """Kinds of calls that are taken to give the same bits in parts, and are to be tried."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[tuple[_Kind, int], None] = {}
+
+    def parts(self, kind: _Kind, part_bytes: int) -> tuple[slice, ...]:
+        """What :func:`parts_of` gives if the trial succeeds."""
+        parts = _untried_parts(kind, part_bytes)
+        if len(parts) > 1:
+            self.kinds[kind, part_bytes] = None
+        return parts
+
+    def succeed(self) -> bool:
+        """Try them, until one does not give the same bits."""
+        return all(_parts(*kind) == _untried_parts(*kind) for kind in self.kinds)
+
+
+_put_off: ContextVar[Trials | None] = ContextVar("put_off", default=None)
+
+
+@contextmanager
+def trials_put_off() -> Iterator[Trials]:
+    """Inside, no call is tried."""
+    trials = Trials()
+    before = _put_off.set(trials)
+    try:
+        yield trials
+    finally:
+        _put_off.reset(before)
 
 
 def convolved(parts: Sequence[slice], images: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -113,8 +146,13 @@ def _is_pointwise(images: tuple[int, ...], kernel: tuple[int, ...], settings: Se
 
 @cache
 def _parts(kind: _Kind, part_bytes: int) -> tuple[slice, ...]:
+    parts = _untried_parts(kind, part_bytes)
+    return parts if len(parts) == 1 or _give_the_same_bits(kind, parts) else (slice(0, kind.shapes[0][0]),)
+
+
+@cache
+def _untried_parts(kind: _Kind, part_bytes: int) -> tuple[slice, ...]:
     samples = kind.shapes[0][0]
-    whole = (slice(0, samples),)
     images, kernel = (
         torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         for shape, stride, dtype in zip(kind.shapes, kind.strides, kind.dtypes, strict=True)
@@ -124,11 +162,7 @@ def _parts(kind: _Kind, part_bytes: int) -> tuple[slice, ...]:
     least = -(-max(part_bytes * kind.threads, kernel.nbytes) // max(1, each))
     if kind.threads == 1 and _is_pointwise(kind.shapes[0], kind.shapes[1], kind.settings):
         least = max(least, _LEAST_FOR_ONEDNN)
-    count = samples // least
-    if count < 2:
-        return whole
-    parts = even_parts(samples, count)
-    return parts if _give_the_same_bits(kind, parts) else whole
+    return even_parts(samples, max(1, samples // least))
 
 
 def _give_the_same_bits(kind: _Kind, parts: Sequence[slice]) -> bool:

@@ -78,10 +78,13 @@ def rates_of(kind: str) -> Rates:
 
 
 class Estimator:
-    """Estimates operations for ``device``, which this machine may lack; the model is on ``home``."""
+    """Estimates operations for ``device``, which this machine may lack; the model is on ``home``.
 
-    def __init__(self, device: torch.device, home: torch.device) -> None:
-        self.device = device
+    Without ``runs`` no call is run for the bytes of its kernels: rules have to do, right or wrong.
+    """
+
+    def __init__(self, device: torch.device, home: torch.device, runs: bool = True) -> None:
+        self.device, self.runs = device, runs
         self.elsewhere = device.type != home.type
         self.rates = rates_of(device.type)
         self.seen: dict[Any, Weights] = {}
@@ -145,7 +148,7 @@ class Estimator:
 
     def _can_measure(self) -> bool:
         """Whether a call can be run for the bytes of its CPU kernels."""
-        return self.device.type == "cpu" and not self.elsewhere and can_measure(self.device)
+        return self.runs and self.device.type == "cpu" and not self.elsewhere and can_measure(self.device)
 
     def _sliced(self, operator: Sliced, record: Record, args: Any, kwargs: Any) -> Weights:
         plain = operator.with_plain_operators()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -27,14 +28,38 @@ Visit = Callable[[Record, tuple[Any, ...], dict[str, Any]], None]
 """Called after each operation with its record and arguments."""
 
 
-def observe(model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit) -> Observation:
-    """Run a program with gradients on and record every operation; the model's buffers change as in one forward."""
-    return _Observer(model, traced, inputs, visit).run()
+def observe(
+    model: torch.nn.Module,
+    traced: Traced,
+    inputs: list[torch.Tensor],
+    visit: Visit,
+    like: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    around: AbstractContextManager[Any] | None = None,
+) -> Observation:
+    """Run a program with gradients on and record every operation; the model's buffers change as in one forward.
+
+    Args:
+        model, traced: the program and what it belongs to.
+        inputs: of the run.
+        visit: told of each operation.
+        like: gives what the run takes in the place of a parameter, buffer or constant.
+        around: entered, time and again, while an operation runs.
+    """
+    return _Observer(model, traced, inputs, visit, like, around or nullcontext()).run()
 
 
 class _Observer:
-    def __init__(self, model: torch.nn.Module, traced: Traced, inputs: list[torch.Tensor], visit: Visit) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        traced: Traced,
+        inputs: list[torch.Tensor],
+        visit: Visit,
+        like: Callable[[torch.Tensor], torch.Tensor],
+        around: AbstractContextManager[Any],
+    ) -> None:
         self.model = model
+        self.like, self.around = like, around
         self.traced = traced
         self.visit = visit
         self.inputs = inputs
@@ -54,7 +79,8 @@ class _Observer:
         return result
 
     def _attribute(self, target: str) -> Any:
-        return self.memory.external(get_attribute(self.model, self.traced.constants, target))
+        found = get_attribute(self.model, self.traced.constants, target)
+        return self.memory.external(self.like(found) if isinstance(found, torch.Tensor) else found)
 
     def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         args, kwargs = args_of(node, values)
@@ -67,7 +93,7 @@ class _Observer:
         devices = {t.device for t in tensors if t.is_cuda}
         random_before = self.random if devices == self.devices else random_states(devices)
         buffers = [(buffer, version_of(buffer)) for buffer in self.model.buffers()] if is_leaf else []
-        with saving(packed):
+        with saving(packed), self.around:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         self.devices, self.random = devices, random_states(devices)
         record.random = _is_seeded(node) or not same_states(random_before, self.random)
