@@ -173,11 +173,18 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Where logits are the widest tensor",
         "logits.json",
-        "A Llama of 8 layers and width 256 from `transformers`, with labels, on 2×512 tokens: measured peak, with the "
-        "output held, and what a plan promises and a step pays. With slices the layer into words and the loss run an "
-        'eighth of the tokens at a time (`outputs="loss"`). `linear_cross_entropy` is PyTorch\'s own loss in chunks, '
-        "which the model is changed to call.",
+        "A Llama of 8 layers and width 256, with labels, on 2×512 tokens; the output is held. Slices are an eighth of "
+        "the tokens (`outputs=\"loss\"`); `linear_cross_entropy` is PyTorch's own loss in chunks.",
         summaries.logits,
+    ),
+    (
+        "The largest batch",
+        "largest/cpu*.json",
+        "What fits on a device of so much memory, of a step with SGD and cross-entropy: the plain model, "
+        "`torch.utils.checkpoint` around every block, and ours by how much more time a plan may promise. In brackets: "
+        "MiB of that step, by the allocator and with all that is there besides; and how much longer a sample takes "
+        "than in the plain step, in CPU seconds of one step.",
+        summaries.largest,
     ),
     (
         "What each part of the search gains",
