@@ -47,6 +47,10 @@ SMALL = "benchmark.py --device cpu --iterations 1 --arch"
 PUBLISHED = "benchmark.py --device cpu --iterations 1 --batch-size published --arch"
 COMPARE = "benchmark.py --device cpu --iterations 1 --compare --arch"
 SOLVERS = "--solver optimal none chen uniform binomial feng-huang"
+LARGEST = (
+    "benchmark.py --device cpu --device-memory 2GiB --optimizer SGD --loss cross-entropy --largest-batch "
+    "--profile estimate --arch"
+)
 ZOO = "-m benchmarks.zoo --again --seconds 300 --family"
 
 TORCHVISION = """
@@ -77,6 +81,10 @@ FULL = (
         f"{PUBLISHED} resnet18 resnet34 resnet50 resnet101 resnet152 inception_v3 densenet201",
         "cpu_published_1.json",
     ),
+    Run("largest_resnet101", f"{LARGEST} resnet101", "largest/cpu_resnet101.json"),
+    Run("largest_swin_t", f"{LARGEST} swin_t", "largest/cpu_swin_t.json"),
+    Run("largest_gpt2_small", f"{LARGEST} gpt2_small --size 512", "largest/cpu_gpt2_small.json"),
+    Run("largest_gpt2_small_128", f"{LARGEST} gpt2_small --size 128", "largest/cpu_gpt2_small_128.json"),
     Run("zoo_transformers", f"{ZOO} transformers", "zoo/transformers.json"),
     Run("sliced", f"{PUBLISHED} vgg11 vgg16 --batch-slices 8", "cpu_sliced.json"),
     Run("logits", "-m benchmarks.logits", "logits.json"),
@@ -104,6 +112,7 @@ QUICK = (
     Run("published", f"{PUBLISHED} darts_cifar10", "cpu_published.json"),
     Run("solvers", f"{SMALL} resnet18 vgg11 densenet121 {SOLVERS}", "cpu_solvers.json"),
     Run("sliced", f"{SMALL} alexnet --batch-slices 4", "cpu_sliced.json"),
+    Run("largest", f"{LARGEST} resnet18 --size 64".replace("2GiB", "256MiB"), "largest/cpu.json"),
     Run("time", "-m benchmarks.timing --device cpu --seconds 2 small_blocks lstm", "time/cpu.json"),
 )
 

@@ -96,6 +96,42 @@ def compared(runs: Sequence[Data]) -> str:
     return f"{table(header, cells)}\n{said} in bytes and FLOPs.\n" if cells else ""
 
 
+def largest(runs: Sequence[Data]) -> str:
+    """What fits by each way of training, and the means of that over what the plain model takes."""
+    rows = [row for run in runs for row in run["rows"]]
+    shares = list(dict.fromkeys(share for row in rows for share in row["ours"]))
+    header = " | ".join(["model", "input", "MiB", "plain", "blocks", *(f"ours, {share} more" for share in shares)])
+    cells = []
+    for row in rows:
+        plain = row["plain_step"]
+        ours = [row["ours"][share] for share in shares]
+        cells.append([
+            *(row["arch"], "×".join(map(str, row["input_shape"][1:])), mib(row["device_memory"])),
+            _fitting(row["plain"], plain and plain["bytes"], plain, plain),
+            *(_fitting(row["blocks"], (row["blocks_step"] or {}).get("bytes"), row["blocks_step"], plain),),
+            *(_fitting(one["size"], one["measured_bytes"], one, plain) for one in ours),
+        ])  # fmt: skip
+    if not cells:
+        return ""
+    known = [row for row in rows if row["plain"]]
+    means = {f"ours at {share}": [row["ours"][share]["size"] / row["plain"] for row in known] for share in shares}
+    means["blocks"] = [row["blocks"] / row["plain"] for row in known if row["blocks"]]
+    said = ", ".join(f"{name} {geometric_mean(found):.1f}" for name, found in means.items() if found)
+    seconds = ", ".join(f"{row['search_seconds']:.0f}" for row in rows)
+    return (
+        f"{table(header, cells)}\nGeometric mean over the plain batch, of {len(known)} rows where that is not 0: "
+        f"{said}. Plain and ours were found in {seconds} CPU seconds.\n"
+    )
+
+
+def _fitting(batch: int | None, size: int | None, step: Data | None, plain: Data | None) -> str:
+    """A batch, the bytes of its step, and its time over that of the plain one, as far as they are known."""
+    if batch is None or step is None or size is None:
+        return "–" if batch is None else str(batch)
+    more = "" if plain is None or step is plain else f", {step['seconds'] / plain['seconds'] - 1:+.0%}"
+    return f"{batch} ({mib(size)}{more})"
+
+
 def _peak(row: Data) -> int:
     return int(row["peak_bytes"])
 

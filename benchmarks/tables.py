@@ -180,6 +180,15 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         summaries.logits,
     ),
     (
+        "The largest batch",
+        "largest/cpu*.json",
+        "What fits on a device of so much memory, of a step with SGD and cross-entropy: the plain model, "
+        "`torch.utils.checkpoint` around every block, and ours by how much more time a plan may promise. In brackets: "
+        "MiB of that step, by the allocator and with all that is there besides; and how much longer a sample takes "
+        "than in the plain step, in CPU seconds of one step.",
+        summaries.largest,
+    ),
+    (
         "What each part of the search gains",
         "ablation.json",
         "By how much the allocator's peak is higher without it, from the least to the most of the networks, and in the "

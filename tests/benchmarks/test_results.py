@@ -2,11 +2,12 @@
 
 import json
 import re
+from statistics import geometric_mean
 
 import pytest
 
 from benchmarks.suites import FULL, RESULTS, ROOT
-from benchmarks.summaries import more_time, reason, zoo
+from benchmarks.summaries import largest, more_time, reason, zoo
 from benchmarks.tables import document, files, rows
 
 TEXT = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -129,6 +130,36 @@ def test_each_part_of_the_search_gains_somewhere_and_peaks_are_as_predicted():
     whole = by_part.pop("nothing")
     gains = {part: max(1 - whole[key] / peak for key, peak in found.items()) for part, found in by_part.items()}
     assert gains["nested plans"] > 0.4 and gains["kept values"] > 0.15 and gains["remade values"] > 0.02
+
+
+FITTING = [row for run in files("largest/cpu*.json") for row in run["rows"]]
+
+
+@pytest.mark.parametrize("row", FITTING, ids=lambda row: f"{row['arch']} {row['input_shape'][1:]}")
+def test_what_fits_was_measured_to_stay_within_the_device(row):
+    ours = row["ours"].values()
+    steps = [step["bytes"] for step in (row["plain_step"], row["blocks_step"]) if step]
+    assert len(steps) == bool(row["plain"]) + bool(row["blocks"])
+    assert max(*steps, *(one["measured_bytes"] for one in ours)) <= row["device_memory"]
+    for share, one in row["ours"].items():
+        assert one["next_does_not_fit"] == one["size"] + 1 and one["overhead"] <= float(share.strip("%")) / 100
+        assert one["factor"] == (one["size"] / row["plain"] if row["plain"] else None)
+    assert row["plain"] <= row["ours"]["20%"]["size"] <= row["ours"]["50%"]["size"]
+    assert row["search_seconds"] < 300
+
+
+def test_more_fits_by_plans_than_by_checkpointed_blocks_and_four_times_what_the_plain_model_takes():
+    known = [row for row in FITTING if row["plain"]]
+    assert geometric_mean([row["ours"]["50%"]["factor"] for row in known]) > 4
+    assert all(row["ours"]["50%"]["size"] >= row["blocks"] for row in FITTING)
+    assert "| gpt2_small | 512 | 2048 | 0 | " in TEXT
+
+
+def test_a_batch_of_which_nothing_is_known_is_a_dash():
+    known = next(row for row in FITTING if row["plain"])
+    row = known | {"plain": 0, "plain_step": None, "blocks": None, "blocks_step": None}
+    found = largest([{"rows": [row, known]}])
+    assert " | 0 | – | " in found and "of 1 rows where that is not 0" in found
 
 
 def test_a_model_that_is_not_equal_is_not_passed_over():
