@@ -174,7 +174,7 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "Where logits are the widest tensor",
         "logits.json",
         "A Llama of 8 layers and width 256, with labels, on 2×512 tokens; the output is held. Slices are an eighth of "
-        "the tokens (`outputs=\"loss\"`); `linear_cross_entropy` is PyTorch's own loss in chunks.",
+        'the tokens (`outputs="loss"`); `linear_cross_entropy` is PyTorch\'s own loss in chunks.',
         summaries.logits,
     ),
     (
