@@ -182,8 +182,7 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "largest/cpu*.json",
         "What fits on a device of so much memory, of a step with SGD and cross-entropy: the plain model, "
         "`torch.utils.checkpoint` around every block, and ours by how much more time a plan may promise. In brackets: "
-        "MiB of that step, by the allocator and with all that is there besides; and how much longer a sample takes "
-        "than in the plain step, in CPU seconds of one step.",
+        "MiB of that step by the allocator, with all else that is there; how much longer a sample takes.",
         summaries.largest,
     ),
     (
