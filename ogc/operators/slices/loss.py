@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ...program.program import without_autocast
-from .stretch import Sliced, Tensors
+from .stretch import Sliced, Tensors, differentiable, that_need
 
 ROWS, TARGETS, WEIGHT, BIAS, CLASSES = range(5)
 """The arguments: rows and targets, which are sliced; weight and bias of the linear layer, if there is one; weights of
@@ -69,11 +69,20 @@ class SlicedLoss(Sliced):
 
     def loss(self, tensors: Tensors) -> torch.Tensor:
         """The loss alone."""
-        total = _Sum()
-        for part in self.parts(self.entries(tensors)):
-            rows, targets = tensors[ROWS][part], tensors[TARGETS][part]  # type: ignore[index]
-            total.add(self.run([self.logits(rows, tensors[WEIGHT], tensors[BIAS]), targets, *tensors[CLASSES:]]))
+        total, entries = _Sum(), self.entries(tensors)
+        for part in self.parts(entries):
+            total.add(self.summed(self.cut(tensors, part, entries)))
         return total.times(self.scale(tensors))
+
+    def summed(self, tensors: Tensors) -> torch.Tensor:
+        """The sum of the losses of some rows."""
+        rows, targets, weight, bias, *others = tensors
+        assert rows is not None
+        return self.run([self.logits(rows, weight, bias), targets, *others])
+
+    def whole(self, tensors: Tensors) -> torch.Tensor:
+        loss, scale = self.summed(tensors), self.scale(tensors)
+        return loss if scale is None else loss * scale
 
     def with_gradients(
         self, tensors: Tensors, needs: Sequence[bool], start: torch.Tensor | None = None
@@ -82,22 +91,22 @@ class SlicedLoss(Sliced):
         rows, targets, weight, bias = tensors[:CLASSES]
         assert rows is not None and targets is not None
         scale, total = self.scale(tensors), _Sum()
+        of_loss = _product(start, scale)
+        wanted = [k for k in range(CLASSES, len(tensors)) if needs[k]]
         found: list[torch.Tensor | None] = [None] * len(tensors)
         found[ROWS] = torch.empty_like(rows) if needs[ROWS] else None
         for part in self.parts(len(rows)):
             with torch.enable_grad(), without_autocast(), _nobody_looks():
                 logits = self.logits(rows[part].detach().requires_grad_(), *_detached((weight, bias)))
                 others = _detached(tensors[CLASSES:], needs[CLASSES:])
-                starts: list[Any] = [get_gradient_edge(logits), *_that_need(others, needs[CLASSES:])]
+                starts: list[Any] = [get_gradient_edge(logits), *that_need(others, needs[CLASSES:])]
                 given = [logits, targets[part], *others]
                 del logits
                 loss = self.run(given)
             total.add(loss.detach())
-            of_loss = _product(start, scale)
             of_logits, *rest = torch.autograd.grad(loss, starts, None if of_loss is None else of_loss.to(loss.dtype))
             del loss  # and with it what was saved for the backward that is done
             self._of_the_layer(found, needs, rows[part], part, weight, of_logits)
-            wanted = [k for k in range(CLASSES, len(tensors)) if needs[k]]
             for k, gradient in zip(wanted, rest, strict=True):
                 found[k] = gradient if found[k] is None else found[k].add_(gradient)  # type: ignore[union-attr]
             del of_logits, rest
@@ -143,7 +152,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return None, *_differentiable(stretch, tensors, needs, gradient)
+            return None, *differentiable(stretch, tensors, needs, gradient)
         found, ctx.gradients = ctx.gradients, None  # a second backward makes them anew
         if found is None:
             _, found = stretch.with_gradients(tensors, needs, gradient)
@@ -189,20 +198,3 @@ def _product(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tens
 def _detached(tensors: Tensors, needs: Sequence[bool] | None = None) -> list[torch.Tensor | None]:
     wanted = [False] * len(tensors) if needs is None else needs
     return [t if t is None else t.detach().requires_grad_(need) for t, need in zip(tensors, wanted, strict=True)]
-
-
-def _that_need(tensors: Tensors, needs: Sequence[bool]) -> list[Any]:
-    return [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
-
-
-def _differentiable(
-    stretch: SlicedLoss, tensors: Tensors, needs: Sequence[bool], gradient: torch.Tensor
-) -> list[torch.Tensor | None]:
-    """The gradients as functions of the arguments, of all rows at once."""
-    rows, targets, weight, bias = tensors[:CLASSES]
-    assert rows is not None
-    loss = stretch.run([stretch.logits(rows, weight, bias), targets, *tensors[CLASSES:]])
-    scale = stretch.scale(tensors)
-    wanted = _that_need(tensors, needs)
-    found = iter(torch.autograd.grad(loss if scale is None else loss * scale, wanted, gradient, create_graph=True))
-    return [next(found) if need else None for need in needs]

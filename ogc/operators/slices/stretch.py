@@ -71,6 +71,10 @@ class Sliced:
         pairs = zip(tensors, self.axes, strict=True)
         return [t if t is None or axis is None else slice_of(t, axis, part, entries) for t, axis in pairs]
 
+    def whole(self, tensors: Tensors) -> torch.Tensor:
+        """The result for all of the arguments at once."""
+        return self.run([*tensors])
+
     def with_plain_operators(self) -> Sliced:
         """The same stretch of PyTorch's own operators, but for those that save less."""
         graph = torch.fx.Graph()
@@ -109,7 +113,7 @@ class _Slices(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return None, *_differentiable(stretch, tensors, needs, gradient)
+            return None, *differentiable(stretch, tensors, needs, gradient)
         axes, entries = stretch.axes, stretch.entries(tensors)
         whole = [t.detach().requires_grad_() if need else t for t, need in zip(tensors, needs, strict=True)]
         wanted = [k for k, need in enumerate(needs) if need]
@@ -144,10 +148,14 @@ def slice_of(tensor: torch.Tensor, axis: int, part: slice, entries: int) -> torc
     return tensor.narrow(axis, each * part.start, each * (part.stop - part.start))
 
 
-def _differentiable(
-    stretch: Sliced, tensors: Sequence[Any], needs: Sequence[bool], gradient: torch.Tensor
+def that_need(tensors: Tensors, needs: Sequence[bool]) -> list[Any]:
+    """The tensors that need a gradient."""
+    return [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
+
+
+def differentiable(
+    stretch: Sliced, tensors: Tensors, needs: Sequence[bool], gradient: torch.Tensor
 ) -> list[torch.Tensor | None]:
-    """The gradients as functions of the arguments, of the whole batch at once."""
-    wanted = [t for t, need in zip(tensors, needs, strict=True) if need]
-    found = iter(torch.autograd.grad(stretch.run([*tensors]), wanted, gradient, create_graph=True))
+    """The gradients as functions of the arguments, of all of them at once."""
+    found = iter(torch.autograd.grad(stretch.whole(tensors), that_need(tensors, needs), gradient, create_graph=True))
     return [next(found) if need else None for need in needs]

@@ -153,9 +153,8 @@ class Estimator:
     def _sliced(self, operator: Sliced, record: Record, args: Any, kwargs: Any) -> Weights:
         plain = operator.with_plain_operators()
         weights = self._run(plain, args, kwargs, False, kernel_copies=self.device.type == "cpu")
-        if isinstance(operator, SlicedLoss):
-            pass  # it has no kernels that copy
-        elif self._can_measure() and weights.forward_flops < _SMALL_STRETCH_FLOPS:
+        has_kernels_that_copy = not isinstance(operator, SlicedLoss) and weights.forward_flops < _SMALL_STRETCH_FLOPS
+        if has_kernels_that_copy and self._can_measure():
             weights = with_measured_bytes(weights, Call(record, args, kwargs))
         if not weights.gradients or weights.ready_bytes:
             return weights
