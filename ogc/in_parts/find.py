@@ -24,11 +24,10 @@ from ..parser import carry_over
 from ..parser.arguments import call_arguments, copies
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec
-from ..torch_state.attributes import changes
+from ..torch_state.attributes import changes, watched_attributes
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, version_of
-from .module import watched_attributes
 from .options import Options
 
 

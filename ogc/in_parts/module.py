@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import torch
@@ -20,60 +19,17 @@ import torch
 from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
-from ..program.leaf import Leaf
+from ..program.leaf import called_leaves
 from ..program.structures import Call
 from ..runtime.module import copied, instance_around, planned_forward
 from ..runtime.runner import Planner, Runner, is_planned_call, log
-from ..torch_state.attributes import attributes_of, changes
+from ..torch_state.attributes import WatchedAttributes
 from ..torch_state.forwards import original_class
 from ..torch_state.no_trace import is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
 
-UNWATCHED = ("training", "forward", CALL)
-"""Attributes that plans do not depend on: the flag that they are chosen by anyway, and what stands in for calls."""
-
 PlanLate = Callable[[torch.nn.Module, str, Call], tuple[Graph, Plan, Planner | None]]
 """Plans a call of a submodule, which has a name, the first time; gives what plans other calls of it, too."""
-
-
-def watched_attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """What the plain attributes of each module hold, by its name; without those that plans do not depend on."""
-    held = attributes_of(model)
-    return {name: {key: value for key, value in found.items() if key not in UNWATCHED} for name, found in held.items()}
-
-
-class Attributes:
-    """The plain attributes of a module and of its submodules, but for those inside leaves, as they are now.
-
-    The model's own forward may set them, differently in each step; a program has what they were made into. So each call
-    compares them with what they were: by identity, and only where that differs by what they hold.
-
-    Args:
-        module: the module.
-        leaves: names of submodules that are called as they are, and may change what they like.
-    """
-
-    def __init__(self, module: torch.nn.Module, leaves: Collection[str] = ()) -> None:
-        inside = tuple(f"{leaf}." for leaf in leaves)
-        modules = {name: child for name, child in module.named_modules() if not f"{name}.".startswith(inside)}
-        self.module, self.names = module, list(modules)
-        self.attributes = [vars(child) for child in modules.values()]
-        self.held = watched_attributes(module)
-        self.values = self._values()
-
-    def first_changed(self) -> str | None:
-        """The name of an attribute that is not what it was."""
-        values = self._values()
-        if len(values) == len(self.values) and all(map(is_, values, self.values)):
-            return None
-        held = watched_attributes(self.module)
-        for name, key in changes(self.held, {name: held.get(name, {}) for name in self.names}, ()):
-            return f"{name}.{key}" if name else key
-        self.values = values
-        return None
-
-    def _values(self) -> list[Any]:
-        return [value for attributes in self.attributes for value in attributes.values()]
 
 
 class Twin:
@@ -83,12 +39,12 @@ class Twin:
         self.module = module
         self.planned = planned
         self.runner = runner
-        self.attributes = Attributes(module, _leaves(runner))
+        self.attributes = WatchedAttributes(module, _leaves(runner))
         self.changed: str | None = None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the part, hooks and all."""
-        if (changed := self.attributes.first_changed()) is not None:
+        if (changed := self.attributes.first_changed(self.module)) is not None:
             if changed != self.changed:
                 log.warning("ogc runs a part as it is: its attribute %s is another than when it was planned", changed)
                 self.changed = changed
@@ -112,8 +68,8 @@ class Twin:
 
 
 def _leaves(runner: Runner) -> set[str]:
-    operations = [node for v in runner.variants if v.graph is not None for node in v.graph.program.operations]
-    return {node.target.module for node in operations if isinstance(node.target, Leaf)}
+    graphs = [variant.graph.program.graph for variant in runner.variants if variant.graph is not None]
+    return {leaf for graph in graphs for leaf in called_leaves(graph)}
 
 
 def twin_of(module: torch.nn.Module, plans: Sequence[tuple[Graph, Plan]], planner: Planner | None) -> Twin:

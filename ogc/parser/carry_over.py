@@ -16,7 +16,7 @@ import torch
 from ..errors import InputError, ParseError
 from ..graph import Form, Graph, Operation
 from ..operators.slices import Sliced
-from ..program.leaf import Leaf
+from ..program.leaf import Leaf, called_leaves
 from ..program.program import Program
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import plainly, untouched
@@ -25,7 +25,7 @@ from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
 from .loss import modules_of, with_step_end
 from .parse import lower, profiler_of, record_program
-from .traced import Traced, called_leaves
+from .traced import Traced
 from .weigh.leaf import Profiler, weigh
 from .weigh.record import Record
 

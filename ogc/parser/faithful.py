@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ParseError
+from ..program.leaf import called_leaves
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import plain_forward
@@ -17,7 +18,7 @@ from .forward.flat import FlatForward, state_of
 from .judge import judge
 from .leaves import Leaves
 from .recorder import record
-from .traced import FrontEnd, OpaqueError, RecordAgain, Traced, called_leaves
+from .traced import FrontEnd, OpaqueError, RecordAgain, Traced
 
 front_end: FrontEnd = record
 """The one in use."""

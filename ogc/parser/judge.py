@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..program.leaf import called_leaves
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
 from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.forwards import plain_forward
@@ -25,7 +26,7 @@ from .arguments import Sample
 from .forward.call_counter import CallCounter
 from .forward.flat import FlatForward, gradient_targets, nothing_saved, other_state, state_of
 from .forward.patches import seen_as_recorded
-from .traced import ON_CONSTANTS, OpaqueError, Traced, called_leaves
+from .traced import ON_CONSTANTS, OpaqueError, Traced
 from .weigh.record import layout_of
 
 

@@ -129,12 +129,6 @@ def has_effects(operator: Any) -> bool:
     return changes or updates_statistics(operator) or torch.Tag.nondeterministic_seeded in tags
 
 
-def called_leaves(graph: torch.fx.Graph) -> set[str]:
-    """The submodules that a program calls as they are."""
-    leaves = [node.target for node in graph.nodes if isinstance(node.target, Leaf)]
-    return {leaf.module for leaf in leaves if leaf.submodule is not None}
-
-
 def without_unused(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy without calls that nothing uses and that have no effect.
 

@@ -155,3 +155,9 @@ class Leaf:
 def runs_once(target: Any) -> bool:
     """Whether what a node calls must not be called again: a leaf, or what has made gradients of its own."""
     return bool(getattr(target, "runs_once", False))
+
+
+def called_leaves(graph: torch.fx.Graph) -> set[str]:
+    """The submodules that a program calls as they are."""
+    leaves = [node.target for node in graph.nodes if isinstance(node.target, Leaf)]
+    return {leaf.module for leaf in leaves if leaf.submodule is not None}

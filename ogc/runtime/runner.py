@@ -15,10 +15,10 @@ import torch
 from ..errors import OgcError
 from ..graph import Graph
 from ..plan.plan import Plan
-from ..program.leaf import Leaf
+from ..program.leaf import Leaf, called_leaves
 from ..program.program import Program, attribute, get_attribute, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
-from ..torch_state.attributes import ReadAttributes
+from ..torch_state.attributes import WatchedAttributes
 from ..torch_state.module_state import State, WatchedModule
 from ..torch_state.no_trace import is_plain
 from ..torch_state.private import has_global_hooks, is_fx_tracing, parametrizations_are_cached
@@ -55,7 +55,7 @@ class Variant:
     plan: Plan | None = None
     code: Generated | None = None
     is_carried: bool = False  # the plan was made for other sizes
-    attributes: ReadAttributes | None = None  # that its program depends on
+    attributes: WatchedAttributes | None = None  # that its program depends on
 
     def fits(self, state: State, inputs: InputSpec, size: bool = True) -> bool:
         """Whether a call is of this kind; without ``size``, up to shapes and strides."""
@@ -238,8 +238,7 @@ def _variant(
 ) -> Variant:
     if plan.is_plain:
         return Variant(state, inputs, graph, plan, None, is_carried)
-    leaves = {node.target.module for node in graph.program.operations if isinstance(node.target, Leaf)}
-    attributes = ReadAttributes(model, graph.program.names_read, leaves)
+    attributes = WatchedAttributes(model, called_leaves(graph.program.graph), graph.program.names_read)
     return Variant(state, inputs, graph, plan, code or generate(graph, plan), is_carried, attributes)
 
 

@@ -77,73 +77,90 @@ def changes(
 
 _ABSENT = object()
 
-UNREAD = {"forward", CALL, *vars(torch.nn.Module())}
-"""Attributes of which it is known in other ways what they are: torch.nn.Module's own, and what stands in for calls."""
+UNWATCHED = ("training", "forward", CALL)
+"""Attributes that plans do not depend on: the flag that they are chosen by anyway, and what stands in for calls."""
 
 
-class ReadAttributes:
-    """What the plain attributes of some names hold, of a module and its submodules, and whether they still do.
+def watched_attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """What the plain attributes of each module hold, by its name; without those that plans do not depend on."""
+    held = attributes_of(model)
+    return {name: {key: value for key, value in found.items() if key not in UNWATCHED} for name, found in held.items()}
 
-    Each call compares by identity, and only where that differs by what they hold.
+
+class WatchedAttributes:
+    """The plain attributes of a module and of its submodules, but for those inside leaves, as they are now.
+
+    Anybody may set them, differently in each step; a program has what they were made into. So each call compares them
+    with what they were: by identity, and only where that differs by what they hold.
 
     Args:
         model: as it is now.
-        names: of the attributes.
         leaves: names of submodules that are called as they are, and may change what they like.
+        names: of the attributes that count; None for all.
     """
 
-    def __init__(self, model: torch.nn.Module, names: Collection[str], leaves: Collection[str]) -> None:
-        self.names = frozenset(names).difference(UNREAD)
+    def __init__(
+        self, model: torch.nn.Module, leaves: Collection[str] = (), names: Collection[str] | None = None
+    ) -> None:
+        self.names = None if names is None else frozenset(names)
         self.inside = tuple(f"{leaf}." for leaf in leaves)
+        self.held = self._held(model)
         self.seen: weakref.WeakKeyDictionary[torch.nn.Module, _Seen] = weakref.WeakKeyDictionary()
-        self.held = self._held(self._found(model))
-        self.seen[model] = _Seen.of(self._found(model))
+        self.seen[model] = self._seen(model)
 
     def first_changed(self, model: torch.nn.Module) -> str | None:
-        """The name of an attribute of ``model``, or a copy, that is not what it was; None if none is."""
+        """The name of an attribute of the module, or of a copy, that is not what it was; None if none is."""
         seen = self.seen.get(model)
         if seen is not None and seen.is_same():
             return None
-        found = self._found(model)
-        held = self._held(found)
-        for name in self.held.keys() | held.keys():
-            before, now = self.held.get(name, {}), held.get(name, {})
-            for key in before.keys() | now.keys():
-                if before.get(key, _ABSENT) != now.get(key, _ABSENT):
-                    return f"{name}.{key}" if name else key
-        self.seen[model] = _Seen.of(found)
+        for name, key in changes(self.held, self._held(model), ()):
+            return f"{name}.{key}" if name else key
+        self.seen[model] = self._seen(model)
         return None
 
-    def _found(self, model: torch.nn.Module) -> dict[str, tuple[dict[str, Any], tuple[str, ...]]]:
-        """For each module, by its name, its attributes and which of them are meant."""
-        found = {}
-        for name, module in model.named_modules():
-            keys = tuple(key for key in vars(module) if key in self.names and key not in TABLES)
-            if keys and not f"{name}.".startswith(self.inside):
-                found[name] = vars(module), keys
-        return found
+    def _held(self, model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+        modules = {name: module for name, module in model.named_modules() if not f"{name}.".startswith(self.inside)}
+        return {name: {key: _content(vars(one)[key]) for key in self._keys(one)} for name, one in modules.items()}
 
-    def _held(self, found: dict[str, tuple[dict[str, Any], tuple[str, ...]]]) -> dict[str, dict[str, Any]]:
-        return {name: {key: _content(held[key]) for key in keys} for name, (held, keys) in found.items()}
+    def _seen(self, model: torch.nn.Module) -> _Seen:
+        modules = [module for name, module in model.named_modules() if not f"{name}.".startswith(self.inside)]
+        return _Seen.of([(vars(module), self._keys(module)) for module in modules])
+
+    def _keys(self, module: torch.nn.Module) -> tuple[str, ...]:
+        return tuple(
+            key for key in attributes(module) if key not in UNWATCHED and (self.names is None or key in self.names)
+        )
 
 
 class _Seen(NamedTuple):
-    """The values of attributes when they were last looked at, and how to look again."""
+    """Where attributes are, and what they were when they were last looked at."""
 
-    looks: Sequence[tuple[Callable[[Any], Any], dict[str, Any]]]
+    tables: list[dict[str, Any]]
+    sizes: list[int]
+    looks: list[tuple[Callable[[Any], Any], list[dict[str, Any]]]]  # for tables with the same keys
     values: list[Any]
 
     @staticmethod
-    def of(found: dict[str, tuple[dict[str, Any], tuple[str, ...]]]) -> _Seen:
-        looks = [(itemgetter(*keys, keys[0]), held) for held, keys in found.values()]
-        return _Seen(looks, [value for look, held in looks for value in look(held)])
+    def of(found: Sequence[tuple[dict[str, Any], tuple[str, ...]]]) -> _Seen:
+        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for table, keys in found:
+            if keys:
+                alike.setdefault(keys, []).append(table)
+        tables = [table for table, _ in found]
+        looks: list[tuple[Callable[[Any], Any], list[dict[str, Any]]]]
+        looks = [(itemgetter(*keys, keys[0]), same) for keys, same in alike.items()]  # two at least, for a tuple
+        return _Seen(tables, list(map(len, tables)), looks, list(_values(looks)))
 
     def is_same(self) -> bool:
+        """Whether each attribute is the same object, and none is there that was not."""
         try:
-            now = chain.from_iterable([look(held) for look, held in self.looks])
+            return list(map(len, self.tables)) == self.sizes and all(map(is_, _values(self.looks), self.values))
         except KeyError:
             return False
-        return all(map(is_, now, self.values))
+
+
+def _values(looks: Sequence[tuple[Callable[[Any], Any], list[dict[str, Any]]]]) -> Iterator[Any]:
+    return chain.from_iterable(chain.from_iterable(map(look, tables) for look, tables in looks))
 
 
 class _Itself:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ogc
-from ogc.torch_state.attributes import ReadAttributes
+from ogc.torch_state.attributes import WatchedAttributes
 
 
 class Net(nn.Module):
@@ -90,7 +90,7 @@ def test_a_copy_has_attributes_of_its_own():
 
 def test_attributes_inside_leaves_are_theirs():
     net = Net()
-    known = ReadAttributes(net, {"p", "eps", "scale"}, ["drop"])
+    known = WatchedAttributes(net, ["drop"], {"p", "eps", "scale"})
     net.drop.p = 0.9
     assert known.first_changed(net) is None
     net.norm.eps = 0.1
