@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -134,26 +134,26 @@ class Subject:
         allocate_gradients(self.model)
         for way, make in self.ways():
             print(f"{self.vocabulary}: {way}", file=sys.stderr)
-            row = Row(self.vocabulary, way)
+            rows[way] = Row(self.vocabulary, way)
             try:
                 run, plan = make()
                 found = self._gradients(run)
             except Exception as error:  # of a peer's, such as no compiler: the others are all the same
-                rows[way] = Row(self.vocabulary, way, reason=f"{type(error).__name__}: {error}".splitlines()[0])
+                rows[way] = replace(rows[way], reason=f"{type(error).__name__}: {error}".splitlines()[0])
                 continue
             plain = plain or found
-            row = Row(
-                self.vocabulary, way,
+            steps[way] = run
+            rows[way] = replace(
+                rows[way],
                 peak_bytes=self._peak(run),
                 promised_bytes=None if plan is None else plan.peak_bytes,
                 promised=None if plan is None else plan.overhead,
                 distance=max(float((found[n] - g).abs().max() / g.abs().max()) for n, g in plain.items()),
-            )  # fmt: skip
-            rows[way], steps[way] = row, run
+            )
         seconds = in_turn({way: partial(_timed, run) for way, run in steps.items()}, rounds, 0.0)
         base = seconds["plain"]
         paid = {w: median(own / p for own, p in zip(s, base, strict=True)) - 1 for w, s in seconds.items()}
-        return [Row(**{**asdict(row), "paid": paid.get(way, 0.0)}) for way, row in rows.items()]
+        return [replace(row, paid=paid.get(way, 0.0)) for way, row in rows.items()]
 
     def _gradients(self, run: Step) -> dict[str, torch.Tensor]:
         for parameter in self.model.parameters():

@@ -236,8 +236,9 @@ def _unpickled(model: torch.nn.Module, planning: _Planning) -> torch.nn.Module:
             return plain_forward(self)(*args, **kwargs)
         if not found:
             found.append(planning.optimized(model, Call(args, kwargs)))
-            for name in ("plan", "graph", "code"):
-                setattr(type(self), name, getattr(type(found[0]), name))
+            made = vars(type(found[0]))
+            for name in made.keys() & {"plan", "graph", "code"}:  # unless the model has such an attribute
+                setattr(type(self), name, made[name])
         return found[0].forward(*args, **kwargs)
 
     result = instance_around(model, original_class(model).__name__, {"forward": forward}, {})

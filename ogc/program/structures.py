@@ -8,6 +8,7 @@ of its result.
 from __future__ import annotations
 
 import enum
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -253,7 +254,7 @@ class OutputSpec:
         """
         if self.changed:
             raise InputError("the forward stores tensors in objects that it is given, so they are wanted; let it not")
-        count = iter(range(len([leaf for leaf in _flat(self.leaves) if leaf is TENSOR])))
+        count = itertools.count()
         return replace(self, leaves=tuple(_only(leaf, number, count) for leaf in self.leaves))
 
     def deliver(self, tensors: Iterable[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -49,11 +49,15 @@ def optimized_module(
 
 
 def refuse_replaced_forward(model: torch.nn.Module) -> None:
-    """Raise InputError if the model's forward is not that of its class, which goes with one plan alone."""
+    """Raise InputError if the model's forward is not that of its class.
+
+    That goes where the forward is planned as a whole, as it is, and nowhere else.
+    """
     if "forward" in vars(model):
         raise InputError(
-            "the model's forward was replaced on the instance, and it cannot be planned as a whole; optimize it before "
-            "its forward is replaced, or put the replacement into a subclass"
+            "the model's forward was replaced on the instance, which goes with one plan for the forward as it is, not "
+            "with parts or a loss behind it; optimize the model before its forward is replaced, or put the replacement "
+            "into a subclass"
         )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..torch_state.forwards import ORIGINAL, original_class
-from .module import instance_around
+from .module import instance_around, refuse_replaced_forward
 
 TARGETS = "targets"
 """The name of the argument that a model with a loss takes besides its own."""
@@ -22,8 +22,9 @@ def with_loss(model: torch.nn.Module, loss: Callable[..., torch.Tensor], has_tar
     Without ``has_targets``, ``loss(output)``. Called without targets that it has, it returns what the model returns.
 
     Raises:
-        InputError: the model has an argument ``targets`` of its own.
+        InputError: the model has an argument ``targets`` of its own, or its forward is not that of its class.
     """
+    refuse_replaced_forward(model)
     original = original_class(model)
     signature = inspect.signature(original.forward)
     if TARGETS in signature.parameters:

@@ -35,7 +35,9 @@ def plain_forward(model: torch.nn.Module) -> Callable[..., Any]:
 def is_as_assigned(model: torch.nn.Module, assigned: Callable[..., Any] | None) -> bool:
     """Whether the plain model's forward is still this one, or its copy for another instance; None: its class's."""
     now = vars(model).get("forward")
-    return now is assigned or getattr(now, "__func__", now) is getattr(assigned, "__func__", None)
+    if isinstance(now, MethodType) and isinstance(assigned, MethodType):
+        return now.__func__ is assigned.__func__
+    return now is assigned
 
 
 class OwnForward:

@@ -14,7 +14,7 @@ import ogc
 
 def plain_of(module):
     """The plain model of what was loaded: it shares everything with that."""
-    plain = object.__new__(Residual)
+    plain = object.__new__(type(module).__mro__[1])
     object.__setattr__(plain, "__dict__", vars(module))
     return plain
 
@@ -56,3 +56,18 @@ def test_the_plain_model_is_none_the_wiser(saved):
     model, _ = saved
     assert type(pickle.loads(pickle.dumps(model))) is Residual
     assert "plan" not in vars(model) and type(model) is Residual
+
+
+class Planned(Residual):
+    """It has a plan of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.plan = "mine"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attributes_of_the_models_own_are_kept():
+    again = pickle.loads(pickle.dumps(ogc.optimize(Planned(), images(), memory_budget=0.7)))
+    assert_same_training(plain_of(again), again, (images(),))
+    assert again.plan == "mine" and again.graph is not None

@@ -63,6 +63,33 @@ def test_a_change_is_noticed_and_planned_for(change, opened):
     assert not all(map(torch.equal, before, expected))
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Around(Net):
+    """Calls a custom function, which is a leaf by itself; all around it is replayed."""
+
+    def forward(self, x):
+        return Doubled.apply(super().forward(x)) * getattr(self, "late", 1.0)
+
+
+@pytest.mark.parametrize("name, value", [("scale", 2.0), ("late", 3.0)])
+def test_a_module_around_a_custom_function_is_looked_at(name, value, opened):
+    torch.manual_seed(0)
+    net, x = Around(), torch.randn(64, 16)
+    optimised = ogc.optimize(net, x)
+    assert not optimised.plan.is_plain
+    setattr(net, name, value)  # of which one was not there
+    assert all(map(torch.equal, step(optimised, net, x), step(net, net, x)))
+
+
 def test_what_is_not_read_may_change(caplog):
     net, x = Net(), torch.randn(64, 16)
     optimised = ogc.optimize(net, x)

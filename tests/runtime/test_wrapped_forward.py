@@ -137,3 +137,9 @@ def test_it_may_be_wrapped_again_on_top(net):
     inner = optimised.forward
     optimised.forward = lambda x: 2 * inner(x)
     assert torch.equal(optimised(x), 2 * net(x)) and net(x).dtype == torch.bfloat16
+
+
+def test_a_wrapped_model_gets_no_loss_behind_it(net):
+    net.forward = in_bfloat16(net.forward)
+    with pytest.raises(ogc.InputError, match="or a loss behind it"):
+        ogc.optimize(net, torch.randn(16, 8), loss=lambda out: out.float().mean(), outputs="loss")

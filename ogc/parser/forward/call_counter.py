@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -13,6 +13,10 @@ import torch
 
 OWN = ("torch", "ogc")
 """Of these, only ``torch.nn`` belongs to a model; the rest serves whoever watches the forward."""
+
+
+_KNOWN = 5_000
+"""Functions of which it is remembered what they read."""
 
 
 class CallCounter:
@@ -52,7 +56,7 @@ class CallCounter:
         return frozenset(read) - frozenset(written)
 
 
-@cache
+@lru_cache(maxsize=_KNOWN)
 def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Names of attributes that a function reads, or texts that may be some, and of those that it assigns."""
     written = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}

@@ -23,6 +23,7 @@ from ...program.program import Program
 from ...program.step import Loss
 from ...program.structures import InputSpec
 from ...torch_state.collecting import collecting_new_only
+from ...torch_state.forwards import plain_forward
 from ...torch_state.no_trace import plainly, untouched
 from ..arguments import Sample, call_arguments, check_tensors
 from ..assemble import graph_of
@@ -158,7 +159,7 @@ def _recorded(sample: Sample, forward: Callable[..., Any] | None, leaves: Leaves
         try:
             with untouched(sample.model):
                 copied = sample._replace(tensors=sample.copies())
-                traced = front_end(copied, forward or sample.model.forward, leaves.names, is_careful=is_careful)
+                traced = front_end(copied, forward or plain_forward(sample.model), leaves.names, is_careful=is_careful)
                 return with_expected(sample, replace(traced, state={"random state": torch.get_rng_state()}))
         except RecordAgain as again:
             is_careful = again.is_careful
