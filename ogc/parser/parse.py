@@ -32,7 +32,7 @@ from .passes.bindings import Bindings
 from .passes.casts import share_casts
 from .passes.in_place import run_out_of_place
 from .passes.last_writes import copy_after_last_write
-from .passes.stretches import Stretch, find_stretches, is_samplewise, slice_stretches
+from .passes.stretches import Stretch, find_stretches, slice_stretches
 from .passes.unfold import Unfolding
 from .repeatable import refuse_chance, why_not_repeatable
 from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
@@ -233,7 +233,6 @@ def visited(model: torch.nn.Module, profiler: Profiler, leaves: Leaves, record: 
             refuse_chance(model, node, args)
         _allow_repeats(model, leaves, record, args)
     record.weights = weigh(model, profiler, record, args, kwargs)
-    record.is_samplewise = is_samplewise(node, args)
 
 
 def _allow_repeats(model: torch.nn.Module, leaves: Leaves, record: Record, args: Any) -> None:

@@ -10,10 +10,9 @@ import torch
 from ...errors import InputError
 from ...operators.registry import Along, of
 from ...operators.slices import Sliced
-from ...program.program import SHAPE, tensor_leaves
 from ...torch_state.private import schema_of
 from ..weigh.record import Record
-from .blocks import Block, Blocks, copied_into, place_of
+from .blocks import Block, Blocks, copied_into, in_parts, place_of
 from .losses import loss_head, put_in_slices
 
 Stretch = tuple[str, str]
@@ -48,7 +47,7 @@ def find_stretches(records: Sequence[Record]) -> list[Stretch]:
 
 def _may_be_next(records: Sequence[Record], start: int, t: int, taken: set[torch.fx.Node]) -> bool:
     """Whether the operation goes on with the chain that starts at ``start``."""
-    if not records[t].is_samplewise or records[t].node in taken:
+    if records[t].node in taken or not is_samplewise(records[t].node):
         return False
     return t == start or _continues(records, t)
 
@@ -89,14 +88,12 @@ def _trimmed(records: Sequence[Record], first: int, last: int) -> Stretch | None
     return records[first].node.name, records[last - 1].node.name
 
 
-def is_samplewise(node: torch.fx.Node, args: Sequence[object]) -> bool:
+def is_samplewise(node: torch.fx.Node) -> bool:
     """Whether the call can be part of a chain: samples lie along the first axis before and after it."""
-    operator = of(node.target)
-    has_tensors = any(isinstance(value, torch.fx.Node) for value in node.kwargs.values())
-    if operator.along is None or has_tensors or (operator.sizes is not None and SHAPE not in node.meta):
+    if of(node.target).along is None or not isinstance(node.args[0], torch.fx.Node):
         return False
-    axes = (0, *[None] * (len(tensor_leaves(args)) - 1))
-    return operator.along(args, axes) == Along(0, axes)
+    found = in_parts(node, {node.args[0]: 0})
+    return found is not None and found == Along(0, (0, *[None] * (len(found.given) - 1)))
 
 
 def slice_stretches(graph: torch.fx.Graph, stretches: Sequence[Stretch], slices: int, device: torch.device) -> None:
@@ -119,8 +116,9 @@ def slice_stretches(graph: torch.fx.Graph, stretches: Sequence[Stretch], slices:
 
 def _block(first: torch.fx.Node, last: torch.fx.Node) -> Block:
     """The block between two calls, or the chain."""
+    blocks = Blocks()
     for entry in first.all_input_nodes:
-        block = Blocks().from_entry(entry)
+        block = blocks.from_entry(entry)
         if block is not None and (block.nodes[0], block.nodes[-1]) == (first, last):
             return block
     node, nodes = first, [first]

@@ -58,7 +58,6 @@ class Record:
     aside: list[TensorRef] = field(default_factory=list)  # arguments that it holds beside what it saves
     usual: list[Layout] = field(default_factory=list)  # per output; how its gradient is laid out
     again: Again | None = None  # weighs its backward for gradients that are laid out in another way
-    is_samplewise: bool = False  # whether it can be part of a stretch
 
     @property
     def in_place(self) -> bool:
