@@ -12,6 +12,7 @@ from .graph import Graph
 from .parser import parse
 from .parser.passes.stretches import Stretch
 from .plan import Plan, simulate
+from .plan.simulate import plain_peak
 from .solver import Budget, solve
 
 Stretches = tuple[Stretch, ...]
@@ -66,6 +67,7 @@ def slice_batch(
                 profile=profile,
                 stretches=stretches,
                 slices=slices,
+                plain_peak_bytes=plain_peak(graph),
                 leaf_modules=leaves,
                 **parsing,
             )

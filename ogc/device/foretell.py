@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from fractions import Fraction
 from typing import Any, TypeVar
 
 from ..errors import InputError
 from ..graph import Graph
+from ..parser.on_shapes import shares
 
 Part = TypeVar("Part")
 
@@ -54,13 +55,9 @@ def foretold(graphs: Sequence[Graph], sizes: Sequence[int], size: int) -> Graph:
     )
 
 
-def shares(places: Sequence[int], place: int) -> list[float]:
-    """What each of the numbers at some places counts at another, on the polynomial through all of them."""
-    return [prod((place - other) / (one - other) for other in places if other != one) for one in places]
-
-
-def mixed_number(shares: Sequence[float], numbers: Sequence[float]) -> float:
-    return sum(share * number for share, number in zip(shares, numbers, strict=True))
+def mixed_number(shares: Sequence[Fraction], numbers: Sequence[float]) -> float:
+    """The sum of some numbers, each by its share."""
+    return float(sum(share * number for share, number in zip(shares, numbers, strict=True)))
 
 
 def paced(graph: Graph, measured: Graph, estimated: Graph) -> Graph:

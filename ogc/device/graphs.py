@@ -19,8 +19,8 @@ import torch
 from ..errors import ParseError
 from ..graph import Graph
 from ..parser import Loss, parse
-from ..parser.on_shapes import OtherSizes, Traced, Trials, foretold_program, same_program, to_be_run
-from .foretell import foretold, mixed_number, paced, shares
+from ..parser.on_shapes import OtherSizes, Traced, Trials, foretold_program, same_program, shares, to_be_run
+from .foretell import foretold, mixed_number, paced
 from .needs import input_bytes
 
 log = logging.getLogger(__name__)

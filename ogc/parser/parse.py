@@ -59,6 +59,7 @@ def parse(
     device: torch.device | str | None = None,
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
+    plain_peak_bytes: int | None = None,
     leaf_modules: LeafModules = (),
     repeatable_leaves: LeafModules | bool | None = None,
 ) -> Graph:
@@ -92,6 +93,7 @@ def parse(
         stretches: of ``graph.stretches`` of the same model: each becomes one operation that runs forward and
             backward a part of the batch at a time, with results that differ in the last bits.
         slices: into how many parts these divide the batch.
+        plain_peak_bytes: of the plain model; where the graph is another program, it is found anew unless it is given.
         leaf_modules: names and types of submodules to call as they are, hooks and all: each call becomes one
             operation, which runs once per step and keeps what it saves. What cannot be replayed operator by
             operator (control flow on data, custom autograd functions, hooks, scripted code) is made part of the
@@ -130,12 +132,11 @@ def parse(
             except OpaqueError as problem:
                 leaves.cover(problem)
         graph = graph_of(sample.spec, traced, observation, str(target), kind)
-        if outputs == "loss" or stretches:  # the plain model has all outputs, whole
+        if plain_peak_bytes is None and (outputs == "loss" or stretches):  # the plain model has all outputs, whole
             whole = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)
-            peak = plain_peak(graph_of(sample.spec, *whole, str(target), kind))
-            graph = replace(graph, plain_peak_bytes=peak)
+            plain_peak_bytes = plain_peak(graph_of(sample.spec, *whole, str(target), kind))
     leaves.report()
-    graph = with_stretches(graph, observation)
+    graph = replace(with_stretches(graph, observation), plain_peak_bytes=plain_peak_bytes)
     return replace(graph, program=replace(graph.program, parse_graph=make))
 
 

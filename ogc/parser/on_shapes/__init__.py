@@ -2,7 +2,7 @@
 
 from ...operators.convolution.parts import Trials
 from ..traced import Traced
-from .foretell import foretold_program, same_program
+from .foretell import foretold_program, same_program, shares
 from .parse import OtherSizes, to_be_run
 
-__all__ = ["OtherSizes", "Traced", "Trials", "foretold_program", "same_program", "to_be_run"]
+__all__ = ["OtherSizes", "Traced", "Trials", "foretold_program", "same_program", "shares", "to_be_run"]

@@ -46,14 +46,19 @@ def foretold_program(known: Sequence[Traced], sizes: Sequence[int], size: int) -
     return replace(first, graph=graph, constants=constants, outputs=outputs)
 
 
+def shares(places: Sequence[int], place: int) -> list[Fraction]:
+    """What each of the numbers at some places counts at another, on the polynomial through all of them."""
+    return [
+        prod((Fraction(place - other, one - other) for other in places if other != one), start=Fraction(1))
+        for one in places
+    ]
+
+
 class _Curve:
     """The polynomials through what is known for some sizes, at another."""
 
     def __init__(self, sizes: Sequence[int], size: int) -> None:
-        self.shares = []
-        for one in sizes:
-            others = [other for other in sizes if other != one]
-            self.shares.append(Fraction(prod(size - other for other in others), prod(one - other for other in others)))
+        self.shares = shares(sizes, size)
 
     def of(self, known: Sequence[Any]) -> Any:
         """Arguments, from such that are alike up to numbers; nodes are those of the first."""
