@@ -237,7 +237,7 @@ def _unpickled(model: torch.nn.Module, planning: _Planning) -> torch.nn.Module:
         if not found:
             found.append(planning.optimized(model, Call(args, kwargs)))
             made = vars(type(found[0]))
-            for name in made.keys() & {"plan", "graph", "code"}:  # unless the model has such an attribute
+            for name in made.keys() & {"plan", "graph", "code", "report"}:  # unless the model has such an attribute
                 setattr(type(self), name, made[name])
         return found[0].forward(*args, **kwargs)
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "ogc"
 
 STOREYS = (
-    {"errors", "operation"},
+    {"collecting", "during_step", "errors", "operation"},
     {"graph", "torch_state", "builder"},
     {"plan"},
     {"program"},

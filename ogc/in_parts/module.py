@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from ..plan.plan import Plan
 from ..program.leaf import called_leaves
 from ..program.structures import Call
 from ..runtime.module import copied, instance_around, planned_forward
-from ..runtime.runner import Planner, Runner, is_planned_call, log
+from ..runtime.report import Calls, Report
+from ..runtime.runner import Planner, Runner, log, plain_because
 from ..torch_state.attributes import WatchedAttributes
 from ..torch_state.forwards import original_class
 from ..torch_state.no_trace import is_plain, plainly
@@ -40,14 +43,11 @@ class Twin:
         self.planned = planned
         self.runner = runner
         self.attributes = WatchedAttributes(module, _leaves(runner))
-        self.changed: str | None = None
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the part, hooks and all."""
         if (changed := self.attributes.first_changed(self.module)) is not None:
-            if changed != self.changed:
-                log.warning("ogc runs a part as it is: its attribute %s is another than when it was planned", changed)
-                self.changed = changed
+            self.runner.ran_plain(f"the attribute {changed} is another than when it was planned", is_told=True)
             return own_call(self.module)(*args, **kwargs)
         if not any(hooks_of(self.module)) and not has_global_hooks():
             return own_call(self.planned)(*args, **kwargs)
@@ -86,7 +86,7 @@ def twin_of(module: torch.nn.Module, plans: Sequence[tuple[Graph, Plan]], planne
 
 def _twin(module: torch.nn.Module, runner: Runner, like: torch.nn.Module | None = None) -> Twin:
     name = f"Planned{original_class(module).__name__}"
-    planned = instance_around(module, name, {"forward": planned_forward(module, runner)}, {})
+    planned = instance_around(module, name, {"forward": planned_forward(runner)}, {})
     runner.watch(planned, like=like or module)
     return Twin(module, planned, runner)
 
@@ -229,9 +229,14 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
     original, training = original_class(model), model.training
     of: weakref.WeakKeyDictionary[torch.nn.Module, Parts] = weakref.WeakKeyDictionary()
 
+    plain: Counter[str] = Counter()
+
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = of.get(self)
-        if found is None or not is_planned_call(self, training):
+        if found is None or is_plain():
+            return original.forward(self, *args, **kwargs)
+        if why := plain_because(self, training):
+            plain[why] += 1
             return original.forward(self, *args, **kwargs)
         with found.running():
             return original.forward(self, *args, **kwargs)
@@ -242,11 +247,17 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
         of[twin].install()
         return twin
 
+    def report(self: torch.nn.Module) -> Report:
+        names = {id(module): name for name, module in self.named_modules()}
+        of_parts = [twin.runner.report().of(names.get(id(twin.module), "")) for twin in of[self].twins.values()]
+        whole = (Calls("", f"plain: {why}", count) for why, count in plain.items())
+        return Report((*chain.from_iterable(found.calls for found in of_parts), *whole))
+
     def refuse_replicas(self: torch.nn.Module) -> Any:
         raise InputError("a model that is planned in parts cannot run in a DataParallel; use DistributedDataParallel")
 
     members = {"forward": forward, "__deepcopy__": deep_copy, REPLICATE: refuse_replicas}
-    result = instance_around(model, original.__name__, members, shown)
+    result = instance_around(model, original.__name__, members, {**shown, "report": report})
     of[result] = parts
     parts.install()
     return result

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..collecting import collecting_new_only
 from ..errors import ParseError
 from ..graph import Graph
 from ..operators.registry import out_of_place
@@ -17,7 +18,6 @@ from ..program.leaf import Leaf
 from ..program.program import OUTSIDE
 from ..program.step import Loss, Rest
 from ..program.structures import InputSpec
-from ..torch_state.collecting import collecting_new_only
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched

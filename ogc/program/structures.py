@@ -104,11 +104,11 @@ class InputSpec:
         return [leaf for leaf in _flat(self.leaves) if not isinstance(leaf, TensorSpec)]
 
     def fits(self, other: InputSpec, size: bool = True) -> bool:
-        """Whether calls of the two are alike; without ``size``, up to shapes and strides."""
+        """Whether calls of the two are alike; without ``size``, up to shapes, strides and numbers."""
         return (
             (self.tree is other.tree or self.tree == other.tree)
             and self.casts == other.casts
-            and all(_same_leaf(a, b, size) for a, b in zip(self.leaves, other.leaves, strict=True))
+            and all(same_leaf(a, b, size) for a, b in zip(self.leaves, other.leaves, strict=True))
         )
 
     def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -202,13 +202,16 @@ def _tree_of_tensors(count: int) -> pytree.TreeSpec:
     return pytree.tree_structure(((0,) * count, {}))
 
 
-def _same_leaf(a: Any, b: Any, size: bool) -> bool:
+def same_leaf(a: Any, b: Any, size: bool = True) -> bool:
+    """Whether two leaves of arguments are alike; without ``size``, up to shapes, strides and numbers."""
     if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
         return a == b if size else a.same_kind(b)
     if isinstance(a, HolderSpec) and isinstance(b, HolderSpec):
         return a.kind is b.kind and a.content.fits(b.content, size)
     if a is b or type(a) is not type(b):
         return a is b
+    if not size and type(a) in (int, float):
+        return True
     try:
         return bool(a == b)
     except (TypeError, ValueError, RuntimeError):  # an array has no one truth

@@ -25,6 +25,7 @@ from ..errors import ReplayError
 from ..program.casts import cast
 from ..program.leaf import Leaf
 from ..program.program import attribute, storage_of, tensor_leaves, without_autocast
+from ..torch_state.flags import Flags, flags_held
 from ..torch_state.private import id_of_storage, is_view, keeps_graph, pytree, storage_id, version_of
 from ..torch_state.random_state import State, random_states, set_random_states
 from .packed import Argument, RepeatedCall, dropped, kept, unpack
@@ -63,12 +64,18 @@ class Step:
     """One forward call and what its frames share: the model, what it gives, the random states of its operations."""
 
     def __init__(
-        self, model: torch.nn.Module, codes: dict[int, RunCode], bound: Sequence[Any], devices: tuple[torch.device, ...]
+        self,
+        model: torch.nn.Module,
+        codes: dict[int, RunCode],
+        bound: Sequence[Any],
+        devices: tuple[torch.device, ...],
+        flags: Flags,
     ) -> None:
         self.model = model
         self.codes = codes
         self.bound = bound  # parameters, buffers, constants, and the modules of leaves
         self.devices = devices  # CUDA devices that the program draws random numbers on
+        self.flags = flags  # in the forward
         self.random_states: dict[int, tuple[State, ...]] = {}
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
         self.returned: dict[int, list[Hashable]] = {}  # marks of what leaves returned, by operation
@@ -193,7 +200,8 @@ class Frame:
                 slots[slot] = tensor.detach()
 
         # Gradients are on, as in the forward: kernels may depend on it, and operations save the same.
-        with torch.enable_grad(), without_autocast(), saved_tensors_hooks(capture, unpack):
+        hooks = saved_tensors_hooks(capture, unpack)
+        with torch.enable_grad(), without_autocast(), flags_held(self.step.flags), hooks:
             self.code.program(self.step.bound, self)
         if next(expected, None) is not None:
             raise self._changed("fewer tensors when it ran again")

@@ -11,7 +11,7 @@ import torch
 from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
-from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, is_as_assigned, original_class, plain_forward
+from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, original_class, plain_forward
 from .runner import Planner, Runner, log
 
 MADE_AGAIN = "_ogc_made_again"
@@ -41,8 +41,8 @@ def optimized_module(
         runner.watch(twin, like=self)
         return twin
 
-    members = {"forward": planned_forward(model, runner), "__deepcopy__": deep_copy, "__copy__": shallow_copy}
-    shown = {"plan": plan, "graph": graph, "code": runner.generated.source}
+    members = {"forward": planned_forward(runner), "__deepcopy__": deep_copy, "__copy__": shallow_copy}
+    shown = {"plan": plan, "graph": graph, "code": runner.generated.source, "report": lambda _: runner.report()}
     result = instance_around(model, original.__name__, members, shown)
     runner.watch(result, like=model)
     return result
@@ -61,12 +61,11 @@ def refuse_replaced_forward(model: torch.nn.Module) -> None:
         )
 
 
-def planned_forward(model: torch.nn.Module, runner: Runner) -> Callable[..., Any]:
+def planned_forward(runner: Runner) -> Callable[..., Any]:
     """The forward that runs what ``runner`` has for a call, or else the original one."""
-    assigned = vars(model).get("forward")
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        variant = runner.select(self, args, kwargs) if is_as_assigned(self, assigned) else None
+        variant = runner.select(self, args, kwargs)
         if variant is None:
             return plain_forward(self)(*args, **kwargs)
         return runner.run(variant, self, args, kwargs)

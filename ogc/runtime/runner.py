@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..during_step import during_step
 from ..errors import OgcError
 from ..graph import Graph
 from ..plan.plan import Plan
@@ -19,18 +21,22 @@ from ..program.leaf import Leaf, called_leaves
 from ..program.program import Program, attribute, get_attribute, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.attributes import WatchedAttributes
-from ..torch_state.module_state import State, WatchedModule
+from ..torch_state.flags import flags
+from ..torch_state.forwards import is_as_assigned
+from ..torch_state.module_state import WatchedModule
 from ..torch_state.no_trace import is_plain
 from ..torch_state.private import has_global_hooks, is_fx_tracing, parametrizations_are_cached
 from .frame import Step
 from .generate import Generated, generate
+from .kind import Kind
+from .report import Calls, Report
 
 log = logging.getLogger(__name__)
 
 PLANS = 8
 """How many kinds of calls are planned for beside the sample's; the least recently used makes room."""
 SHAPES = 64
-"""Over how many other shapes of the inputs plans are carried; the least recently used makes room."""
+"""Over how many other sizes and numbers plans are carried; the least recently used makes room."""
 EVICTIONS = 3
 """How many plans may make room for others before no more are made."""
 
@@ -49,17 +55,14 @@ class Planner(Protocol):
 class Variant:
     """A kind of calls and what runs them: generated code, or without it the original forward."""
 
-    state: State  # of the module
-    inputs: InputSpec
+    kind: Kind
+    words: str  # how it differs from the sample's
     graph: Graph | None = None
     plan: Plan | None = None
     code: Generated | None = None
-    is_carried: bool = False  # the plan was made for other sizes
+    is_carried: bool = False  # the plan was made for other sizes or numbers
     attributes: WatchedAttributes | None = None  # that its program depends on
-
-    def fits(self, state: State, inputs: InputSpec, size: bool = True) -> bool:
-        """Whether a call is of this kind; without ``size``, up to shapes and strides."""
-        return (self.state is state or self.state == state) and self.inputs.fits(inputs, size)
+    problem: str = ""  # why there is no plan
 
     def difference(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> str:
         """What Python would read otherwise out of attributes and these inputs, in words; "" if nothing."""
@@ -69,6 +72,14 @@ class Variant:
         guards = None if self.graph is None else self.graph.program.guards
         return "" if guards is None else guards.difference(guards.read(model, tensors))
 
+    @property
+    def runs(self) -> str:
+        """What runs these calls, in words."""
+        if self.plan is None or self.code is None:
+            return f"plain: {self.problem or 'no plan needs less memory'}"
+        carried = "carried over from a plan of" if self.is_carried else "plan:"
+        return f"{carried} peak {self.plan.peak_bytes / 1e6:.1f} MB, overhead {self.plan.overhead:.1%}"
+
 
 class Runner:
     """The plans of one optimised module and its deep copies."""
@@ -76,13 +87,15 @@ class Runner:
     def __init__(self, model: torch.nn.Module, graph: Graph, plan: Plan, planner: Planner | None = None) -> None:
         self.planner = planner
         self.training = model.training
+        self.assigned = vars(model).get("forward")  # before it was optimized
         self.structures = count(1)
         self.watched: weakref.WeakKeyDictionary[torch.nn.Module, WatchedModule] = weakref.WeakKeyDictionary()
         self.generated = generate(graph, plan)
         self.is_idle = plan.is_plain and planner is None
-        state = self.watch(model).state(model)
-        self.sample = _variant(model, state, graph.program.inputs, graph, plan, self.generated)
+        kind = self._kind(model, graph.program.inputs)
+        self.sample = _variant(model, kind, "like the sample", graph, plan, self.generated)
         self.variants = [self.sample]  # most recently used first
+        self.calls: Counter[tuple[str, str]] = Counter()  # by what kind of calls, and what ran them
         self.evictions = 0
         self.is_planning = False
         self.told: set[str] = set()
@@ -92,33 +105,57 @@ class Runner:
         """Whether all that was planned for runs as it is."""
         return all(variant.code is None for variant in self.variants)
 
+    def report(self) -> Report:
+        """What ran the calls until now."""
+        return Report(tuple(Calls(kind, runs, number) for (kind, runs), number in self.calls.items()))
+
     def add(self, model: torch.nn.Module, graph: Graph, plan: Plan) -> None:
         """Take in a plan for another kind of calls."""
         self.is_idle = self.is_idle and plan.is_plain
-        watched = self.watched.get(model) or self.watch(model)
-        self.variants.append(_variant(model, watched.state(model), graph.program.inputs, graph, plan))
+        kind = self._kind(model, graph.program.inputs)
+        self.variants.append(_variant(model, kind, kind.differences(model, self.sample.kind), graph, plan))
 
     def watch(self, model: torch.nn.Module, like: torch.nn.Module | None = None) -> WatchedModule:
         """Start to compare ``model`` with what it is now: as the sample was planned for, or the same as ``like``."""
-        structure = self.watched[like].state(like)[0] if like is not None and like in self.watched else 0
+        structure = self.watched[like].state(like).structure if like is not None and like in self.watched else 0
         watched = self.watched[model] = WatchedModule(model, self.structures, structure)
         return watched
 
     def select(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
         """What runs this call, or None for the original forward."""
-        if self.is_idle or self.is_planning or not is_planned_call(model, self.training):
+        if self.is_planning or is_plain():
             return None
-        state = (self.watched.get(model) or self.watch(model)).state(model)
+        why = plain_because(model, self.training)
+        if not why and not is_as_assigned(model, self.assigned):
+            why = REPLACED
+        if why:
+            self.ran_plain(why, is_told=why in COSTS_THE_SAVING)
+            return None
+        if self.is_idle:
+            self.calls[self.sample.words, self.sample.runs] += 1
+            return None
         inputs, tensors = InputSpec.of(args, kwargs)
-        alike = [variant for variant in self.variants if variant.fits(state, inputs)]
+        kind = self._kind(model, inputs)
+        alike = [variant for variant in self.variants if variant.kind.fits(kind)]
         alike.sort(key=lambda variant: variant.graph is None)  # of those without one nothing is known
         known = next((variant for variant in alike if not variant.difference(model, tensors)), None)
         if known is None and self.evictions > EVICTIONS:
+            self.ran_plain("more kinds of calls than are planned for", is_told=False)
             return None
-        variant = known or self._make(model, Call(args, kwargs), state, inputs)
+        variant = known or self._make(model, Call(args, kwargs), kind)
         if variant is not self.variants[0]:
             self._put_first(variant)
+        self.calls[variant.words, variant.runs] += 1
         return variant if variant.code is not None else None
+
+    def ran_plain(self, why: str, is_told: bool) -> None:
+        """Count a call that runs the plain model whatever its kind; with ``is_told``, log the reason once."""
+        self.calls["", f"plain: {why}"] += 1
+        if is_told:
+            self._tell(f"ogc runs the plain model, which keeps all activations: {why}")
+
+    def _kind(self, model: torch.nn.Module, inputs: InputSpec) -> Kind:
+        return Kind((self.watched.get(model) or self.watch(model)).state(model), inputs, flags())
 
     def run(self, variant: Variant, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One planned forward."""
@@ -128,46 +165,45 @@ class Runner:
         code = variant.code
         bound = self.watched[model].bound(code, partial(_bound, model, program, code))
         with without_autocast():
-            step = Step(model, code.runs, bound, devices)
+            step = Step(model, code.runs, bound, devices, variant.kind.flags)
             outputs = code.forward(step, *input_tensors(args, kwargs), *bound)
         return program.outputs.deliver(outputs, args, kwargs)
 
-    def _make(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> Variant:
+    def _make(self, model: torch.nn.Module, call: Call, kind: Kind) -> Variant:
         """What runs a kind of calls that was not seen before."""
-        why, start = self._difference(model, call, state, inputs), time.perf_counter()
+        why, start = self._difference(model, call, kind), time.perf_counter()
         self.is_planning = True  # calls of the model from here on are the planner's
+        variant, problem = None, ""
         try:
-            variant = None if self.planner is None else self._planned(self.planner, model, call, state, inputs)
+            with during_step(self.sample.plan.peak_bytes if self.sample.plan else 0):
+                variant = None if self.planner is None else self._planned(self.planner, model, call, kind, why)
         except Exception as error:  # a broken call raises the same from the plain model
-            self._tell(f"ogc runs the plain model for calls where {why}: {_first_line(error)}")
-            return Variant(state, inputs)
+            problem = _first_line(error)
         finally:
             self.is_planning = False
         seconds = time.perf_counter() - start
         if variant is None:
-            self._tell(f"ogc runs the plain model for calls where {why}")
-            return Variant(state, inputs)
+            self._tell(f"ogc runs the plain model for calls where {why}" + (f": {problem}" if problem else ""))
+            return Variant(kind, why, problem=problem or "no plan is made for such calls")
         if variant.is_carried:
-            log.info("the plan is carried over to inputs %s, in %.2f s", _shapes(inputs), seconds)
+            log.info("the plan is carried over to calls where %s, in %.2f s", why, seconds)
         else:
             what = "needs no less memory than the plain model" if variant.code is None else "is ready"
             log.warning("a plan for calls where %s %s, after %.2f s", why, what, seconds)
         return variant
 
-    def _planned(
-        self, planner: Planner, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec
-    ) -> Variant | None:
-        """A plan that is carried over from other sizes, or else one of its own."""
+    def _planned(self, planner: Planner, model: torch.nn.Module, call: Call, kind: Kind, why: str) -> Variant | None:
+        """A plan that is carried over from other sizes or numbers, or else one of its own."""
         for origin in self.variants:
             if origin.graph is None or origin.plan is None or origin.is_carried:
                 continue
-            if origin.fits(state, inputs, size=False):
+            if origin.kind.fits(kind, size=False):
                 graph = planner.carry_over(model, call, origin.graph, origin.plan)
                 if graph is not None:
                     code = origin.code if _runs_the_same(graph, origin.graph) else None
-                    return _variant(model, state, inputs, graph, origin.plan, code, is_carried=True)
+                    return _variant(model, kind, why, graph, origin.plan, code, is_carried=True)
         planned = planner.plan(model, call)
-        return None if planned is None else _variant(model, state, inputs, *planned)
+        return None if planned is None else _variant(model, kind, why, *planned)
 
     def _put_first(self, variant: Variant) -> None:
         """Note that a variant is used; if it is new, one of its kind may have to make room."""
@@ -181,8 +217,8 @@ class Runner:
     def _forget(self, variant: Variant) -> None:
         if variant.is_carried:
             self._tell(
-                f"ogc meets more than {SHAPES} shapes of inputs and checks those that it forgot anew; "
-                "pad them to a few sizes"
+                f"ogc meets more than {SHAPES} sizes or numbers of inputs and checks those that it forgot anew; "
+                "pad sizes to a few, and hand numbers in as tensors"
             )
             return
         self.evictions += 1
@@ -192,19 +228,12 @@ class Runner:
                 "calls unlike those of the last plans run the plain model"
             )
 
-    def _difference(self, model: torch.nn.Module, call: Call, state: State, inputs: InputSpec) -> str:
+    def _difference(self, model: torch.nn.Module, call: Call, kind: Kind) -> str:
         """In what a call differs from the sample, in words."""
-        known = next((variant for variant in self.variants if variant.fits(state, inputs)), None)
+        known = next((variant for variant in self.variants if variant.kind.fits(kind)), None)
         if known is not None:
             return known.difference(model, input_tensors(call.args, call.kwargs))
-        found = []
-        if state != self.sample.state:
-            found.append("training flags, parameters, hooks or submodules differ from when it was optimized")
-        if inputs.casts != self.sample.inputs.casts:
-            found.append("autocast is another")
-        if not inputs.fits(self.sample.inputs):
-            found.append(f"the inputs differ in shape, type, device or structure from the sample: {_shapes(inputs)}")
-        return " and ".join(found) or "something differs"
+        return kind.differences(model, self.sample.kind)
 
     def _tell(self, what: str) -> None:
         if what not in self.told:
@@ -212,13 +241,28 @@ class Runner:
             log.warning(what)
 
 
+HOOKED = "hooks of all modules are set"
+CACHED = "parametrized tensors are made once for a region (parametrize.cached())"
+EVAL = "the model is in eval mode with gradients on, and was optimized in training mode"
+REPLACED = "another forward was assigned to the model that was optimized"
+COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, REPLACED)
+"""Reasons to run the plain model in what may well be a training step."""
+
+
+def plain_because(model: torch.nn.Module, training: bool) -> str:
+    """Why no plan is for such calls, whose ``model`` was in training or not when they were made; "" if plans are."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return "gradients are off"
+    if torch.jit.is_tracing() or torch.compiler.is_compiling() or is_fx_tracing():
+        return "the model is traced"
+    if training and not model.training:
+        return EVAL
+    return HOOKED if has_global_hooks() else CACHED if parametrizations_are_cached() else ""
+
+
 def is_planned_call(model: torch.nn.Module, training: bool) -> bool:
-    """Whether plans are for such calls, if ``model`` was in training when they were made: a backward may follow."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or (training and not model.training):
-        return False
-    if is_plain() or torch.jit.is_tracing() or torch.compiler.is_compiling() or is_fx_tracing():
-        return False
-    return not (has_global_hooks() or parametrizations_are_cached())
+    """Whether plans are for such calls: a backward may follow, and nobody looks at the model."""
+    return not (is_plain() or plain_because(model, training))
 
 
 def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[Any, ...]:
@@ -229,17 +273,17 @@ def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[A
 
 def _variant(
     model: torch.nn.Module,
-    state: State,
-    inputs: InputSpec,
+    kind: Kind,
+    words: str,
     graph: Graph,
     plan: Plan,
     code: Generated | None = None,
     is_carried: bool = False,
 ) -> Variant:
     if plan.is_plain:
-        return Variant(state, inputs, graph, plan, None, is_carried)
+        return Variant(kind, words, graph, plan, None, is_carried)
     attributes = WatchedAttributes(model, called_leaves(graph.program.graph), graph.program.names_read)
-    return Variant(state, inputs, graph, plan, code or generate(graph, plan), is_carried, attributes)
+    return Variant(kind, words, graph, plan, code or generate(graph, plan), is_carried, attributes)
 
 
 def _runs_the_same(a: Graph, b: Graph) -> bool:
@@ -249,10 +293,6 @@ def _runs_the_same(a: Graph, b: Graph) -> bool:
     alike = alike and all(getattr(a.program, name) == getattr(b.program, name) for name in same)
     has_leaves = any(isinstance(node.target, Leaf) for node in a.program.operations)
     return alike and not has_leaves and str(a.program.graph) == str(b.program.graph)
-
-
-def _shapes(inputs: InputSpec) -> str:
-    return ", ".join(f"{spec.shape} {str(spec.dtype).removeprefix('torch.')}" for spec in inputs.tensors[:4])
 
 
 def _first_line(error: Exception) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import numpy as np
-from tqdm import tqdm
 
+from ..during_step import progress
 from ..graph import Graph
 from ..plan.decisions import Decisions, Segment
 from ..plan.simulate import lower_bound
@@ -193,12 +193,12 @@ class Search:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""
         peaks = np.geomspace(self._saved.peak_bytes, self.least_peak.peak_bytes, points)[1:-1]
         sweeps = 1 if self._some_cuts is self._all_cuts else 2
-        with tqdm(total=sweeps * len(peaks), desc="frontier", delay=1, leave=False) as progress:
+        with progress(total=sweeps * len(peaks), desc="frontier") as bar:
             for sweep in range(sweeps):
                 cuts = self._around(front_of(self.seen.values())) if sweep else self._some_cuts
                 for peak in peaks:  # descending: a table serves those below
                     self._at(int(peak), cuts, ROUGH_LABELS)
-                    progress.update()
+                    bar.update()
         # What is a hair below the least peak recomputes the step many times over.
         found = (c for c in selective(self.graph) if c.peak_bytes > self.least_peak.peak_bytes)
         return front_of([self.least_peak, *self.seen.values(), *found])

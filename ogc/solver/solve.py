@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
-from ..torch_state.collecting import collecting_new_only
 from .forms import search_of
 from .references import REFERENCES
 from .wish import Budget, Solver, Wish, bytes_of

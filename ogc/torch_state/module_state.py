@@ -12,17 +12,71 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .private import HOOKS, MEMBERS, parameters_of, submodules_of
 
 _training = itemgetter("training")
-_look = attrgetter("requires_grad", "dtype", "device", "shape")
+_LOOK = ("requires_grad", "dtype", "device", "shape")
+_look = attrgetter(*_LOOK)
 
-State = tuple[Any, ...]
-"""Describes a module; equal where the same program holds."""
+
+class State(NamedTuple):
+    """Describes a module; equal where the same program holds.
+
+    Attributes:
+        structure: a number for the arrangement of its submodules.
+        training: the flag of each module.
+        looks: of each parameter, ``requires_grad``, type, device and shape.
+        shared: of each parameter and buffer, the first that it is the same tensor as.
+        keys: the names of parameters and buffers in their modules.
+        hooks: how many each table of hooks has.
+        forwards: of each module, whether its forward was replaced on the instance.
+        scripts: what scripted modules tell of themselves.
+    """
+
+    structure: int
+    training: tuple[bool, ...]
+    looks: tuple[Any, ...]
+    shared: tuple[int | None, ...]
+    keys: tuple[str, ...]
+    hooks: tuple[int, ...]
+    forwards: tuple[bool, ...]
+    scripts: tuple[Any, ...]
+
+
+def changed_state(model: torch.nn.Module, then: State, now: State) -> Iterator[str]:
+    """In words, in what a module differs from what it was. Without the places of submodules, no names are known."""
+    if then.structure != now.structure:
+        yield "the submodules are others"
+    if len(then.training) != len(now.training) or then.structure != now.structure:
+        return
+    modules = [("", model), *_named_children(model)]
+    plain = [(name or type(model).__name__, module) for name, module in modules if not _is_wrapper(module)]
+    names = [name for name, _ in plain]
+    for name, was, training in zip(names, then.training, now.training, strict=True):
+        if was != training:
+            yield f"{name} is in {'training' if training else 'eval'} mode"
+    parameters = [f"{n}.{key}" for n, module in plain for key, p in parameters_of(module).items() if p is not None]
+    if len(then.looks) == len(now.looks):
+        for name, was, look in zip(parameters, then.looks, now.looks, strict=True):
+            yield from (
+                f"{name} has {_LOOK[n]} {look[n]}, not {was[n]}" for n in range(len(_LOOK)) if was[n] != look[n]
+            )
+    yield from (f"{key} is a parameter or buffer of its own" for key in sorted({*then.keys} ^ {*now.keys}))
+    if then.shared != now.shared:
+        yield "other parameters or buffers are one and the same"
+    tables = [name for name, module in modules[1:] for table in HOOKS if table in vars(module)]
+    for name, before, count in zip(tables, then.hooks, now.hooks, strict=False):
+        if before != count:
+            yield f"the hooks of {name} are others ({count}, not {before})"
+    for name, was, is_replaced in zip(names, then.forwards, now.forwards, strict=True):
+        if was != is_replaced:
+            yield f"the forward of {name} was {'replaced' if is_replaced else 'put back'} on the instance"
+    if then.scripts != now.scripts:
+        yield "a scripted or compiled module is another"
 
 
 class WatchedModule:
@@ -90,7 +144,7 @@ class WatchedModule:
     def _describe(self, hooks: list[Any]) -> State:
         tensors = [t for name in MEMBERS[:2] for found in self.attributes for t in found[name].values()]
         first: dict[int, int] = {}
-        return (
+        return State(
             self.structure,
             tuple(self.training),
             tuple(self.looks),
@@ -113,4 +167,11 @@ def _describe_scripted(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, ..
 
 def _children(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Everything below ``model``, with the places where it stands: a module may have several."""
-    return [child for module in model.modules() for child in submodules_of(module).values() if child is not None]
+    return [child for _, child in _named_children(model)]
+
+
+def _named_children(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in model.named_modules():
+        for key, child in submodules_of(module).items():
+            if child is not None:
+                yield f"{name}.{key}" if name else key, child

@@ -137,3 +137,34 @@ COMPILED = "_orig_mod"
 """Where torch.compile's wrapper has the module in it. Without it compiled modules are recorded, and that fails."""
 REPLICATE = "_replicate_for_data_parallel"
 """What DataParallel copies a module by. Without it a model that is planned in parts runs there, and plain."""
+FLAGS: dict[str, tuple[Any, Any]] = {
+    "torch.backends.mkldnn.enabled": (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    "torch.backends.mkldnn.deterministic": (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
+    "torch.backends.nnpack": (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
+    "torch.backends.cudnn.enabled": (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    "torch.backends.cudnn.benchmark": (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    "torch.backends.cudnn.deterministic": (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    "flash attention": (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    "memory-efficient attention": (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    "math attention": (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    "cuDNN attention": (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    "reduced precision in math attention": (
+        _C._get_math_sdp_allow_fp16_bf16_reduction,
+        _C._set_math_sdp_allow_fp16_bf16_reduction,
+    ),
+    "the order of attention kernels": (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    "fp16 accumulation in cuBLAS": (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+    "reduced precision in fp16 products": (
+        _C._get_cublas_allow_fp16_reduced_precision_reduction,
+        lambda value: _C._set_cublas_allow_fp16_reduced_precision_reduction(*value),
+    ),
+    "reduced precision in bf16 products": (
+        _C._get_cublas_allow_bf16_reduced_precision_reduction,
+        lambda value: _C._set_cublas_allow_bf16_reduced_precision_reduction(*value),
+    ),
+}
+"""Settings that choose kernels: how each is read and made. Without one what runs again may run another kernel."""
+get_fp32_precision: Any = _C._get_fp32_precision_getter
+"""What a kind of kernels computes float32 in. Without it what runs again may be computed in TF32, or not."""
+set_fp32_precision: Any = _C._set_fp32_precision_setter
+"""Sets that. Without it as without ``get_fp32_precision``."""

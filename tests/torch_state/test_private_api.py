@@ -238,6 +238,29 @@ def counts_writes(version_of):
 
 
 X = torch.ones(2, 3)
+
+
+def are_settings(pairs):
+    for get, put in pairs.values():
+        put(get())
+    before = pairs["math attention"][0]()
+    torch.backends.cuda.enable_math_sdp(not before)
+    try:
+        return pairs["math attention"][0]() is not before
+    finally:
+        pairs["math attention"][1](before)
+
+
+def sets_precision(put):
+    get = loaded()[0]["get_fp32_precision"]
+    before = get("mkldnn", "rnn")
+    put("mkldnn", "rnn", "ieee")
+    try:
+        return get("mkldnn", "rnn") == torch.backends.mkldnn.rnn.fp32_precision == "ieee"
+    finally:
+        put("mkldnn", "rnn", before)
+
+
 CHECKS = {
     "pytree": flattens,
     "version_of": counts_writes,
@@ -286,6 +309,9 @@ CHECKS = {
     "own_call": calls,
     "CALL": takes_the_place,
     "COMPILED": is_wrapped,
+    "FLAGS": are_settings,
+    "get_fp32_precision": lambda get: get("cuda", "conv") == torch.backends.cudnn.conv.fp32_precision,
+    "set_fp32_precision": sets_precision,
     "REPLICATE": lambda name: name in inspect.getsource(inspect.getmodule(nn.parallel.replicate)),
 }
 

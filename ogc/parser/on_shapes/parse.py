@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...collecting import collecting_new_only
 from ...errors import ParseError
 from ...graph import Graph
 from ...operators.convolution.parts import Trials, trials_put_off
@@ -22,7 +23,6 @@ from ...program.leaf import Leaf
 from ...program.program import Program
 from ...program.step import Loss
 from ...program.structures import InputSpec
-from ...torch_state.collecting import collecting_new_only
 from ...torch_state.forwards import plain_forward
 from ...torch_state.no_trace import plainly, untouched
 from ..arguments import Sample, call_arguments, check_tensors

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-from tqdm import tqdm
 
+from ...during_step import progress
 from ...program.leaf import Leaf
 from ...program.program import TensorRef, args_of, get_attribute, run_nodes, storage_of, tensor_leaves, without_autocast
 from ...torch_state.private import base_of, version_of
@@ -69,7 +69,7 @@ class _Observer:
         self.graph: list[Any] = []  # nodes for a backward, held until the outputs are gone
 
     def run(self) -> Observation:
-        nodes = tqdm(self.traced.graph.nodes, "weigh operations", delay=1, leave=False)
+        nodes = progress(self.traced.graph.nodes, desc="weigh operations")
         with torch.enable_grad(), without_autocast():
             outputs = run_nodes(nodes, map(self.memory.external, self.inputs), self._attribute, self._call)
             result = self.memory.result

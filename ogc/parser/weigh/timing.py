@@ -7,6 +7,7 @@ What the host takes to start a backward is not counted, as a step starts one.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from ...during_step import bytes_at_hand
 from ...operators.slices import Sliced
 from ...operators.weights import Weights
 from ...program.program import WithoutGrad, tensor_leaves
@@ -51,6 +53,9 @@ AGED_BYTES = 24 << 20
 """More than the cache that cores share has for one of them: of parameters there are so many copies that each was last
 read so many bytes ago, and results are let go of after so many, so that the next ones are not written where the last
 ones were."""
+
+SHARE_OF_STEP = 8
+"""Each of these takes at most this part of the bytes at hand while a step is running, as all of them come together."""
 
 _KNOWN = 20_000
 """Calls whose times are remembered: a network has some hundreds."""
@@ -97,7 +102,7 @@ class Timer(Measurer):
         key = call_key(function, args, kwargs), settings
         guess = weights.forward_seconds + weights.backward_seconds
         if key not in _known:
-            if self.spent > AFFORDABLE_SECONDS:
+            if self.spent > AFFORDABLE_SECONDS or record.internal_bytes + weights.working_bytes > bytes_at_hand():
                 return self._at_pace(weights)
             start = time.perf_counter()
             with torch.random.fork_rng(cuda_devices()):
@@ -132,7 +137,7 @@ class Timer(Measurer):
         for tensor in tensor_leaves(results):
             self.held.append(tensor)
             self.held_bytes += tensor.nbytes
-        while self.held_bytes > AGED_BYTES:
+        while self.held_bytes > _at_most(AGED_BYTES):
             self.held_bytes -= self.held.popleft().nbytes
 
     def measure(self, prepare: Callable[[], object], run: Callable[[], object]) -> tuple[int, float]:
@@ -208,7 +213,7 @@ class _TimedCall(Call):
         """Seconds of the backward, without what it takes to start one: of several calls' at once, if they are short."""
         one = self.timer.typical(self.backward, self.prepare_backward)
         overheads = _overheads(str(self.timer.device))
-        if one > SHORT_SECONDS / 10:
+        if one > SHORT_SECONDS / 10 or math.isfinite(bytes_at_hand()):  # several at once take more memory
             return one - overheads.once
         several = self.timer.typical(self.backward, partial(self.prepare_backward, 1 + MORE_BACKWARDS))
         found = (several - one) / MORE_BACKWARDS
@@ -223,18 +228,22 @@ class _TimedCall(Call):
 
 def _aged(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """Copies in turn."""
-    number = min(MOST, max(1, AGED_BYTES // max(1, parameter.nbytes)))
+    number = min(MOST, max(1, _at_most(AGED_BYTES) // max(1, parameter.nbytes)))
     return cycle([parameter.detach().clone().requires_grad_(parameter.requires_grad) for _ in range(number)])
 
 
 def _evict() -> None:
     """Read and write so many bytes that what was used before is not in a core's cache."""
-    _block().add_(1)
+    _block(_at_most(EVICTING_BYTES)).add_(1)
 
 
 @cache
-def _block() -> torch.Tensor:
-    return torch.zeros(EVICTING_BYTES // 4)
+def _block(size: int) -> torch.Tensor:
+    return torch.zeros(size // 4)
+
+
+def _at_most(size: int) -> int:
+    return int(min(size, bytes_at_hand() / SHARE_OF_STEP))
 
 
 @dataclass(frozen=True)

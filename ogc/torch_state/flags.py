@@ -1,0 +1,88 @@
+"""Settings that choose PyTorch's kernels and how exactly they compute: what runs again needs those of its first run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from .private import FLAGS, get_fp32_precision, set_fp32_precision
+
+Flags = tuple[Any, ...]
+"""The value of each setting."""
+
+
+class _Flag(NamedTuple):
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+def flags() -> Flags:
+    """The settings as they are."""
+    return tuple([get() for get in _GETTERS])
+
+
+@contextmanager
+def flags_held(wanted: Flags) -> Iterator[None]:
+    """Inside, the settings are those; afterwards as before."""
+    before = flags()
+    if before == wanted:
+        yield
+        return
+    set_flags(wanted)
+    try:
+        yield
+    finally:
+        set_flags(before)
+
+
+def changed_flags(then: Flags, now: Flags) -> list[str]:
+    """In words, the settings that are others now."""
+    changed = zip(_ALL, then, now, strict=True)
+    return [f"{flag.name} is {value}, not {before}" for flag, before, value in changed if value != before]
+
+
+def set_flags(wanted: Flags) -> None:
+    """Make the settings those."""
+    for flag, value in zip(_ALL, wanted, strict=True):
+        if value is not None and flag.get() != value:
+            flag.set(value)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # PyTorch refuses to tell once it is set by kind of kernel, which is looked at too
+        return None
+
+
+def _set_fp32_precision(backend: str, kernels: str, value: str) -> None:
+    """Set what a kind of kernels computes float32 in, as its backend's own where that is the same."""
+    set_fp32_precision(backend, kernels, "none" if get_fp32_precision(backend, "all") == value else value)
+
+
+_ALL = (
+    *(_Flag(name, *functions) for name, functions in FLAGS.items()),
+    _Flag("deterministic algorithms (and whether they only warn)", _deterministic, _set_deterministic),
+    _Flag("the precision of float32 products", _matmul_precision, torch.set_float32_matmul_precision),
+    *(
+        _Flag(f"fp32_precision of {pair}", partial(get_fp32_precision, *pair), partial(_set_fp32_precision, *pair))
+        for pair in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))
+    ),
+    _Flag("the default type", torch.get_default_dtype, torch.set_default_dtype),
+    _Flag("the number of threads", torch.get_num_threads, torch.set_num_threads),
+)
+_GETTERS = [flag.get for flag in _ALL]
