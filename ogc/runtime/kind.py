@@ -60,17 +60,21 @@ def _by_name(model: torch.nn.Module, spec: InputSpec) -> dict[str, Any]:
     """The leaves of a call's arguments, by the names of the forward's parameters."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    found = {}
-    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(spec.leaves))), spec.tree))
-    for (path, _), leaf in zip(paths, spec.leaves, strict=True):
-        (is_named, first), rest = (_key(path[0]), _key(path[1])), path[2:]
-        name = first if is_named else positional[first] if first < len(positional) else f"argument {first}"
-        found[f"{name}{pytree.keystr(rest)}"] = leaf
-    return found
+    args, kwargs = spec.tree.children()
+    places = [positional[n] if n < len(positional) else f"argument {n}" for n in range(args.num_children)]
+    names = [name for place, tree in zip(places, args.children(), strict=True) for name in _names(place, tree)]
+    names += [name for key, tree in zip(kwargs.context, kwargs.children(), strict=True) for name in _names(key, tree)]
+    return dict(zip(names, spec.leaves, strict=True))
 
 
-def _key(entry: Any) -> Any:
-    return getattr(entry, "idx", getattr(entry, "key", None))
+def _names(name: str, tree: pytree.TreeSpec) -> Iterator[str]:
+    """A name for each leaf of an argument."""
+    if tree.is_leaf():
+        yield name
+        return
+    keys = tree.context if tree.type is dict else range(tree.num_children)
+    for key, child in zip(keys, tree.children(), strict=True):
+        yield from _names(f"{name}[{key!r}]", child)
 
 
 def _text(leaf: Any) -> str:

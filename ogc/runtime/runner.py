@@ -25,7 +25,13 @@ from ..torch_state.flags import flags
 from ..torch_state.forwards import is_as_assigned
 from ..torch_state.module_state import WatchedModule
 from ..torch_state.no_trace import is_plain
-from ..torch_state.private import has_global_hooks, is_fx_tracing, parametrizations_are_cached
+from ..torch_state.private import (
+    has_global_hooks,
+    has_tangents,
+    is_functorch_active,
+    is_fx_tracing,
+    parametrizations_are_cached,
+)
 from .frame import Step
 from .generate import Generated, generate
 from .kind import Kind
@@ -244,8 +250,9 @@ class Runner:
 HOOKED = "hooks of all modules are set"
 CACHED = "parametrized tensors are made once for a region (parametrize.cached())"
 EVAL = "the model is in eval mode with gradients on, and was optimized in training mode"
+TRANSFORMED = "it runs in a transform of torch.func or with forward-mode derivatives, which recompute nothing"
 REPLACED = "another forward was assigned to the model that was optimized"
-COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, REPLACED)
+COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, TRANSFORMED, REPLACED)
 """Reasons to run the plain model in what may well be a training step."""
 
 
@@ -257,6 +264,8 @@ def plain_because(model: torch.nn.Module, training: bool) -> str:
         return "the model is traced"
     if training and not model.training:
         return EVAL
+    if is_functorch_active() or has_tangents():
+        return TRANSFORMED
     return HOOKED if has_global_hooks() else CACHED if parametrizations_are_cached() else ""
 
 

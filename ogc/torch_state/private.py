@@ -84,6 +84,11 @@ is_functorch_active: Any = _C._are_functorch_transforms_active
 """Whether a transform of torch.func runs. Without it custom functions inside one are made leaves, and fail."""
 
 
+def has_tangents() -> bool:
+    """Whether forward-mode derivatives are on. Without it plans run there, and fail, as more is saved."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 NN_FUNCTIONS = "torch._C._nn"
 """What generated code calls ``nn_functions``. Without it as without these."""
 nn_functions: Any = _C._nn

@@ -240,6 +240,12 @@ def counts_writes(version_of):
 X = torch.ones(2, 3)
 
 
+def are_on(has_tangents):
+    with torch.autograd.forward_ad.dual_level():
+        inside = has_tangents()
+    return (inside, has_tangents()) == (True, False)
+
+
 def are_settings(pairs):
     for get, put in pairs.values():
         put(get())
@@ -309,6 +315,7 @@ CHECKS = {
     "own_call": calls,
     "CALL": takes_the_place,
     "COMPILED": is_wrapped,
+    "has_tangents": are_on,
     "FLAGS": are_settings,
     "get_fp32_precision": lambda get: get("cuda", "conv") == torch.backends.cudnn.conv.fp32_precision,
     "set_fp32_precision": sets_precision,
