@@ -19,13 +19,18 @@ from ..operators.slices import Sliced
 from ..program.leaf import Leaf, called_leaves
 from ..program.program import Program
 from ..program.structures import InputSpec
+from ..torch_state.attributes import attributes_of, changes
+from ..torch_state.compare import same_bits
+from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
+from .faithful import front_end
 from .leaves import Leaves, refuse_root_hooks
 from .loss import modules_of, with_step_end
 from .parse import lower, profiler_of, record_program
-from .traced import Traced
+from .passes.numbers import with_numbers
+from .traced import RecordAgain, Traced
 from .weigh.leaf import Profiler, weigh
 from .weigh.record import Record
 
@@ -34,7 +39,8 @@ from .weigh.record import Record
 def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool = False) -> Graph:
     """``graph`` as it is for another call.
 
-    The forward runs as often as in :func:`ogc.parse`, with the memory of inference.
+    The forward runs as often as in :func:`ogc.parse`, with the memory of inference; once where nothing but numbers has
+    changed, be they arguments or attributes.
 
     A loss that does not take what the model returns for that call counts in proportion to what it took for the first.
 
@@ -53,6 +59,8 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
     refuse_root_hooks(model)
     sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
     home = check_tensors(sample)
+    if (same := _with_other_numbers(sample, graph)) is not None:
+        return same
     leaves = {node.target.name: node.target for node in program.operations if isinstance(node.target, Leaf)}
     profiler = profiler_of(graph.profile, home, home) if weighed else None
     with untouched(*modules_of(program.rest.loss), given=sample.spec.constants):
@@ -73,6 +81,31 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         found = replace(graph, operations=operations, values=values, program=again, outside=outside)
     found = replace(found, program=replace(found.program, parse_graph=program.parse_graph))
     return found if has_loss else _with_outside_of(graph, found)
+
+
+def _with_other_numbers(sample: Sample, graph: Graph) -> Graph | None:
+    """The graph for a call in which Python's numbers alone are others, if that takes no look at its memory.
+
+    It takes one forward: the program was judged for other numbers, and what it saves does not depend on them.
+    """
+    program: Program = graph.program
+    known: Traced | None = program.recorded
+    if known is None or program.parse_graph or program.guards or sample.spec.tensors != program.inputs.tensors:
+        return None
+    model = sample.model
+    try:
+        with untouched(model):
+            before = attributes_of(model)
+            new = front_end(sample._replace(tensors=sample.copies()), plain_forward(model), set(), is_careful=False)
+            is_changed = any(changes(before, attributes_of(model), ()))
+    except (ParseError, RecordAgain):  # what is in the way is found out where all is done
+        return None
+    is_same = (new.output_spec, new.requires_grad, new.guards) == (known.output_spec, known.requires_grad, None)
+    constants = program.constants.items()
+    if is_changed or not is_same or not all(same_bits(t, new.constants.get(name, t[:0])) for name, t in constants):
+        return None
+    numbered = with_numbers(program.graph, known.graph, new.graph)
+    return None if numbered is None else replace(graph, program=replace(program, graph=numbered, inputs=sample.spec))
 
 
 def _with_step_end(sample: Sample, recorded: Traced, program: Program) -> tuple[Traced, bool]:

@@ -137,7 +137,8 @@ def parse(
             plain_peak_bytes = plain_peak(graph_of(sample.spec, *whole, str(target), kind))
     leaves.report()
     graph = replace(with_stretches(graph, observation), plain_peak_bytes=plain_peak_bytes)
-    return replace(graph, program=replace(graph.program, parse_graph=make))
+    bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())  # without tensors
+    return replace(graph, program=replace(graph.program, parse_graph=make, recorded=bare))
 
 
 def with_stretches(graph: Graph, observation: Observation) -> Graph:

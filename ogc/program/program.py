@@ -88,6 +88,7 @@ class Program:
         parse_graph: the function that made the graph by hand, if one did.
         rest: how the caller goes on.
         names_read: of attributes of modules that the forward's code may have read.
+        recorded: the forward as it was recorded, before anything was made of it.
     """
 
     graph: torch.fx.Graph
@@ -105,6 +106,7 @@ class Program:
     parse_graph: Any = None
     rest: Rest = field(default_factory=Rest)
     names_read: frozenset[str] = frozenset()
+    recorded: Any = None
 
     @property
     def operations(self) -> list[torch.fx.Node]:
