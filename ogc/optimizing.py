@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from os import PathLike
@@ -33,7 +33,7 @@ from .runtime.runner import is_planned_call
 from .runtime.with_loss import TARGETS, with_loss
 from .slicing import Stretches, slice_batch, sliced_along
 from .solver import Budget, Wish, solve
-from .stored import Store, key_of, saved_plan, taken_up
+from .stored import NOWHERE, Store, key_of, saved_plan, taken_up
 from .torch_state.forwards import original_class, plain_forward
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class _Planning:
     wish: Wish
     solver: str
     batch_slices: int
-    store: Store = field(default_factory=Store)
+    store: Store = NOWHERE
     saved: SavedPlan | None = None
     must_fit: bool = True
 

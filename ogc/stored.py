@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 
-NOISE = 1.05
-"""What a saved plan may add to a step beyond the overhead that was asked for, where times are measured anew."""
+ROUNDING, NOISE = 1 + 1e-9, 1.05
+"""By how much a saved plan may miss the overhead that was asked for: where times are estimated, and measured anew."""
 
 PlanSource = str | os.PathLike[str] | SavedPlan
 """A file that a plan was saved to, or what is in one; a plan itself will do too."""
@@ -105,6 +105,9 @@ class Store:
         return Path(self.folder, f"{key}.json")
 
 
+NOWHERE = Store()
+
+
 def key_of(kind: str, graph: Graph, wish: Wish, solver: str, slices: int = 1) -> str:
     """The name of what is kept for a graph and a wish: whatever operations are measured to take, it is the same."""
     budget = wish.budget_bytes(1) if wish.is_in_bytes else wish.memory_budget
@@ -148,16 +151,17 @@ def taken_up(
             raise PlanError(f"the plan does not fit the graph, which cannot be sliced as it says: {error}") from None
     plan = plan_on(graph, saved)
     plan = replace(plan, budget_bytes=wish.budget_bytes(plan.plain_peak_bytes), max_overhead=wish.max_overhead)
-    keeps = meets(wish if graph.profile == "estimate" else tolerant(wish))
+    keeps = meets(tolerant(wish, graph))
     if keeps is None or keeps(graph, plan):
         return graph, plan
     tell_broken(wish, plan.peak_bytes, plan.overhead)
     return None
 
 
-def tolerant(wish: Wish) -> Wish:
-    """The wish, with a little more time than was asked for: measured anew, that is never the same."""
-    return wish if wish.max_overhead is None else replace(wish, max_overhead=NOISE * wish.max_overhead)
+def tolerant(wish: Wish, graph: Graph) -> Wish:
+    """The wish with a little more time than was asked for: sums of it are rounded, or it is measured anew."""
+    share, slack = wish.max_overhead, ROUNDING if graph.profile == "estimate" else NOISE
+    return wish if share is None else replace(wish, max_overhead=slack * share)
 
 
 def tell_broken(wish: Wish, peak_bytes: int, overhead: float) -> None:

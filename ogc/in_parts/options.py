@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -10,7 +10,7 @@ from ..graph import Graph
 from ..parser import LeafModules, parse
 from ..program.structures import Call
 from ..solver import LEAST_PEAK, Wish
-from ..stored import Store, key_of
+from ..stored import NOWHERE, Store, key_of
 from .ways import Way, saved_ways, ways_by, ways_of
 
 
@@ -27,7 +27,7 @@ class Options:
     leaf_modules: LeafModules = ()
     repeatable_leaves: LeafModules | bool | None = None
     follows_own_graphs: bool = True
-    store: Store = field(default_factory=Store)
+    store: Store = NOWHERE
 
     def ways(self, graph: Graph) -> tuple[Way, ...]:
         """The ways to run a part: those that were kept, whatever the wish was, or new ones."""

@@ -68,10 +68,11 @@ class Fingerprint:
     def difference(self, other: Fingerprint) -> str:
         """In what another graph differs, in words; "" if in nothing."""
         if self.operations != other.operations:
-            return f"other operations ({_count(other.operations)}, not {_count(self.operations)})"
+            ours, theirs = _count(self.operations), _count(other.operations)
+            return "other operations" if ours == theirs else f"other operations ({theirs}, not {ours})"
         words = {
             "modules": "other modules around the operations",
-            "uses": "operations read, write or save other values",
+            "uses": "operations that read, write or save other values",
             "sizes": f"other sizes of values ({_count(other.sizes)} bytes in all, not {_count(self.sizes)})",
         }
         return ", ".join(text for name, text in words.items() if getattr(self, name) != getattr(other, name))
