@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,7 +101,7 @@ def sliced_along(
         InputError: the graph has no such stretch.
     """
     leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
-    return parse(
+    sliced = parse(
         model,
         sample_input,
         profile=profile,
@@ -111,6 +111,7 @@ def sliced_along(
         leaf_modules=leaves,
         **parsing,
     )
+    return replace(sliced, slices=slices, sliced=stretches, unsliced=replace(graph, program=None))
 
 
 def _hot_stretches(choice: Choice) -> Stretches:

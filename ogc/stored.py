@@ -140,15 +140,14 @@ def taken_up(
     """
     if saved.kind == PARTS:
         raise PlanError("the plan is for a model in parts, but this one is planned as a whole")
-    if saved.stretches:
+    if saved.unsliced is not None:
+        if difference := saved.unsliced.difference(Fingerprint.of(graph)):
+            raise PlanError(f"the plan does not fit the graph, which has {difference}")
         if saved.slices != slices:
             raise PlanError(
                 f"the plan runs stretches in {saved.slices} slices of the batch; give batch_slices= so many"
             )
-        try:
-            graph = sliced_along(saved.stretches)
-        except InputError as error:
-            raise PlanError(f"the plan does not fit the graph, which cannot be sliced as it says: {error}") from None
+        graph = sliced_along(saved.stretches)
     plan = plan_on(graph, saved)
     plan = replace(plan, budget_bytes=wish.budget_bytes(plan.plain_peak_bytes), max_overhead=wish.max_overhead)
     keeps = meets(tolerant(wish, graph))

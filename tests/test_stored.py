@@ -143,16 +143,16 @@ def test_another_process_starts_without_a_search(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_is_the_same_and_so_are_the_numbers(unsolved, kind):
     model, given, wish = model_of(kind)
-    plan = ogc.optimize(model, given, **wish).plan
+    first = ogc.optimize(model, given, **wish)
+    plan = first.plan
     unsolved()
     optimised = ogc.optimize(model, given, plan=plan, **wish)
     assert optimised.plan.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
-    assert optimised.plan.budget_bytes == plan.budget_bytes
     if isinstance(plan, PartsPlan):
         assert [part.plan.decisions for part in optimised.plan.parts] == [part.plan.decisions for part in plan.parts]
     else:
-        assert optimised.plan.decisions == plan.decisions
-    assert optimised.plan.peak_bytes == pytest.approx(measured_peak(optimised, (given,)), rel=0.05)
+        assert optimised.plan.decisions == plan.decisions and optimised.plan.budget_bytes == plan.budget_bytes
+    assert measured_peak(optimised, (given,)) == pytest.approx(measured_peak(first, (given,)), rel=0.01)
     if kind != "slices":
         assert_same_training(model, optimised, (given,))
 
@@ -241,11 +241,13 @@ def test_a_plan_that_does_not_keep_the_wish_is_made_anew(tmp_path, caplog, kind,
 def test_a_plan_that_takes_more_time_than_is_allowed_is_made_anew(caplog, kind):
     model, given, wish = model_of(kind)
     least = ogc.optimize(model, given, **wish).plan
-    optimised = ogc.optimize(model, given, plan=least, max_overhead=least.overhead / 2, **wish)
+    seconds = least.part_seconds if kind == "parts" else least.step_seconds
+    share = least.added_seconds / seconds
+    optimised = ogc.optimize(model, given, plan=least, max_overhead=share / 2, **wish)
     assert "does not keep max_overhead=" in caplog.text
-    assert optimised.plan.overhead <= least.overhead / 2
+    assert optimised.plan.added_seconds <= share / 2 * seconds
     caplog.clear()
-    assert ogc.optimize(model, given, plan=least, max_overhead=1.01 * least.overhead, **wish).plan.peak_bytes
+    assert ogc.optimize(model, given, plan=least, max_overhead=1.01 * share, **wish).plan.peak_bytes
     assert "anew" not in caplog.text
 
 
@@ -262,14 +264,14 @@ def test_a_budget_on_the_device_is_kept(caplog):
 
 def test_what_is_kept_goes_by_graph_wish_and_solver(tmp_path, unsolved):
     model, given, _ = model_of("residual")
-    wishes = {}, {"memory_budget": 0.7}, {"memory_budget": "30KB"}, {"max_overhead": 0.5}, {"solver": "chen"}
+    wishes = {}, {"memory_budget": 0.7}, {"memory_budget": "70KB"}, {"max_overhead": 0.5}, {"solver": "chen"}
     plans = [ogc.optimize(model, given, cache_dir=tmp_path / "new", **wish).plan for wish in wishes]
     assert len(list((tmp_path / "new").glob("plan-*.json"))) == len(wishes)
     unsolved()
     for wish, plan in zip(wishes, plans, strict=True):
         again = ogc.optimize(model, given, cache_dir=str(tmp_path / "new"), **wish).plan
         assert again.decisions == plan.decisions and again.solver == plan.solver
-    same = ogc.optimize(model, given, cache_dir=tmp_path / "new", memory_budget=30_000).plan
+    same = ogc.optimize(model, given, cache_dir=tmp_path / "new", memory_budget=70_000).plan
     assert same.decisions == plans[2].decisions
     with pytest.raises(AssertionError, match="solver was called"):
         ogc.optimize(model, given, cache_dir=tmp_path / "new", memory_budget=0.71)
@@ -395,6 +397,7 @@ def test_nothing_is_measured_twice(tmp_path, kind):
 @pytest.mark.parametrize("damage", ["", "[]", '{"call": ["a", 1, 2]}', '{"call": [1]}', '{"call": 3}'])
 def test_damaged_times_are_told_and_measured_anew(tmp_path, caplog, monkeypatch, damage):
     model, given, wish = model_of("residual")
+    monkeypatch.setattr(timing, "_known", {})
     ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"})
     (times,) = tmp_path.glob("times-*.json")
     known = json.loads(times.read_text())

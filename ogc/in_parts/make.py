@@ -40,7 +40,7 @@ HEAVY = 1 / 3
 """Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
 
 EXCESS = 1.01
-"""By how much a saved plan may miss a budget where what is around the parts is measured anew, in a step of that plan."""
+"""By how much a saved plan may miss a budget where what is around the parts is measured in another step."""
 
 
 def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
@@ -216,7 +216,7 @@ class _Planning:
         fits = budget is None or plan.peak_bytes <= (EXCESS if plan.is_measured else 1) * budget
         is_quick = share is None or plan.added_seconds <= share * plan.part_seconds
         if self.saved is not None and not (fits and is_quick):
-            tell_broken(wish, plan.peak_bytes, plan.overhead)
+            tell_broken(wish, plan.peak_bytes, plan.added_seconds / plan.part_seconds)
             return False
         return True
 

@@ -137,8 +137,6 @@ def parse(
             plain_peak_bytes = plain_peak(graph_of(sample.spec, *whole, str(target), kind))
     leaves.report()
     graph = replace(with_stretches(graph, observation), plain_peak_bytes=plain_peak_bytes)
-    if stretches:
-        graph = replace(graph, slices=slices, sliced=tuple(stretches))
     return replace(graph, program=replace(graph.program, parse_graph=make))
 
 

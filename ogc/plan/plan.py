@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PlanError
 from ..graph import Graph, table
 from .decisions import Decisions, Segment, saved
-from .saving import SavedPlan, saved_decisions
+from .saving import Fingerprint, SavedPlan, saved_decisions
 from .schedule import Schedule
 from .simulate import lower_bound, plain_peak, simulate
 
@@ -151,6 +151,7 @@ class Plan:
             max_overhead=self.max_overhead,
             slices=graph.slices,
             stretches=graph.sliced,
+            unsliced=None if graph.unsliced is None else Fingerprint.of(graph.unsliced),
             about={"device": graph.device, "profile": graph.profile, **{name: getattr(self, name) for name in costs}},
         )
 

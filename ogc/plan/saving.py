@@ -106,6 +106,7 @@ class SavedPlan:
         budget_bytes, max_overhead: what was asked for.
         slices: into how many parts stretches divide the batch, 1 for none.
         stretches: the first and last operation of each of these, in the graph without slices.
+        unsliced: the fingerprint of that graph, if there are some.
         idle: parts, by name, for which no plan is better than the plain module.
         torch: the version that it was made with.
         about: what is only for readers: costs, the device.
@@ -118,6 +119,7 @@ class SavedPlan:
     max_overhead: float | None = None
     slices: int = 1
     stretches: tuple[tuple[str, str], ...] = ()
+    unsliced: Fingerprint | None = None
     idle: tuple[str, ...] = ()
     torch: str | None = field(default_factory=torch_version, compare=False)
     about: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -126,6 +128,7 @@ class SavedPlan:
     def text(self) -> str:
         """It as JSON."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)[1:]}
+        plain["unsliced"] = self.unsliced and asdict(self.unsliced)
         plans = list(map(_written, self.plans))
         return json.dumps({"format": FORMAT, "version": VERSION, **plain, "plans": plans}, indent=1) + "\n"
 
@@ -225,6 +228,7 @@ def _read(found: Mapping[str, Any]) -> SavedPlan:
         None if share is None else float(share),
         index(found["slices"]),
         tuple((_text(first), _text(last)) for first, last in found["stretches"]),
+        _read_fingerprint(found["unsliced"]) if found["stretches"] else None,
         tuple(map(_text, found["idle"])),
         None if found["torch"] is None else _text(found["torch"]),
         dict(found["about"]),
@@ -238,8 +242,11 @@ def _read_decisions(found: Mapping[str, Any]) -> SavedDecisions:
         tuple(sorted(map(index, found["low_memory"]))),
         bool(found["is_plain"]),
     )
-    fingerprint = Fingerprint(**{name: _text(value) for name, value in found["fingerprint"].items()})
-    return SavedDecisions(decisions, fingerprint, _text(found["name"]))
+    return SavedDecisions(decisions, _read_fingerprint(found["fingerprint"]), _text(found["name"]))
+
+
+def _read_fingerprint(found: Mapping[str, Any]) -> Fingerprint:
+    return Fingerprint(**{name: _text(value) for name, value in found.items()})
 
 
 def _read_segments(found: Iterable[Mapping[str, Any]]) -> tuple[Segment, ...]:

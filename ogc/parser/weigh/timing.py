@@ -80,6 +80,13 @@ _known: dict[Any, Seconds] = {}
 """By what a call is, as text; where that text would hold an address, by the things themselves, for this process."""
 
 
+def _described(function: Any) -> Any:
+    """A function, or what a stretch runs, of which there is a new one each time."""
+    if not isinstance(function, Sliced):
+        return function
+    return "sliced", str(function.graph), function.axes, function.slices, function.axis
+
+
 def _key_of(call: Any) -> Any:
     text = re.sub(r" of type object at 0x[0-9a-f]+", "", repr(call))  # a builtin of torch, which has a name
     return call if " at 0x" in text else text
@@ -165,7 +172,7 @@ class Timer(Measurer):
 
     def _timed(self, record: Record, function: Any, args: Any, kwargs: Any, weights: Weights) -> Weights:
         settings = torch.get_num_threads(), str(self.device), torch.are_deterministic_algorithms_enabled()
-        key = _key_of((call_key(function, args, kwargs), settings))
+        key = _key_of((call_key(_described(function), args, kwargs), settings))
         guess = weights.forward_seconds + weights.backward_seconds
         if key not in _known:
             if self.spent > AFFORDABLE_SECONDS:
