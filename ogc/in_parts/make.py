@@ -16,7 +16,7 @@ import torch
 from ..errors import ParseError, SolveError
 from ..graph import Graph
 from ..plan.plan import Plan
-from ..plan.saving import SavedPlan
+from ..plan.saving import SavedDecisions, SavedPlan, saved_decisions
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
 from ..program.program import device_of_model
@@ -122,7 +122,7 @@ class _Planning:
     late: dict[int, int] = field(default_factory=dict)  # numbers of the late ones, and of those that they are like
     rest: Rest | None = None
     twins: dict[tuple[int, Choice], Twin] = field(default_factory=dict)
-    idle: tuple[str, ...] = ()
+    idle: tuple[SavedDecisions, ...] = ()
 
     def find(self, plain: Mapping[str, str]) -> None:
         """Find the parts and the ways to run each."""
@@ -130,7 +130,11 @@ class _Planning:
         saved = None if self.saved is None else SavedParts(self.saved)
         ways = self._ways(found.parts) if saved is None else [saved.ways(part.name, part.graph) for part in found.parts]
         if self.options.solver != "none":
-            self.idle = tuple(part.name for part, of_part in zip(found.parts, ways, strict=True) if len(of_part) == 1)
+            self.idle = tuple(
+                saved_decisions(part.graph, of_part[0].plan.decisions, part.name)
+                for part, of_part in zip(found.parts, ways, strict=True)
+                if len(of_part) == 1
+            )
             found, ways = _without_idle(found, ways)
         self.found, self.parts, self.ways = found, [*found.parts], ways
         if not ways:

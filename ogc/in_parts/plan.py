@@ -10,7 +10,7 @@ from os import PathLike
 from ..graph import table
 from ..plan import PartCost, SavedPlan
 from ..plan.plan import Plan
-from ..plan.saving import PARTS
+from ..plan.saving import PARTS, SavedDecisions
 
 COLUMNS = ("part", "calls", "operations", "kept MB", "its peak MB", "plain MB", "of time", "recomputed", "leaves")
 
@@ -66,7 +66,7 @@ class PartsPlan:
         recomputed_seconds: what the plan adds to it, the runtime's own work included.
         budget_bytes: the memory budget that was asked for, if one was.
         max_overhead: the overhead that was asked for, if one was.
-        idle: those submodules that could be planned, but of which no plan is better than the plain one.
+        idle: submodules that could be planned, but for which no plan is better than the plain one.
         is_measured: whether what the rest takes was measured; else it is not among the bytes.
         solver: the name of the solver that chose the plans.
     """
@@ -83,7 +83,7 @@ class PartsPlan:
     is_measured: bool = True
     solver: str = "optimal"
     max_overhead: float | None = field(default=None, compare=False)
-    idle: tuple[str, ...] = ()
+    idle: tuple[SavedDecisions, ...] = ()
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a JSON file, for ``ogc.optimize(..., plan=path)``.

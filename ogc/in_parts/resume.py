@@ -33,15 +33,16 @@ class SavedParts:
             PlanError: nothing was saved for such a part; the message says in what it differs, or that it is new.
         """
         fingerprint, plain = Fingerprint.of(graph), _way(graph, plain_plan(graph))
+        if any((one.name, one.fingerprint) == (name, fingerprint) for one in self.saved.idle):
+            return (plain,)
         named = [one for one in self.saved.plans if one.name == name]
         for one in (*named, *self.saved.plans):
             if one.fingerprint == fingerprint:
                 self.used.add(one)
                 return _way(graph, restored(graph, one, self.saved)), plain
-        if name in self.saved.idle:
-            return (plain,)
-        if named:
-            restored(graph, named[0], self.saved)  # which says in what it differs
+        for one in (*named, *self.saved.idle):
+            if one.name == name:
+                restored(graph, one, self.saved)  # which says in what it differs
         raise PlanError(f"the plan has nothing for part {name}; it was saved for another model, or other parts of it")
 
     def check_all_used(self, late: Collection[str]) -> None:

@@ -107,7 +107,7 @@ class SavedPlan:
         slices: into how many parts stretches divide the batch, 1 for none.
         stretches: the first and last operation of each of these, in the graph without slices.
         unsliced: the fingerprint of that graph, if there are some.
-        idle: parts, by name, for which no plan is better than the plain module.
+        idle: parts for which no plan is better than the plain module.
         torch: the version that it was made with.
         about: what is only for readers: costs, the device.
     """
@@ -120,7 +120,7 @@ class SavedPlan:
     slices: int = 1
     stretches: tuple[tuple[str, str], ...] = ()
     unsliced: Fingerprint | None = None
-    idle: tuple[str, ...] = ()
+    idle: tuple[SavedDecisions, ...] = ()
     torch: str | None = field(default_factory=torch_version, compare=False)
     about: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -129,8 +129,8 @@ class SavedPlan:
         """It as JSON."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)[1:]}
         plain["unsliced"] = self.unsliced and asdict(self.unsliced)
-        plans = list(map(_written, self.plans))
-        return json.dumps({"format": FORMAT, "version": VERSION, **plain, "plans": plans}, indent=1) + "\n"
+        lists = {name: list(map(_written, getattr(self, name))) for name in ("idle", "plans")}
+        return json.dumps({"format": FORMAT, "version": VERSION, **plain, **lists}, indent=1) + "\n"
 
     @classmethod
     def from_text(cls, text: str, source: str = "the text") -> SavedPlan:
@@ -229,7 +229,7 @@ def _read(found: Mapping[str, Any]) -> SavedPlan:
         index(found["slices"]),
         tuple((_text(first), _text(last)) for first, last in found["stretches"]),
         _read_fingerprint(found["unsliced"]) if found["stretches"] else None,
-        tuple(map(_text, found["idle"])),
+        tuple(map(_read_decisions, found["idle"])),
         None if found["torch"] is None else _text(found["torch"]),
         dict(found["about"]),
     )
