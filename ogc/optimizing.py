@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from os import PathLike
 from typing import Any
 
@@ -17,7 +16,7 @@ from .device.needs import fixed_needs, within_device
 from .device.optimizer import Optimizer
 from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
-from .in_parts import Options, PartsPlan, heavy_leaves, optimize_in_parts
+from .in_parts import Options, PartsPlan, heavy_leaves, in_parts_if_better, in_parts_instead, optimize_in_parts
 from .parser import LeafModules, Loss, ParseGraph, hooked_modules, parse
 from .parser.arguments import call_arguments, check_model
 from .parser.custom import parse_graph_of
@@ -210,8 +209,9 @@ class _Planning:
         except ParseError as problem:
             if in_one_plan:
                 raise
-            in_parts = partial(_in_parts, model, sample_input, options, problem)
-            return self._started(in_parts) or in_parts(None)
+            in_parts = partial(in_parts_instead, model, sample_input, options, problem)
+            started = self._started(in_parts)
+            return in_parts(None) if started is None else started
         is_wrapped = "forward" in vars(model)  # and what it is wrapped in knows nothing of parts
         heavy = {} if in_one_plan or is_wrapped else heavy_leaves(model, graph, options)
         budget = self.wish.memory_budget
@@ -224,14 +224,14 @@ class _Planning:
             found = self._taken_up(model, sample_input, graph, self.wish, saved)
             return found and _as_a_whole(model, found, planner)
 
-        if started := self._started(take_up):
+        if (started := self._started(take_up)) is not None:
             return started
         found: tuple[Graph, Plan] | SolveError
         try:
             found = self.plan(model, sample_input, graph, budget)
         except SolveError as error:
             found = error
-        return _with_heavy_leaves(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
+        return in_parts_if_better(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
 
     def _started(self, take_up: Callable[[SavedPlan], torch.nn.Module | None]) -> torch.nn.Module | None:
         """What is made of the saved plan; None without one, or where it does not do and need not."""
@@ -325,41 +325,6 @@ def _as_a_whole(
     if plan.is_plain and plan.budget_bytes is None and planner is not None:
         log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
     return _apply(model, graph, plan, planner)
-
-
-def _in_parts(
-    model: torch.nn.Module, sample_input: Any, options: Options, problem: ParseError, saved: SavedPlan | None
-) -> Any:
-    """The model with its parts planned, where the whole cannot be; None if a saved plan does not keep the wish."""
-    why = {"": str(problem).partition(" Nothing smaller")[0]}
-    try:
-        return optimize_in_parts(model, sample_input, options, why, saved=saved)
-    except ParseError as error:
-        raise ParseError(f"{problem} {error}") from problem
-
-
-def _with_heavy_leaves(
-    model: torch.nn.Module,
-    sample_input: Any,
-    options: Options,
-    heavy: dict[str, str],
-    found: tuple[Graph, Plan] | SolveError,
-) -> torch.nn.Module | None:
-    """The model in parts, where that meets the wish better than one plan whose leaves hold much; else None."""
-
-    def is_better(plan: PartsPlan) -> bool:
-        if isinstance(found, SolveError):
-            return True
-        cost = attrgetter("peak_bytes" if options.wish.memory_budget is None else "added_seconds")
-        return bool(cost(plan) < cost(found[1]))
-
-    if not heavy:
-        return None
-    try:
-        return optimize_in_parts(model, sample_input, options, heavy, is_better)
-    except (ParseError, SolveError) as error:
-        log.info("what is in leaves is not planned: %s", error)
-        return None
 
 
 def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:

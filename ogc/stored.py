@@ -111,8 +111,10 @@ NOWHERE = Store()
 def key_of(kind: str, graph: Graph, wish: Wish, solver: str, slices: int = 1) -> str:
     """The name of what is kept for a graph and a wish: whatever operations are measured to take, it is the same."""
     budget = wish.budget_bytes(1) if wish.is_in_bytes else wish.memory_budget
-    asked = kind, VERSION, wish.is_in_bytes, budget, wish.max_overhead, solver, slices, graph.device, graph.profile
-    of_graph = astuple(Fingerprint.of(graph))
+    asked = kind, VERSION, wish.is_in_bytes, budget, wish.max_overhead, solver, slices
+    once = [t for t, op in enumerate(graph.operations) if not op.replayable]
+    where = graph.device.partition(":")[0], graph.profile, graph.low_memory
+    of_graph = astuple(Fingerprint.of(graph)), once, where
     return f"{kind}-{sha256(repr((of_graph, *asked)).encode()).hexdigest()[:32]}"
 
 
