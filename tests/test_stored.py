@@ -198,6 +198,33 @@ def test_a_sliced_plan_for_another_model_is_refused():
             ogc.optimize(other, x, plan=plan, batch_slices=4)
 
 
+def test_a_sliced_plan_is_loaded_for_the_graph_in_slices(tmp_path):
+    model, given, _ = model_of("slices")
+    graph = ogc.parse(model, given)
+    sliced, plan = ogc.slice_batch(model, given, graph, slices=4)
+    plan.save(tmp_path / "plan.json")
+    assert sliced.sliced and ogc.load_plan(tmp_path / "plan.json", sliced).decisions == plan.decisions
+    with pytest.raises(
+        ogc.PlanError, match=r"stretches? in 4 slices of the batch, which this graph does not run so; use"
+    ):
+        ogc.load_plan(tmp_path / "plan.json", graph)
+
+
+def test_the_plans_of_parts_are_none_for_a_graph(tmp_path):
+    model, given, _ = model_of("parts")
+    ogc.optimize(model, given).plan.save(tmp_path / "plan.json")
+    text = ogc.plan.text_of(ogc.optimize(model, given).plan)
+    for load in (lambda g: ogc.load_plan(tmp_path / "plan.json", g), lambda g: ogc.plan.plan_from_text(text, g)):
+        with pytest.raises(
+            ogc.PlanError, match=r"has the plans of a model's parts, not one plan of a graph; hand it to"
+        ):
+            load(ogc.parse(model.blocks[0], given))
+    with pytest.raises(ogc.PlanError, match="for a model that is planned as a whole"):  # nor are ways to run a part
+        kept = tmp_path / "kept"
+        ogc.optimize(model, given, cache_dir=kept)
+        ogc.optimize(model, given, plan=next(kept.glob("ways-*.json")))
+
+
 def test_bad_input(tmp_path):
     model, given, _ = model_of("residual")
     (tmp_path / "file").write_text("nothing")
