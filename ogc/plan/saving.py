@@ -141,7 +141,7 @@ class SavedPlan:
         """
         try:
             found = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{source} is no plan: {error}") from None
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise PlanError(f"{source} is no plan, as plan.save() writes it")

@@ -129,6 +129,7 @@ def changed(text, **fields):
     [
         (lambda text: "", "the text is no plan: Expecting value"),
         (lambda text: text[: len(text) // 2], "the text is no plan"),
+        (lambda text: 100_000 * "[", "the text is no plan"),
         (lambda text: "[]", "the text is no plan, as plan.save"),
         (lambda text: '{"format": "another"}', "the text is no plan, as plan.save"),
         (lambda text: changed(text, version=2), "of version 2, and this ogc reads version 1; plan again"),
