@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .in_parts import PartsPlan
     from .optimizing import apply, optimize
     from .parser import parse
-    from .plan import Decisions, Fate, Frontier, Plan, Segment, make_plan, recomputed, saved, simulate
+    from .plan import Decisions, Fate, Frontier, Plan, Segment, load_plan, make_plan, recomputed, saved, simulate
     from .slicing import slice_batch
     from .solver import frontier, solve
 
@@ -44,7 +44,7 @@ _HOMES = {
     "parser": ("parse",),
     "plan": (
         *("Decisions", "Fate", "Frontier", "Plan", "Segment"),
-        *("make_plan", "recomputed", "saved", "simulate"),
+        *("load_plan", "make_plan", "recomputed", "saved", "simulate"),
     ),
     "slicing": ("slice_batch",),
     "solver": ("frontier", "solve"),

@@ -49,6 +49,8 @@ class Graph:
         device: where the weights hold, e.g. ``"cpu"``.
         profile: how the weights were found, ``"estimate"``, ``"time"`` or ``"measure"``.
         stretches: first and last operation of stretches that can be run slice by slice; see :func:`ogc.parse`.
+        slices, sliced: into how many slices of the batch stretches are divided in this graph, and which; 1 and none.
+        unsliced: the graph without slices, where :func:`ogc.slice_batch` made this one of it.
         plain_peak_bytes: peak of the plain model, where these operations are not the plain model's; else None.
         runtime: what the runtime's own work takes.
         outside: how many operations at the end are the caller's, between the model's forward and the backward: a loss.
@@ -64,6 +66,9 @@ class Graph:
     plain_peak_bytes: int | None = None
     runtime: RuntimeCosts = RuntimeCosts()
     outside: int = 0
+    slices: int = 1
+    sliced: tuple[tuple[str, str], ...] = ()
+    unsliced: Graph | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         written: set[int] = set()

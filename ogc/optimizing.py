@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
+from os import PathLike
 from typing import Any
 
 import torch
@@ -16,21 +16,23 @@ from .device.needs import fixed_needs, within_device
 from .device.optimizer import Optimizer
 from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
-from .in_parts import Options, PartsPlan, heavy_leaves, optimize_in_parts
+from .in_parts import Options, PartsPlan, heavy_leaves, in_parts_if_better, in_parts_instead, optimize_in_parts
 from .parser import LeafModules, Loss, ParseGraph, hooked_modules, parse
 from .parser.arguments import call_arguments, check_model
 from .parser.custom import parse_graph_of
 from .parser.loss import modules_of, tensors_of
 from .plan.plan import Plan
+from .plan.saving import PARTS, SavedPlan
 from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .replan import Replanner, meets
 from .runtime import optimized_module
-from .runtime.module import MADE_AGAIN, instance_around
+from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around
 from .runtime.runner import is_planned_call
 from .runtime.with_loss import TARGETS, with_loss
-from .slicing import slice_batch
+from .slicing import Stretches, slice_batch, sliced_along
 from .solver import Budget, Wish, solve
+from .stored import NOWHERE, Store, key_of, saved_plan, taken_up
 from .torch_state.forwards import original_class, plain_forward
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,8 @@ def optimize(
     batch_slices: int = 1,
     leaf_modules: LeafModules = (),
     repeatable_leaves: LeafModules | bool | None = None,
+    plan: str | PathLike[str] | Plan | PartsPlan | SavedPlan | None = None,
+    cache_dir: str | PathLike[str] | None = None,
     verify: bool = False,
 ) -> torch.nn.Module:
     """The same model with less activation memory: the least there is, or as much less as is asked for.
@@ -87,6 +91,10 @@ def optimize(
         leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
         repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
+        plan: a file that ``result.plan.save(path)`` wrote, or such a plan, to start from without a search. It has to
+            fit the model and the sample input. One that does not keep the wish here is told in the log, and made anew.
+        cache_dir: a folder in which plans are found again by what the model computes, the wish and the solver, and
+            kept when they are made, those for other calls too; with the times that were measured for them.
         verify: run one step of the result and one of the plain model on the sample input and compare them. That takes
             the time and the memory of a plain step; :func:`ogc.check` tries more.
 
@@ -104,9 +112,11 @@ def optimize(
         InputError: an argument is of the wrong kind; the message says what was expected.
         ParseError: neither the forward nor any part of it can be represented faithfully; the message says why.
         SolveError: nothing fits the budget; the message says what would.
+        PlanError: ``plan`` is no plan, or does not fit; the message says in what.
         CheckError: with ``verify``, where the result differs from the plain model.
     """
     _check_slices(batch_slices, solver, verify)
+    store, saved = Store.at(cache_dir), None if plan is None else saved_plan(plan)
     if targets is not None and not callable(loss):
         raise InputError("targets= is what loss= takes besides the output; give loss= too")
     if callable(loss) and outputs == "loss":
@@ -124,7 +134,8 @@ def optimize(
 
     def within(budget: Budget | None) -> torch.nn.Module:
         wish = Wish(budget, max_overhead)
-        return _Planning(parsing, profile, leaf_modules, wish, solver, batch_slices).optimized(model, sample_input)
+        planning = _Planning(parsing, profile, leaf_modules, wish, solver, batch_slices, store, saved)
+        return planning.optimized(model, sample_input)
 
     if device_memory is None:
         optimized = within(memory_budget)
@@ -165,7 +176,10 @@ def _returning_its(
 
 @dataclass(frozen=True)
 class _Planning:
-    """The arguments of :func:`optimize` by which models are parsed and planned; ``parsing`` has those of parse."""
+    """The arguments of :func:`optimize` by which models are parsed and planned; ``parsing`` has those of parse.
+
+    The first plan is ``saved``, if that keeps the wish; where it need not fit, another model is planned anew.
+    """
 
     parsing: dict[str, Any]
     profile: str
@@ -173,35 +187,63 @@ class _Planning:
     wish: Wish
     solver: str
     batch_slices: int
+    store: Store = NOWHERE
+    saved: SavedPlan | None = None
+    must_fit: bool = True
 
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by one plan, or in parts where that cannot be or is worse."""
-        result = self._optimized(model, sample_input)
-        setattr(type(result), MADE_AGAIN, (_unpickled, self))
+        with self.store.times():
+            result = self._optimized(model, sample_input)
+        found = getattr(type(result), OWN_PLAN).as_saved()
+        setattr(type(result), MADE_AGAIN, (_unpickled, replace(self, saved=found, must_fit=False)))
         return result
 
     def _optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         own_graph, leaves = self.parsing["parse_graph"], self.parsing["repeatable_leaves"]
-        options = Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own_graph is None)
+        own = own_graph is None
+        options = Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own, self.store)
         in_one_plan = self.batch_slices > 1 or parse_graph_of(model, own_graph) is not None
         try:
             graph = self.graph_of(model, sample_input)
         except ParseError as problem:
             if in_one_plan:
                 raise
-            return _in_parts(model, sample_input, options, problem)
+            in_parts = partial(in_parts_instead, model, sample_input, options, problem)
+            started = self._started(in_parts)
+            return in_parts(None) if started is None else started
         is_wrapped = "forward" in vars(model)  # and what it is wrapped in knows nothing of parts
         heavy = {} if in_one_plan or is_wrapped else heavy_leaves(model, graph, options)
-        found: tuple[Graph, Plan] | SolveError
         budget = self.wish.memory_budget
+        hooked = hooked_modules(dict(model.named_modules()))
+        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.wish))
+
+        def take_up(saved: SavedPlan) -> torch.nn.Module | None:
+            if saved.kind == PARTS and heavy:
+                return optimize_in_parts(model, sample_input, options, heavy, saved=saved)
+            found = self._taken_up(model, sample_input, graph, self.wish, saved)
+            return found and _as_a_whole(model, found, planner)
+
+        if (started := self._started(take_up)) is not None:
+            return started
+        found: tuple[Graph, Plan] | SolveError
         try:
             found = self.plan(model, sample_input, graph, budget)
         except SolveError as error:
             found = error
-        hooked = hooked_modules(dict(model.named_modules()))
-        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.wish))
-        in_parts = _with_heavy_leaves(model, sample_input, options, heavy, found)
-        return in_parts or _as_a_whole(model, found, planner)
+        return in_parts_if_better(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
+
+    def _started(self, take_up: Callable[[SavedPlan], torch.nn.Module | None]) -> torch.nn.Module | None:
+        """What is made of the saved plan; None without one, or where it does not do and need not."""
+        if self.saved is None:
+            return None
+        try:
+            return take_up(self.saved)
+        except PlanError as error:
+            if self.must_fit:
+                raise
+            log.info("a plan is made anew, as the saved one does not do: %s", error)
+            return None
 
     def graph_of(self, model: torch.nn.Module, sample_input: Any, **other: Any) -> Graph:
         """The graph of a call."""
@@ -211,20 +253,38 @@ class _Planning:
     def plan(
         self, model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None
     ) -> tuple[Graph, Plan]:
-        """The plan for a graph within a budget, and the graph that it is for."""
-        asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": self.wish.max_overhead}
+        """The plan for a graph within a budget, and the graph that it is for: one that was kept, or a new one."""
+        wish, overhead = Wish(budget, self.wish.max_overhead), self.wish.max_overhead
+        key = key_of("plan", graph, wish, self.solver, self.batch_slices)
+        found = self.store.found(key, partial(self._taken_up, model, sample_input, graph, wish))
+        if found is not None:
+            return found
+        asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": overhead}
         if self.batch_slices > 1:
-            return slice_batch(model, sample_input, graph, slices=self.batch_slices, **self.parsing, **asked)
-        return graph, solve(graph, solver=self.solver, **asked)
+            found = slice_batch(model, sample_input, graph, slices=self.batch_slices, **self.parsing, **asked)
+        else:
+            found = graph, solve(graph, solver=self.solver, **asked)
+        self.store.keep(key, found[1].as_saved)
+        return found
+
+    def _taken_up(
+        self, model: torch.nn.Module, sample_input: Any, graph: Graph, wish: Wish, saved: SavedPlan
+    ) -> tuple[Graph, Plan] | None:
+        def sliced(stretches: Stretches) -> Graph:
+            given = {"slices": self.batch_slices, "profile": graph.profile, **self.parsing}
+            return sliced_along(stretches, model, sample_input, graph, **given)
+
+        return taken_up(saved, graph, wish, self.batch_slices, sliced)
 
     def make(self, model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
         """A plan for a call unlike the first, which a loss with the first one's targets bound in may not take."""
-        try:
-            graph = self.graph_of(model, sample_input)
-        except InputError as error:
-            graph = self.graph_of(model, sample_input, loss="outputs")
-            log.info("what is planned for ends with the model's outputs: %s", error)
-        return self.plan(model, sample_input, graph, budget)
+        with self.store.times():
+            try:
+                graph = self.graph_of(model, sample_input)
+            except InputError as error:
+                graph = self.graph_of(model, sample_input, loss="outputs")
+                log.info("what is planned for ends with the model's outputs: %s", error)
+            return self.plan(model, sample_input, graph, budget)
 
 
 def _unpickled(model: torch.nn.Module, planning: _Planning) -> torch.nn.Module:
@@ -265,40 +325,6 @@ def _as_a_whole(
     if plan.is_plain and plan.budget_bytes is None and planner is not None:
         log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
     return _apply(model, graph, plan, planner)
-
-
-def _in_parts(model: torch.nn.Module, sample_input: Any, options: Options, problem: ParseError) -> torch.nn.Module:
-    """The model with its parts planned, where the whole cannot be."""
-    try:
-        found = optimize_in_parts(model, sample_input, options, {"": str(problem).partition(" Nothing smaller")[0]})
-    except ParseError as error:
-        raise ParseError(f"{problem} {error}") from problem
-    assert found is not None
-    return found
-
-
-def _with_heavy_leaves(
-    model: torch.nn.Module,
-    sample_input: Any,
-    options: Options,
-    heavy: dict[str, str],
-    found: tuple[Graph, Plan] | SolveError,
-) -> torch.nn.Module | None:
-    """The model in parts, where that meets the wish better than one plan whose leaves hold much; else None."""
-
-    def is_better(plan: PartsPlan) -> bool:
-        if isinstance(found, SolveError):
-            return True
-        cost = attrgetter("peak_bytes" if options.wish.memory_budget is None else "added_seconds")
-        return bool(cost(plan) < cost(found[1]))
-
-    if not heavy:
-        return None
-    try:
-        return optimize_in_parts(model, sample_input, options, heavy, is_better)
-    except (ParseError, SolveError) as error:
-        log.info("what is in leaves is not planned: %s", error)
-        return None
 
 
 def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:

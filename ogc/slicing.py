@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,23 +54,13 @@ def slice_batch(
     Raises:
         SolveError: nothing fits the budget, with slices or without; the message is that of the last try.
     """
-    leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
     failure: SolveError | None = None
 
     def choose(stretches: Stretches, profile: str) -> Choice:
         nonlocal failure
         sliced = graph
         if stretches:
-            sliced = parse(
-                model,
-                sample_input,
-                profile=profile,
-                stretches=stretches,
-                slices=slices,
-                plain_peak_bytes=plain_peak(graph),
-                leaf_modules=leaves,
-                **parsing,
-            )
+            sliced = sliced_along(stretches, model, sample_input, graph, slices=slices, profile=profile, **parsing)
         try:
             return Choice(sliced, stretches, solve(sliced, memory_budget=memory_budget, max_overhead=max_overhead))
         except SolveError as error:
@@ -93,6 +83,35 @@ def slice_batch(
         assert failure is not None
         raise failure
     return best.graph, best.plan
+
+
+def sliced_along(
+    stretches: Stretches,
+    model: torch.nn.Module,
+    sample_input: Any,
+    graph: Graph,
+    *,
+    slices: int,
+    profile: str,
+    **parsing: Any,
+) -> Graph:
+    """The graph with these stretches in slices; the arguments are those of :func:`slice_batch`.
+
+    Raises:
+        InputError: the graph has no such stretch.
+    """
+    leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
+    sliced = parse(
+        model,
+        sample_input,
+        profile=profile,
+        stretches=stretches,
+        slices=slices,
+        plain_peak_bytes=plain_peak(graph),
+        leaf_modules=leaves,
+        **parsing,
+    )
+    return replace(sliced, slices=slices, sliced=stretches, unsliced=replace(graph, program=None))
 
 
 def _hot_stretches(choice: Choice) -> Stretches:

@@ -20,6 +20,7 @@ STOREYS = (
     {"operators"},
     {"parser", "solver", "runtime"},
     {"replan", "slicing"},
+    {"stored"},
     {"in_parts"},
     {"checking", "device"},
     {"optimizing"},

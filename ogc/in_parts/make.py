@@ -16,11 +16,13 @@ import torch
 from ..errors import ParseError, SolveError
 from ..graph import Graph
 from ..plan.plan import Plan
+from ..plan.saving import SavedDecisions, SavedPlan, saved_decisions
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
 from ..solver import solver_of
+from ..stored import tell_broken, tolerant
 from ..torch_state.allocator import can_measure
 from .combine import Choice, Problem, Stop, fastest, least_peak, within
 from .find import FoundParts, Part, find_parts, is_alike
@@ -28,13 +30,17 @@ from .measure import Rest, measure, rest_of_step
 from .module import Parts, Twin, module_in_parts, twin_of
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
+from .resume import SavedParts
 from .share import Share, plan_late_part, planner_of
-from .ways import Way, ways_of
+from .ways import Way
 
 log = logging.getLogger(__name__)
 
 HEAVY = 1 / 3
 """Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
+
+EXCESS = 1.01
+"""By how much a saved plan may miss a budget where what is around the parts is measured in another step."""
 
 
 def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
@@ -66,6 +72,7 @@ def optimize_in_parts(
     options: Options,
     plain: Mapping[str, str],
     is_wanted: Callable[[PartsPlan], bool] = lambda plan: True,
+    saved: SavedPlan | None = None,
 ) -> torch.nn.Module | None:
     """The same model with its parts planned, where the whole cannot be.
 
@@ -73,25 +80,28 @@ def optimize_in_parts(
         model, sample_input, options: as for :func:`ogc.optimize`.
         plain: modules that have to stay plain, by name, and why; ``""`` is the model itself.
         is_wanted: whether a plan is good enough.
+        saved: a plan to take up without a search.
 
     Returns:
-        None if it is not, or else a module whose ``plan`` is a :class:`PartsPlan`; ``graph`` and ``code`` are
-        dictionaries by the names of parts; those that run as they are have no code.
+        None if it is not, or if the saved plan does not keep the wish, or else a module whose ``plan`` is a
+        :class:`PartsPlan`; ``graph`` and ``code`` are dictionaries by the names of parts; those that run as they are
+        have no code.
 
     Raises:
         InputError: the model's forward was replaced on the instance.
         ParseError: nothing in the model can be planned; the message says why for each part.
+        PlanError: the saved plan is for other parts.
         SolveError: nothing fits the budget; the message says what would.
     """
     refuse_replaced_forward(model)
     solver_of(options.solver, options.wish)  # refuses a name that is none
-    planning = _Planning(model, sample_input, options)
+    planning = _Planning(model, sample_input, options, saved)
     with _quiet_about_leaves():
         planning.find(plain)
         planning.measure()
     choice = planning.choose()
     plan = planning.plan(choice)
-    if not is_wanted(plan):
+    if not is_wanted(plan) or not planning.keeps_wish(plan):
         return None
     result = planning.module(choice, plan)
     _tell(plan)
@@ -105,22 +115,26 @@ class _Planning:
     model: torch.nn.Module
     sample_input: Any
     options: Options
+    saved: SavedPlan | None = None
     found: FoundParts = field(default_factory=FoundParts)
     parts: list[Part] = field(default_factory=list)  # those found, then the late ones that are like one of these
     ways: list[tuple[Way, ...]] = field(default_factory=list)  # for each of these
     late: dict[int, int] = field(default_factory=dict)  # numbers of the late ones, and of those that they are like
     rest: Rest | None = None
     twins: dict[tuple[int, Choice], Twin] = field(default_factory=dict)
+    idle: tuple[SavedDecisions, ...] = ()
 
     def find(self, plain: Mapping[str, str]) -> None:
         """Find the parts and the ways to run each."""
         found = find_parts(self.model, self.sample_input, self.options, plain)
-        by_kind: dict[int, tuple[Way, ...]] = {}
-        for part in found.parts:
-            if part.like not in by_kind:
-                by_kind[part.like] = ways_of(part.graph, self.options.solver)
-        ways = [by_kind[part.like] for part in found.parts]
+        saved = None if self.saved is None else SavedParts(self.saved)
+        ways = self._ways(found.parts) if saved is None else [saved.ways(part.name, part.graph) for part in found.parts]
         if self.options.solver != "none":
+            self.idle = tuple(
+                saved_decisions(part.graph, of_part[0].plan.decisions, part.name)
+                for part, of_part in zip(found.parts, ways, strict=True)
+                if len(of_part) == 1
+            )
             found, ways = _without_idle(found, ways)
         self.found, self.parts, self.ways = found, [*found.parts], ways
         if not ways:
@@ -130,7 +144,16 @@ class _Planning:
             if like is not None:
                 self.late[len(self.parts)] = like
                 self.parts.append(replace(found.parts[like], name=name, module=module))
-                self.ways.append(ways[like])
+                self.ways.append(ways[like] if saved is None else saved.ways(name, found.parts[like].graph))
+        if saved is not None:
+            saved.check_all_used(found.late)
+
+    def _ways(self, parts: Sequence[Part]) -> list[tuple[Way, ...]]:
+        by_kind: dict[int, tuple[Way, ...]] = {}
+        for part in parts:
+            if part.like not in by_kind:
+                by_kind[part.like] = self.options.ways(part.graph)
+        return [by_kind[part.like] for part in parts]
 
     def measure(self) -> None:
         """Find out what the rest takes, in a step with plans that keep little."""
@@ -177,6 +200,8 @@ class _Planning:
             SolveError: nothing fits the budget.
         """
         problem, wish = self.problem, self.options.wish
+        if self.saved is not None:
+            return (0,) * len(self.ways)
         budget = wish.budget_bytes(problem.peak(self._plain))
         if budget is not None:
             found = fastest(problem, budget)
@@ -187,6 +212,17 @@ class _Planning:
             # Of the time of the parts alone: that of the rest is measured, and would make plans vary.
             return within(problem, wish.max_overhead * self._part_seconds)
         return (0,) * len(self.ways) if self.options.solver != "optimal" else least_peak(problem)
+
+    def keeps_wish(self, plan: PartsPlan) -> bool:
+        """Whether a plan that was taken up keeps the wish; it is told if not."""
+        wish, budget = self.options.wish, plan.budget_bytes
+        share = tolerant(wish, self.parts[0].graph).max_overhead
+        fits = budget is None or plan.peak_bytes <= (EXCESS if plan.is_measured else 1) * budget
+        is_quick = share is None or plan.added_seconds <= share * plan.part_seconds
+        if self.saved is not None and not (fits and is_quick):
+            tell_broken(wish, plan.peak_bytes, plan.added_seconds / plan.part_seconds)
+            return False
+        return True
 
     def plan(self, choice: Choice) -> PartsPlan:
         """The choice as a plan that can be looked at."""
@@ -203,7 +239,9 @@ class _Planning:
             rest_seconds=self._part_seconds * self.rest.time_share if self.rest else 0.0,
             budget_bytes=self.options.wish.budget_bytes(plain_peak),
             is_measured=self.rest is not None,
-            solver=self.options.solver,
+            solver=self.options.solver if self.saved is None else self.saved.solver,
+            max_overhead=self.options.wish.max_overhead,
+            idle=self.idle,
         )
 
     def _part(self, number: int, choice: Choice) -> PartPlan:

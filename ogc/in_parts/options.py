@@ -10,6 +10,8 @@ from ..graph import Graph
 from ..parser import LeafModules, parse
 from ..program.structures import Call
 from ..solver import LEAST_PEAK, Wish
+from ..stored import NOWHERE, Store, key_of
+from .ways import Way, saved_ways, ways_by, ways_of
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,29 @@ class Options:
     leaf_modules: LeafModules = ()
     repeatable_leaves: LeafModules | bool | None = None
     follows_own_graphs: bool = True
+    store: Store = NOWHERE
+
+    def ways(self, graph: Graph) -> tuple[Way, ...]:
+        """The ways to run a part: those that were kept, whatever the wish was, or new ones."""
+        key = key_of("ways", graph, LEAST_PEAK, self.solver)
+        found = self.store.found(key, lambda saved: ways_by(graph, saved))
+        if found is None:
+            found = ways_of(graph, self.solver)
+            self.store.keep(key, lambda: saved_ways(found, self.solver))
+        return found
 
     def parse(self, module: torch.nn.Module, name: str, call: Call) -> Graph:
         """The graph of a call of a submodule, as :func:`ogc.parse` makes it; the errors are the same, too."""
-        return parse(
-            module,
-            call,
-            loss="outputs",  # of a part, not of the model
-            parse_graph=None if self.follows_own_graphs else False,
-            profile=self.profile,
-            leaf_modules=_inside(self.leaf_modules, name, module),
-            repeatable_leaves=self._repeatable(name, module),
-        )
+        with self.store.times():
+            return parse(
+                module,
+                call,
+                loss="outputs",  # of a part, not of the model
+                parse_graph=None if self.follows_own_graphs else False,
+                profile=self.profile,
+                leaf_modules=_inside(self.leaf_modules, name, module),
+                repeatable_leaves=self._repeatable(name, module),
+            )
 
     def asked_for(self, model: torch.nn.Module) -> list[str]:
         """The names of the submodules that are to be called as they are."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from os import PathLike
 
 from ..graph import table
-from ..plan import PartCost
+from ..plan import PartCost, SavedPlan
 from ..plan.plan import Plan
+from ..plan.saving import PARTS, SavedDecisions
 
 COLUMNS = ("part", "calls", "operations", "kept MB", "its peak MB", "plain MB", "of time", "recomputed", "leaves")
 
@@ -63,6 +65,8 @@ class PartsPlan:
         rest_seconds: the same outside of them; measured, so that it varies.
         recomputed_seconds: what the plan adds to it, the runtime's own work included.
         budget_bytes: the memory budget that was asked for, if one was.
+        max_overhead: the overhead that was asked for, if one was.
+        idle: submodules that could be planned, but for which no plan is better than the plain one.
         is_measured: whether what the rest takes was measured; else it is not among the bytes.
         solver: the name of the solver that chose the plans.
     """
@@ -78,6 +82,30 @@ class PartsPlan:
     budget_bytes: int | None = None
     is_measured: bool = True
     solver: str = "optimal"
+    max_overhead: float | None = field(default=None, compare=False)
+    idle: tuple[SavedDecisions, ...] = ()
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a JSON file, for ``ogc.optimize(..., plan=path)``.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self.as_saved().write(path)
+
+    def as_saved(self) -> SavedPlan:
+        """What :meth:`save` writes."""
+        of_parts = [(part.name, part.plan.as_saved()) for part in self.parts]
+        costs = ("peak_bytes", "plain_peak_bytes", "rest_bytes", "overhead", "step_seconds", "added_seconds")
+        return SavedPlan(
+            tuple(replace(plan, name=name) for name, saved in of_parts for plan in saved.plans),
+            PARTS,
+            self.solver,
+            self.budget_bytes,
+            self.max_overhead,
+            idle=self.idle,
+            about={name: getattr(self, name) for name in costs},
+        )
 
     @property
     def step_seconds(self) -> float:

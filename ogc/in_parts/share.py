@@ -20,7 +20,7 @@ from ..replan import Meets, Replanner
 from ..solver import Budget, Wish
 from .find import Part, is_alike
 from .options import Options
-from .ways import Way, ways_of
+from .ways import Way
 
 SLACK = 1.001
 """What a part may take more than its share: sizes are whole numbers of elements."""
@@ -86,7 +86,7 @@ def planner_of(options: Options, name: str, module: torch.nn.Module, share: Shar
 
     def make(module: torch.nn.Module, call: Any, budget: Budget | None) -> tuple[Graph, Plan]:
         graph = options.parse(module, name, call)
-        return graph, share.plan(graph, ways_of(graph, options.solver))
+        return graph, share.plan(graph, options.ways(graph))
 
     budget = _most(share.way.cost) if share.in_bytes else None
     return Replanner(make, budget, hooked_modules(dict(module.named_modules())), share.keeps)
@@ -119,6 +119,6 @@ def plan_late_part(
             if share.keeps is None or share.keeps(graph, plan):
                 return graph, plan, planner_of(options, name, module, share)
     graph = options.parse(module, name, call)
-    ways = ways_of(graph, options.solver)
+    ways = options.ways(graph)
     share = share or Share(ways[0], ways[-1].plan.plain_peak_bytes, options.wish, in_bytes=False)
     return graph, share.plan(graph, ways), planner_of(options, name, module, share)

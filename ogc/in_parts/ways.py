@@ -14,7 +14,19 @@ from operator import le
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan import Decisions, PartCost, Plan, Segment, make_plan, part_cost, recomputed, saved
+from ..plan import (
+    Decisions,
+    PartCost,
+    Plan,
+    SavedPlan,
+    Segment,
+    make_plan,
+    part_cost,
+    recomputed,
+    restored,
+    saved,
+)
+from ..plan.saving import WAYS
 from ..solver import frontier, solve
 from ..solver.selective import worth_keeping
 
@@ -59,6 +71,24 @@ def ways_of(graph: Graph, solver: str = "optimal") -> tuple[Way, ...]:
         plans = [solve(graph, solver=solver)]
     plain, *others = (Way(plan, part_cost(graph, plan)) for plan in (solve(graph, solver="none"), *plans))
     return (*(_best([plain, *others]) if solver == "optimal" else others), plain)
+
+
+def saved_ways(ways: Iterable[Way], solver: str) -> SavedPlan:
+    """What :func:`ways_by` makes them of."""
+    plans = [way.plan.as_saved() for way in ways]
+    return SavedPlan(tuple(plan for saved in plans for plan in saved.plans), WAYS, solver)
+
+
+def ways_by(graph: Graph, saved: SavedPlan) -> tuple[Way, ...]:
+    """The ways to run a part that were saved, with what they cost now.
+
+    Raises:
+        PlanError: they are for another graph, or are not such ways.
+    """
+    plans = [restored(graph, one, saved) for one in saved.plans]
+    if saved.kind != WAYS or not plans or not plans[-1].is_plain:
+        raise PlanError("the text does not have the ways to run a part, of which the plain module is the last")
+    return tuple(Way(plan, part_cost(graph, plan)) for plan in plans)
 
 
 def _allowed(graph: Graph, decisions: Iterable[Decisions | list[Segment]]) -> Iterator[Plan]:

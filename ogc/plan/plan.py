@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PlanError
 from ..graph import Graph, table
 from .decisions import Decisions, Segment, saved
+from .saving import Fingerprint, SavedPlan, saved_decisions
 from .schedule import Schedule
 from .simulate import lower_bound, plain_peak, simulate
 
@@ -34,6 +35,7 @@ class Plan:
         runtime_seconds: what running the plan adds beside: low-memory operators, and the runtime's own work.
         solver: the name of the solver that chose it.
         budget_bytes: the memory budget that was asked for, if one was.
+        max_overhead: the overhead that was asked for, if one was.
         graph: what the plan was made for; pickled and copied without its program.
     """
 
@@ -48,6 +50,7 @@ class Plan:
     runtime_seconds: float = 0.0
     solver: str = ""
     budget_bytes: int | None = None
+    max_overhead: float | None = field(default=None, compare=False)
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -117,7 +120,7 @@ class Plan:
         """
         from .pictures.timeline import Timeline, plot_timeline
 
-        return plot_timeline(Timeline.of(self._drawn_graph, self.decisions), self.budget_bytes, path, ax)
+        return plot_timeline(Timeline.of(self._known_graph, self.decisions), self.budget_bytes, path, ax)
 
     def draw(self, path: str | PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
         """The graph from top to bottom: operations in order, segments as bands, checkpoints marked.
@@ -126,10 +129,34 @@ class Plan:
         """
         from .pictures.graph import draw_graph
 
-        return draw_graph(self._drawn_graph, self.decisions, path, ax)
+        return draw_graph(self._known_graph, self.decisions, path, ax)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a JSON file, for :func:`ogc.load_plan` or ``ogc.optimize(..., plan=path)``.
+
+        Raises:
+            OSError: the file cannot be written.
+            PlanError: the plan has no graph.
+        """
+        self.as_saved().write(path)
+
+    def as_saved(self) -> SavedPlan:
+        """What :meth:`save` writes."""
+        graph = self._known_graph
+        costs = ("peak_bytes", "plain_peak_bytes", "overhead", "flops_overhead", "step_seconds", "added_seconds")
+        return SavedPlan(
+            (saved_decisions(graph, self.decisions),),
+            solver=self.solver,
+            budget_bytes=self.budget_bytes,
+            max_overhead=self.max_overhead,
+            slices=graph.slices,
+            stretches=graph.sliced,
+            unsliced=None if graph.unsliced is None else Fingerprint.of(graph.unsliced),
+            about={"device": graph.device, "profile": graph.profile, **{name: getattr(self, name) for name in costs}},
+        )
 
     @property
-    def _drawn_graph(self) -> Graph:
+    def _known_graph(self) -> Graph:
         if self.graph is None:
             raise PlanError("the plan does not know its graph, so there is nothing to draw; make it with ogc.make_plan")
         return self.graph

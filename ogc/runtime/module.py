@@ -17,6 +17,9 @@ from .runner import Planner, Runner, log
 MADE_AGAIN = "_ogc_made_again"
 """The attribute of a module's class that says how it is unpickled: a function of the plain model, further arguments."""
 
+OWN_PLAN = "_ogc_plan"
+"""The attribute of a module's class that has its plan, where the model has an attribute ``plan`` of its own too."""
+
 
 def optimized_module(
     model: torch.nn.Module, graph: Graph, plan: Plan, planner: Planner | None = None
@@ -82,7 +85,7 @@ def instance_around(
     """
     original = original_class(model)
     members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _reduced, **members}
-    members["__prepare_scriptable__"] = _plain
+    members |= {"__prepare_scriptable__": _plain, OWN_PLAN: shown.get("plan")}
     members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():

@@ -93,7 +93,7 @@ def optimal(graph: Graph, wish: Wish) -> Plan:
     """
     plain = plain_plan(graph)
     budget = wish.budget_bytes(plain.peak_bytes)
-    plain = replace(plain, budget_bytes=budget)
+    plain = replace(plain, budget_bytes=budget, max_overhead=wish.max_overhead)
     if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
         return plain
     search = search_of(graph)

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import sys
 
 import pytest
 import torch
@@ -56,6 +57,68 @@ def test_the_plain_model_is_none_the_wiser(saved):
     model, _ = saved
     assert type(pickle.loads(pickle.dumps(model))) is Residual
     assert "plan" not in vars(model) and type(model) is Residual
+
+
+@pytest.fixture
+def unsolved(monkeypatch):
+    """From where a test calls it on, nothing is searched for."""
+
+    def refuse(graph):
+        raise AssertionError("the solver was called")
+
+    return lambda: monkeypatch.setattr(sys.modules["ogc.solver.solve"], "search_of", refuse)
+
+
+class Between(torch.nn.Module):
+    """Its own forward goes by the data: its blocks are planned one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x) if x.detach().sum().item() != 0.125 else x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "wish"),
+    [
+        (Residual, images(), {"memory_budget": 0.7}),
+        (Residual, images(16, 32), {"batch_slices": 4}),
+        (Between, torch.randn(64, 16), {}),
+    ],
+)
+def test_what_is_loaded_starts_from_the_plan(unsolved, make, given, wish):
+    if "batch_slices" in wish:
+        layers = [torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3), torch.nn.ReLU()]
+        make = lambda: torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1))  # noqa: E731
+    optimised = ogc.optimize(make(), given, **wish)
+    again = pickle.loads(pickle.dumps(optimised))
+    unsolved()
+    again(given).square().sum().backward()
+    assert "batch_slices" not in wish or any(op.target == "sliced" for op in again.graph.operations)
+    assert again.plan.peak_bytes == pytest.approx(optimised.plan.peak_bytes, rel=0.01)
+    once_more = pickle.loads(pickle.dumps(again))
+    once_more(given).square().sum().backward()
+    assert once_more.plan.peak_bytes == pytest.approx(optimised.plan.peak_bytes, rel=0.01)
+
+
+def test_what_is_loaded_and_called_otherwise_is_planned_anew(saved, caplog):
+    _, optimised = saved
+    again = pickle.loads(pickle.dumps(optimised))
+    given = images(8)
+    with caplog.at_level("INFO", "ogc.optimizing"):
+        again(given)
+    assert (
+        "a plan is made anew, as the saved one does not do: the plan does not fit the graph, which has other sizes"
+        in (caplog.text)
+    )
+    assert again.plan.budget_bytes > optimised.plan.budget_bytes
+    assert_same_training(plain_of(again), again, (given,))
 
 
 class Planned(Residual):

@@ -7,14 +7,22 @@ What the host takes to start a backward is not counted, as a step starts one.
 
 from __future__ import annotations
 
+import json
+import logging
 import math
+import os
+import platform
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from functools import cache, partial
+from hashlib import sha256
 from itertools import cycle
 from operator import attrgetter
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,6 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 from ...during_step import bytes_at_hand
 from ...operators.slices import Sliced
 from ...operators.weights import Weights
+from ...plan.saving import write_at_once
 from ...program.program import WithoutGrad, tensor_leaves
 from ...torch_state.private import OpOverload, pytree
 from ...torch_state.random_state import cuda_devices
@@ -31,6 +40,8 @@ from ..forward.flat import saving
 from .calls import Call, call_key
 from .measure import Measurer
 from .record import Record
+
+log = logging.getLogger(__name__)
 
 LONG_SECONDS = 0.05
 """A call that takes longer is run once more, and no oftener."""
@@ -71,6 +82,73 @@ class Seconds:
 
 
 _known: dict[Any, Seconds] = {}
+"""By what a call is, as text; where that text would hold an address, by the things themselves, for this process."""
+
+
+def _described(function: Any) -> Any:
+    """A function, or what a stretch runs, of which there is a new one each time."""
+    if not isinstance(function, Sliced):
+        return function
+    return "sliced", str(function.graph), function.axes, function.slices, function.axis
+
+
+def _key_of(call: Any) -> Any:
+    text = re.sub(r" of type object at 0x[0-9a-f]+", "", repr(call))  # a builtin of torch, which has a name
+    return call if " at 0x" in text else text
+
+
+@contextmanager
+def times_kept_in(folder: str) -> Iterator[None]:
+    """In here, calls that were measured before on such a machine by this torch are not; others are noted in a file.
+
+    Where that file cannot be read or written, calls are measured as ever. Of two processes that write at once, one's
+    new times may be lost.
+    """
+    path = Path(folder, f"times-{_machine()}.json")
+    stored = _read(path)
+    for key, seconds in stored.items():
+        _known.setdefault(key, seconds)
+    try:
+        yield
+    finally:
+        new = {key: seconds for key, seconds in _known.items() if isinstance(key, str) and key not in stored}
+        if new:
+            _write(path, {**_read(path), **new})
+
+
+@cache
+def _machine() -> str:
+    """What times depend on."""
+    processors = Path("/proc/cpuinfo")
+    lines = processors.read_text("utf-8").splitlines() if processors.exists() else []
+    model = next((line for line in lines if line.startswith("model name")), platform.processor())
+    devices = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return sha256(repr((platform.machine(), model, os.cpu_count(), devices, torch.__version__)).encode()).hexdigest()[
+        :16
+    ]
+
+
+def _read(path: Path) -> dict[str, Seconds]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        return {key: _seconds(*seconds) for key, seconds in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        log.warning("the times in %s are not used: %s", path, error)
+        return {}
+
+
+def _seconds(forward: Any, backward: Any, repeat: Any) -> Seconds:
+    return Seconds(float(forward), float(backward), None if repeat is None else float(repeat))
+
+
+def _write(path: Path, times: dict[str, Seconds]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_at_once(path, json.dumps({key: astuple(seconds) for key, seconds in times.items()}))
+    except OSError as error:
+        log.warning("times that were measured are not kept: %s", error)
 
 
 class Timer(Measurer):
@@ -99,7 +177,7 @@ class Timer(Measurer):
 
     def _timed(self, record: Record, function: Any, args: Any, kwargs: Any, weights: Weights) -> Weights:
         settings = torch.get_num_threads(), str(self.device), torch.are_deterministic_algorithms_enabled()
-        key = call_key(function, args, kwargs), settings
+        key = _key_of((call_key(_described(function), args, kwargs), settings))
         guess = weights.forward_seconds + weights.backward_seconds
         if key not in _known:
             if self.spent > AFFORDABLE_SECONDS or record.internal_bytes + weights.working_bytes > bytes_at_hand():
