@@ -75,7 +75,8 @@ def check_tensors(sample: Sample) -> torch.device:
     """The device of the model's parameters.
 
     Raises:
-        InputError: there is no tensor in the sample input, or one lives on another device; or nothing requires grad.
+        InputError: there is no tensor in the sample input, or parameters and inputs live on several devices; or nothing
+            requires grad.
     """
     if not sample.tensors:
         raise InputError("sample_input holds no tensor")
@@ -86,6 +87,7 @@ def check_tensors(sample: Sample) -> torch.device:
             "save memory in; call model.requires_grad_() first if it is to be trained, or requires_grad_() on those "
             "tensors of sample_input that gradients go to"
         )
+    _check_one_device(sample.model, home)
     for number, tensor in enumerate(sample.tensors):
         if tensor.device != home and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
             raise InputError(
@@ -97,6 +99,15 @@ def check_tensors(sample: Sample) -> torch.device:
                 f"tensor {number} of sample_input is {tensor.layout}, not dense; call the model with dense ones"
             )
     return home
+
+
+def _check_one_device(model: torch.nn.Module, home: torch.device) -> None:
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.device != home and tensor.dim():
+            raise InputError(
+                f"{name} is on {tensor.device}, other parameters on {home}: a plan is for the memory of one device. "
+                "Optimize the parts of the model that are on one device each, or move all to one"
+            )
 
 
 def device_of(device: torch.device | str) -> torch.device:

@@ -11,7 +11,7 @@ forward, so there is no second backward call and everything built on autograd (D
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -28,6 +28,7 @@ from ..program.program import attribute, storage_of, tensor_leaves, without_auto
 from ..torch_state.flags import Flags, flags_held
 from ..torch_state.private import id_of_storage, is_view, keeps_graph, pytree, storage_id, version_of
 from ..torch_state.random_state import State, random_states, set_random_states
+from .marks import Marks
 from .packed import Argument, RepeatedCall, dropped, kept, unpack
 
 KEEP = -1
@@ -78,7 +79,7 @@ class Step:
         self.flags = flags  # in the forward
         self.random_states: dict[int, tuple[State, ...]] = {}
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
-        self.returned: dict[int, list[Hashable]] = {}  # marks of what leaves returned, by operation
+        self.returned: dict[int, Marks] = {}  # of what leaves returned, by operation
         self.lock = RLock()
         self.cast = cast
 
@@ -88,10 +89,19 @@ class Step:
 
     def mark_returned(self, operation: int, result: Any) -> None:
         """Note what a leaf returned that is called again."""
-        self.returned[operation] = RepeatedCall.marks_of(tensor_leaves(result))
+        self.returned[operation] = Marks.of(tensor_leaves(result))
 
     def remember_random(self, operation: int) -> None:
-        """Note the random state that an operation starts from."""
+        """Note the random state that an operation starts from.
+
+        Raises:
+            ReplayError: a CUDA graph is captured, in which no state of a generator can be read or set.
+        """
+        if self.devices and torch.cuda.is_current_stream_capturing():
+            raise ReplayError(
+                "the plan runs random operations again, which a CUDA graph cannot; make the plan for a model without "
+                "them (dropout of 0), or capture the plain model"
+            )
         self.random_states[operation] = random_states(self.devices)
 
 
@@ -260,7 +270,7 @@ class Frame:
         result = call.run(module, given)
         made = tensor_leaves(result)
         own = [] if module is None else [*module.parameters(), *module.buffers()]
-        self.step.returned[operation] = call.marks_of(made)
+        self.step.returned[operation] = Marks.of(made)
         call.drop(self, [*stays, *own, *(made[n] for n in results)], made)
         return result
 
@@ -271,8 +281,8 @@ class Frame:
         made = tensor_leaves(result)
         if operation in self.calls:
             self.slots.update(self.calls[operation].awaited(again, made))
-        elif again.marks_of(made) != self.step.returned[operation]:
-            raise again.changed()
+        else:
+            self.step.returned[operation].expect(Marks.of(made), again.changed)
         again.let_go()
         return result
 

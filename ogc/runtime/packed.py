@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol
@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import ReplayError
 from ..program.leaf import Leaf
 from ..program.program import storage_of
-from ..torch_state.compare import fingerprint
 from ..torch_state.private import id_of_storage, is_view, version_of
+from .marks import Marks
 
 
 class Slots(Protocol):
@@ -112,7 +112,7 @@ class RepeatedCall:
         self.packed: list[_Packed] = []
         self.count = 0
         self.dropped: list[tuple[int, weakref.ref[_Packed]]] = []  # its number, and what autograd holds for it
-        self.marks: list[Hashable] = []  # of what was dropped, and of the results
+        self.marks = Marks((), ())  # of what was dropped, and of the results
 
     def run(self, module: torch.nn.Module | None, given: list[torch.Tensor]) -> Any:
         """The results of the call."""
@@ -143,8 +143,9 @@ class RepeatedCall:
         Raises:
             ReplayError: the other call did not save and return the same.
         """
-        if len(again.packed) != self.count or self._marks(again, results) != self.marks:
+        if len(again.packed) != self.count:
             raise self.changed()
+        self.marks.expect(self._marks(again, results), self.changed)
         waiting = [number for number, reference in self.dropped if reference() is not None]
         return {(self.operation, number): again.packed[number].pair[0].detach() for number in waiting}
 
@@ -162,10 +163,5 @@ class RepeatedCall:
             packed.pair = None
         self.packed = []
 
-    def _marks(self, call: RepeatedCall, results: Sequence[torch.Tensor]) -> list[Hashable]:
-        return self.marks_of([*(call.packed[number].pair[0] for number, _ in self.dropped), *results])
-
-    @staticmethod
-    def marks_of(tensors: Sequence[torch.Tensor]) -> list[Hashable]:
-        """What stands for tensors in comparisons."""
-        return [(t.shape, t.stride(), t.dtype, int(fingerprint(t))) for t in tensors]
+    def _marks(self, call: RepeatedCall, results: Sequence[torch.Tensor]) -> Marks:
+        return Marks.of([*(call.packed[number].pair[0] for number, _ in self.dropped), *results])

@@ -21,7 +21,7 @@ from ..program.leaf import Leaf, called_leaves
 from ..program.program import Program, attribute, get_attribute, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.attributes import WatchedAttributes
-from ..torch_state.flags import flags
+from ..torch_state.flags import Flags, flags, flags_held, without_benchmark
 from ..torch_state.forwards import is_as_assigned
 from ..torch_state.module_state import WatchedModule
 from ..torch_state.no_trace import is_plain
@@ -35,6 +35,7 @@ from ..torch_state.private import (
 from .frame import Step
 from .generate import Generated, generate
 from .kind import Kind
+from .marks import raise_what_is_known
 from .report import Calls, Report
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,10 @@ SHAPES = 64
 """Over how many other sizes and numbers plans are carried; the least recently used makes room."""
 EVICTIONS = 3
 """How many plans may make room for others before no more are made."""
+
+
+CHOOSES_ALGORITHMS = ("cuda",)
+"""Types of devices on which ``torch.backends.cudnn.benchmark`` decides."""
 
 
 class Planner(Protocol):
@@ -131,6 +136,7 @@ class Runner:
         """What runs this call, or None for the original forward."""
         if self.is_planning or is_plain():
             return None
+        raise_what_is_known()
         why = plain_because(model, self.training)
         if not why and not is_as_assigned(model, self.assigned):
             why = REPLACED
@@ -170,10 +176,22 @@ class Runner:
         devices = (device,) if device.type == "cuda" and program.random else ()
         code = variant.code
         bound = self.watched[model].bound(code, partial(_bound, model, program, code))
-        with without_autocast():
-            step = Step(model, code.runs, bound, devices, variant.kind.flags)
+        settings = self._settings(variant, device)
+        with without_autocast(), flags_held(settings):
+            step = Step(model, code.runs, bound, devices, settings)
             outputs = code.forward(step, *input_tensors(args, kwargs), *bound)
         return program.outputs.deliver(outputs, args, kwargs)
+
+    def _settings(self, variant: Variant, device: torch.device) -> Flags:
+        """Those that planned forwards and what runs again have: cuDNN may find another algorithm quicker each time."""
+        settings = variant.kind.flags
+        if device.type not in CHOOSES_ALGORITHMS or settings == without_benchmark(settings):
+            return settings
+        self._tell(
+            "torch.backends.cudnn.benchmark is on, which may choose other algorithms where operations run again: what "
+            "is planned runs without it. Its numbers are those of the plain model without it"
+        )
+        return without_benchmark(settings)
 
     def _make(self, model: torch.nn.Module, call: Call, kind: Kind) -> Variant:
         """What runs a kind of calls that was not seen before."""

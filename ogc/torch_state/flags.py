@@ -47,6 +47,11 @@ def changed_flags(then: Flags, now: Flags) -> list[str]:
     return [f"{flag.name} is {value}, not {before}" for flag, before, value in changed if value != before]
 
 
+def without_benchmark(wanted: Flags) -> Flags:
+    """The same settings with ``torch.backends.cudnn.benchmark`` off."""
+    return tuple(False if n == _BENCHMARK else value for n, value in enumerate(wanted))
+
+
 def set_flags(wanted: Flags) -> None:
     """Make the settings those."""
     for flag, value in zip(_ALL, wanted, strict=True):
@@ -86,3 +91,4 @@ _ALL = (
     _Flag("the number of threads", torch.get_num_threads, torch.set_num_threads),
 )
 _GETTERS = [flag.get for flag in _ALL]
+_BENCHMARK = [flag.name for flag in _ALL].index("torch.backends.cudnn.benchmark")

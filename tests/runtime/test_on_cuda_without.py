@@ -1,0 +1,131 @@
+"""What would be wrong on CUDA, by what can be replaced of it on a machine that has none."""
+
+import pytest
+import torch
+from torch import nn
+
+import ogc
+from ogc.errors import InputError, ReplayError
+from ogc.parser.arguments import _check_one_device
+from ogc.runtime import frame, marks
+from ogc.runtime.marks import Marks, raise_what_is_known
+from ogc.torch_state.private import TorchDispatchMode
+
+
+class Reading(TorchDispatchMode):
+    """Notes what waits for a device: numbers that are read out of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.read.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Gate(nn.Module):
+    """A leaf: its forward depends on what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.shift = 0.0
+
+    def forward(self, x):
+        x = torch.tanh(self.layer(x)) + self.shift
+        return x.sin() if Gate.positive(x) else x
+
+    @staticmethod
+    def positive(x):
+        return len(str(x.shape)) > 0 and bool(torch.ones(()))  # read on the host
+
+
+@pytest.fixture
+def gated():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (Gate(), nn.Tanh(), nn.Softplus())]
+    return nn.Sequential(*layers), torch.randn(64, 32)
+
+
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """Marks are read as on a device that nobody waits for; what it has come to is said by the list."""
+    known = []
+    monkeypatch.setattr(marks, "is_read_at_once", lambda tensor: False)
+    monkeypatch.setattr(marks, "_read_later", lambda flag: lambda: bool(flag) if known else None)
+    yield known
+    marks._pending.clear()
+
+
+def test_what_is_called_again_is_compared_without_waiting(gated, on_a_device, monkeypatch):
+    model, x = gated
+    optimised = ogc.optimize(model, x, leaf_modules=[Gate], repeatable_leaves=[Gate])
+    assert any(segment.parts for segment in optimised.plan.segments)
+    monkeypatch.setattr(Gate, "positive", staticmethod(lambda x: True))
+    with Reading() as mode:
+        optimised(x).sum().backward()
+    assert not mode.read
+    assert marks._pending
+    on_a_device.append(True)
+    optimised(x)
+    assert not marks._pending
+
+
+def test_a_difference_is_an_error_once_it_is_known(on_a_device):
+    one, other = torch.ones(3), torch.full((3,), 2.0)
+    error = ReplayError("it is not the same")
+    Marks.of([one]).expect(Marks.of([one]), lambda: error)
+    Marks.of([one]).expect(Marks.of([other]), lambda: error)
+    raise_what_is_known()  # nothing is known yet
+    on_a_device.append(True)
+    with pytest.raises(ReplayError, match="earlier step, whose gradients are wrong: it is not the same"):
+        raise_what_is_known()
+    raise_what_is_known()
+
+
+def test_another_layout_is_known_at_once(on_a_device):
+    with pytest.raises(ReplayError, match="again"):
+        Marks.of([torch.ones(3)]).expect(Marks.of([torch.ones(4)]), lambda: ReplayError("again"))
+
+
+def test_a_plain_step_reads_nothing():
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout())))
+    x = torch.randn(64, 32)
+    optimised = ogc.optimize(model, x)
+    assert not optimised.plan.is_plain
+    with Reading() as mode:
+        optimised(x).sum().backward()
+    assert not mode.read
+
+
+def test_cudnn_benchmark_is_off_in_what_is_planned(monkeypatch, caplog):
+    seen = []
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))), torch.randn(64, 16)
+    optimised = ogc.optimize(model, x)
+    monkeypatch.setattr("ogc.runtime.runner.CHOOSES_ALGORITHMS", ("cpu",))
+    own = frame.flags_held
+    monkeypatch.setattr(frame, "flags_held", lambda flags: seen.append(flags) or own(flags))
+    torch.backends.cudnn.benchmark = True
+    try:
+        for _ in range(2):
+            optimised(x).sum().backward()
+    finally:
+        torch.backends.cudnn.benchmark = False
+    assert seen and len(set(map(str, seen))) == 1
+    assert caplog.text.count("what is planned runs without it") == 1
+    assert ogc.torch_state.flags.flags() in seen  # with benchmark off, and else as they are
+
+
+def test_a_cuda_graph_takes_no_recomputed_random_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    step = frame.Step(nn.Linear(1, 1), {}, [], (torch.device("cuda"),), ())
+    with pytest.raises(ReplayError, match="a CUDA graph cannot"):
+        step.remember_random(0)
+
+
+def test_a_model_on_two_devices_is_refused():
+    with pytest.raises(InputError, match=r"weight is on cpu, other parameters on cuda:1: .* one device each"):
+        _check_one_device(nn.Linear(4, 4), torch.device("cuda:1"))
+    _check_one_device(nn.BatchNorm1d(4).to("cpu"), torch.device("cpu"))
