@@ -7,6 +7,7 @@ from torch import nn
 import ogc
 from ogc.errors import InputError, ReplayError
 from ogc.parser.arguments import _check_one_device
+from ogc.parser.weigh.measure import Measurer, seconds_of
 from ogc.runtime import frame, marks
 from ogc.runtime.marks import Marks, raise_what_is_known
 from ogc.torch_state.private import TorchDispatchMode
@@ -129,3 +130,54 @@ def test_a_model_on_two_devices_is_refused():
     with pytest.raises(InputError, match=r"weight is on cpu, other parameters on cuda:1: .* one device each"):
         _check_one_device(nn.Linear(4, 4), torch.device("cuda:1"))
     _check_one_device(nn.BatchNorm1d(4).to("cpu"), torch.device("cpu"))
+
+
+class Device:
+    """A stand-in for torch.cuda: work takes what it says on the device, and none of the host's time."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.is_idle = True
+
+    def synchronize(self, device=None):
+        self.is_idle = True
+
+    def current_stream(self, device=None):
+        return self
+
+    def Event(self, enable_timing=False):
+        device = self
+
+        class Event:
+            def record(self, stream):
+                self.at = device.now
+
+            def elapsed_time(self, other):
+                assert device.is_idle, "read before the device was waited for"
+                return 1e3 * (other.at - self.at)
+
+        return Event()
+
+    def work(self, seconds):
+        self.now += seconds
+        self.is_idle = False
+
+
+def test_seconds_on_cuda_are_the_devices(monkeypatch):
+    device = Device()
+    for name in ("synchronize", "current_stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    assert seconds_of(lambda: device.work(0.25), torch.device("cuda")) == 0.25
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_one_slow_run_does_not_count(slow, monkeypatch):
+    """The first loads kernels and makes workspaces; any other may meet a busy machine."""
+    device, times = Device(), [0.002] * 10
+    for name in ("synchronize", "current_stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    times[slow] = 0.6
+    left = iter(times)
+    monkeypatch.setattr("ogc.parser.weigh.measure.can_measure", lambda _: False)
+    measurer = Measurer(torch.device("cuda"))
+    assert measurer.measure(lambda: None, lambda: device.work(next(left)))[1] == pytest.approx(0.002)

@@ -38,7 +38,7 @@ from ...torch_state.private import OpOverload, pytree
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from .calls import Call, call_key
-from .measure import Measurer
+from .measure import Measurer, seconds_of
 from .record import Record
 
 log = logging.getLogger(__name__)
@@ -227,11 +227,7 @@ class Timer(Measurer):
 
         def timed() -> float:
             prepare()
-            self._synchronize()
-            start = time.perf_counter()
-            run()
-            self._synchronize()
-            return time.perf_counter() - start
+            return seconds_of(run, self.device)
 
         first = timed()
         if first > LONG_SECONDS:
