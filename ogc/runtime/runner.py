@@ -21,7 +21,7 @@ from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.attributes import WatchedAttributes
 from ..torch_state.module_state import State, WatchedModule
 from ..torch_state.no_trace import is_plain
-from ..torch_state.private import has_global_hooks, is_fx_tracing, parametrizations_are_cached
+from ..torch_state.private import has_global_hooks, is_functorch_active, is_fx_tracing, parametrizations_are_cached
 from .frame import Step
 from .generate import Generated, generate
 
@@ -218,7 +218,7 @@ def is_planned_call(model: torch.nn.Module, training: bool) -> bool:
         return False
     if is_plain() or torch.jit.is_tracing() or torch.compiler.is_compiling() or is_fx_tracing():
         return False
-    return not (has_global_hooks() or parametrizations_are_cached())
+    return not (has_global_hooks() or parametrizations_are_cached() or is_functorch_active())
 
 
 def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[Any, ...]:
