@@ -250,7 +250,7 @@ def test_supervised_fine_tuning_of_trl(tmp_path, monkeypatch):
         run = training.optimize(small_gpt(), batch(sentences()))
         arguments = trl.SFTConfig(
             str(tmp_path), per_device_train_batch_size=6, num_train_epochs=2, report_to=[], disable_tqdm=True,
-            use_cpu=True, bf16=False, save_strategy="no", gradient_checkpointing=False, max_length=32,
+            use_cpu=True, bf16=False, save_strategy="no", gradient_checkpointing=False, max_length=32, dataset_kwargs={"skip_prepare_dataset": True},
         )  # fmt: skip
         trainer = trl.SFTTrainer(run, arguments, train_dataset=data, processing_class=tokenizer)
         training.measured(trainer.train)
