@@ -244,13 +244,15 @@ def test_supervised_fine_tuning_of_trl(tmp_path, monkeypatch):
         tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<pad>")),
         pad_token="<pad>", eos_token="w1",
     )  # fmt: skip
-    data = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in sentences(shortest=20)])
+    rows = {"input_ids": [row["input_ids"].tolist() for row in sentences(shortest=20)]}
+    data = datasets.Dataset(datasets.table.InMemoryTable.from_pydict(rows), fingerprint="rows")
 
     def train(training: Training):
         run = training.optimize(small_gpt(), batch(sentences()))
         arguments = trl.SFTConfig(
             str(tmp_path), per_device_train_batch_size=6, num_train_epochs=2, report_to=[], disable_tqdm=True,
-            use_cpu=True, bf16=False, save_strategy="no", gradient_checkpointing=False, max_length=32, dataset_kwargs={"skip_prepare_dataset": True},
+            use_cpu=True, bf16=False, save_strategy="no", gradient_checkpointing=False, max_length=32,
+            dataset_kwargs={"skip_prepare_dataset": True},
         )  # fmt: skip
         trainer = trl.SFTTrainer(run, arguments, train_dataset=data, processing_class=tokenizer)
         training.measured(trainer.train)
