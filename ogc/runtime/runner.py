@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +57,11 @@ class Variant:
     code: Generated | None = None
     is_carried: bool = False  # the plan was made for other sizes
     attributes: WatchedAttributes | None = None  # that its program depends on
+
+    @property
+    def is_unplanned(self) -> bool:
+        """Whether nothing could be planned for these calls."""
+        return self.graph is None
 
     def fits(self, state: State, inputs: InputSpec, size: bool = True) -> bool:
         """Whether a call is of this kind; without ``size``, up to shapes and strides."""
@@ -172,13 +178,16 @@ class Runner:
     def _put_first(self, variant: Variant) -> None:
         """Note that a variant is used; if it is new, one of its kind may have to make room."""
         variants = [variant, *(v for v in self.variants if v is not variant)]
-        alike = [v for v in variants if v.is_carried == variant.is_carried and v is not self.sample]
-        if len(alike) > (SHAPES if variant.is_carried else PLANS):
+        is_like = attrgetter("is_carried", "is_unplanned")
+        alike = [v for v in variants if is_like(v) == is_like(variant) and v is not self.sample]
+        if len(alike) > (PLANS if is_like(variant) == (False, False) else SHAPES):
             variants.remove(alike[-1])
             self._forget(alike[-1])
         self.variants = variants
 
     def _forget(self, variant: Variant) -> None:
+        if variant.is_unplanned:  # as calls that fail are, and none of these makes anybody's plan go
+            return
         if variant.is_carried:
             self._tell(
                 f"ogc meets more than {SHAPES} shapes of inputs and checks those that it forgot anew; "
