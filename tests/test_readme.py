@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,22 @@ EXAMPLES = [
 ]
 
 
+LIBRARIES = {"transformers", "accelerate", "lightning", "peft", "diffusers"}
+"""What only some examples need, and not everybody has."""
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_run(example):
-    exec(compile(example, "example", "exec"), {})
+def test_examples_run(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some save what they trained
+    libraries = LIBRARIES.intersection(
+        re.findall(r"\w+", " ".join(re.findall(r"^import (.*)$", example, re.MULTILINE)))
+    )
+    with warnings.catch_warnings():
+        if libraries:
+            warnings.simplefilter("ignore")  # the libraries' own, about one another
+        for library in libraries:
+            pytest.importorskip(library, reason=f"the example is about {library}")
+        exec(compile(example, "example", "exec"), {"__name__": "example"})
 
 
 def test_there_are_examples_and_two_commands():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -152,3 +153,61 @@ class Images(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.head(self.drop(self.pool(self.body(images)).flatten(1)))
+
+
+BATCH = 192
+"""Of :func:`data`: so many that activations are most of the memory of a small chain of layers."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of training, and what share of the plain model's peak it may take at most; None where none is measured."""
+
+    train: Callable[[Training], None]
+    share: float | None
+    runs_plan: bool
+
+
+def registering(ways: dict[str, Way]) -> Callable[..., Any]:
+    """A decorator that notes ways of training under their names."""
+
+    def way(share: float | None = None, runs_plan: bool = True) -> Callable[..., Any]:
+        def register(train: Callable[[Training], None]) -> Callable[[Training], None]:
+            ways[train.__name__] = Way(train, share, runs_plan)
+            return train
+
+        return register
+
+    return way
+
+
+def data(count: int = 3, size: int = BATCH, width: int = 32, classes: int = 5) -> list[tuple[Any, Any]]:
+    return [(torch.randn(size, width), torch.randint(classes, (size,))) for _ in range(count)]
+
+
+def pictures(count: int = 3, size: int = 8, side: int = 16, classes: int = 5) -> list[tuple[Any, Any]]:
+    return [(torch.randn(size, 3, side, side), torch.randint(classes, (size,))) for _ in range(count)]
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+
+
+def steps(
+    training: Training,
+    run: Callable[..., Any],
+    batches: Any,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[..., torch.Tensor] = nn.functional.cross_entropy,
+) -> None:
+    """The plain loop, each step measured."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        found = loss(run(x), y)
+        found.backward()
+        optimizer.step()
+        return found
+
+    for x, y in batches:
+        training.same(training.measured(lambda x=x, y=y: step(x, y)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,52 +12,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
-from trained import Images, Training, assert_trained_alike, layers
-
-BATCH = 192
-
-
-@dataclass(frozen=True)
-class Way:
-    train: Callable[[Training], None]
-    share: float | None  # of the plain model's peak that it may take at most
-
+from trained import BATCH, Images, Way, assert_trained_alike, data, layers, pictures, registering, sgd, steps
 
 WAYS: dict[str, Way] = {}
-
-
-def way(share: float | None = None) -> Callable[[Callable[[Training], None]], Callable[[Training], None]]:
-    def register(train: Callable[[Training], None]) -> Callable[[Training], None]:
-        WAYS[train.__name__] = Way(train, share)
-        return train
-
-    return register
-
-
-def data(count: int = 3, size: int = BATCH, width: int = 32, classes: int = 5):
-    return [(torch.randn(size, width), torch.randint(classes, (size,))) for _ in range(count)]
-
-
-def pictures(count: int = 3, size: int = 8, side: int = 16, classes: int = 5):
-    return [(torch.randn(size, 3, side, side), torch.randint(classes, (size,))) for _ in range(count)]
-
-
-def steps(training: Training, run, batches, optimizer, loss=F.cross_entropy):
-    """The plain loop, each step measured."""
-
-    def step(x, y):
-        optimizer.zero_grad()
-        found = loss(run(x), y)
-        found.backward()
-        optimizer.step()
-        return found
-
-    for x, y in batches:
-        training.same(training.measured(lambda x=x, y=y: step(x, y)))
-
-
-def sgd(model, lr=0.05):
-    return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+way = registering(WAYS)
 
 
 @way(0.7)
@@ -747,4 +703,4 @@ def memory_formats(training):
 @pytest.mark.parametrize("name", WAYS)
 def test_way(name, monkeypatch):
     random.seed(0)
-    assert_trained_alike(WAYS[name].train, monkeypatch, WAYS[name].share)
+    assert_trained_alike(WAYS[name].train, monkeypatch, WAYS[name].share, WAYS[name].runs_plan)
