@@ -129,14 +129,9 @@ def policy_gradients(training):
 
         def forward(self, x):
             x = self.body(x)
-            return torch.distributions.Categorical(logits=self.act(x)), self.value(x).squeeze(1)
-
-    class Scores(Actor):
-        def forward(self, x):
-            x = self.body(x)
             return self.act(x), self.value(x).squeeze(1)
 
-    run = training.optimize(Scores(), torch.randn(64, 32))
+    run = training.optimize(Actor(), torch.randn(64, 32))
     optimizer = torch.optim.Adam(run.parameters(), 0.01)
     for _ in range(2):
         seen, taken = [], []
@@ -414,7 +409,7 @@ def second_order_statistics_by_hooks(training):
     """K-FAC: hooks keep what goes into layers and the gradients that come out."""
     model = layers(4)
     seen = []
-    for block in model[:-1]:
+    for block in model[1:-1]:
         block[0].register_forward_pre_hook(lambda module, given: seen.append(given[0].detach().square().mean()))
         block[0].register_full_backward_hook(lambda module, g, out: seen.append(out[0].square().mean()))
     run = training.optimize(model, torch.randn(BATCH, 32))
@@ -439,7 +434,7 @@ def hooks_of_the_model_itself(training):
     run = training.optimize(layers(), torch.randn(BATCH, 32))
     run.register_forward_hook(lambda module, given, out: seen.append(out.detach().mean()))
     run.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
-    run.register_full_backward_hook(lambda module, g, out: seen.append(out[0].norm()))
+    run.register_full_backward_pre_hook(lambda module, out: seen.append(out[0].norm()))
     steps(training, run, data(), sgd(run))
     training.same(*seen)
     assert len(seen) == 6
@@ -594,6 +589,141 @@ def float16_weights_with_a_master_copy(training):
             for master, p in zip(masters, run.parameters(), strict=True):
                 p.copy_(master)
     training.same(*masters)
+
+
+@way()
+def optimizers_fused_and_foreach(training):
+    run = training.optimize(layers(), torch.randn(BATCH, 32))
+    for kind, options in (
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"foreach": True}),
+        (torch.optim.Rprop, {}),
+    ):
+        steps(training, run, data(2), kind(run.parameters(), lr=0.001, **options))
+
+
+@way()
+def a_conditional_gan_with_spectral_norm(training):
+    """Hinge losses, a discriminator with spectral norm, a generator's copy averaged."""
+
+    class Judge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            norm = nn.utils.parametrizations.spectral_norm
+            self.body = nn.Sequential(*(nn.Sequential(norm(nn.Linear(32, 32)), nn.LeakyReLU(0.2)) for _ in range(5)))
+            self.kinds = nn.Embedding(5, 32)
+
+        def forward(self, x, y):
+            return (self.body(x) * self.kinds(y)).sum(1)
+
+    x, y = data(1)[0]
+    make, judge = training.optimize(layers(out=32), x), training.optimize(Judge(), (x, y))
+    optimizers = [torch.optim.Adam(one.parameters(), 0.001, betas=(0.0, 0.9)) for one in (make, judge)]
+    for x, y in data(3):
+        fake = make(torch.randn_like(x))
+        optimizers[1].zero_grad()
+        (F.relu(1 - judge(x, y)).mean() + F.relu(1 + judge(fake.detach(), y)).mean()).backward()
+        optimizers[1].step()
+        judge.requires_grad_(False)
+        optimizers[0].zero_grad()
+        (-judge(fake, y).mean()).backward()
+        optimizers[0].step()
+        judge.requires_grad_(True)
+
+
+@way()
+def two_forwards_of_a_model_that_counts(training):
+    """Buffers that a forward updates, and copies, are updated by a second forward before the backward."""
+
+    class Running(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(layers(2, out=32) for _ in range(4))
+            self.register_buffer("size", torch.ones(32))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+                self.size.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+                x = (x / self.size.clone()).tanh()
+            return x
+
+    run = training.optimize(Running(), torch.randn(BATCH, 32))
+    optimizer = sgd(run)
+    for (a, y), (b, z) in zip(data(2), data(2), strict=True):
+        optimizer.zero_grad()
+        (F.cross_entropy(run(a), y) + F.cross_entropy(run(b), z)).backward()
+        optimizer.step()
+
+
+@way()
+def cyclic_translation(training):
+    """CycleGAN: two generators, each after the other, one backward through four calls."""
+    there, back = layers(4, out=32), layers(4, out=32)
+    x = torch.randn(BATCH, 32, requires_grad=True)
+    G, F_ = training.optimize(there, x), training.optimize(back, x)
+    optimizer = torch.optim.Adam([*G.parameters(), *F_.parameters()], 0.01)
+    for (a, _), (b, _) in zip(data(2), data(2), strict=True):
+        loss = F.l1_loss(F_(G(a)), a) + F.l1_loss(G(F_(b)), b) + F.l1_loss(G(b), b)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@way()
+def forward_forward(training):
+    """Each layer has a loss of its own, on what is detached between them."""
+    blocks = [training.optimize(layers(2, out=32), torch.randn(BATCH, 32)) for _ in range(2)]
+    optimizers = [sgd(block) for block in blocks]
+    for x, _ in data(3):
+        for block, optimizer in zip(blocks, optimizers, strict=True):
+            good, bad = block(x), block(x.flip(0))
+            optimizer.zero_grad()
+            F.softplus(bad.square().mean() - good.square().mean()).backward()
+            optimizer.step()
+            x = good.detach()
+
+
+@way()
+def langevin_noise_and_a_sampler_of_batches(training):
+    """SGLD, and hard examples found by a pass without gradients first."""
+    run = training.optimize(layers(), torch.randn(64, 32))
+    for x, y in data(3):
+        with torch.no_grad():
+            hardest = F.cross_entropy(run(x), y, reduction="none").topk(64).indices
+        F.cross_entropy(run(x[hardest]), y[hardest]).backward()
+        with torch.no_grad():
+            for p in run.parameters():
+                p.sub_(0.01 * p.grad + 0.001 * torch.randn_like(p))
+                p.grad = None
+
+
+@way()
+def gradients_penalised_by_their_size(training):
+    """Double backward through everything: convolutions, batch norm, dropout."""
+    run = training.optimize(Images(), torch.randn(8, 3, 16, 16))
+    optimizer = sgd(run)
+    for x, y in pictures():
+        x.requires_grad_()
+        loss = F.cross_entropy(run(x), y)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        optimizer.zero_grad()
+        (loss + slope.square().sum()).backward()
+        optimizer.step()
+
+
+@way()
+def tensors_swapped_and_moved(training):
+    """To another type and back between steps, to memory that is shared, through a copy and a pickle."""
+    model = layers()
+    run = training.optimize(model, torch.randn(BATCH, 32))
+    steps(training, run, data(1), sgd(run))
+    run.double().float().share_memory()
+    steps(training, run, data(1), sgd(run))
+    twin = copy.deepcopy(run)
+    steps(training, twin, data(2), sgd(twin))
+    run.load_state_dict(twin.state_dict())
+    steps(training, run, data(1), sgd(run))
 
 
 @pytest.mark.parametrize("name", WAYS)
