@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +180,13 @@ def registering(ways: dict[str, Way]) -> Callable[..., Any]:
         return register
 
     return way
+
+
+def unnamed(ways: dict[str, Way]) -> list[str]:
+    """The ways that docs/training.md does not name; in bold, those whose memory is measured."""
+    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text("utf-8").replace("\n", " ")
+    words = {name: name.replace("_", " ") for name in ways}
+    return [n for n, text in words.items() if (f"**{text}**" if ways[n].share else f" {text},") not in page]
 
 
 def data(count: int = 3, size: int = BATCH, width: int = 32, classes: int = 5) -> list[tuple[Any, Any]]:

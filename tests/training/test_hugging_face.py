@@ -236,6 +236,7 @@ def test_sequences_to_sequences(tmp_path, monkeypatch):
 
 
 def test_supervised_fine_tuning_of_trl(tmp_path, monkeypatch):
+    """It calls what is below the head, and computes the loss by itself: that is what is optimized."""
     trl = pytest.importorskip("trl", reason="tests its SFTTrainer")
     datasets = pytest.importorskip("datasets", reason="trl takes its data from there")
     tokenizers = pytest.importorskip("tokenizers", reason="a tokenizer of one word for each number")
@@ -244,17 +245,20 @@ def test_supervised_fine_tuning_of_trl(tmp_path, monkeypatch):
         tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<pad>")),
         pad_token="<pad>", eos_token="w1",
     )  # fmt: skip
+    # the loss is computed in chunks of so many words, whose scores are otherwise most of the memory here
+    monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 8, raising=False)
     rows = {"input_ids": [row["input_ids"].tolist() for row in sentences(shortest=20)]}
     data = datasets.Dataset(datasets.table.InMemoryTable.from_pydict(rows), fingerprint="rows")
 
     def train(training: Training):
-        run = training.optimize(small_gpt(), batch(sentences()))
+        model = small_gpt()
+        model.transformer = training.optimize(model.transformer, {"input_ids": batch(sentences())["input_ids"]})
         arguments = trl.SFTConfig(
             str(tmp_path), per_device_train_batch_size=6, num_train_epochs=2, report_to=[], disable_tqdm=True,
             use_cpu=True, bf16=False, save_strategy="no", gradient_checkpointing=False, max_length=32,
             dataset_kwargs={"skip_prepare_dataset": True},
         )  # fmt: skip
-        trainer = trl.SFTTrainer(run, arguments, train_dataset=data, processing_class=tokenizer)
+        trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
         training.measured(trainer.train)
 
     assert_trained_alike(train, monkeypatch, 0.85)

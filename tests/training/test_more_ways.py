@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trained import BATCH, Images, Way, assert_trained_alike, data, layers, pictures, registering, sgd, steps
+from trained import BATCH, Images, Way, assert_trained_alike, data, layers, pictures, registering, sgd, steps, unnamed
 
 WAYS: dict[str, Way] = {}
 way = registering(WAYS)
@@ -724,6 +724,10 @@ def tensors_swapped_and_moved(training):
     steps(training, twin, data(2), sgd(twin))
     run.load_state_dict(twin.state_dict())
     steps(training, run, data(1), sgd(run))
+
+
+def test_the_page_on_training_names_each_way():
+    assert not unnamed(WAYS)
 
 
 @pytest.mark.parametrize("name", WAYS)

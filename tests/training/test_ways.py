@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
-from trained import BATCH, Images, Way, assert_trained_alike, data, layers, pictures, registering, sgd, steps
+from trained import BATCH, Images, Way, assert_trained_alike, data, layers, pictures, registering, sgd, steps, unnamed
 
 WAYS: dict[str, Way] = {}
 way = registering(WAYS)
@@ -698,6 +698,10 @@ def memory_formats(training):
     run = training.optimize(Images().to(memory_format=torch.channels_last), torch.randn(8, 3, 16, 16))
     batches = [(x.to(memory_format=torch.channels_last), y) for x, y in pictures()]
     steps(training, run, batches, sgd(run))
+
+
+def test_the_page_on_training_names_each_way():
+    assert not unnamed(WAYS)
 
 
 @pytest.mark.parametrize("name", WAYS)
