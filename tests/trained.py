@@ -107,7 +107,7 @@ def batch(data: list[dict[str, torch.Tensor]], size: int = 6) -> dict[str, torch
 
 def gpt(transformers: Any, dropout: float = 0.1) -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=3, n_head=2,
+        vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=2, n_head=2,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
