@@ -124,12 +124,24 @@ class Own(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         x = self.words(input_ids)
         for layer in self.layers:
-            x = x + layer(x)
+            if self.is_there():
+                x = x + layer(x)
         scores = self.head(x)
         found = {"logits": scores}
         if labels is not None:
             found = {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), **found}
         return found
+
+    def is_there(self) -> bool:
+        """Whether the next layer runs."""
+        return True
+
+
+class Dropped(Own):
+    """Leaves layers out at random, so that it is planned in parts."""
+
+    def is_there(self) -> bool:
+        return not self.training or torch.rand(()).item() > 0.2
 
 
 def layers(depth: int = 8, width: int = 32, out: int = 5, drop: float = 0.1) -> nn.Sequential:

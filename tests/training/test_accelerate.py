@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
-from trained import Own, Training, assert_trained_alike, batch, gpt, sentences
+from trained import Dropped, Own, Training, assert_trained_alike, batch, gpt, sentences
+
+import ogc
 
 pytestmark = [
     pytest.mark.integrations,
@@ -97,6 +99,25 @@ def test_states_are_saved_and_loaded(is_first, tmp_path, monkeypatch):
     assert (tmp_path / "True" / "model.safetensors").read_bytes() == (
         tmp_path / "False" / "model.safetensors"
     ).read_bytes()
+
+
+def test_a_model_that_is_planned_in_parts_is_optimized_first(monkeypatch):
+    def train(training: Training):
+        accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+        run, optimizer, loader = prepared(training, accelerator, Dropped(), True)
+
+        def epoch():
+            for inputs in loader:
+                accelerator.backward(run(**inputs)["loss"])
+                optimizer.step()
+                optimizer.zero_grad()
+
+        training.measured(epoch)
+
+    assert_trained_alike(train, monkeypatch, 0.9)
+    wrapped = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(Dropped())
+    with pytest.raises(ogc.InputError, match="optimize the model before its forward is replaced"):
+        ogc.optimize(wrapped, SAMPLE)
 
 
 def test_two_models_and_two_optimizers(monkeypatch):

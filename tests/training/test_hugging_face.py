@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
-from trained import Own, Training, assert_trained_alike, batch, gpt, sentences
+from trained import Dropped, Own, Training, assert_trained_alike, batch, gpt, sentences
 
 import ogc
 
@@ -55,7 +55,14 @@ CASES = {
 OF_NO_ONE = ["default arguments", "bf16", "eval during training", "accumulation and clipping"]
 
 
-@pytest.mark.parametrize("make, case", [*((small_gpt, case) for case in CASES), *((Own, case) for case in OF_NO_ONE)])
+@pytest.mark.parametrize(
+    "make, case",
+    [
+        *((small_gpt, case) for case in CASES),
+        *((Own, case) for case in OF_NO_ONE),
+        *((Dropped, case) for case in OF_NO_ONE[:2]),
+    ],
+)
 def test_trainer(make, case, tmp_path, monkeypatch):
     share, settings = CASES[case]
 
@@ -70,6 +77,8 @@ def test_trainer(make, case, tmp_path, monkeypatch):
             )
         training.same(torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
 
+    if make is Dropped and share is not None:
+        share = 0.95  # the first calls in bf16 plan, and the parts are small
     # the noise comes from a hook that the trainer registers when it starts
     assert_trained_alike(train, monkeypatch, share, runs_plan=case != "neftune")
 
