@@ -12,23 +12,26 @@ from benchmarks import tables
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LIBRARIES = {"transformers", "accelerate", "lightning", "peft", "diffusers"}
+"""What only some examples need, and not everybody has."""
+
+
+def libraries_of(example: str) -> set[str]:
+    imports = " ".join(re.findall(r"^import (.*)$", example, re.MULTILINE))
+    return LIBRARIES.intersection(re.findall(r"\w+", imports))
+
+
 EXAMPLES = [
-    pytest.param(example, id=f"{page.name} {number}")
+    pytest.param(example, id=f"{page.name} {number}", marks=[pytest.mark.integrations] * bool(libraries_of(example)))
     for page in PAGES
     for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
 ]
 
 
-LIBRARIES = {"transformers", "accelerate", "lightning", "peft", "diffusers"}
-"""What only some examples need, and not everybody has."""
-
-
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_run(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some save what they trained
-    libraries = LIBRARIES.intersection(
-        re.findall(r"\w+", " ".join(re.findall(r"^import (.*)$", example, re.MULTILINE)))
-    )
+    libraries = libraries_of(example)
     with warnings.catch_warnings():
         if libraries:
             warnings.simplefilter("ignore")  # the libraries' own, about one another
