@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import ogc
 from ogc.runtime.frame import Frame, Step
+from ogc.runtime.runner import SHAPES
 
 
 class Interrupted(Exception):
@@ -309,3 +310,17 @@ def test_what_a_step_returns_dies_with_it(living):
             assert living[1] and not living[0]
     finally:
         gc.enable()
+
+
+def test_calls_that_fail_make_no_plan_go(living):
+    """However many kinds of them there are; and new kinds of calls are planned for afterwards."""
+    model = Net()
+    run = ogc.optimize(model, torch.randn(8, 3, 8, 8))
+    for side in range(3, 3 + SHAPES + 6):
+        with pytest.raises(RuntimeError, match="channels"):
+            run(torch.randn(1, 6, side, 8))
+    for freeze in (False, True):
+        model.stem.requires_grad_(not freeze)
+        before = len(living[1])
+        run(torch.randn(8, 3, 8, 8)).sum().backward()
+        assert len(living[1]) > before
