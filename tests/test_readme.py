@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,32 @@ from benchmarks import tables
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LIBRARIES = {"transformers", "accelerate", "lightning", "peft", "diffusers"}
+"""What only some examples need, and not everybody has."""
+
+
+def libraries_of(example: str) -> set[str]:
+    imports = " ".join(re.findall(r"^import (.*)$", example, re.MULTILINE))
+    return LIBRARIES.intersection(re.findall(r"\w+", imports))
+
+
 EXAMPLES = [
-    pytest.param(example, id=f"{page.name} {number}")
+    pytest.param(example, id=f"{page.name} {number}", marks=[pytest.mark.integrations] * bool(libraries_of(example)))
     for page in PAGES
     for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
 ]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_run(example):
-    exec(compile(example, "example", "exec"), {})
+def test_examples_run(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some save what they trained
+    libraries = libraries_of(example)
+    with warnings.catch_warnings():
+        if libraries:
+            warnings.simplefilter("ignore")  # the libraries' own, about one another
+        for library in libraries:
+            pytest.importorskip(library, reason=f"the example is about {library}")
+        exec(compile(example, "example", "exec"), {"__name__": "example"})
 
 
 def test_there_are_examples_and_two_commands():

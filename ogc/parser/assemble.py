@@ -139,11 +139,12 @@ def without_outside(graph: torch.fx.Graph, outputs: int) -> torch.fx.Graph:
 def memory_of(observation: Observation, taken: dict[int, tuple[int, Any]]) -> list[dict[str, Any]]:
     """For each operation, the fields of the graph's that say what it does to memory, whatever it weighs."""
     records, storages = observation.records, observation.storages
-    last_external_write = {e: t for t, record in enumerate(records) for e in record.writes_external}
+    written = {e for record in records for e in record.writes_external}
     fields = []
     for t, record in enumerate(records):
-        # What a read of a buffer saw is gone once a later operation has written it.
-        stale = any(last_external_write.get(e, -1) >= t for e in record.reads_external)
+        # What a read of a buffer saw is gone once it is written, by a later operation or by the next forward, which may
+        # come before this one's backward.
+        stale = not written.isdisjoint(record.reads_external)
         fields.append(
             {
                 "reads": tuple(record.reads),

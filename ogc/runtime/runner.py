@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +75,11 @@ class Variant:
     is_carried: bool = False  # the plan was made for other sizes or numbers
     attributes: WatchedAttributes | None = None  # that its program depends on
     problem: str = ""  # why there is no plan
+
+    @property
+    def is_unplanned(self) -> bool:
+        """Whether nothing could be planned for these calls."""
+        return self.graph is None
 
     def difference(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> str:
         """What Python would read otherwise out of attributes and these inputs, in words; "" if nothing."""
@@ -232,13 +238,16 @@ class Runner:
     def _put_first(self, variant: Variant) -> None:
         """Note that a variant is used; if it is new, one of its kind may have to make room."""
         variants = [variant, *(v for v in self.variants if v is not variant)]
-        alike = [v for v in variants if v.is_carried == variant.is_carried and v is not self.sample]
-        if len(alike) > (SHAPES if variant.is_carried else PLANS):
+        is_like = attrgetter("is_carried", "is_unplanned")
+        alike = [v for v in variants if is_like(v) == is_like(variant) and v is not self.sample]
+        if len(alike) > (PLANS if is_like(variant) == (False, False) else SHAPES):
             variants.remove(alike[-1])
             self._forget(alike[-1])
         self.variants = variants
 
     def _forget(self, variant: Variant) -> None:
+        if variant.is_unplanned:  # as calls that fail are, and none of these makes anybody's plan go
+            return
         if variant.is_carried:
             self._tell(
                 f"ogc meets more than {SHAPES} sizes or numbers of inputs and checks those that it forgot anew; "

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -96,7 +98,7 @@ class WatchedAttributes:
     Args:
         model: as it is now.
         leaves: names of submodules that are called as they are, and may change what they like.
-        names: of the attributes that count; None for all.
+        names: of the attributes that count, in objects that modules have too; None for all of the modules' own.
     """
 
     def __init__(
@@ -119,17 +121,44 @@ class WatchedAttributes:
         return None
 
     def _held(self, model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-        modules = {name: module for name, module in model.named_modules() if not f"{name}.".startswith(self.inside)}
-        return {name: {key: _content(vars(one)[key]) for key in self._keys(one)} for name, one in modules.items()}
+        return {
+            name: {key: _content(table[key]) for key in keys} for name, (table, keys) in self._tables(model).items()
+        }
 
     def _seen(self, model: torch.nn.Module) -> _Seen:
-        modules = [module for name, module in model.named_modules() if not f"{name}.".startswith(self.inside)]
-        return _Seen.of([(vars(module), self._keys(module)) for module in modules])
+        return _Seen.of(list(self._tables(model).values()))
 
-    def _keys(self, module: torch.nn.Module) -> tuple[str, ...]:
-        return tuple(
-            key for key in attributes(module) if key not in UNWATCHED and (self.names is None or key in self.names)
-        )
+    def _tables(self, model: torch.nn.Module) -> dict[str, tuple[dict[str, Any], tuple[str, ...]]]:
+        """By name, the attributes of modules and of objects in these, such as configurations; which of them count."""
+        found: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {}
+        known: set[int] = set()
+
+        def add(name: str, table: dict[str, Any], depth: int) -> None:
+            if id(table) in known or depth > DEEP:
+                return
+            known.add(id(table))
+            found[name] = table, self._keys(table)
+            for key in found[name][1] if self.names is not None else ():
+                if (inner := _attributes_of_object(table[key])) is not None:
+                    add(f"{name}.{key}" if name else key, inner, depth + 1)
+
+        for name, module in model.named_modules():
+            if not f"{name}.".startswith(self.inside):
+                add(name, vars(module), 0)
+        return found
+
+    def _keys(self, table: dict[str, Any]) -> tuple[str, ...]:
+        counts = (key for key in table if key not in TABLES and key not in UNWATCHED)
+        return tuple(key for key in counts if self.names is None or key in self.names)
+
+
+_NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, partial, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
+
+
+def _attributes_of_object(value: Any) -> dict[str, Any] | None:
+    """The plain attributes of an object that a module has, such as a configuration; None if it is anything else."""
+    table = None if isinstance(value, _NO_OBJECTS) else getattr(value, "__dict__", None)
+    return table if type(table) is dict else None
 
 
 class _Seen(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 
 from .attributes import TABLES, attributes, containers
 from .compare import identical
-from .private import MEMBERS, buffers_of, pytree
+from .private import MEMBERS, buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
 from .random_state import cuda_devices, random_states, set_random_states
 
 writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -52,7 +52,7 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     * the random states of Python, of numpy, of torch on the CPU and all GPUs in use, and of each ``torch.Generator``
       that is an attribute of a module or among ``given``, the arguments of a forward;
     * autocast: for which devices it is on, its types, its cache, which is not used inside of a region of the caller's;
-    * whether gradients are computed.
+    * whether gradients are computed, and that no hooks for saved tensors are on that were put on inside.
 
     Not put back are what other objects hold, and what parameters and their gradients hold, but for parameters of models
     in ``writing``: that would take a copy, as buffers do. Inference mode is left alone.
@@ -69,11 +69,12 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     generators = [(generator, generator.get_state()) for generator in generators_of(models, given)]
     devices, settings = cuda_devices(), _settings()
     states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
-    let_casts_go = _let_casts_go()
+    let_casts_go, let_hooks_go = _let_casts_go(), _let_hooks_go()
     try:
         yield
     finally:
         let_casts_go()
+        let_hooks_go()
         for setting, values in settings:
             setting(*values)
         set_random_states(states, devices)
@@ -96,6 +97,17 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
         for buffer, copy in copies:
             if buffer.layout is not torch.strided or not (torch.equal(buffer, copy) and identical(buffer, copy)):
                 buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
+
+
+def _let_hooks_go() -> Callable[[], None]:
+    """Takes off hooks for saved tensors that are put on from now on: an interrupt may come before their end is sure."""
+    before = saved_tensors_hooks_in_use()
+
+    def let_go() -> None:
+        while saved_tensors_hooks_in_use() not in (None, before):
+            leave_saved_tensors_hooks()
+
+    return let_go
 
 
 def _let_casts_go() -> Callable[[], None]:

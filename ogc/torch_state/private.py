@@ -80,6 +80,8 @@ has_kernel: Any = cache(_C._dispatch_has_kernel_for_dispatch_key)
 """Whether an operator, by name, has a kernel for a dispatch key. Without it as without ``AUTOCAST``."""
 saved_tensors_hooks_in_use: Any = partial(_C._autograd._top_saved_tensors_default_hooks, True)
 """The innermost hooks for saved tensors, or None. Without it parts are planned in torch.utils.checkpoint."""
+leave_saved_tensors_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
+"""Takes the innermost hooks for saved tensors off. Without it an interrupt may leave some of the parser's on."""
 is_functorch_active: Any = _C._are_functorch_transforms_active
 """Whether a transform of torch.func runs. Without it custom functions inside one are made leaves, and fail."""
 

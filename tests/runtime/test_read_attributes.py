@@ -1,6 +1,7 @@
 """Plain attributes that a forward reads are looked at before each call; others are nobody's business."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ class Net(nn.Module):
         self.norm, self.batch, self.drop = nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Dropout(0.2)
         self.scale, self.settings, self.shift = 1.0, {"power": 2}, torch.zeros(16)
         self.step = 0
+        self.config = SimpleNamespace(gain=1.0, inner=SimpleNamespace(bend="tanh"), steps=0)
 
     def forward(self, x):
+        x = getattr(torch, self.config.inner.bend)(x) * self.config.gain
         for layer in self.layers:
             x = torch.relu(self.batch(self.norm(layer(x)))) ** self.settings["power"] * self.scale
         return self.drop(x) + self.shift
@@ -34,6 +37,8 @@ CHANGES = {
     "epsilon": lambda net: setattr(net.norm, "eps", 0.5),
     "own number": lambda net: setattr(net, "scale", 2.0),
     "own dict": set_power,
+    "number in an object": lambda net: setattr(net.config, "gain", 2.0),
+    "text in an object in an object": lambda net: setattr(net.config.inner, "bend", "sigmoid"),
     "own tensor": lambda net: setattr(net, "shift", torch.ones(16)),
 }
 
@@ -95,7 +100,7 @@ def test_what_is_not_read_may_change(caplog):
     optimised = ogc.optimize(net, x)
     optimised(x).sum().backward()
     for number in range(30):
-        net.step, net.drop.note = number, torch.ones(2)
+        net.step, net.drop.note, net.config.steps = number, torch.ones(2), number
         optimised(x).sum().backward()
     net.scale = 1.0  # the same again
     optimised(x)
@@ -126,6 +131,20 @@ def test_attributes_inside_leaves_are_theirs():
     assert known.first_changed(net) is None
     del net.scale
     assert known.first_changed(net) == "scale"
+
+
+def test_objects_are_looked_into_for_what_is_read():
+    net = Net()
+    net.config.around = net.config  # a circle
+    known = WatchedAttributes(net, (), {"config", "gain", "inner", "bend", "around", "late"})
+    net.config.steps = 1
+    assert known.first_changed(net) is None
+    net.config.inner.bend = "relu"
+    assert known.first_changed(net) == "config.inner.bend"
+    net.config.inner.bend = "tanh"
+    assert known.first_changed(net) is None
+    net.config.late = None
+    assert known.first_changed(net) == "config.late"
 
 
 def test_hooks_of_all_modules_and_cached_parametrizations_run_the_plain_model():

@@ -9,10 +9,12 @@ import pytest
 import torch
 from helpers import forced
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import ogc
 from ogc.errors import OgcError
 from ogc.torch_state.no_trace import untouched
+from ogc.torch_state.private import saved_tensors_hooks_in_use
 
 
 class Restless(nn.Module):
@@ -169,6 +171,19 @@ def test_what_is_put_back_does_not_depend_on_how_the_inside_ends(attributes_stay
     assert model.state.count == attributes_stay
     model.state.count = 0
     assert not first_change(before, state_of(model, torch.Generator()))
+
+
+def test_hooks_for_saved_tensors_that_an_interrupt_left_are_taken_off():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    seen = []
+    with saved_tensors_hooks(lambda t: (seen.append(1), t)[1], lambda t: t):
+        with pytest.raises(KeyboardInterrupt), untouched(model):
+            for _ in range(2):
+                saved_tensors_hooks(lambda t: None, lambda _: None).__enter__()  # and never comes to its end
+            raise KeyboardInterrupt
+        model(x).sum().backward()
+    assert seen and model[0].weight.grad.any()
+    assert saved_tensors_hooks_in_use() is None
 
 
 def test_models_that_share_modules_are_put_back_together():

@@ -204,6 +204,12 @@ def is_off(guard):
         return (before, excluded(key)) == (False, True)
 
 
+def left_in_use(leave):
+    torch.autograd.graph.saved_tensors_hooks(id, id).__enter__()
+    leave()
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def in_use(hooks):
     def pack(tensor):
         return tensor
@@ -297,6 +303,7 @@ CHECKS = {
     "not_recording": is_off,
     "has_kernel": lambda has: has("aten::linear", "AutocastCPU") and not has("aten::relu", "AutocastCPU"),
     "saved_tensors_hooks_in_use": lambda hooks: hooks() is None and in_use(hooks),
+    "leave_saved_tensors_hooks": lambda leave: not left_in_use(leave),
     "keeps_graph": keeps_graph,
     "CHECKPOINTS": runs_checkpoints,
     "is_profiled": profiled,
