@@ -8,12 +8,14 @@
     python benchmark.py --arch resnet50 --device-memory 2GB --optimizer AdamW --loss cross-entropy --largest-batch
     python benchmark.py --arch list
     python benchmark.py --suite quick
+    python benchmark.py --probe --device cuda:0 --json probe.json
 
 One step is a forward and ``sum().backward()``, or that of a ``--loss``, with the parameters' gradients already
 allocated. Memory is the allocator's peak during a step less what was allocated before it. Published figures: Feng &
 Huang, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs", CVPR 2021. With ``--compare``: other ways
 to save activation memory beside ours, see benchmarks/peers. With ``--suite``: all committed results again, or the time
-that plans promise and steps pay, see benchmarks/suites.py. A row that fails is reported, the others are measured all
+that plans promise and steps pay, see benchmarks/suites.py. With ``--probe``: in at most 25 minutes all that is to be
+known of a device, see benchmarks/probe. A row that fails is reported, the others are measured all
 the same, and the exit status is not 0.
 """
 
@@ -30,6 +32,7 @@ from benchmarks import making
 from benchmarks.arguments import batch_size, budget, optimizer, positive, share
 from benchmarks.losses import LOSSES
 from benchmarks.networks import ARCHITECTURES, PUBLISHED, listed
+from benchmarks.probe import probe
 from benchmarks.running import run
 from benchmarks.suites import SUITES
 from ogc.solver import SOLVERS
@@ -37,12 +40,15 @@ from ogc.solver import SOLVERS
 
 def main(arguments: list[str] | None = None) -> int:
     options = options_of(arguments)
+    command = shlex.join(["python", "benchmark.py", *(sys.argv[1:] if arguments is None else arguments)])
+    if options.probe:
+        return probe(torch.device(options.device), options.json, command)
     if options.suite or options.only:
         return making.make(options.suite or "full", options.only, options.results)
     if options.arch == ["list"]:
         print(listed())
         return 0
-    return run(options, shlex.join(["python", "benchmark.py", *(sys.argv[1:] if arguments is None else arguments)]))
+    return run(options, command)
 
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
@@ -52,6 +58,11 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     add("--arch", nargs="+", metavar="NAME", help=names)
     add("--suite", choices=SUITES, help="all runs of a list, and the documents made of their results")
     add("--only", nargs="+", metavar="RUN", help="only these runs of the suite, by default of 'full'")
+    add(
+        "--probe",
+        action="store_true",
+        help="tests, benchmarks and questions on the device, each by itself; with --json",
+    )
     add("--results", type=Path, metavar="DIR", help="where the suite writes; default: where its results belong")
     add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     add(
@@ -107,8 +118,10 @@ def _judge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     wishes = (options.memory_budget, options.max_overhead, options.device_memory) != (None, None, None)
     if options.largest_batch and options.device_memory is None:
         parser.error("--largest-batch needs --device-memory")
-    if bool(options.arch) == bool(options.suite or options.only):
-        parser.error("say either --arch, or --suite or --only")
+    if sum(map(bool, (options.arch, options.suite or options.only, options.probe))) != 1:
+        parser.error("say one of --arch, --suite or --only, and --probe")
+    if options.probe and options.json is None:
+        parser.error("--probe needs --json, where to write what it finds")
     if options.compare and (options.solver, options.batch_slices) != (["optimal"], 1):
         parser.error("--compare runs every solver by itself, and no slices; leave out --solver and --batch-slices")
     if options.compare and wishes:

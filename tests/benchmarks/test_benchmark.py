@@ -100,7 +100,7 @@ def test_freed_memory_can_be_kept():
 def test_either_architectures_or_a_suite(options, capsys):
     with pytest.raises(SystemExit, match="2"):
         benchmark.main(options)
-    assert "say either --arch, or --suite or --only" in capsys.readouterr().err
+    assert "say one of --arch, --suite or --only, and --probe" in capsys.readouterr().err
 
 
 def test_all_are_the_eighteen_published():
