@@ -27,6 +27,7 @@ from ..program.structures import Call, InputSpec
 from ..torch_state.attributes import changes, watched_attributes
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
+from ..torch_state.ranks.collectives import alone
 from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, version_of
 from .options import Options
 
@@ -162,7 +163,7 @@ class _Forward:
         for tensor in (*tensor_leaves(args, kwargs), *self.model.parameters(), *self.model.buffers()):
             self._is_new(tensor)
         parameters, self.attributes = dict(self.model.named_parameters()), watched_attributes(self.model)
-        with torch.enable_grad(), plainly(), self._watched():
+        with torch.enable_grad(), plainly(), alone(), self._watched():
             try:
                 results = tensor_leaves(plain_forward(self.model)(*args, **kwargs))
             except Exception as error:

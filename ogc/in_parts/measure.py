@@ -21,6 +21,7 @@ from ..program.program import device_of_model, tensor_leaves
 from ..program.structures import InputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
 from ..torch_state.no_trace import untouched
+from ..torch_state.ranks.collectives import alone
 from ..torch_state.private import parameters_of, pytree
 from .combine import Stop
 from .module import Parts, Twin
@@ -70,7 +71,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
                 handle.remove()
 
     try:
-        with untouched(model, given=spec.constants):
+        with untouched(model, given=spec.constants), alone():
             _without_hooks(model)
             return marked_bytes(step, device_of_model(model))
     finally:

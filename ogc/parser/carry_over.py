@@ -20,6 +20,7 @@ from ..program.leaf import Leaf, called_leaves
 from ..program.program import Program
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import plainly, untouched
+from ..torch_state.ranks.collectives import alone
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .leaves import Leaves, refuse_root_hooks
@@ -31,6 +32,7 @@ from .weigh.record import Record
 
 
 @plainly()
+@alone()
 def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool = False) -> Graph:
     """``graph`` as it is for another call.
 

@@ -21,6 +21,7 @@ from ..torch_state.collecting import collecting_new_only
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
+from ..torch_state.ranks.collectives import alone
 from .arguments import Sample, call_arguments, check_model, check_tensors, device_of, profile_kind
 from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
@@ -47,6 +48,7 @@ from .weigh.timing import Timer
 
 @collecting_new_only()
 @plainly()
+@alone()
 def parse(
     model: torch.nn.Module,
     sample_input: Any,

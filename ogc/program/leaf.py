@@ -87,6 +87,7 @@ class Leaf:
         autocast: device types for which autocast was on, and their dtypes.
         repeatable: whether it may be called again for its backward.
         function: the custom ``autograd.Function`` that it is, if it is no submodule.
+        talks: whether it runs collectives, which other ranks join once in each step.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Leaf:
     autocast: tuple[tuple[str, torch.dtype], ...]
     repeatable: bool = False
     function: type[torch.autograd.Function] | None = None
+    talks: bool = False
 
     @property
     def submodule(self) -> str | None:

@@ -137,3 +137,18 @@ COMPILED = "_orig_mod"
 """Where torch.compile's wrapper has the module in it. Without it compiled modules are recorded, and that fails."""
 REPLICATE = "_replicate_for_data_parallel"
 """What DataParallel copies a module by. Without it a model that is planned in parts runs there, and plain."""
+
+
+def finished_work() -> Any:
+    """What a collective returns that is done. Without it a forward with collectives cannot be planned."""
+    from torch._C._distributed_c10d import FakeWork, Work  # which not all builds have
+
+    return Work.boxed(FakeWork())  # type: ignore[attr-defined]
+
+
+ALONE = "TESTING_ONLY_GenericMode"
+"""A dispatch key without kernels that goes before all others. Without it no model with collectives can be planned."""
+alone_on_this_thread: Any = partial(_C._IncludeDispatchKeyGuard, _C._parse_dispatch_key(ALONE))
+"""A context in which calls go to the kernels for ``ALONE``. Without it as without that."""
+OPERATOR_NAMES: Any = _C._dispatch_get_all_op_names
+"""The names of all operators. Without it as without ``ALONE``."""

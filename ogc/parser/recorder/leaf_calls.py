@@ -53,7 +53,10 @@ class LeafCalls:
         with unseen():
             returned, results = Returned.of(result, before, given, versions)
             is_on, casts = torch.is_grad_enabled(), autocast_state()
-            leaf = Leaf(f"_ogc_leaf_{self.count}", name, source, inputs, returned, is_on, casts, function=function)
+            talks = name in recorder.talking
+            leaf = Leaf(
+                f"_ogc_leaf_{self.count}", name, source, inputs, returned, is_on, casts, function=function, talks=talks
+            )
             self.count += 1
             self._check(leaf)
             state = [tensors.node(t) for t in tensors.state.values() if id(t) in held]

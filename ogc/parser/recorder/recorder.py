@@ -65,6 +65,7 @@ class Recorder:
         self.opaque: dict[str, str] = {}  # module -> what it does that no program can hold
         self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
+        self.talking: set[str] = set()  # leaves that run collectives
         self.is_valid = True  # until a call is found to be cast in parts that was written down whole: record again
         self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
@@ -96,6 +97,9 @@ class Recorder:
                 self._protect_written(call)
         if self.leaf is not None:
             return self._call_in_leaf(call)
+        if call.is_collective:
+            self.refuse(f"runs a collective at {user_line()}, once in each step")
+            return call.run()
         if call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and autocast_kinds()):
             return self._open(call)
         operator = usual_name(call.operator)
@@ -271,6 +275,9 @@ class Recorder:
         self._note_touched(node, given, [])
 
     def _call_in_leaf(self, call: Call) -> Any:
+        if call.is_collective:
+            self.talking.add(str(self.leaf))
+            return call.run()
         with unseen():
             self.check_known(tensor_leaves(call.args, call.kwargs))
         result = call.run()
