@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .private import AUTOCAST, RECORDING, OpOverload, has_kernel, not_recording, recording, schema_of
-from .ranks.collectives import NAMESPACES
 
 _thread = threading.local()
 
@@ -46,11 +45,6 @@ class Call(NamedTuple):
         wanted = zip(self.args, schema_of(self.operator).arguments, strict=False)
         numbers = (bool, int, float, complex)
         return any(isinstance(given, numbers) and str(argument.type) == "Tensor" for given, argument in wanted)
-
-    @property
-    def is_collective(self) -> bool:
-        """Whether ranks talk to one another in it."""
-        return self.operator.namespace in NAMESPACES
 
     def run(self) -> Any:
         """The result; what the operator is made of is not seen."""

@@ -79,6 +79,13 @@ class Recorder:
         """Note what the running module does that no program can hold."""
         self.opaque.setdefault(self.scopes.current, why)
 
+    def note_collective(self) -> None:
+        """Note that ranks talk to one another, which they do once in each step."""
+        if self.leaf is not None:
+            self.talking.add(self.leaf)
+        else:
+            self.refuse(f"runs a collective at {user_line()}")
+
     def raise_if_leaky(self) -> None:
         """Raise OpaqueError if a leaf does what it must not."""
         what = "what cannot be replayed leaves the modules that would hide it"
@@ -97,9 +104,6 @@ class Recorder:
                 self._protect_written(call)
         if self.leaf is not None:
             return self._call_in_leaf(call)
-        if call.is_collective:
-            self.refuse(f"runs a collective at {user_line()}, once in each step")
-            return call.run()
         if call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and autocast_kinds()):
             return self._open(call)
         operator = usual_name(call.operator)
@@ -275,9 +279,6 @@ class Recorder:
         self._note_touched(node, given, [])
 
     def _call_in_leaf(self, call: Call) -> Any:
-        if call.is_collective:
-            self.talking.add(str(self.leaf))
-            return call.run()
         with unseen():
             self.check_known(tensor_leaves(call.args, call.kwargs))
         result = call.run()

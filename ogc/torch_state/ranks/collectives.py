@@ -11,7 +11,8 @@ rank is alone, on all threads that a backward runs on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -23,25 +24,28 @@ from ..private import ALONE, OPERATOR_NAMES, alone_on_this_thread, finished_work
 OPERATORS = "c10d"
 """The namespace of the operators that all collectives come to."""
 
-NAMESPACES = frozenset({OPERATORS, "_c10d_functional", "_c10d_functional_autograd"})
-"""Those by which Python calls them."""
-
-
-def are_several() -> bool:
-    """Whether this process is one of several that talk to one another."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+_thread = threading.local()
 
 
 @contextmanager
 def alone() -> Iterator[None]:
     """Inside, no collective is run, forward or backward: what stands in for it is. Other ranks need not be here."""
-    if not are_several():
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         yield
         return
     _install()
     with alone_on_this_thread():
         yield
+
+
+@contextmanager
+def told_of_collectives(told: Callable[[], object]) -> Iterator[None]:
+    """``told()`` is called for each collective that is not run inside, on this thread."""
+    before, _thread.told = getattr(_thread, "told", None), told
+    try:
+        yield
+    finally:
+        _thread.told = before
 
 
 @cache
@@ -57,6 +61,8 @@ def _install() -> tuple[torch.library.Library, ...]:
 
 def _stand_in(schema: Any, *args: Any, **kwargs: Any) -> Any:
     """What a collective, which writes into what it is given, leaves and returns."""
+    if (told := getattr(_thread, "told", None)) is not None:
+        told()
     outputs, second = args[0], schema.arguments[1].name if len(schema.arguments) > 1 else ""
     with torch.no_grad():
         if second.startswith("input"):
