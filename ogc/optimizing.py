@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from typing import Any
 
@@ -32,10 +32,22 @@ from .runtime.with_loss import TARGETS, with_loss
 from .slicing import slice_batch
 from .solver import Budget, Wish, solve
 from .torch_state.forwards import original_class, plain_forward
+from .torch_state.ranks.wrappers import DataParallel, around
 
 log = logging.getLogger(__name__)
 
 
+def _within_data_parallel(optimize: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    @wraps(optimize)
+    def call(model: torch.nn.Module, sample_input: Any, **wish: Any) -> torch.nn.Module:
+        if isinstance(model, DataParallel):
+            return around(model, optimize(model.module, sample_input, **wish))
+        return optimize(model, sample_input, **wish)
+
+    return call
+
+
+@_within_data_parallel
 def optimize(
     model: torch.nn.Module,
     sample_input: Any,
@@ -60,7 +72,7 @@ def optimize(
 
     Args:
         model: any module whose forward takes and returns tensors; it stays usable and shares its
-            parameters, buffers and submodules with the result.
+            parameters, buffers and submodules with the result. In a DistributedDataParallel its module is optimized.
         sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments, shaped like
             a training batch and on the model's device.
         loss: how a step goes on: ``loss(output)`` returns the one number that the backward starts from, such as a
