@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
+from .agreement import agreed_plan
 from .checking.check import ONE_STEP
 from .device.needs import fixed_needs, within_device
 from .device.optimizer import Optimizer
@@ -37,14 +38,17 @@ from .torch_state.ranks.wrappers import DataParallel, around
 log = logging.getLogger(__name__)
 
 
-def _within_data_parallel(optimize: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+Optimize = TypeVar("Optimize", bound=Callable[..., torch.nn.Module])
+
+
+def _within_data_parallel(optimize: Optimize) -> Optimize:
     @wraps(optimize)
     def call(model: torch.nn.Module, sample_input: Any, **wish: Any) -> torch.nn.Module:
         if isinstance(model, DataParallel):
             return around(model, optimize(model.module, sample_input, **wish))
         return optimize(model, sample_input, **wish)
 
-    return call
+    return cast(Optimize, call)
 
 
 @_within_data_parallel
@@ -227,7 +231,8 @@ class _Planning:
         asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": self.wish.max_overhead}
         if self.batch_slices > 1:
             return slice_batch(model, sample_input, graph, slices=self.batch_slices, **self.parsing, **asked)
-        return graph, solve(graph, solver=self.solver, **asked)
+        wish = replace(self.wish, memory_budget=budget), self.solver
+        return graph, agreed_plan(graph, wish, partial(solve, graph, solver=self.solver, **asked))
 
     def make(self, model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
         """A plan for a call unlike the first, which a loss with the first one's targets bound in may not take."""

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ParseError, SolveError
+from ..agreement import question
+from ..errors import ParseError, PlanError, SolveError
 from ..graph import Graph
+from ..plan import Decisions, make_plan, part_cost
 from ..plan.plan import Plan
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
@@ -22,6 +24,7 @@ from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
 from ..solver import solver_of
 from ..torch_state.allocator import can_measure
+from ..torch_state.ranks.agreement import first_of_all
 from .combine import Choice, Problem, Stop, fastest, least_peak, within
 from .find import FoundParts, Part, find_parts, is_alike
 from .measure import Rest, measure, rest_of_step
@@ -89,9 +92,9 @@ def optimize_in_parts(
     with _quiet_about_leaves():
         planning.find(plain)
         planning.measure()
-    choice = planning.choose()
+    choice = planning.agreed(planning.choose())
     plan = planning.plan(choice)
-    if not is_wanted(plan):
+    if not first_of_all(planning.question("is wanted"), lambda: is_wanted(plan)):
         return None
     result = planning.module(choice, plan)
     _tell(plan)
@@ -187,6 +190,37 @@ class _Planning:
             # Of the time of the parts alone: that of the rest is measured, and would make plans vary.
             return within(problem, wish.max_overhead * self._part_seconds)
         return (0,) * len(self.ways) if self.options.solver != "optimal" else least_peak(problem)
+
+    def question(self, what: str) -> str:
+        """What all ranks that plan the same parts by the same wish ask."""
+        names = [part.name for part in self.parts]
+        return question((what, names, self.options.wish, self.options.solver), [part.graph for part in self.parts])
+
+    def agreed(self, choice: Choice) -> Choice:
+        """The choice of the first rank that made one."""
+        chosen = zip(self.ways, choice, strict=True)
+        own = tuple(ways[number].plan.decisions for ways, number in chosen)
+        found = first_of_all(self.question("choice"), lambda: own)
+        if found == own:
+            return choice
+        try:
+            ways = [self._way(number, decisions) for number, decisions in enumerate(found)]
+        except PlanError as error:
+            log.info("the plans of another rank do not fit: %s", error)
+            return choice
+        self.ways = [of if way in of else (way, *of) for way, of in zip(ways, self.ways, strict=True)]
+        self.twins.clear()  # which go by the places of ways
+        del self.problem
+        return tuple(of.index(way) for way, of in zip(ways, self.ways, strict=True))
+
+    def _way(self, number: int, decisions: Decisions) -> Way:
+        """The way with these decisions; that another rank chose it means that it need not be among those found here."""
+        known = next((way for way in self.ways[number] if way.plan.decisions == decisions), None)
+        if known is not None:
+            return known
+        graph = self.parts[number].graph
+        plan = make_plan(graph, decisions, self.options.solver)
+        return Way(plan, part_cost(graph, plan))
 
     def plan(self, choice: Choice) -> PartsPlan:
         """The choice as a plan that can be looked at."""

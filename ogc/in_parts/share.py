@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..agreement import agreed_plan
 from ..errors import OgcError
 from ..graph import Graph
 from ..parser import carry_over, hooked_modules
@@ -59,6 +60,11 @@ class Share:
             return min(fits, key=lambda way: way.cost.seconds).plan
         return min(ways, key=lambda way: self._excess(way.cost, plain)).plan
 
+    def agreed_plan(self, graph: Graph, solver: str) -> Plan:
+        """The plan that keeps to the share, of all ways and on all ranks."""
+        asked = self.wish, solver, self.way.plan.decisions
+        return agreed_plan(graph, asked, lambda: self.plan(graph, ways_of(graph, solver)))
+
     def _fits(self, graph: Graph, plan: Plan) -> bool:
         """Whether a plan takes no more bytes than the share where this graph, weighed for that, is computed."""
         return self._excess(part_cost(graph, plan), plain_peak(graph)) <= 0
@@ -86,7 +92,7 @@ def planner_of(options: Options, name: str, module: torch.nn.Module, share: Shar
 
     def make(module: torch.nn.Module, call: Any, budget: Budget | None) -> tuple[Graph, Plan]:
         graph = options.parse(module, name, call)
-        return graph, share.plan(graph, ways_of(graph, options.solver))
+        return graph, share.agreed_plan(graph, options.solver)
 
     budget = _most(share.way.cost) if share.in_bytes else None
     return Replanner(make, budget, hooked_modules(dict(module.named_modules())), share.keeps)

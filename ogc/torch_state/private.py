@@ -152,3 +152,8 @@ alone_on_this_thread: Any = partial(_C._IncludeDispatchKeyGuard, _C._parse_dispa
 """A context in which calls go to the kernels for ``ALONE``. Without it as without that."""
 OPERATOR_NAMES: Any = _C._dispatch_get_all_op_names
 """The names of all operators. Without it as without ``ALONE``."""
+
+
+def store_of_all_ranks() -> Any:
+    """Where the ranks of the default group met, and can leave texts for one another. Without it plans are not equal."""
+    return torch.distributed.distributed_c10d._get_default_store()

@@ -246,3 +246,74 @@ def uneven(rank):
 
 def test_one_rank_plans_inside_a_step(ranks):
     ranks.run(uneven)
+
+
+# -- Equal plans -------------------------------------------------------------------------------------------
+
+
+def decisions_of_ranks(rank, kind, wish, unequal):
+    """The decisions of a plan on each rank, where operations take other times on each."""
+    from ogc.parser.weigh import estimate
+
+    torch.manual_seed(0)
+    model, rates = kind(), estimate.Rates.seconds
+    if unequal:
+        noise = torch.Generator().manual_seed(rank + (1000 if wish else 0))
+
+        def seconds(self, *args):
+            return rates(self, *args) * (0.1 + 20 * float(torch.rand((), generator=noise)))
+
+        estimate.Rates.seconds = seconds
+    try:
+        plan = ogc.optimize(model, batch(rank, 0), **wish).plan
+    finally:
+        estimate.Rates.seconds = rates
+    if isinstance(plan, ogc.PartsPlan):
+        return [part.plan.decisions for part in plan.parts]
+    return plan.decisions
+
+
+class InParts(Network):
+    """Its own forward is what no program can hold."""
+
+    def __init__(self):
+        super().__init__(blocks=2)
+        self.gathered = 0
+
+    def forward(self, x):
+        self.gathered = self.gathered + 1
+        x = self.blocks(x)
+        return self.head(self.norm(torch.cat(torch.distributed.nn.functional.all_gather(x))))
+
+
+@pytest.mark.parametrize("kind", [Network, InParts])
+def test_ranks_have_equal_plans(ranks, kind):
+    one, other = ranks.run(decisions_of_ranks, kind, {"max_overhead": 0.15}, True)
+    assert one == other
+
+
+def alone_first(rank):
+    """One rank plans by itself; the other one never does."""
+    return ogc.optimize(Network(blocks=4), batch(rank, 0)).plan.peak_bytes if rank else None
+
+
+def test_one_rank_alone_optimizes(ranks):
+    assert ranks.run(alone_first)[1] > 0
+
+
+def in_parts(rank):
+    torch.manual_seed(0)
+    plain = InParts()
+    other = copy.deepcopy(plain)
+    optimized = ogc.optimize(other, batch(rank, 0))
+    assert isinstance(optimized.plan, ogc.PartsPlan)
+    runs = []
+    for one in (plain, optimized):
+        with Opened() as opened:
+            runs.append(trained(rank, DDP(one), list(one.parameters())))
+    assert_same(*runs)
+    assert opened.count >= 3
+
+
+def test_collectives_of_a_model_in_parts(ranks):
+    ranks.run(in_parts)

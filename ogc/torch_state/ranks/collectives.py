@@ -27,10 +27,19 @@ OPERATORS = "c10d"
 _thread = threading.local()
 
 
+def are_several() -> bool:
+    """Whether this process is one of several that talk to one another."""
+    return _has_begun() and torch.distributed.get_world_size() > 1
+
+
+def _has_begun() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 @contextmanager
 def alone() -> Iterator[None]:
     """Inside, no collective is run, forward or backward: what stands in for it is. Other ranks need not be here."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not _has_begun():
         yield
         return
     _install()
