@@ -15,9 +15,9 @@ from .agreement import agreed_plan
 from .checking.check import ONE_STEP
 from .device.needs import fixed_needs, within_device
 from .device.optimizer import Optimizer
-from .errors import InputError, ParseError, PlanError, SolveError
+from .errors import InputError, OgcError, ParseError, PlanError, SolveError
 from .graph import Graph
-from .in_parts import Options, PartsPlan, heavy_leaves, optimize_in_parts
+from .in_parts import Options, PartsPlan, check_wish_of_units, heavy_leaves, optimize_in_parts, optimize_units
 from .parser import LeafModules, Loss, ParseGraph, hooked_modules, parse
 from .parser.arguments import call_arguments, check_model
 from .parser.custom import parse_graph_of
@@ -27,12 +27,13 @@ from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .replan import Replanner, meets
 from .runtime import optimized_module
-from .runtime.module import MADE_AGAIN, instance_around
+from .runtime.module import MADE_AGAIN, instance_around, plain_instance
 from .runtime.runner import is_planned_call
 from .runtime.with_loss import TARGETS, with_loss
 from .slicing import slice_batch
 from .solver import Budget, Wish, solve
 from .torch_state.forwards import original_class, plain_forward
+from .torch_state.ranks.shards import has_inner_units, has_units
 from .torch_state.ranks.wrappers import DataParallel, around
 
 log = logging.getLogger(__name__)
@@ -192,13 +193,24 @@ class _Planning:
 
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by one plan, or in parts where that cannot be or is worse."""
-        result = self._optimized(model, sample_input)
-        setattr(type(result), MADE_AGAIN, (_unpickled, self))
+        if has_units(model):
+            check_wish_of_units(self.options)
+            return _planned_when_called(model, self)
+        result = self.now(model, sample_input)
+        setattr(type(result), MADE_AGAIN, (_planned_when_called, self))
         return result
 
-    def _optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
+    @property
+    def options(self) -> Options:
+        """Those of parts."""
         own_graph, leaves = self.parsing["parse_graph"], self.parsing["repeatable_leaves"]
-        options = Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own_graph is None)
+        return Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own_graph is None)
+
+    def now(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
+        """The model planned as it stands, without what unpickles it."""
+        own_graph, options = self.parsing["parse_graph"], self.options
+        if has_inner_units(model):
+            return optimize_units(model, options)
         in_one_plan = self.batch_slices > 1 or parse_graph_of(model, own_graph) is not None
         try:
             graph = self.graph_of(model, sample_input)
@@ -215,7 +227,8 @@ class _Planning:
         except SolveError as error:
             found = error
         hooked = hooked_modules(dict(model.named_modules()))
-        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.wish))
+        units = partial(optimize_units, options=options)
+        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.wish), units)
         in_parts = _with_heavy_leaves(model, sample_input, options, heavy, found)
         return in_parts or _as_a_whole(model, found, planner)
 
@@ -244,22 +257,28 @@ class _Planning:
         return self.plan(model, sample_input, graph, budget)
 
 
-def _unpickled(model: torch.nn.Module, planning: _Planning) -> torch.nn.Module:
-    """The module that was pickled, which is planned at its first call in training."""
+def _planned_when_called(model: torch.nn.Module, planning: _Planning) -> torch.nn.Module:
+    """The module, planned at its first call in training: it was pickled, or its parameters are not here before."""
     training, found = model.training, list[torch.nn.Module]()
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not found and not is_planned_call(self, training):
             return plain_forward(self)(*args, **kwargs)
         if not found:
-            found.append(planning.optimized(model, Call(args, kwargs)))
+            try:
+                found.append(planning.now(model, Call(args, kwargs)))
+            except OgcError as error:
+                if not has_units(model):
+                    raise
+                log.warning("ogc runs the plain model: %s", error)
+                found.append(plain_instance(model))
             made = vars(type(found[0]))
             for name in made.keys() & {"plan", "graph", "code"}:  # unless the model has such an attribute
                 setattr(type(self), name, made[name])
         return found[0].forward(*args, **kwargs)
 
     result = instance_around(model, original_class(model).__name__, {"forward": forward}, {})
-    setattr(type(result), MADE_AGAIN, (_unpickled, planning))
+    setattr(type(result), MADE_AGAIN, (_planned_when_called, planning))
     return result
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any
 
@@ -31,7 +31,7 @@ from .measure import Rest, measure, rest_of_step
 from .module import Parts, Twin, module_in_parts, twin_of
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
-from .share import Share, plan_late_part, planner_of
+from .share import LatePlanner, Share, planner_of
 from .ways import Way, ways_of
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class _Planning:
         if not ways:
             raise ParseError(f"Nothing in it can be planned either: {_listed(_named(found.plain))}")
         for name, module in found.late.items():
-            like = next((n for n, part in enumerate(found.parts) if is_alike(part.module, module)), None)
+            like = next((n for n, part in enumerate(found.parts) if is_alike(part, module)), None)
             if like is not None:
                 self.late[len(self.parts)] = like
                 self.parts.append(replace(found.parts[like], name=name, module=module))
@@ -285,11 +285,8 @@ class _Planning:
         return {self.parts[numbers[0]].name: self._twin(numbers, choice) for numbers in self._modules.values()}
 
     def _parts(self, twins: Mapping[str, Twin], choice: Choice, late: Mapping[str, torch.nn.Module]) -> Parts:
-        examples = {
-            self.parts[number].name: (self.parts[like], self._share(number, choice))
-            for number, like in self.late.items()
-        }
-        return Parts(list(twins.values()), late, partial(plan_late_part, self.options, examples))
+        examples = [(self.parts[like], self._share(number, choice)) for number, like in self.late.items()]
+        return Parts(list(twins.values()), late, LatePlanner(self.options, examples))
 
     @cached_property
     def _modules(self) -> dict[torch.nn.Module, list[int]]:

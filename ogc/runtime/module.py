@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, is_as_assigned, original_class, plain_forward
+from ..torch_state.private import SHARD_STATE
 from .runner import Planner, Runner, log
 
 MADE_AGAIN = "_ogc_made_again"
@@ -68,7 +70,8 @@ def planned_forward(model: torch.nn.Module, runner: Runner) -> Callable[..., Any
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         variant = runner.select(self, args, kwargs) if is_as_assigned(self, assigned) else None
         if variant is None:
-            return plain_forward(self)(*args, **kwargs)
+            apart = runner.apart.get(self)
+            return plain_forward(self)(*args, **kwargs) if apart is None else apart.forward(*args, **kwargs)
         return runner.run(variant, self, args, kwargs)
 
     return forward
@@ -83,7 +86,10 @@ def instance_around(
     """
     original = original_class(model)
     members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _reduced, **members}
-    members["__prepare_scriptable__"] = _plain
+    members["__prepare_scriptable__"] = plain_instance
+    if hasattr(original, SHARD_STATE):
+        plain = weakref.ref(model)  # which its hooks hold
+        members[SHARD_STATE] = lambda self: getattr(plain(), SHARD_STATE)()
     members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():
@@ -96,7 +102,7 @@ def instance_around(
     return result
 
 
-def _plain(self: torch.nn.Module) -> torch.nn.Module:
+def plain_instance(self: torch.nn.Module) -> torch.nn.Module:
     """An instance of the plain class that shares the attributes: what is scripted."""
     plain: torch.nn.Module = object.__new__(original_class(self))
     object.__setattr__(plain, "__dict__", vars(self))
@@ -119,4 +125,4 @@ def _reduced(self: torch.nn.Module, protocol: Any) -> Any:
             "are the original model's) or the original model"
         )
     function, *arguments = made_again
-    return function, (_plain(self), *arguments)
+    return function, (plain_instance(self), *arguments)

@@ -44,6 +44,9 @@ class Planner(Protocol):
     def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
         """A plan of its own, if this planner makes any."""
 
+    def apart(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """What runs the model from now on if it can no longer be planned as a whole."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -86,6 +89,7 @@ class Runner:
         self.evictions = 0
         self.is_planning = False
         self.told: set[str] = set()
+        self.apart: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
 
     @property
     def is_plain(self) -> bool:
@@ -106,7 +110,7 @@ class Runner:
 
     def select(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
         """What runs this call, or None for the original forward."""
-        if self.is_idle or self.is_planning or not is_planned_call(model, self.training):
+        if self.is_idle or self.is_planning or not is_planned_call(model, self.training) or model in self.apart:
             return None
         state = (self.watched.get(model) or self.watch(model)).state(model)
         inputs, tensors = InputSpec.of(args, kwargs)
@@ -114,6 +118,9 @@ class Runner:
         alike.sort(key=lambda variant: variant.graph is None)  # of those without one nothing is known
         known = next((variant for variant in alike if not variant.difference(model, tensors)), None)
         if known is None and self.evictions > EVICTIONS:
+            return None
+        if known is None and self.planner is not None and (apart := self.planner.apart(model)) is not None:
+            self.apart[model] = apart
             return None
         variant = known or self._make(model, Call(args, kwargs), state, inputs)
         if variant is not self.variants[0]:

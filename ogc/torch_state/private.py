@@ -157,3 +157,8 @@ OPERATOR_NAMES: Any = _C._dispatch_get_all_op_names
 def store_of_all_ranks() -> Any:
     """Where the ranks of the default group met, and can leave texts for one another. Without it plans are not equal."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+SHARD_STATE = "_get_fsdp_state"
+"""The method of a module after ``fully_shard`` that finds what shards it, by the instance. Without it methods such as
+``unshard`` fail on a module that was optimized after that."""

@@ -1,0 +1,97 @@
+"""Optimized models whose parameters are spread over two processes: bitwise what plain sharding gives."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Told
+from test_devices import Network, NormOverRanks, Opened, assert_same, batch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import ogc
+from ogc.torch_state.allocator import peak_bytes
+
+WIDTH = 32
+
+
+def sharded(model, how, options, optimize=lambda module, x: module, rows=32):
+    """The model in units: its blocks and itself, optimized before or after that, as a whole or unit by unit."""
+    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0))
+    if how == "before":
+        model = optimize(model, x)
+    for number, block in enumerate(model.blocks):
+        if how == "units before":
+            block = model.blocks[number] = optimize(block, x)
+        fully_shard(block, **options)
+        if how == "units after":
+            model.blocks[number] = optimize(block, x)
+    fully_shard(model, **{**options, "reshard_after_forward": options.get("reshard_after_forward")})
+    return optimize(model, x) if how == "after" else model
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def steps_of(rank, run, sizes, step_of=None):
+    """All that some steps leave behind, and how often parameters were gathered."""
+    torch.manual_seed(3 + rank)
+    seen, gathers, gather = [], [], dist.all_gather_into_tensor
+
+    def counted(*args, **kwargs):
+        gathers.append(1)
+        return gather(*args, **kwargs)
+
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.05, momentum=0.9)
+    dist.all_gather_into_tensor = counted
+    try:
+        for step, rows in enumerate(sizes):
+            optimizer.zero_grad()
+            loss = run(batch(rank, step, rows, WIDTH)).square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+            optimizer.step()
+            seen += [p.grad.to_local().clone() for p in run.parameters()]
+            seen += [p.to_local().detach().clone() for p in run.parameters()]
+            seen.append(torch.get_rng_state())
+    finally:
+        dist.all_gather_into_tensor = gather
+    return [*seen, *(whole(value).clone() for value in run.state_dict().values())], len(gathers)
+
+
+OPTIONS = {
+    "default": {},
+    "gathered again": {"reshard_after_forward": True},
+    "kept gathered": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+}
+
+
+def sharding(rank, how, options, sizes):
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH) if options == "bf16" else None)
+    other = copy.deepcopy(plain)
+    expected, gathers = steps_of(rank, sharded(plain, how, OPTIONS[options]), sizes)
+    optimized = sharded(other, how, OPTIONS[options], ogc.optimize)
+    assert isinstance(optimized, FSDPModule)
+    with Opened() as opened, Told() as told:
+        ours, ours_gathers = steps_of(rank, optimized, sizes)
+    assert_same(expected, ours)
+    assert opened.count >= 3 * len(sizes), (opened.count, told.lines)
+    assert ours_gathers == gathers, (ours_gathers, gathers)
+    optimized.unshard()
+    optimized.reshard()
+    return told.lines
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("how", ["before", "after", "units before", "units after"])
+def test_fully_sharded(ranks, how, options):
+    ranks.run(sharding, how, options, (32, 32, 32))
+
+
+def test_fully_sharded_with_another_size(ranks):
+    ranks.run(sharding, "after", "default", (32, 24, 32, 24))
