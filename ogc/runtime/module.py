@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,8 @@ from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, is_as_assigned, original_class, plain_forward
-from ..torch_state.private import SHARD_STATE
+from ..torch_state.private import share_shards
+from ..torch_state.ranks.shards import is_unit
 from .runner import Planner, Runner, log
 
 MADE_AGAIN = "_ogc_made_again"
@@ -87,9 +87,6 @@ def instance_around(
     original = original_class(model)
     members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _reduced, **members}
     members["__prepare_scriptable__"] = plain_instance
-    if hasattr(original, SHARD_STATE):
-        plain = weakref.ref(model)  # which its hooks hold
-        members[SHARD_STATE] = lambda self: getattr(plain(), SHARD_STATE)()
     members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():
@@ -99,6 +96,8 @@ def instance_around(
             members[key] = value
     result: torch.nn.Module = object.__new__(type(name, (original,), members))
     object.__setattr__(result, "__dict__", vars(model))
+    if is_unit(model):
+        share_shards(result, model)
     return result
 
 

@@ -159,6 +159,9 @@ def store_of_all_ranks() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-SHARD_STATE = "_get_fsdp_state"
-"""The method of a module after ``fully_shard`` that finds what shards it, by the instance. Without it methods such as
-``unshard`` fail on a module that was optimized after that."""
+def share_shards(module: torch.nn.Module, like: torch.nn.Module) -> None:
+    """Have what shards one module shard another instance of it. Without it one that is optimized after ``fully_shard``
+    is taken for a module that nobody shards."""
+    from torch.distributed._composable_state import _get_module_state, _insert_module_state
+
+    _insert_module_state(module, _get_module_state(like))
