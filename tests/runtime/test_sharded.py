@@ -95,3 +95,74 @@ def test_fully_sharded(ranks, how, options):
 
 def test_fully_sharded_with_another_size(ranks):
     ranks.run(sharding, "after", "default", (32, 24, 32, 24))
+
+
+def memory(rank, how, wish):
+    """Peak bytes of a step, plain and optimized, and what was said."""
+    torch.manual_seed(0)
+    plain = Network(blocks=6, width=WIDTH, norm=nn.LayerNorm(WIDTH))
+    other, rows, peaks = copy.deepcopy(plain), 512, []
+    with Told() as told:
+        for one in (sharded(plain, how, {}), sharded(other, how, {}, lambda m, x: ogc.optimize(m, x, **wish), rows)):
+            x = batch(rank, 0, rows, WIDTH)
+
+            def step(one=one, x=x):
+                one(x).square().mean().backward()
+
+            step()
+            peaks.append(peak_bytes(step, x.device))
+    return peaks, told.lines
+
+
+@pytest.mark.parametrize("how", ["before", "after", "units after"])
+def test_memory_of_a_sharded_model(ranks, how):
+    for (plain, ours), _ in ranks.run(memory, how, {}):
+        assert ours < (0.6 if how == "units after" else 0.5) * plain, (ours, plain)  # what is around units is plain
+
+
+def test_wishes_of_a_sharded_model(ranks):
+    """A share is kept by each unit: less is run again, and more kept, than without."""
+    (least, _), (share, _) = (ranks.run(memory, "after", wish)[0] for wish in ({}, {"memory_budget": 0.5}))
+    (quick, _) = ranks.run(memory, "after", {"max_overhead": 0.05})[0]
+    assert least[1] < share[1] < 0.75 * share[0]
+    assert least[1] < quick[1]
+    with pytest.raises(AssertionError, match="InputError.*its units are planned one by one"):
+        ranks.run(memory, "after", {"memory_budget": "1MB"})
+
+
+def parses(rank):
+    """How many units of each kind are searched for plans."""
+    from ogc.in_parts import share
+
+    found, ways_of = [], share.ways_of
+    share.ways_of = lambda graph, solver: (found.append(len(graph)), ways_of(graph, solver))[1]
+    try:
+        torch.manual_seed(0)
+        model = sharded(Network(blocks=4, width=WIDTH), "after", {}, lambda m, x: ogc.optimize(m, x, max_overhead=0.3))
+        for _ in range(2):
+            model(batch(rank, 0, 32, WIDTH)).square().mean().backward()
+    finally:
+        share.ways_of = ways_of
+    return found
+
+
+def test_equal_units_are_planned_once(ranks):
+    one, other = ranks.run(parses)
+    sizes = {max(one), max(other)}
+    assert len(sizes) == 1  # a block's
+    assert one.count(max(one)) + other.count(max(other)) in (1, 2)  # once in all, or once on each rank
+
+
+def collective_in_unit(rank):
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH, norm=NormOverRanks(WIDTH))
+    other = copy.deepcopy(plain)
+    (expected, _), (ours, _) = (
+        steps_of(rank, sharded(one, "after", {}, optimize), (32, 20 if rank else 32, 32))
+        for one, optimize in ((plain, lambda module, x: module), (other, ogc.optimize))
+    )
+    assert_same(expected, ours)
+
+
+def test_collectives_in_a_sharded_model(ranks):
+    ranks.run(collective_in_unit)
