@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec
 from ..torch_state.hooks import is_compiled
+from ..torch_state.ranks.shards import has_flat_parameters
 from .weigh.record import is_dense
 
 
@@ -29,6 +30,11 @@ def check_model(model: Any) -> None:
         )
     if is_compiled(model):
         raise InputError("model was compiled, and would run compiled instead of planned; pass it without torch.compile")
+    if has_flat_parameters(model):
+        raise InputError(
+            "the parameters of the model are views of one flat parameter, made anew for each forward; "
+            "wrap it in FullyShardedDataParallel(..., use_orig_params=True)"
+        )
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(); leave it first")
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .private import CALL
+from .private import CALL, MEMBERS
 
 LARGE, DEEP = 1000, 4
 """Containers with more items, and those that are nested deeper, are not looked into."""
@@ -24,8 +24,10 @@ TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstan
 
 
 def attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own."""
-    return {key: value for key, value in vars(module).items() if key not in TABLES}
+    """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own, nor parameters beside these."""
+    found = vars(module)
+    parameters = found.get(MEMBERS[0], ())
+    return {key: value for key, value in found.items() if key not in TABLES and key not in parameters}
 
 
 def containers(value: Any, depth: int = 0) -> Iterator[Any]:

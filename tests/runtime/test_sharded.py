@@ -1,14 +1,17 @@
 """Optimized models whose parameters are spread over two processes: bitwise what plain sharding gives."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Told
-from test_devices import Network, NormOverRanks, Opened, assert_same, batch
+from test_devices import Block, Network, NormOverRanks, Opened, assert_same, batch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import ogc
@@ -166,3 +169,55 @@ def collective_in_unit(rank):
 
 def test_collectives_in_a_sharded_model(ranks):
     ranks.run(collective_in_unit)
+
+
+# -- FullyShardedDataParallel ------------------------------------------------------------------------------
+
+
+def wrapped(rank, how, orig):
+    options = {
+        "auto_wrap_policy": ModuleWrapPolicy({Block}),
+        "use_orig_params": orig,
+        "device_id": torch.device("cpu"),
+    }
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH))
+    other, x = copy.deepcopy(plain), batch(0, 0, 32, WIDTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a CPU
+        expected = flat_steps(rank, FSDP(plain, **options))
+        if how == "before":
+            optimized = FSDP(ogc.optimize(other, x), **options)
+        elif how == "after":
+            optimized = ogc.optimize(FSDP(other, **options), x)
+        else:
+            for number, block in enumerate(other.blocks):
+                other.blocks[number] = ogc.optimize(block, x)
+            optimized = FSDP(other, **options)
+        with Opened() as opened, Told() as told:
+            ours = flat_steps(rank, optimized)
+    assert isinstance(optimized, FSDP)
+    assert_same(expected, ours)
+    assert bool(opened.count) == orig
+    return told.lines
+
+
+def flat_steps(rank, run):
+    torch.manual_seed(3 + rank)
+    seen, optimizer = [], torch.optim.SGD(run.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = run(batch(rank, step, 32, WIDTH)).square().mean()
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.clone() for p in run.parameters() if p.grad is not None)]
+        optimizer.step()
+        seen += [*(p.detach().clone() for p in run.parameters()), torch.get_rng_state()]
+    return seen
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("how", ["before", "after", "units before"])
+def test_wrapped(ranks, how, orig):
+    """With one flat parameter for all the plain model runs, and the log says what to do."""
+    lines = ranks.run(wrapped, how, orig)[0]
+    assert any("use_orig_params=True" in line for line in lines) != orig
