@@ -11,7 +11,8 @@ from ..errors import InputError
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec
 from ..torch_state.hooks import is_compiled
-from ..torch_state.ranks.shards import has_flat_parameters
+from ..torch_state.private import parameters_of
+from ..torch_state.ranks.shards import has_flat_parameters, is_spread
 from .weigh.record import is_dense
 
 
@@ -30,6 +31,12 @@ def check_model(model: Any) -> None:
         )
     if is_compiled(model):
         raise InputError("model was compiled, and would run compiled instead of planned; pass it without torch.compile")
+    for name, parameter in parameters_of(model).items():
+        if is_spread(parameter):
+            raise InputError(
+                f"the model's own parameter {name} is a DTensor, of which each rank holds a part; optimize the modules "
+                "around it, which call such a module as it is"
+            )
     if has_flat_parameters(model):
         raise InputError(
             "the parameters of the model are views of one flat parameter, made anew for each forward; "
@@ -98,6 +105,8 @@ def check_tensors(sample: Sample) -> torch.device:
                 f"tensor {number} of sample_input is on {tensor.device}, the model on {home}; "
                 f"move it with .to('{home}')"
             )
+        if is_spread(tensor):
+            raise InputError(f"tensor {number} of sample_input is a DTensor; plan modules that are called with local ones")
         if tensor.layout is not torch.strided:
             raise InputError(
                 f"tensor {number} of sample_input is {tensor.layout}, not dense; call the model with dense ones"

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import ReplayError
 from ..torch_state.private import storage_id, version_of
+from ..torch_state.ranks.collectives import arrived
 from .structures import Given, InputSpec, OutputSpec, TensorSpec
 
 
@@ -130,6 +131,8 @@ class Leaf:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             call: Any = module if self.function is None else self.function.apply
             result = call(*args, **kwargs)
+            if self.talks:
+                result = arrived(result)
         returned, tensors = Returned.of(result, before, given, versions)
         if not self.returned.holds_for(returned):
             raise ReplayError(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .private import HOOKS, MEMBERS, parameters_of, submodules_of
+from .ranks.shards import is_spread
 
 _training = itemgetter("training")
 _look = attrgetter("requires_grad", "dtype", "device", "shape")
@@ -98,6 +99,7 @@ class WatchedModule:
             tuple(key for name in MEMBERS[:2] for found in self.attributes for key in found[name]),
             tuple(map(len, hooks)),
             tuple("forward" in found for found in self.attributes),
+            any(map(is_spread, self.parameters)),
             tuple(self.scripts),
         )
 

@@ -11,6 +11,7 @@ import torch
 from ...program.leaf import Leaf, Returned
 from ...program.structures import CONSTANTS, Given, InputSpec, autocast_state
 from ...torch_state.dispatch import unseen
+from ...torch_state.ranks.collectives import arrived
 from ..forward.flat import saved_until_done
 from ..forward.location import user_line
 from ..traced import READS
@@ -50,6 +51,9 @@ class LeafCalls:
         source = user_line()
         with recorder.inside(name, given), saved_until_done():
             result = call(*args, **kwargs)
+            if name in recorder.talking:
+                with unseen():
+                    result = arrived(result)
         with unseen():
             returned, results = Returned.of(result, before, given, versions)
             is_on, casts = torch.is_grad_enabled(), autocast_state()

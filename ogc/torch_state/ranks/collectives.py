@@ -11,6 +11,7 @@ rank is alone, on all threads that a backward runs on.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,26 @@ def alone() -> Iterator[None]:
     _install()
     with alone_on_this_thread():
         yield
+
+
+def arrived(result: Any) -> Any:
+    """A result of collectives with tensors in it that are there: functional ones give such as are still on their way."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(module, "AsyncCollectiveTensor", None)
+    return result if kind is None else pytree.tree_map_only(kind, _Arrival.apply, result)
+
+
+class _Arrival(torch.autograd.Function):
+    """Waits for a tensor; its gradient goes on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, coming: Any) -> torch.Tensor:
+        there: torch.Tensor = coming.trigger_wait()
+        return there
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 @contextmanager

@@ -42,6 +42,11 @@ def _sharding(name: str) -> Any:
     return getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
 
 
+def is_spread(tensor: Any) -> bool:
+    """Whether a tensor is a ``DTensor``, of which each rank holds a part."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
 def planned_apart(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
     """The largest trained submodules, by name, of which all parameters are there while they run."""
     for key, child in module.named_children():
@@ -77,3 +82,14 @@ def parameters_apart(model: torch.nn.Module) -> Iterator[None]:
             parameters_of(module)[name] = view
         for module, name in beside:
             vars(module)[name] = parameters_of(module)[name]
+
+
+def own_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of the same memory, put in the places of the model's, until these are put back."""
+    twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in parameters_of(module).items():
+            if parameter is not None:
+                twin = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+                parameters_of(module)[name] = twins.setdefault(parameter, twin)
+    return list(twins.values())
