@@ -21,9 +21,9 @@ from ..program.program import device_of_model, tensor_leaves
 from ..program.structures import InputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
 from ..torch_state.no_trace import untouched
+from ..torch_state.private import pytree
 from ..torch_state.ranks.collectives import alone
 from ..torch_state.ranks.shards import own_parameters
-from ..torch_state.private import pytree
 from .combine import Stop
 from .module import Parts, Twin
 

@@ -110,9 +110,7 @@ class LatePlanner:
     options: Options
     examples: list[tuple[Part, Share]]
 
-    def __call__(
-        self, module: torch.nn.Module, name: str, call: Call
-    ) -> tuple[Graph, Plan, Replanner | None]:
+    def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Replanner | None]:
         """The graph of the first call of a submodule, a plan for it and what plans for other calls.
 
         One that is like no part keeps as little as the wish allows, and is an example for others from then on.

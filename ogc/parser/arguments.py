@@ -106,7 +106,9 @@ def check_tensors(sample: Sample) -> torch.device:
                 f"move it with .to('{home}')"
             )
         if is_spread(tensor):
-            raise InputError(f"tensor {number} of sample_input is a DTensor; plan modules that are called with local ones")
+            raise InputError(
+                f"tensor {number} of sample_input is a DTensor; plan modules that are called with local ones"
+            )
         if tensor.layout is not torch.strided:
             raise InputError(
                 f"tensor {number} of sample_input is {tensor.layout}, not dense; call the model with dense ones"

@@ -164,4 +164,5 @@ def share_shards(module: torch.nn.Module, like: torch.nn.Module) -> None:
     is taken for a module that nobody shards."""
     from torch.distributed._composable_state import _get_module_state, _insert_module_state
 
-    _insert_module_state(module, _get_module_state(like))
+    state: Any = _get_module_state(like)
+    _insert_module_state(module, state)

@@ -18,7 +18,11 @@ from ogc.runtime import frame
 class Block(nn.Module):
     def __init__(self, width=16, extra=None):
         super().__init__()
-        self.wide, self.norm, self.narrow = nn.Linear(width, 4 * width), nn.LayerNorm(width), nn.Linear(4 * width, width)
+        self.wide, self.norm, self.narrow = (
+            nn.Linear(width, 4 * width),
+            nn.LayerNorm(width),
+            nn.Linear(4 * width, width),
+        )
         self.extra = extra
 
     def forward(self, x):

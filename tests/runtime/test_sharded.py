@@ -129,7 +129,7 @@ def test_wishes_of_a_sharded_model(ranks):
     (quick, _) = ranks.run(memory, "after", {"max_overhead": 0.05})[0]
     assert least[1] < share[1] < 0.75 * share[0]
     assert least[1] < quick[1]
-    with pytest.raises(AssertionError, match="InputError.*its units are planned one by one"):
+    with pytest.raises(AssertionError, match=r"InputError.*its units are planned one by one"):
         ranks.run(memory, "after", {"memory_budget": "1MB"})
 
 

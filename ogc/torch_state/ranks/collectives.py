@@ -49,7 +49,7 @@ def alone() -> Iterator[None]:
 
 
 def arrived(result: Any) -> Any:
-    """A result of collectives with tensors in it that are there: functional ones give such as are still on their way."""
+    """A result of collectives, with tensors in it that are there: functional ones give some that are on their way."""
     module = sys.modules.get("torch.distributed._functional_collectives")
     kind = getattr(module, "AsyncCollectiveTensor", None)
     return result if kind is None else pytree.tree_map_only(kind, _Arrival.apply, result)

@@ -1,0 +1,27 @@
+"""The table of many devices: three ways to train, in two processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_ways_on_two_ranks(tmp_path):
+    path = tmp_path / "devices.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "benchmark.py", "--device", "cpu"]
+    small = ["--arch", "linear_relu_100", "--size", "16", "--batch-size", "64", "--profile", "estimate"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, *small, "--json", str(path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert not done.returncode, done.stderr
+    plain, checkpointed, ours = json.loads(path.read_text())["rows"]
+    assert len(ours["losses"]) >= 5 and len(set(ours["losses"])) > 1
+    for row in (plain, checkpointed, ours):
+        assert row["losses"] == plain["losses"] and row["is_plain"]
+        assert len(row["peak_bytes"]) == len(row["seconds"]) == row["ranks"] == 2
+        assert row["way"] in done.stdout
+    assert max(ours["peak_bytes"]) < 0.5 * min(plain["peak_bytes"])
