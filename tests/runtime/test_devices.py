@@ -236,20 +236,36 @@ def test_collectives_of_a_forward_run_once(ranks, name):
     ranks.run(collective, name)
 
 
-def uneven(rank):
-    """The last batch is smaller on one rank, which plans for it while the other one waits for its collective."""
+def uneven(rank, change):
+    """From the second step on, calls are others on one rank, which plans while the other one waits for its collective."""
     torch.manual_seed(0)
     plain = Network(norm=NormOverRanks())
     other = copy.deepcopy(plain)
     optimized = ogc.optimize(other, batch(rank, 0))
-    rows = (32, 20 if rank else 32, 32)
-    with Told():
-        runs = [trained(rank, one, list(one.parameters()), rows=rows) for one in (DDP(plain), DDP(optimized))]
+    rows, runs = (32, 20 if rank and change == "size" else 32, 32), []
+    for model in (plain, optimized):
+
+        def context(step, model=model):
+            if rank and step and change == "dropout":
+                model.dropout.p = 0.4
+            return nullcontext()
+
+        counts.clear()
+        run = DDP(model)
+        with Told() as told, Opened() as opened:
+            runs.append(trained(rank, run, list(run.parameters()), rows=rows, context=context))
+        planning = len(counts) - 3
     assert_same(*runs)
+    assert opened.count >= 3
+    return planning, told.lines
 
 
-def test_one_rank_plans_inside_a_step(ranks):
-    ranks.run(uneven)
+@pytest.mark.parametrize("change", ["size", "dropout"])
+def test_one_rank_plans_inside_a_step(ranks, change):
+    """Its forward runs for that, but nothing in it that the other ranks would have to join."""
+    (none, _), (some, lines) = ranks.run(uneven, change)
+    assert none == 0 and some > 0
+    assert change == "size" or any("is ready" in line for line in lines)
 
 
 # -- Equal plans -------------------------------------------------------------------------------------------

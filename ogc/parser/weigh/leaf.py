@@ -39,8 +39,7 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
     seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
     call = _Call(leaf, args, in_place=record.in_place)
     with untouched(model):
-        if are_several():
-            call.take_parameters_apart()
+        call.take_parameters_apart()
         call.prepare()
         forward = metered(seconds, call.forward)
         call.prepare()
@@ -132,7 +131,7 @@ class _Call:
 
     def take_parameters_apart(self) -> None:
         """Give the module parameters of its own: hooks of the others tell other ranks that gradients are ready."""
-        if self.module is not None:
+        if self.module is not None and are_several():
             self.parameters = [twin for twin in own_parameters(self.module) if twin.requires_grad]
 
     def prepare(self) -> None:
