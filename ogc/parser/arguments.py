@@ -11,7 +11,6 @@ from ..errors import InputError
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec
 from ..torch_state.hooks import is_compiled
-from ..torch_state.private import parameters_of
 from ..torch_state.ranks.shards import has_flat_parameters, is_spread
 from .weigh.record import is_dense
 
@@ -31,11 +30,11 @@ def check_model(model: Any) -> None:
         )
     if is_compiled(model):
         raise InputError("model was compiled, and would run compiled instead of planned; pass it without torch.compile")
-    for name, parameter in parameters_of(model).items():
+    for name, parameter in model.named_parameters():
         if is_spread(parameter):
             raise InputError(
-                f"the model's own parameter {name} is a DTensor, of which each rank holds a part; optimize the modules "
-                "around it, which call such a module as it is"
+                f"parameter {name} is a DTensor, of which each rank holds a part, and plans are for whole ones: optimize "
+                "submodules without such parameters, one by one, and leave the others as they are"
             )
     if has_flat_parameters(model):
         raise InputError(

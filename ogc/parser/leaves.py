@@ -11,8 +11,7 @@ import torch
 
 from ..errors import InputError, ParseError
 from ..torch_state.hooks import is_compiled, only_collects
-from ..torch_state.private import hooks_of, parameters_of
-from ..torch_state.ranks.shards import is_spread
+from ..torch_state.private import hooks_of
 from .traced import OpaqueError
 
 log = logging.getLogger(__name__)
@@ -97,8 +96,6 @@ class Leaves:
         for name, module in self.modules.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self._add(name, "a torch.jit.ScriptModule")
-            elif name and any(map(is_spread, parameters_of(module).values())):
-                self._add(name, "has parameters of which each rank holds a part")
             elif is_compiled(module):
                 self._add(name, "runs compiled")
             elif name in hooked:

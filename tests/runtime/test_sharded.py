@@ -9,10 +9,12 @@ import torch.distributed as dist
 from ranks import Told
 from test_devices import Block, Network, NormOverRanks, Opened, assert_same, batch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ogc
 from ogc.torch_state.allocator import peak_bytes
@@ -129,8 +131,12 @@ def test_wishes_of_a_sharded_model(ranks):
     (quick, _) = ranks.run(memory, "after", {"max_overhead": 0.05})[0]
     assert least[1] < share[1] < 0.75 * share[0]
     assert least[1] < quick[1]
-    with pytest.raises(AssertionError, match=r"InputError.*its units are planned one by one"):
-        ranks.run(memory, "after", {"memory_budget": "1MB"})
+    ranks.run(refused)
+
+
+def refused(rank):
+    with pytest.raises(ogc.InputError, match="its units are planned one by one"):
+        sharded(Network(width=WIDTH), "after", {}, lambda module, x: ogc.optimize(module, x, memory_budget="1MB"))
 
 
 def parses(rank):
@@ -221,3 +227,70 @@ def test_wrapped(ranks, how, orig):
     """With one flat parameter for all the plain model runs, and the log says what to do."""
     lines = ranks.run(wrapped, how, orig)[0]
     assert any("use_orig_params=True" in line for line in lines) != orig
+
+
+# -- Tensor parallel ---------------------------------------------------------------------------------------
+
+
+def in_parallel(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+    return model
+
+
+def tensor_parallel(rank, how):
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH))
+    other, x = copy.deepcopy(plain), batch(0, 0, 32, WIDTH)
+    in_parallel(plain)
+    with Told() as told:
+        if how == "before":
+            other = in_parallel(ogc.optimize(other, x))
+        elif how == "units before":
+            for number, block in enumerate(other.blocks):
+                other.blocks[number] = ogc.optimize(block, x)
+            in_parallel(other)
+        else:
+            in_parallel(other)
+            with pytest.raises(ogc.InputError, match=r"blocks\.0\.wide\.weight is a DTensor"):
+                ogc.optimize(other, x)
+            other.head = ogc.optimize(other.head, x)  # which holds no part of anything
+        runs = []
+        for one in (plain, other):
+            torch.manual_seed(3)
+            seen, optimizer = [], torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = one(batch(0, step, 32, WIDTH)).square().mean()
+                loss.backward()
+                optimizer.step()
+                tensors = [t for p in one.parameters() for t in (p, p.grad)]
+                seen += [loss.detach(), *(whole(t).detach().clone() for t in tensors)]
+            runs.append(seen)
+    assert_same(*runs)
+    return told.lines
+
+
+@pytest.mark.parametrize("how", ["before", "units before", "after"])
+def test_tensor_parallel(ranks, how):
+    """A model that was optimized before runs plain, and says so; afterwards there is an error before any training."""
+    lines = ranks.run(tensor_parallel, how)[0]
+    assert how == "after" or any("runs the plain model" in line for line in lines)
+
+
+def with_tensors_of_all_ranks(rank):
+    """Parameters and inputs become DTensors, without any hook."""
+    torch.manual_seed(0)
+    mesh, runs = init_device_mesh("cpu", (2,)), []
+    plain = Block(WIDTH)
+    other = copy.deepcopy(plain)
+    for one in (plain, ogc.optimize(other, batch(0, 0, 32, WIDTH))):
+        one = distribute_module(one, mesh)
+        one(distribute_tensor(batch(0, 0, 32, WIDTH), mesh, [Shard(0)])).square().mean().backward()
+        runs.append([whole(p.grad).clone() for p in one.parameters()])
+    assert_same(*runs)
+
+
+def test_a_model_of_tensors_of_all_ranks_runs_plain(ranks):
+    ranks.run(with_tensors_of_all_ranks)

@@ -239,6 +239,8 @@ def counts_writes(version_of):
 
 
 X = torch.ones(2, 3)
+
+
 def is_finished(work):
     return "Work" in str(work()._type()) and work()._has_method("wait")
 

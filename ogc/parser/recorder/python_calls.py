@@ -15,7 +15,6 @@ from ...torch_state.dispatch import unseen
 from ...torch_state.hooks import collectors_watched, is_compiled
 from ...torch_state.private import MAKE_SUBCLASS, is_functorch_active
 from ...torch_state.random_state import python_random_state
-from ...torch_state.ranks.shards import is_spread
 from ..forward.location import user_line
 from ..forward.patches import CONTENT, TEXT, checkpoint_nothing, replace, wrap
 from .leaf_calls import LeafCalls
@@ -81,8 +80,7 @@ class PythonCalls:
             return call(module, *args, **kwargs)
         self.look_for_draws()
         if name in self.recorder.leaves:
-            is_closed = is_compiled(module) or any(map(is_spread, module.parameters()))
-            own = partial(self._unwatched, call, module) if is_closed else partial(call, module)
+            own = partial(self._compiled, call, module) if is_compiled(module) else partial(call, module)
             try:
                 return self.calls.module(name, own, args, kwargs)
             finally:
@@ -92,8 +90,8 @@ class PythonCalls:
             self.look_for_draws()
             return result
 
-    def _unwatched(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Nothing is patched inside: compiled code looks at what it calls, and tensors of many ranks are no tensors."""
+    def _compiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Nothing is patched inside: compiled code looks at what it calls."""
         self.patches.close()
         try:
             with unseen():
