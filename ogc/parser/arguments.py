@@ -33,8 +33,8 @@ def check_model(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if is_spread(parameter):
             raise InputError(
-                f"parameter {name} is a DTensor, of which each rank holds a part, and plans are for whole ones: optimize "
-                "submodules without such parameters, one by one, and leave the others as they are"
+                f"parameter {name} is a DTensor, of which each rank holds a part, and plans are for whole ones: "
+                "optimize submodules without such parameters, one by one, and leave the others as they are"
             )
     if has_flat_parameters(model):
         raise InputError(

@@ -13,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ogc
 from ogc.runtime import frame
+from ogc.torch_state.ranks import agreement
+from ogc.torch_state.ranks.collectives import alone
 
 
 class Block(nn.Module):
@@ -266,6 +268,42 @@ def test_one_rank_plans_inside_a_step(ranks, change):
     assert change == "size" or any("is ready" in line for line in lines)
 
 
+def stand_ins(rank):
+    """All collectives, on one rank alone."""
+    from torch.distributed import _functional_collectives as functional
+
+    if rank:
+        return
+    x, four = torch.arange(3.0), torch.arange(4.0).requires_grad_()
+    with alone():
+        for call in (dist.all_reduce, lambda t: dist.broadcast(t, 1), lambda t: dist.reduce(t, 1)):
+            call(y := x.clone())
+            assert torch.equal(x, y)
+        dist.all_reduce(x.clone(), async_op=True).wait()
+        dist.barrier()
+        dist.all_gather(parts := [torch.empty(3), torch.empty(3)], x)
+        assert all(torch.equal(part, x) for part in parts)
+        dist.all_gather_into_tensor(both := torch.empty(6), x)
+        assert torch.equal(both, torch.cat([x, x]))
+        dist.reduce_scatter_tensor(half := torch.empty(2), torch.arange(4.0))
+        assert torch.equal(half, torch.arange(2.0))
+        dist.all_to_all_single(other := torch.empty(4), torch.arange(4.0))
+        assert torch.equal(other, torch.arange(4.0))
+        dist.all_gather_object(objects := [None, None], {"a": 1})
+        assert objects == [{"a": 1}] * 2
+        dist.send(x, 1)
+        dist.recv(nothing := torch.ones(3), 1)
+        assert torch.equal(nothing, torch.zeros(3))
+        assert torch.equal(functional.all_reduce(x, "sum", dist.group.WORLD) + 0, x)
+        assert torch.equal(functional.all_gather_tensor(x, 0, dist.group.WORLD) + 0, torch.cat([x, x]))
+        torch.cat(dist.nn.functional.all_gather(four)).sum().backward()
+        assert four.grad is not None
+
+
+def test_a_rank_that_plans_talks_to_nobody(ranks):
+    ranks.run(stand_ins)
+
+
 # -- Equal plans -------------------------------------------------------------------------------------------
 
 
@@ -335,3 +373,34 @@ def in_parts(rank):
 
 def test_collectives_of_a_model_in_parts(ranks):
     ranks.run(in_parts)
+
+
+def answers(rank):
+    asked = []
+    first = agreement.first_of_all("whose", lambda: asked.append(1) or rank)
+    again = agreement.first_of_all("whose", lambda: asked.append(1) or 7)
+    own = agreement.first_of_all(f"rank {rank}", lambda: rank)
+    agreement.store_of_all_ranks = lambda: Broken()
+    try:
+        broken = agreement.first_of_all("another", lambda: rank)
+    finally:
+        agreement.store_of_all_ranks = store
+    assert len(asked) <= 1 and own == broken == rank and first == again
+    return first
+
+
+store = agreement.store_of_all_ranks
+
+
+class Broken:
+    """A store that nobody answers for."""
+
+    def check(self, *given):
+        raise dist.DistNetworkError("gone")
+
+    compare_set = check
+
+
+def test_ranks_have_one_answer(ranks):
+    one, other = ranks.run(answers)
+    assert one == other
