@@ -124,6 +124,8 @@ def optimize(
         CheckError: with ``verify``, where the result differs from the plain model.
     """
     _check_slices(batch_slices, solver, verify)
+    if isinstance(model, torch.nn.Module) and has_units(model) and (verify or device_memory is not None):
+        raise InputError("verify= and device_memory= need all of a model, and this one is sharded: leave them out")
     if targets is not None and not callable(loss):
         raise InputError("targets= is what loss= takes besides the output; give loss= too")
     if callable(loss) and outputs == "loss":
@@ -194,7 +196,7 @@ class _Planning:
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by one plan, or in parts where that cannot be or is worse."""
         if has_units(model):
-            check_wish_of_units(self.options)
+            check_wish_of_units(self.options, self.batch_slices)
             return _planned_when_called(model, self)
         result = self.now(model, sample_input)
         setattr(type(result), MADE_AGAIN, (_planned_when_called, self))

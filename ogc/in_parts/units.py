@@ -36,10 +36,12 @@ def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
     return module_in_parts(model, Parts([], late, LatePlanner(options, [])), {})
 
 
-def check_wish_of_units(options: Options) -> None:
+def check_wish_of_units(options: Options, batch_slices: int) -> None:
     """Raise InputError if the wish can only be met for the model as a whole."""
     if options.wish.is_in_bytes:
         raise InputError(
             "the model is sharded, and its units are planned one by one: a budget in bytes is for all of them; give a "
             "share, such as memory_budget=0.4, or max_overhead"
         )
+    if batch_slices > 1:
+        raise InputError("the model is sharded, and its units are planned one by one: batch_slices does not go with it")

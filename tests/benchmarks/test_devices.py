@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,3 +26,19 @@ def test_ways_on_two_ranks(tmp_path):
         assert len(row["peak_bytes"]) == len(row["seconds"]) == row["ranks"] == 2
         assert row["way"] in done.stdout
     assert max(ours["peak_bytes"]) < 0.8 * min(plain["peak_bytes"])
+
+
+def test_the_page_has_what_was_measured():
+    page = (ROOT / "docs" / "devices.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "devices.json").read_text())["rows"]
+    for row in rows:
+        peak, seconds = max(row["peak_bytes"]) / 2**20, max(row["seconds"])
+        assert f"| {row['way']} | {peak:.1f} | {seconds:.2f} |" in page
+        assert row["is_plain"] and row["batch_size"] == 8
+
+
+def test_the_page_names_tests_that_there_are():
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "runtime").glob("*.py"))
+    names = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "devices.md").read_text()))
+    assert len(names) > 10
+    assert not {name for name in names if f"def {name}(" not in tests}

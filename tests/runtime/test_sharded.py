@@ -135,8 +135,10 @@ def test_wishes_of_a_sharded_model(ranks):
 
 
 def refused(rank):
-    with pytest.raises(ogc.InputError, match="its units are planned one by one"):
-        sharded(Network(width=WIDTH), "after", {}, lambda module, x: ogc.optimize(module, x, memory_budget="1MB"))
+    wishes = ({"memory_budget": "1MB"}, "a budget in bytes"), ({"batch_slices": 2}, "batch_slices does not go with it")
+    for wish, what in (*wishes, ({"verify": True}, "verify="), ({"device_memory": "1GB"}, "device_memory=")):
+        with pytest.raises(ogc.InputError, match=what):
+            sharded(Network(width=WIDTH), "after", {}, lambda module, x, wish=wish: ogc.optimize(module, x, **wish))
 
 
 def parses(rank):

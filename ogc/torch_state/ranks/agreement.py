@@ -28,10 +28,10 @@ def first_of_all(question: str, answer: Callable[[], T]) -> T:
         question: text that is equal on the ranks that are to agree, and on no others.
         answer: plain data that can be pickled; it is asked for only where no rank has answered yet.
     """
-    if not are_several():
+    store = store_of_all_ranks() if are_several() else None
+    if store is None:
         return answer()
     key = f"ogc/{hashlib.sha256(question.encode()).hexdigest()}"
-    store = store_of_all_ranks()
     if (known := _asked(lambda: store.get(key) if store.check([key]) else None)) is not None:
         return known
     mine = answer()
