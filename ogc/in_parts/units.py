@@ -6,12 +6,17 @@ needs no gathering of its own. Equal units are planned once.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..errors import InputError, ParseError
+from ..plan import part_cost, plain_plan
 from ..torch_state.ranks.shards import planned_apart
+from .combine import Problem, Stop
 from .module import Parts, module_in_parts
 from .options import Options
+from .plan import PartPlan, PartsPlan, PlainRest
 from .share import LatePlanner
 
 
@@ -33,7 +38,27 @@ def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
     }
     if not late:
         raise ParseError("no submodule of the sharded model is trained and called with all its parameters at hand")
-    return module_in_parts(model, Parts([], late, LatePlanner(options, [])), {})
+    parts, names = Parts([], late, LatePlanner(options, [])), {id(module): name for name, module in late.items()}
+    return module_in_parts(model, parts, {"plan": property(lambda self: _plan_so_far(parts, names, options))})
+
+
+def _plan_so_far(parts: Parts, names: dict[int, str], options: Options) -> PartsPlan:
+    """The plans of the units that were called, as if each was called once in a step."""
+    planned = [(names[key], twin.runner.sample) for key, twin in parts.twins.items()]
+    found = [(name, one.graph, replace(one.plan, graph=one.graph)) for name, one in planned if one.graph and one.plan]
+    ways = [(part_cost(graph, plan), part_cost(graph, plain_plan(graph))) for _, graph, plan in found]
+    problem = Problem(tuple(map(Stop, range(len(found)))), tuple(ways))
+    return PartsPlan(
+        parts=tuple(PartPlan(name, 1, plan, way[0]) for (name, _, plan), way in zip(found, ways, strict=True)),
+        plain=(PlainRest("", "is sharded; its units are planned with their first calls"),),
+        peak_bytes=problem.peak((0,) * len(found)),
+        plain_peak_bytes=problem.peak((1,) * len(found)),
+        rest_bytes=0,
+        part_seconds=sum(plan.step_seconds for _, _, plan in found),
+        recomputed_seconds=problem.seconds((0,) * len(found)),
+        is_measured=False,
+        solver=options.solver,
+    )
 
 
 def check_wish_of_units(options: Options, batch_slices: int) -> None:

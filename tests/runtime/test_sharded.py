@@ -154,6 +154,9 @@ def parses(rank):
             model(batch(rank, 0, 32, WIDTH)).square().mean().backward()
     finally:
         share.ways_of = ways_of
+    plan = model.plan
+    assert {part.name for part in plan.parts} >= {"blocks.0", "blocks.3", "head"}
+    assert plan.peak_bytes < plan.plain_peak_bytes and "blocks.3" in str(plan)
     return found
 
 
