@@ -124,7 +124,7 @@ def optimize(
         CheckError: with ``verify``, where the result differs from the plain model.
     """
     _check_slices(batch_slices, solver, verify)
-    if isinstance(model, torch.nn.Module) and has_units(model) and (verify or device_memory is not None):
+    if has_units(model) and (verify or device_memory is not None):
         raise InputError("verify= and device_memory= need all of a model, and this one is sharded: leave them out")
     if targets is not None and not callable(loss):
         raise InputError("targets= is what loss= takes besides the output; give loss= too")
@@ -211,7 +211,7 @@ class _Planning:
     def now(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model planned as it stands, without what unpickles it."""
         own_graph, options = self.parsing["parse_graph"], self.options
-        if has_inner_units(model):
+        if has_units(model) and has_inner_units(model):
             return optimize_units(model, options)
         in_one_plan = self.batch_slices > 1 or parse_graph_of(model, own_graph) is not None
         try:

@@ -22,9 +22,9 @@ def is_wrapper(module: torch.nn.Module) -> bool:
     return isinstance(module, _sharding("FullyShardedDataParallel"))
 
 
-def has_units(module: torch.nn.Module) -> bool:
-    """Whether the module is such a unit, or has some inside."""
-    return any(is_unit(one) or is_wrapper(one) for one in module.modules())
+def has_units(module: Any) -> bool:
+    """Whether something is a module that is such a unit, or has some inside."""
+    return isinstance(module, torch.nn.Module) and any(is_unit(one) or is_wrapper(one) for one in module.modules())
 
 
 def has_inner_units(module: torch.nn.Module) -> bool:
