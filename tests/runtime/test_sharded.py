@@ -299,3 +299,38 @@ def with_tensors_of_all_ranks(rank):
 
 def test_a_model_of_tensors_of_all_ranks_runs_plain(ranks):
     ranks.run(with_tensors_of_all_ranks)
+
+
+# -- A training loop ---------------------------------------------------------------------------------------
+
+
+def loop(rank, how):
+    """Evaluation first, then gradients added up over two batches, the first without other ranks."""
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH))
+    other, runs = copy.deepcopy(plain), []
+    for one, optimize in ((plain, lambda module, x: module), (other, ogc.optimize)):
+        model = sharded(one, how, {}, optimize)
+        torch.manual_seed(3 + rank)
+        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.01), []
+        for step in range(3):
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(batch(rank, 10 + step, 16, WIDTH)))
+            model.train()
+            for part in range(2):
+                model.set_requires_gradient_sync(part == 1)
+                loss = model(batch(rank, 2 * step + part, 32, WIDTH)).square().mean()
+                loss.backward()
+                seen.append(loss.detach())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [whole(p).detach().clone() for p in model.parameters()]
+        runs.append(seen)
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("how", ["before", "after", "units after"])
+def test_a_loop_with_sharded_parameters(ranks, how):
+    ranks.run(loop, how)
