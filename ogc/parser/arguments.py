@@ -11,7 +11,7 @@ from ..errors import InputError
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec
 from ..torch_state.hooks import is_compiled
-from ..torch_state.ranks.shards import has_flat_parameters, is_spread
+from ..torch_state.ranks.shards import is_spread
 from .weigh.record import is_dense
 
 
@@ -36,11 +36,6 @@ def check_model(model: Any) -> None:
                 f"parameter {name} is a DTensor, of which each rank holds a part, and plans are for whole ones: "
                 "optimize submodules without such parameters, one by one, and leave the others as they are"
             )
-    if has_flat_parameters(model):
-        raise InputError(
-            "the parameters of the model are views of one flat parameter, made anew for each forward; "
-            "wrap it in FullyShardedDataParallel(..., use_orig_params=True)"
-        )
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(); leave it first")
     for name, parameter in model.named_parameters():

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .private import CALL, MEMBERS
+from .ranks.shards import has_flat_parameters, views_of_flat
 
 LARGE, DEEP = 1000, 4
 """Containers with more items, and those that are nested deeper, are not looked into."""
@@ -105,6 +106,7 @@ class WatchedAttributes:
         self, model: torch.nn.Module, leaves: Collection[str] = (), names: Collection[str] | None = None
     ) -> None:
         self.names = None if names is None else frozenset(names)
+        self.is_flat = has_flat_parameters(model)
         self.inside = tuple(f"{leaf}." for leaf in leaves)
         self.held = self._held(model)
         self.seen: weakref.WeakKeyDictionary[torch.nn.Module, _Seen] = weakref.WeakKeyDictionary()
@@ -129,9 +131,9 @@ class WatchedAttributes:
         return _Seen.of([(vars(module), self._keys(module)) for module in modules])
 
     def _keys(self, module: torch.nn.Module) -> tuple[str, ...]:
-        return tuple(
-            key for key in attributes(module) if key not in UNWATCHED and (self.names is None or key in self.names)
-        )
+        views = views_of_flat(module) if self.is_flat else ()
+        known = [key for key in attributes(module) if key not in UNWATCHED and key not in views]
+        return tuple(key for key in known if self.names is None or key in self.names)
 
 
 class _Seen(NamedTuple):

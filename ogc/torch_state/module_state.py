@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .private import HOOKS, MEMBERS, parameters_of, submodules_of
-from .ranks.shards import is_spread
+from .ranks.shards import is_flat, is_spread
 
 _training = itemgetter("training")
 _look = attrgetter("requires_grad", "dtype", "device", "shape")
@@ -54,7 +54,7 @@ class WatchedModule:
 
     def bound(self, key: Any, bind: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """What ``bind`` returned for a key since something changed last, be it by :meth:`state` or now."""
-        if self.bound_to is not self.description:
+        if self.bound_to is not self.description or self.is_flat:
             self.bound_to, self._bound = self.description, {}
         if key not in self._bound:
             self._bound[key] = bind()
@@ -86,6 +86,7 @@ class WatchedModule:
         self.training = list(map(_training, self.attributes))
         self.looks = list(map(_look, self.parameters))
         self.scripts = _describe_scripted(self.scripted)
+        self.is_flat = any(map(is_flat, self.parameters))
         self.description = self._describe(hooks)
 
     def _describe(self, hooks: list[Any]) -> State:

@@ -32,9 +32,20 @@ def has_inner_units(module: torch.nn.Module) -> bool:
     return any(is_wrapper(one) or (is_unit(one) and one is not module) for one in module.modules())
 
 
+def is_flat(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is all of a wrapped module's in one."""
+    return isinstance(parameter, _sharding("FlatParameter"))
+
+
 def has_flat_parameters(module: torch.nn.Module) -> bool:
-    """Whether what the module computes with are views of one parameter, made anew for each forward."""
-    return any(isinstance(parameter, _sharding("FlatParameter")) for parameter in module.parameters())
+    """Whether what the module computes with are plain attributes, views of one parameter, made anew in each forward."""
+    return any(map(is_flat, module.parameters()))
+
+
+def views_of_flat(module: torch.nn.Module) -> list[str]:
+    """The names of such attributes of one module, where it or one around it has a flat parameter."""
+    found = vars(module).items()
+    return [name for name, value in found if isinstance(value, torch.Tensor) and value.grad_fn is not None]
 
 
 def _sharding(name: str) -> Any:
@@ -64,24 +75,35 @@ def parameters_apart(model: torch.nn.Module) -> Iterator[None]:
     Else backwards of single operations would come to that one, whose gradients are handed to other ranks.
     """
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    views = [
-        (module, name, view)
-        for module in modules
-        for name, view in parameters_of(module).items()
-        if view is not None and view.grad_fn is not None
+    tables = [(parameters_of(module), name) for module in modules for name in parameters_of(module)]
+    views = [(table, name, view) for table, name in tables if (view := table[name]) is not None and view.grad_fn]
+    beside = [
+        (vars(module), parameters_of(module), name) for module in modules for name in _views_beside(model, module)
     ]
-    twins = {id(view): torch.nn.Parameter(view.detach()) for _, _, view in views}
-    beside = [(module, name) for module, name, _ in views if name in vars(module)]  # as a plain attribute, too
+    attributes = [(found, table, name, found[name]) for found, table, name in beside]
+    twins = {id(v): torch.nn.Parameter(v.detach()) for v in (*(v for *_, v in views), *(v for *_, v in attributes))}
+    known = [(table, dict(table)) for _, table, *_ in attributes]
     try:
-        for module, name, view in views:
-            vars(module).pop(name, None)
-            parameters_of(module)[name] = twins[id(view)]
+        for found, table, name, view in attributes:
+            del found[name]
+            table[name] = twins[id(view)]
+        for table, name, view in views:
+            table[name] = twins[id(view)]
         yield
     finally:
-        for module, name, view in views:
-            parameters_of(module)[name] = view
-        for module, name in beside:
-            vars(module)[name] = parameters_of(module)[name]
+        for table, content in known:
+            for name in table.keys() - content.keys():
+                del table[name]
+        for table, name, view in views:
+            table[name] = view
+        for found, _, name, view in attributes:
+            found[name] = view
+
+
+def _views_beside(model: torch.nn.Module, module: torch.nn.Module) -> list[str]:
+    """Views of a flat parameter that are plain attributes of a module of ``model``, instead of parameters or beside."""
+    is_flat = has_flat_parameters(model)
+    return [name for name in views_of_flat(module) if is_flat or name in parameters_of(module)]
 
 
 def own_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
