@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -39,6 +40,8 @@ def agreed_plan(graph: Graph, asked: object, make: Callable[[], Plan]) -> Plan:
         return made[0]
     try:
         plan = plain_plan(graph) if decisions.is_plain else make_plan(graph, decisions, solver)
+        if budget is not None and plan.peak_bytes > budget:  # sizes were measured, and are others there
+            raise PlanError(f"it takes {plan.peak_bytes} bytes on this rank, more than {budget}")
     except PlanError as error:
         log.info("the plan of another rank does not fit: %s", error)
         return made[0] if made else own()
@@ -50,6 +53,6 @@ def question(asked: object, graphs: Iterable[Graph]) -> str:
     found = [repr(asked)]
     for graph in graphs:
         found += [graph.device, str(getattr(graph.program, "graph", ""))]
-        found += [f"{value.name} {value.bytes}" for value in graph.values]
+        found += map(str, graph.values)
         found += [f"{op.name} {op.reads} {op.writes} {op.saves} {op.replayable}" for op in graph.operations]
-    return "\n".join(map(str, found))
+    return re.sub(r"\b(cuda|xpu):\d+", r"\1", "\n".join(found))  # each rank has a device of its own
