@@ -36,6 +36,9 @@ from .networks import ARCHITECTURES
 STEPS = 5
 """How many losses are compared, at least."""
 
+CPU_BATCH_SIZE = 8
+"""Of each rank: small, as both have to fit on one machine."""
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -84,7 +87,7 @@ def _rows(name: str, device: torch.device, options: argparse.Namespace) -> list[
     torch.manual_seed(options.seed)
     architecture = ARCHITECTURES[name]
     model = architecture.build().to(device).train()
-    size = batch_size_of(name, device, options)
+    size = CPU_BATCH_SIZE if device.type == "cpu" and not options.batch_size else batch_size_of(name, device, options)
     torch.manual_seed(options.seed + 1 + dist.get_rank())
     batches = [architecture.input.sample(size, options.size).to(device) for _ in range(STEPS)]
     trainings = {way: _Training(make(model, batches[0])) for way, make in WAYS.items()}
