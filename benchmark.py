@@ -6,6 +6,7 @@
     python benchmark.py --arch resnet18 --solver optimal chen --plot pictures
     python benchmark.py --arch gpt2_small --compare --size 128
     python benchmark.py --arch resnet50 --device-memory 2GB --optimizer AdamW --loss cross-entropy --largest-batch
+    torchrun --nproc-per-node 2 benchmark.py --arch densenet_cifar --device cpu
     python benchmark.py --arch list
     python benchmark.py --suite quick
     python benchmark.py --probe --device cuda:0 --json probe.json
@@ -15,8 +16,8 @@ allocated. Memory is the allocator's peak during a step less what was allocated 
 Huang, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs", CVPR 2021. With ``--compare``: other ways
 to save activation memory beside ours, see benchmarks/peers. With ``--suite``: all committed results again, or the time
 that plans promise and steps pay, see benchmarks/suites.py. With ``--probe``: in at most 25 minutes all that is to be
-known of a device, see benchmarks/probe. A row that fails is reported, the others are measured all
-the same, and the exit status is not 0.
+known of a device, see benchmarks/probe. Started by torchrun: on many devices, see benchmarks/devices.py. A row that
+fails is reported, the others are measured all the same, and the exit status is not 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import making
+from benchmarks import devices, making
 from benchmarks.arguments import batch_size, budget, optimizer, positive, share
 from benchmarks.losses import LOSSES
 from benchmarks.networks import ARCHITECTURES, PUBLISHED, listed
@@ -48,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.arch == ["list"]:
         print(listed())
         return 0
+    if devices.is_one_of_several():
+        return devices.run(options, command)
     return run(options, command)
 
 

@@ -88,6 +88,11 @@ FULL = (
     Run("zoo_transformers", f"{ZOO} transformers", "zoo/transformers.json"),
     Run("sliced", f"{PUBLISHED} vgg11 vgg16 --batch-slices 8", "cpu_sliced.json"),
     Run("logits", "-m benchmarks.logits", "logits.json"),
+    Run(
+        "devices",
+        "-m torch.distributed.run --nproc-per-node 2 benchmark.py --device cpu --batch-size 8 --arch densenet_cifar",
+        "devices.json",
+    ),
     Run("zoo_torchvision", f"{ZOO} torchvision {' '.join(TORCHVISION.split())}", "zoo/torchvision.json"),
     Run("compare_resnet50", f"{COMPARE} resnet50 --batch-size 8", "compare/cpu_resnet50.json"),
     Run("zoo_timm", f"{ZOO} timm", "zoo/timm.json"),

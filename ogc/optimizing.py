@@ -11,12 +11,22 @@ from typing import Any
 
 import torch
 
+from .agreement import agreed_plan
 from .checking.check import ONE_STEP
 from .device.needs import fixed_needs, within_device
 from .device.optimizer import Optimizer
-from .errors import InputError, ParseError, PlanError, SolveError
+from .errors import InputError, OgcError, ParseError, PlanError, SolveError
 from .graph import Graph
-from .in_parts import Options, PartsPlan, heavy_leaves, in_parts_if_better, in_parts_instead, optimize_in_parts
+from .in_parts import (
+    Options,
+    PartsPlan,
+    check_wish_of_units,
+    heavy_leaves,
+    in_parts_if_better,
+    in_parts_instead,
+    optimize_in_parts,
+    optimize_units,
+)
 from .parser import LeafModules, Loss, ParseGraph, hooked_modules, parse
 from .parser.arguments import call_arguments, check_model
 from .parser.custom import parse_graph_of
@@ -27,17 +37,20 @@ from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .replan import Replanner, meets
 from .runtime import optimized_module
-from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around
+from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, plain_instance
 from .runtime.runner import is_planned_call
 from .runtime.with_loss import TARGETS, with_loss
 from .slicing import Stretches, slice_batch, sliced_along
 from .solver import Budget, Wish, solve
 from .stored import NOWHERE, Store, key_of, saved_plan, taken_up
 from .torch_state.forwards import original_class, plain_forward
+from .torch_state.ranks.shards import has_inner_units, has_units
+from .torch_state.ranks.wrappers import within_data_parallel
 
 log = logging.getLogger(__name__)
 
 
+@within_data_parallel
 def optimize(
     model: torch.nn.Module,
     sample_input: Any,
@@ -64,7 +77,7 @@ def optimize(
 
     Args:
         model: any module whose forward takes and returns tensors; it stays usable and shares its
-            parameters, buffers and submodules with the result.
+            parameters, buffers and submodules with the result. In a DistributedDataParallel its module is optimized.
         sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments, shaped like
             a training batch and on the model's device.
         loss: how a step goes on: ``loss(output)`` returns the one number that the backward starts from, such as a
@@ -117,6 +130,8 @@ def optimize(
     """
     _check_slices(batch_slices, solver, verify)
     store, saved = Store.at(cache_dir), None if plan is None else saved_plan(plan)
+    if has_units(model) and (verify or device_memory is not None):
+        raise InputError("verify= and device_memory= need all of a model, and this one is sharded: leave them out")
     if targets is not None and not callable(loss):
         raise InputError("targets= is what loss= takes besides the output; give loss= too")
     if callable(loss) and outputs == "loss":
@@ -193,16 +208,27 @@ class _Planning:
 
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by one plan, or in parts where that cannot be or is worse."""
+        if has_units(model):
+            check_wish_of_units(self.options, self.batch_slices)
+            return _planned_when_called(model, self)
         with self.store.times():
-            result = self._optimized(model, sample_input)
+            result = self.now(model, sample_input)
         found = getattr(type(result), OWN_PLAN).as_saved()
-        setattr(type(result), MADE_AGAIN, (_unpickled, replace(self, saved=found, must_fit=False)))
+        setattr(type(result), MADE_AGAIN, (_planned_when_called, replace(self, saved=found, must_fit=False)))
         return result
 
-    def _optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
+    @property
+    def options(self) -> Options:
+        """Those of parts."""
         own_graph, leaves = self.parsing["parse_graph"], self.parsing["repeatable_leaves"]
         own = own_graph is None
-        options = Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own, self.store)
+        return Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own, self.store)
+
+    def now(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
+        """The model planned as it stands, without what unpickles it."""
+        own_graph, options = self.parsing["parse_graph"], self.options
+        if has_units(model) and has_inner_units(model):
+            return optimize_units(model, options)
         in_one_plan = self.batch_slices > 1 or parse_graph_of(model, own_graph) is not None
         try:
             graph = self.graph_of(model, sample_input)
@@ -216,7 +242,8 @@ class _Planning:
         heavy = {} if in_one_plan or is_wrapped else heavy_leaves(model, graph, options)
         budget = self.wish.memory_budget
         hooked = hooked_modules(dict(model.named_modules()))
-        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.wish))
+        units = partial(optimize_units, options=options)
+        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.wish), units)
 
         def take_up(saved: SavedPlan) -> torch.nn.Module | None:
             if saved.kind == PARTS and heavy:
@@ -256,16 +283,22 @@ class _Planning:
         """The plan for a graph within a budget, and the graph that it is for: one that was kept, or a new one."""
         wish, overhead = Wish(budget, self.wish.max_overhead), self.wish.max_overhead
         key = key_of("plan", graph, wish, self.solver, self.batch_slices)
-        found = self.store.found(key, partial(self._taken_up, model, sample_input, graph, wish))
-        if found is not None:
-            return found
         asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": overhead}
+
+        def make() -> tuple[Graph, Plan]:
+            found = self.store.found(key, partial(self._taken_up, model, sample_input, graph, wish))
+            if found is not None:
+                return found
+            if self.batch_slices > 1:
+                found = slice_batch(model, sample_input, graph, slices=self.batch_slices, **self.parsing, **asked)
+            else:
+                found = graph, solve(graph, solver=self.solver, **asked)
+            self.store.keep(key, found[1].as_saved)
+            return found
+
         if self.batch_slices > 1:
-            found = slice_batch(model, sample_input, graph, slices=self.batch_slices, **self.parsing, **asked)
-        else:
-            found = graph, solve(graph, solver=self.solver, **asked)
-        self.store.keep(key, found[1].as_saved)
-        return found
+            return make()
+        return graph, agreed_plan(graph, (wish, self.solver), lambda: make()[1])
 
     def _taken_up(
         self, model: torch.nn.Module, sample_input: Any, graph: Graph, wish: Wish, saved: SavedPlan
@@ -287,22 +320,29 @@ class _Planning:
             return self.plan(model, sample_input, graph, budget)
 
 
-def _unpickled(model: torch.nn.Module, planning: _Planning) -> torch.nn.Module:
-    """The module that was pickled, which is planned at its first call in training."""
+def _planned_when_called(model: torch.nn.Module, planning: _Planning) -> torch.nn.Module:
+    """The module, planned at its first call in training: it was pickled, or its parameters are not here before."""
     training, found = model.training, list[torch.nn.Module]()
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not found and not is_planned_call(self, training):
             return plain_forward(self)(*args, **kwargs)
         if not found:
-            found.append(planning.optimized(model, Call(args, kwargs)))
+            try:
+                with planning.store.times():
+                    found.append(planning.now(model, Call(args, kwargs)))
+            except OgcError as error:
+                if not has_units(model):
+                    raise
+                log.warning("ogc runs the plain model: %s", error)
+                found.append(plain_instance(model))
             made = vars(type(found[0]))
             for name in made.keys() & {"plan", "graph", "code", "report"}:  # unless the model has such an attribute
                 setattr(type(self), name, made[name])
         return found[0].forward(*args, **kwargs)
 
     result = instance_around(model, original_class(model).__name__, {"forward": forward}, {})
-    setattr(type(result), MADE_AGAIN, (_unpickled, planning))
+    setattr(type(result), MADE_AGAIN, (_planned_when_called, planning))
     return result
 
 

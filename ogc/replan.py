@@ -21,6 +21,7 @@ from .plan.simulate import plain_peak
 from .program.structures import Call, InputSpec
 from .solver import Budget, Wish
 from .solver.wish import in_bytes
+from .torch_state.ranks.shards import has_inner_units
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,21 @@ class Replanner:
     plan that does not keep them is not carried over, as ``keeps`` tells. Where a budget cannot be met, the plan is the
     one with the least peak; one that misses its share is carried over like those without a wish. No plan is made for
     hooks that submodules did not have when the model was optimized (``hooked`` had some): making it would run them
-    several times.
+    several times. ``units`` plans a model that was sharded.
     """
 
     make: Make | None = None
     budget: Budget | None = None
     hooked: Collection[str] = frozenset()
     keeps: Meets | None = None
+    units: Callable[[torch.nn.Module], torch.nn.Module] | None = None
+
+    def apart(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """The model with its units planned one by one, if it was sharded since it was planned."""
+        if self.units is None or not has_inner_units(model):
+            return None
+        log.warning("the model was sharded since it was optimized: its units are planned one by one")
+        return self.units(model)
 
     def carry_over(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
         """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the wish."""

@@ -87,3 +87,13 @@ def opened(monkeypatch):
     original = frame.Step.open
     monkeypatch.setattr(frame.Step, "open", lambda *args: (seen.append(1), original(*args))[1])
     return seen
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Two processes that talk to one another."""
+    from ranks import Ranks
+
+    found = Ranks()
+    yield found
+    found.stop()

@@ -19,7 +19,7 @@ STOREYS = (
     {"program"},
     {"operators"},
     {"parser", "solver", "runtime"},
-    {"replan", "slicing"},
+    {"replan", "slicing", "agreement"},
     {"stored"},
     {"in_parts"},
     {"checking", "device"},

@@ -28,6 +28,7 @@ from ..torch_state.attributes import changes, watched_attributes
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, version_of
+from ..torch_state.ranks.collectives import alone
 from .options import Options
 
 
@@ -40,12 +41,14 @@ class Part:
         module: the submodule.
         graph: what these calls compute.
         like: the number of the first part with equal operations; its own if it is that.
+        look: of the module, when it ran.
     """
 
     name: str
     module: torch.nn.Module
     graph: Graph
     like: int
+    look: Any
 
 
 @dataclass
@@ -113,25 +116,26 @@ class _Graphs:
                 return part
         graph = self._shared(module, call, inputs) or self.options.parse(module, name, call)
         like = next((p.like for p in self.parts if p.graph == graph), len(self.parts))
-        self.parts.append(Part(name, module, graph, like))
+        self.parts.append(Part(name, module, graph, like, look_of(module)))
         return self.parts[-1]
 
     def _shared(self, module: torch.nn.Module, call: Call, inputs: InputSpec) -> Graph | None:
         """The graph of an equal submodule, if it is certain to be this one's too."""
         for number, part in enumerate(self.parts):
             is_first = part.like == number and part.module is not module
-            if is_first and part.graph.program.inputs.fits(inputs) and is_alike(part.module, module):
+            if is_first and part.graph.program.inputs.fits(inputs) and is_alike(part, module):
                 with suppress(OgcError):
                     return carry_over(module, part.graph, call)
         return None
 
 
-def is_alike(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    """Whether two modules look the same, but for what their parameters and buffers hold."""
-    return type(one) is type(other) and _look(one) == _look(other)
+def is_alike(part: Part, module: torch.nn.Module) -> bool:
+    """Whether a module looks the same as a part did, but for what parameters and buffers hold."""
+    return type(part.module) is type(module) and part.look == look_of(module)
 
 
-def _look(module: torch.nn.Module) -> Any:
+def look_of(module: torch.nn.Module) -> Any:
+    """Equal for modules that compute the same from equal parameters."""
     tensors = {
         name: (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
         for name, t in (*module.named_parameters(), *module.named_buffers())
@@ -162,7 +166,7 @@ class _Forward:
         for tensor in (*tensor_leaves(args, kwargs), *self.model.parameters(), *self.model.buffers()):
             self._is_new(tensor)
         parameters, self.attributes = dict(self.model.named_parameters()), watched_attributes(self.model)
-        with torch.enable_grad(), plainly(), self._watched():
+        with torch.enable_grad(), plainly(), alone(), self._watched():
             try:
                 results = tensor_leaves(plain_forward(self.model)(*args, **kwargs))
             except Exception as error:

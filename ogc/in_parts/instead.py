@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any
 
@@ -11,11 +12,39 @@ import torch
 from ..errors import ParseError, SolveError
 from ..graph import Graph
 from ..plan import Plan, SavedPlan
+from ..plan.simulate import plain_peak
+from ..program.leaf import Leaf
 from .make import optimize_in_parts
 from .options import Options
 from .plan import PartsPlan
 
 log = logging.getLogger(__name__)
+
+HEAVY = 1 / 3
+"""Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
+
+
+def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
+    """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
+
+    Args:
+        model: as for :func:`ogc.optimize`.
+        graph: of the whole model.
+        options: leaves that they name are not among them.
+
+    Returns:
+        Nothing unless leaves hold a good part of the plain peak.
+    """
+    asked = set(options.asked_for(model))
+    nodes = zip(graph.operations[: graph.end], graph.program.operations, strict=True)
+    leaves = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, Leaf)]
+    held = [(op.internal_bytes, name) for op, name in leaves if name is not None and name not in asked]
+    if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
+        return {}
+    around = chain.from_iterable(list(accumulate(name.split("."), "{}.{}".format))[:-1] for _, name in held)
+    lists = torch.nn.ModuleList, torch.nn.ModuleDict
+    names = ["", *(name for name in around if not isinstance(model.get_submodule(name), lists))]
+    return dict.fromkeys(names, "leaves in it would hold much of the memory")
 
 
 def in_parts_instead(

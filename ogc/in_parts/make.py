@@ -7,63 +7,38 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import accumulate, chain
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from ..agreement import question
 from ..errors import ParseError, SolveError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..plan.saving import SavedDecisions, SavedPlan, saved_decisions
-from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
 from ..solver import solver_of
 from ..stored import tell_broken, tolerant
 from ..torch_state.allocator import can_measure
-from .combine import Choice, Problem, Stop, fastest, least_peak, within
+from ..torch_state.ranks.agreement import first_of_all
+from .choice.agreed import agreed_choice
+from .choice.combine import Choice, Problem, Stop, fastest, least_peak, within
+from .choice.ways import Way
 from .find import FoundParts, Part, find_parts, is_alike
 from .measure import Rest, measure, rest_of_step
 from .module import Parts, Twin, module_in_parts, twin_of
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
 from .resume import SavedParts
-from .share import Share, plan_late_part, planner_of
-from .ways import Way
+from .share import LatePlanner, Share, planner_of
 
 log = logging.getLogger(__name__)
 
-HEAVY = 1 / 3
-"""Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
-
 EXCESS = 1.01
 """By how much a saved plan may miss a budget where what is around the parts is measured in another step."""
-
-
-def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
-    """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
-
-    Args:
-        model: as for :func:`ogc.optimize`.
-        graph: of the whole model.
-        options: leaves that they name are not among them.
-
-    Returns:
-        Nothing unless leaves hold a good part of the plain peak.
-    """
-    asked = set(options.asked_for(model))
-    nodes = zip(graph.operations[: graph.end], graph.program.operations, strict=True)
-    leaves = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, Leaf)]
-    held = [(op.internal_bytes, name) for op, name in leaves if name is not None and name not in asked]
-    if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
-        return {}
-    around = chain.from_iterable(list(accumulate(name.split("."), "{}.{}".format))[:-1] for _, name in held)
-    lists = torch.nn.ModuleList, torch.nn.ModuleDict
-    names = ["", *(name for name in around if not isinstance(model.get_submodule(name), lists))]
-    return dict.fromkeys(names, "leaves in it would hold much of the memory")
 
 
 def optimize_in_parts(
@@ -99,9 +74,9 @@ def optimize_in_parts(
     with _quiet_about_leaves():
         planning.find(plain)
         planning.measure()
-    choice = planning.choose()
+    choice = planning.agreed(planning.choose())
     plan = planning.plan(choice)
-    if not is_wanted(plan) or not planning.keeps_wish(plan):
+    if not first_of_all(planning.question("is wanted"), lambda: is_wanted(plan)) or not planning.keeps_wish(plan):
         return None
     result = planning.module(choice, plan)
     _tell(plan)
@@ -140,7 +115,7 @@ class _Planning:
         if not ways:
             raise ParseError(f"Nothing in it can be planned either: {_listed(_named(found.plain))}")
         for name, module in found.late.items():
-            like = next((n for n, part in enumerate(found.parts) if is_alike(part.module, module)), None)
+            like = next((n for n, part in enumerate(found.parts) if is_alike(part, module)), None)
             if like is not None:
                 self.late[len(self.parts)] = like
                 self.parts.append(replace(found.parts[like], name=name, module=module))
@@ -224,6 +199,21 @@ class _Planning:
             return False
         return True
 
+    def question(self, what: str) -> str:
+        """What all ranks that plan the same parts by the same wish ask."""
+        names = [part.name for part in self.parts]
+        return question((what, names, self.options.wish, self.options.solver), [part.graph for part in self.parts])
+
+    def agreed(self, choice: Choice) -> Choice:
+        """The choice of the first rank that made one."""
+        graphs = [part.graph for part in self.parts]
+        ways, choice = agreed_choice(self.question("choice"), graphs, self.ways, choice, self.options.solver)
+        if ways is not self.ways:
+            self.ways = ways
+            self.twins.clear()  # which go by the places of ways
+            del self.problem
+        return choice
+
     def plan(self, choice: Choice) -> PartsPlan:
         """The choice as a plan that can be looked at."""
         problem, found = self.problem, self.found
@@ -289,11 +279,8 @@ class _Planning:
         return {self.parts[numbers[0]].name: self._twin(numbers, choice) for numbers in self._modules.values()}
 
     def _parts(self, twins: Mapping[str, Twin], choice: Choice, late: Mapping[str, torch.nn.Module]) -> Parts:
-        examples = {
-            self.parts[number].name: (self.parts[like], self._share(number, choice))
-            for number, like in self.late.items()
-        }
-        return Parts(list(twins.values()), late, partial(plan_late_part, self.options, examples))
+        examples = [(self.parts[like], self._share(number, choice)) for number, like in self.late.items()]
+        return Parts(list(twins.values()), late, LatePlanner(self.options, examples))
 
     @cached_property
     def _modules(self) -> dict[torch.nn.Module, list[int]]:

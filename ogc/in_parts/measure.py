@@ -21,8 +21,10 @@ from ..program.program import device_of_model, tensor_leaves
 from ..program.structures import InputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
 from ..torch_state.no_trace import untouched
-from ..torch_state.private import parameters_of, pytree
-from .combine import Stop
+from ..torch_state.private import pytree
+from ..torch_state.ranks.collectives import alone
+from ..torch_state.ranks.shards import own_parameters
+from .choice.combine import Stop
 from .module import Parts, Twin
 
 
@@ -65,26 +67,18 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
         if ends:
             root = _Seeds.apply(*ends)
             stops = [node.register_prehook(lambda gradients: (None,)) for node in leaf_nodes(root)]
-            root.backward()
-            for handle in stops:
-                handle.remove()
+            try:
+                root.backward()
+            finally:
+                for handle in stops:
+                    handle.remove()
 
     try:
-        with untouched(model, given=spec.constants):
-            _without_hooks(model)
+        with untouched(model, given=spec.constants), alone():
+            own_parameters(model)  # the hooks of the others must not be called for nothing
             return marked_bytes(step, device_of_model(model))
     finally:
         parts.run_part = None
-
-
-def _without_hooks(model: torch.nn.Module) -> None:
-    """Put parameters of the same memory in the places of the model's, whose hooks must not be called for nothing."""
-    twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in parameters_of(module).items():
-            if parameter is not None:
-                twin = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-                parameters_of(module)[name] = twins.setdefault(parameter, twin)
 
 
 @dataclass

@@ -51,20 +51,29 @@ class Twin:
             return own_call(self.module)(*args, **kwargs)
         if not any(hooks_of(self.module)) and not has_global_hooks():
             return own_call(self.planned)(*args, **kwargs)
-        # Hooks are given the module that they are called for: that must be the part itself.
-        attributes, thread = vars(self.module), threading.get_ident()
+        return _behind_hooks(self.module, self.planned.forward, args, kwargs)
 
-        def forward(*given: Any, **named: Any) -> Any:
-            if threading.get_ident() != thread:
-                return original_class(self.module).forward(self.module, *given, **named)
-            attributes.pop("forward", None)
-            return self.planned.forward(*given, **named)
 
-        attributes["forward"] = forward
-        try:
-            return own_call(self.module)(*args, **kwargs)
-        finally:
-            attributes.pop("forward", None)
+def _behind_hooks(
+    module: torch.nn.Module, planned: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a part with ``planned`` in the place of its forward.
+
+    Hooks are given the module that they are called for: that must be the part itself.
+    """
+    attributes, thread = vars(module), threading.get_ident()
+
+    def forward(*given: Any, **named: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original_class(module).forward(module, *given, **named)
+        attributes.pop("forward", None)
+        return planned(*given, **named)
+
+    attributes["forward"] = forward
+    try:
+        return own_call(module)(*args, **kwargs)
+    finally:
+        attributes.pop("forward", None)
 
 
 def _leaves(runner: Runner) -> set[str]:
@@ -137,23 +146,35 @@ class Parts:
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a part."""
-        twin = self.twins.get(id(module)) or self._planned_late(module, args, kwargs)
-        if twin is None:
+        twin = self.twins.get(id(module))
+        if twin is not None:
+            return (self.run_part or Twin.call)(twin, args, kwargs)
+        if not self._is_late(module):
             return own_call(module)(*args, **kwargs)
-        return (self.run_part or Twin.call)(twin, args, kwargs)
+
+        def forward(*given: Any, **named: Any) -> Any:
+            twin = self._planned_late(module, given, named)
+            return (original_class(module).forward.__get__(module) if twin is None else twin.planned.forward)(
+                *given, **named
+            )
+
+        return _behind_hooks(module, forward, args, kwargs)
 
     def has(self, module: torch.nn.Module) -> bool:
         """Whether a module is one of the parts."""
         return id(module) in self.twins or id(module) in self.late
 
+    def _is_late(self, module: torch.nn.Module) -> bool:
+        """Whether a part is to be planned with this call."""
+        is_trained = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and module.training
+        return is_trained and id(module) in self.late and "forward" not in vars(module)
+
     def _planned_late(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Twin | None:
         """The twin of a part that is called for the first time, if it can be planned."""
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or not module.training:
-            return None
         with self.lock:
-            name, _ = self.late.get(id(module), ("", None))
-            if not name or hooks_of(module)[1] or "forward" in vars(module):
+            if id(module) not in self.late:
                 return self.twins.get(id(module))
+            name, _ = self.late[id(module)]
             del self.late[id(module)]
             try:
                 with plainly():

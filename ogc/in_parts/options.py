@@ -11,7 +11,7 @@ from ..parser import LeafModules, parse
 from ..program.structures import Call
 from ..solver import LEAST_PEAK, Wish
 from ..stored import NOWHERE, Store, key_of
-from .ways import Way, saved_ways, ways_by, ways_of
+from .choice.ways import Way, saved_ways, ways_by, ways_of
 
 
 @dataclass(frozen=True)

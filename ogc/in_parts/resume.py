@@ -8,7 +8,7 @@ from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Fingerprint, Plan, SavedPlan, part_cost, plain_plan, restored
 from ..plan.saving import PARTS, SavedDecisions
-from .ways import Way
+from .choice.ways import Way
 
 
 class SavedParts:

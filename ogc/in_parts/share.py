@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..agreement import agreed_plan
 from ..errors import OgcError
 from ..graph import Graph
 from ..parser import carry_over, hooked_modules
@@ -18,9 +19,9 @@ from ..plan.simulate import plain_peak
 from ..program.structures import Call
 from ..replan import Meets, Replanner
 from ..solver import Budget, Wish
-from .find import Part, is_alike
+from .choice.ways import Way
+from .find import Part, is_alike, look_of
 from .options import Options
-from .ways import Way
 
 SLACK = 1.001
 """What a part may take more than its share: sizes are whole numbers of elements."""
@@ -59,6 +60,11 @@ class Share:
             return min(fits, key=lambda way: way.cost.seconds).plan
         return min(ways, key=lambda way: self._excess(way.cost, plain)).plan
 
+    def agreed_plan(self, graph: Graph, options: Options) -> Plan:
+        """The plan that keeps to the share, of all ways and on all ranks."""
+        asked = self.wish, options.solver, self.way.plan.decisions
+        return agreed_plan(graph, asked, lambda: self.plan(graph, options.ways(graph)))
+
     def _fits(self, graph: Graph, plan: Plan) -> bool:
         """Whether a plan takes no more bytes than the share where this graph, weighed for that, is computed."""
         return self._excess(part_cost(graph, plan), plain_peak(graph)) <= 0
@@ -86,39 +92,65 @@ def planner_of(options: Options, name: str, module: torch.nn.Module, share: Shar
 
     def make(module: torch.nn.Module, call: Any, budget: Budget | None) -> tuple[Graph, Plan]:
         graph = options.parse(module, name, call)
-        return graph, share.plan(graph, options.ways(graph))
+        return graph, share.agreed_plan(graph, options)
 
     budget = _most(share.way.cost) if share.in_bytes else None
     return Replanner(make, budget, hooked_modules(dict(module.named_modules())), share.keeps)
 
 
-def plan_late_part(
-    options: Options, examples: Mapping[str, tuple[Part, Share]], module: torch.nn.Module, name: str, call: Call
-) -> tuple[Graph, Plan, Replanner | None]:
-    """Plan a submodule that the sample's forward left out, when it is first called.
+@dataclass
+class LatePlanner:
+    """Plans submodules that the sample's forward left out, or that are not there before they run.
 
     Args:
         options: what the model was optimized by.
-        examples: for submodules that are like a part, by name, this part and what they may take.
-        module: the submodule.
-        name: of it.
-        call: its arguments.
-
-    Returns:
-        The graph of the call, a plan for it and what plans for other calls. One that is like no part keeps little.
-
-    Raises:
-        OgcError: the call cannot be parsed or planned.
+        examples: parts, and what modules that are like one of these may take.
     """
-    part, share = examples.get(name, (None, None))
-    if part is None or share is None or not is_alike(part.module, module):
-        share = None
-    else:
-        with suppress(OgcError):
-            graph, plan = carry_over(module, part.graph, call, weighed=share.keeps is not None), share.way.plan
-            if share.keeps is None or share.keeps(graph, plan):
-                return graph, plan, planner_of(options, name, module, share)
-    graph = options.parse(module, name, call)
-    ways = options.ways(graph)
-    share = share or Share(ways[0], ways[-1].plan.plain_peak_bytes, options.wish, in_bytes=False)
-    return graph, share.plan(graph, ways), planner_of(options, name, module, share)
+
+    options: Options
+    examples: list[tuple[Part, Share]]
+
+    def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Replanner | None]:
+        """The graph of the first call of a submodule, a plan for it and what plans for other calls.
+
+        One that is like no part keeps as little as the wish allows, and is an example for others from then on.
+
+        Raises:
+            OgcError: the call cannot be parsed or planned.
+        """
+        options = self.options
+        share = next((share for part, share in self.examples if is_alike(part, module)), None)
+        for part, known in self.examples if share is not None else ():
+            if is_alike(part, module):
+                with suppress(OgcError):
+                    graph, plan = carry_over(module, part.graph, call, weighed=known.keeps is not None), known.way.plan
+                    if known.keeps is None or known.keeps(graph, plan):
+                        return graph, plan, planner_of(options, name, module, known)
+        graph = options.parse(module, name, call)
+        if share is not None:
+            return graph, share.agreed_plan(graph, options), planner_of(options, name, module, share)
+        share, plan = self._share_of_its_own(graph)
+        self.examples.append((Part(name, module, graph, 0, look_of(module)), share))
+        return graph, plan, planner_of(options, name, module, share)
+
+    def _share_of_its_own(self, graph: Graph) -> tuple[Share, Plan]:
+        """What a submodule may take that is like no other, and its plan."""
+        wish, solver = self.options.wish, self.options.solver
+
+        def choose() -> Plan:
+            return _most_frugal(self.options.ways(graph), wish).plan
+
+        plan = agreed_plan(graph, (wish, solver, "of its own"), choose)
+        share = Share(Way(plan, part_cost(graph, plan)), plan.plain_peak_bytes, wish, in_bytes=False)
+        return share, plan
+
+
+def _most_frugal(ways: Sequence[Way], wish: Wish) -> Way:
+    """The way that keeps the least within a wish for a share, of bytes or of time, as it holds for this part alone."""
+    plain = ways[-1]
+    if wish.max_overhead is not None:
+        return next(way for way in ways if way.plan.overhead <= wish.max_overhead or way is plain)
+    if isinstance(wish.memory_budget, float):
+        fits = [way for way in ways if way.cost.kept_bytes <= wish.memory_budget * plain.cost.kept_bytes]
+        return min(fits, key=lambda way: way.cost.seconds, default=ways[0])
+    return ways[0]

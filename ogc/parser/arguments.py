@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec
 from ..torch_state.hooks import is_compiled
+from ..torch_state.ranks.shards import is_spread
 from .weigh.record import is_dense
 
 
@@ -29,6 +30,12 @@ def check_model(model: Any) -> None:
         )
     if is_compiled(model):
         raise InputError("model was compiled, and would run compiled instead of planned; pass it without torch.compile")
+    for name, parameter in model.named_parameters():
+        if is_spread(parameter):
+            raise InputError(
+                f"parameter {name} is a DTensor, of which each rank holds a part, and plans are for whole ones: "
+                "optimize submodules without such parameters, one by one, and leave the others as they are"
+            )
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(); leave it first")
     for name, parameter in model.named_parameters():
@@ -93,6 +100,10 @@ def check_tensors(sample: Sample) -> torch.device:
             raise InputError(
                 f"tensor {number} of sample_input is on {tensor.device}, the model on {home}; "
                 f"move it with .to('{home}')"
+            )
+        if is_spread(tensor):
+            raise InputError(
+                f"tensor {number} of sample_input is a DTensor; plan modules that are called with local ones"
             )
         if tensor.layout is not torch.strided:
             raise InputError(

@@ -23,6 +23,8 @@ from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
+from ..torch_state.ranks.collectives import alone
+from ..torch_state.ranks.shards import parameters_apart
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .faithful import front_end
@@ -36,6 +38,7 @@ from .weigh.record import Record
 
 
 @plainly()
+@alone()
 def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool = False) -> Graph:
     """``graph`` as it is for another call.
 
@@ -63,7 +66,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         return same
     leaves = {node.target.name: node.target for node in program.operations if isinstance(node.target, Leaf)}
     profiler = profiler_of(graph.profile, home, home) if weighed else None
-    with untouched(*modules_of(program.rest.loss), given=sample.spec.constants):
+    with untouched(*modules_of(program.rest.loss), given=sample.spec.constants), parameters_apart(model):
         recorded = record_program(sample, program.parse_graph, Leaves(model, sorted(called_leaves(program.graph))))
         recorded, has_loss = _with_step_end(sample, recorded, program)
         traced, observation = lower(sample, recorded, home, partial(_visit, model, leaves, profiler))

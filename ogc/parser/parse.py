@@ -21,6 +21,8 @@ from ..program.structures import InputSpec
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
+from ..torch_state.ranks.collectives import alone
+from ..torch_state.ranks.shards import parameters_apart
 from .arguments import Sample, call_arguments, check_model, check_tensors, device_of, profile_kind
 from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
@@ -47,6 +49,7 @@ from .weigh.timing import Timer
 
 @collecting_new_only()
 @plainly()
+@alone()
 def parse(
     model: torch.nn.Module,
     sample_input: Any,
@@ -121,7 +124,7 @@ def parse(
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     rest = Rest(loss, holds_outputs, outputs)
     visit = partial(visited, model, profiler_of(kind, target, home), leaves)
-    with untouched(*modules_of(loss), given=sample.spec.constants):
+    with untouched(*modules_of(loss), given=sample.spec.constants), parameters_apart(model):
         while True:
             recorded = record_program(sample, make, leaves)
             try:

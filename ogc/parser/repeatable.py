@@ -54,6 +54,8 @@ def why_not_repeatable(model: torch.nn.Module, record: Record, args: Any) -> str
     """
     leaf, (module, given, _) = record.node.target, args
     assert isinstance(leaf, Leaf)
+    if leaf.talks:
+        return "runs collectives, which other ranks join once"
     if module is not None and hooked_modules(dict(module.named_modules())):
         return "has hooks, which would be called again"
     if record.in_place:

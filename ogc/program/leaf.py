@@ -16,6 +16,7 @@ import torch
 
 from ..errors import ReplayError
 from ..torch_state.private import storage_id, version_of
+from ..torch_state.ranks.collectives import arrived
 from .structures import Given, InputSpec, OutputSpec, TensorSpec
 
 
@@ -87,6 +88,7 @@ class Leaf:
         autocast: device types for which autocast was on, and their dtypes.
         repeatable: whether it may be called again for its backward.
         function: the custom ``autograd.Function`` that it is, if it is no submodule.
+        talks: whether it runs collectives, which other ranks join once in each step.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Leaf:
     autocast: tuple[tuple[str, torch.dtype], ...]
     repeatable: bool = False
     function: type[torch.autograd.Function] | None = None
+    talks: bool = False
 
     @property
     def submodule(self) -> str | None:
@@ -128,6 +131,8 @@ class Leaf:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
             call: Any = module if self.function is None else self.function.apply
             result = call(*args, **kwargs)
+            if self.talks:
+                result = arrived(result)
         returned, tensors = Returned.of(result, before, given, versions)
         if not self.returned.holds_for(returned):
             raise ReplayError(

@@ -12,6 +12,8 @@ from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, original_class, plain_forward
+from ..torch_state.private import share_shards
+from ..torch_state.ranks.shards import is_unit
 from .runner import Planner, Runner, log
 
 MADE_AGAIN = "_ogc_made_again"
@@ -70,7 +72,8 @@ def planned_forward(runner: Runner) -> Callable[..., Any]:
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         variant = runner.select(self, args, kwargs)
         if variant is None:
-            return plain_forward(self)(*args, **kwargs)
+            apart = runner.apart.get(self)
+            return plain_forward(self)(*args, **kwargs) if apart is None else apart.forward(*args, **kwargs)
         return runner.run(variant, self, args, kwargs)
 
     return forward
@@ -85,7 +88,7 @@ def instance_around(
     """
     original = original_class(model)
     members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _reduced, **members}
-    members |= {"__prepare_scriptable__": _plain, OWN_PLAN: shown.get("plan")}
+    members |= {"__prepare_scriptable__": plain_instance, OWN_PLAN: shown.get("plan")}
     members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():
@@ -95,10 +98,12 @@ def instance_around(
             members[key] = value
     result: torch.nn.Module = object.__new__(type(name, (original,), members))
     object.__setattr__(result, "__dict__", vars(model))
+    if is_unit(model):
+        share_shards(result, model)
     return result
 
 
-def _plain(self: torch.nn.Module) -> torch.nn.Module:
+def plain_instance(self: torch.nn.Module) -> torch.nn.Module:
     """An instance of the plain class that shares the attributes: what is scripted."""
     plain: torch.nn.Module = object.__new__(original_class(self))
     object.__setattr__(plain, "__dict__", vars(self))
@@ -121,4 +126,4 @@ def _reduced(self: torch.nn.Module, protocol: Any) -> Any:
             "are the original model's) or the original model"
         )
     function, *arguments = made_again
-    return function, (_plain(self), *arguments)
+    return function, (plain_instance(self), *arguments)

@@ -62,6 +62,9 @@ class Planner(Protocol):
     def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
         """A plan of its own, if this planner makes any."""
 
+    def apart(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """What runs the model from now on if it can no longer be planned as a whole."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -116,6 +119,7 @@ class Runner:
         self.evictions = 0
         self.is_planning = False
         self.told: set[str] = set()
+        self.apart: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
 
     @property
     def is_plain(self) -> bool:
@@ -140,7 +144,7 @@ class Runner:
 
     def select(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
         """What runs this call, or None for the original forward."""
-        if self.is_planning or is_plain():
+        if self.is_planning or is_plain() or model in self.apart:
             return None
         raise_what_is_known()
         why = plain_because(model, self.training)
@@ -159,6 +163,9 @@ class Runner:
         known = next((variant for variant in alike if not variant.difference(model, tensors)), None)
         if known is None and self.evictions > EVICTIONS:
             self.ran_plain("more kinds of calls than are planned for", is_told=False)
+            return None
+        if known is None and self.planner is not None and (apart := self.planner.apart(model)) is not None:
+            self.apart[model] = apart
             return None
         variant = known or self._make(model, Call(args, kwargs), kind)
         if variant is not self.variants[0]:

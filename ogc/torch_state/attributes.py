@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .private import CALL
+from .private import CALL, MEMBERS
+from .ranks.shards import has_flat_parameters, views_of_flat
 
 LARGE, DEEP = 1000, 4
 """Containers with more items, and those that are nested deeper, are not looked into."""
@@ -26,8 +27,10 @@ TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstan
 
 
 def attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own."""
-    return {key: value for key, value in vars(module).items() if key not in TABLES}
+    """Plain attributes and flags, not what torch.nn.Module keeps in tables of its own, nor parameters beside these."""
+    found = vars(module)
+    parameters = found.get(MEMBERS[0], ())
+    return {key: value for key, value in found.items() if key not in TABLES and key not in parameters}
 
 
 def containers(value: Any, depth: int = 0) -> Iterator[Any]:
@@ -105,6 +108,7 @@ class WatchedAttributes:
         self, model: torch.nn.Module, leaves: Collection[str] = (), names: Collection[str] | None = None
     ) -> None:
         self.names = None if names is None else frozenset(names)
+        self.is_flat = has_flat_parameters(model)
         self.inside = tuple(f"{leaf}." for leaf in leaves)
         self.held = self._held(model)
         self.seen: weakref.WeakKeyDictionary[torch.nn.Module, _Seen] = weakref.WeakKeyDictionary()
@@ -133,22 +137,22 @@ class WatchedAttributes:
         found: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {}
         known: set[int] = set()
 
-        def add(name: str, table: dict[str, Any], depth: int) -> None:
+        def add(name: str, table: dict[str, Any], depth: int, views: Collection[str] = ()) -> None:
             if id(table) in known or depth > DEEP:
                 return
             known.add(id(table))
-            found[name] = table, self._keys(table)
+            found[name] = table, self._keys(table, views)
             for key in found[name][1] if self.names is not None else ():
                 if (inner := _attributes_of_object(table[key])) is not None:
                     add(f"{name}.{key}" if name else key, inner, depth + 1)
 
         for name, module in model.named_modules():
             if not f"{name}.".startswith(self.inside):
-                add(name, vars(module), 0)
+                add(name, vars(module), 0, views_of_flat(module) if self.is_flat else ())
         return found
 
-    def _keys(self, table: dict[str, Any]) -> tuple[str, ...]:
-        counts = (key for key in table if key not in TABLES and key not in UNWATCHED)
+    def _keys(self, table: dict[str, Any], views: Collection[str]) -> tuple[str, ...]:
+        counts = (key for key in table if key not in TABLES and key not in UNWATCHED and key not in views)
         return tuple(key for key in counts if self.names is None or key in self.names)
 
 

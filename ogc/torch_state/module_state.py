@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .private import HOOKS, MEMBERS, parameters_of, submodules_of
+from .ranks.shards import is_flat, is_spread
 
 _training = itemgetter("training")
 _LOOK = ("requires_grad", "dtype", "device", "shape")
@@ -34,6 +35,7 @@ class State(NamedTuple):
         keys: the names of parameters and buffers in their modules.
         hooks: how many each table of hooks has.
         forwards: of each module, whether its forward was replaced on the instance.
+        is_spread: whether parameters are spread over ranks.
         scripts: what scripted modules tell of themselves.
     """
 
@@ -44,6 +46,7 @@ class State(NamedTuple):
     keys: tuple[str, ...]
     hooks: tuple[int, ...]
     forwards: tuple[bool, ...]
+    is_spread: bool
     scripts: tuple[Any, ...]
 
 
@@ -75,6 +78,8 @@ def changed_state(model: torch.nn.Module, then: State, now: State) -> Iterator[s
     for name, was, is_replaced in zip(names, then.forwards, now.forwards, strict=True):
         if was != is_replaced:
             yield f"the forward of {name} was {'replaced' if is_replaced else 'put back'} on the instance"
+    if then.is_spread != now.is_spread:
+        yield f"parameters are {'' if now.is_spread else 'no longer '}spread over ranks"
     if then.scripts != now.scripts:
         yield "a scripted or compiled module is another"
 
@@ -107,7 +112,7 @@ class WatchedModule:
 
     def bound(self, key: Any, bind: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """What ``bind`` returned for a key since something changed last, be it by :meth:`state` or now."""
-        if self.bound_to is not self.description:
+        if self.bound_to is not self.description or self.is_flat:
             self.bound_to, self._bound = self.description, {}
         if key not in self._bound:
             self._bound[key] = bind()
@@ -139,6 +144,7 @@ class WatchedModule:
         self.training = list(map(_training, self.attributes))
         self.looks = list(map(_look, self.parameters))
         self.scripts = _describe_scripted(self.scripted)
+        self.is_flat = any(map(is_flat, self.parameters))
         self.description = self._describe(hooks)
 
     def _describe(self, hooks: list[Any]) -> State:
@@ -152,6 +158,7 @@ class WatchedModule:
             tuple(key for name in MEMBERS[:2] for found in self.attributes for key in found[name]),
             tuple(map(len, hooks)),
             tuple("forward" in found for found in self.attributes),
+            any(map(is_spread, self.parameters)),
             tuple(self.scripts),
         )
 

@@ -175,3 +175,32 @@ get_fp32_precision: Any = _C._get_fp32_precision_getter
 """What a kind of kernels computes float32 in. Without it what runs again may be computed in TF32, or not."""
 set_fp32_precision: Any = _C._set_fp32_precision_setter
 """Sets that. Without it as without ``get_fp32_precision``."""
+
+
+def finished_work() -> Any:
+    """What a collective returns that is done. Without it a forward with collectives cannot be planned."""
+    from torch._C._distributed_c10d import FakeWork, Work  # which not all builds have
+
+    return Work.boxed(FakeWork())  # type: ignore[attr-defined]
+
+
+ALONE = "TESTING_ONLY_GenericMode"
+"""A dispatch key without kernels that goes before all others. Without it no model with collectives can be planned."""
+alone_on_this_thread: Any = partial(_C._IncludeDispatchKeyGuard, _C._parse_dispatch_key(ALONE))
+"""A context in which calls go to the kernels for ``ALONE``. Without it as without that."""
+OPERATOR_NAMES: Any = _C._dispatch_get_all_op_names
+"""The names of all operators. Without it as without ``ALONE``."""
+
+
+def store_of_all_ranks() -> Any:
+    """Where the ranks of the default group met, and can leave texts for one another. Without it plans are not equal."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def share_shards(module: torch.nn.Module, like: torch.nn.Module) -> None:
+    """Have what shards one module shard another instance of it. Without it one that is optimized after ``fully_shard``
+    is taken for a module that nobody shards."""
+    from torch.distributed._composable_state import _get_module_state, _insert_module_state
+
+    state: Any = _get_module_state(like)
+    _insert_module_state(module, state)

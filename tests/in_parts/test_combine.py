@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from ogc.in_parts.combine import Problem, Stop, fastest, least_peak, within
+from ogc.in_parts.choice.combine import Problem, Stop, fastest, least_peak, within
 from ogc.plan import PartCost
 
 

@@ -715,3 +715,41 @@ def test_graphs_by_hand_call_what_has_hooks():
     assert_same_training(model, optimised, (X,))
     with pytest.raises(ParseError, match="module first has forward or backward hooks, and the graph does not call it"):
         ogc.parse(ByHand(calls=False), X)
+
+
+class FailsAtFirst(torch.autograd.Function):
+    """Its backward fails in planning, and never again."""
+
+    fails = True
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if FailsAtFirst.fails:
+            raise RuntimeError("not now")
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Fickle(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.register_forward_hook(lambda *_: None)  # which makes it a leaf
+
+    def forward(self, x):
+        return FailsAtFirst.apply(x, self.weight)
+
+
+def test_parameters_get_gradients_after_a_backward_that_failed_in_planning():
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), Fickle()), torch.randn(3, 4)
+    FailsAtFirst.fails = True
+    with pytest.raises(RuntimeError, match="not now"):
+        ogc.optimize(model, x)
+    FailsAtFirst.fails = False
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

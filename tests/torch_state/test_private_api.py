@@ -3,6 +3,7 @@
 import ast
 import inspect
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,51 @@ def sets_precision(put):
         put("mkldnn", "rnn", before)
 
 
+def is_finished(work):
+    return "Work" in str(work()._type()) and work()._has_method("wait")
+
+
+def goes_before_others(alone):
+    from ogc.torch_state.ranks import collectives
+
+    collectives._install()
+    x = torch.randn(2, requires_grad=True)
+    with alone():  # others are let through
+        torch.relu(x).sum().backward()
+    return x.grad is not None and not torch._C._dispatch_tls_is_dispatch_key_included(
+        torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
+    )
+
+
+@contextmanager
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def has_store(store):
+    with one_rank():
+        first, second = (store().compare_set("ogc", "", value) for value in ("a", "b"))
+        return first == second == b"a" and store().check(["ogc"]) and not store().check(["none"])
+
+
+def shares_shards(share):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    with one_rank(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = fully_shard(nn.Linear(2, 2), mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        twin = object.__new__(type(module))
+        object.__setattr__(twin, "__dict__", vars(module))
+        share(twin, module)
+        twin.unshard()
+        return not isinstance(module.weight, DTensor)
+
+
 CHECKS = {
     "pytree": flattens,
     "version_of": counts_writes,
@@ -326,6 +372,14 @@ CHECKS = {
     "FLAGS": are_settings,
     "get_fp32_precision": lambda get: get("cuda", "conv") == torch.backends.cudnn.conv.fp32_precision,
     "set_fp32_precision": sets_precision,
+    "finished_work": is_finished,
+    "ALONE": lambda name: torch._C.DispatchKeySet(torch._C._parse_dispatch_key(name)).has(
+        torch._C._parse_dispatch_key(name)
+    ),
+    "alone_on_this_thread": goes_before_others,
+    "OPERATOR_NAMES": lambda names: "aten::relu" in names(),
+    "store_of_all_ranks": has_store,
+    "share_shards": shares_shards,
     "REPLICATE": lambda name: name in inspect.getsource(inspect.getmodule(nn.parallel.replicate)),
 }
 

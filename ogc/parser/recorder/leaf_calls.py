@@ -11,6 +11,7 @@ import torch
 from ...program.leaf import Leaf, Returned
 from ...program.structures import CONSTANTS, Given, InputSpec, autocast_state
 from ...torch_state.dispatch import unseen
+from ...torch_state.ranks.collectives import arrived
 from ..forward.flat import saved_until_done
 from ..forward.location import user_line
 from ..traced import READS
@@ -50,10 +51,16 @@ class LeafCalls:
         source = user_line()
         with recorder.inside(name, given), saved_until_done():
             result = call(*args, **kwargs)
+            if name in recorder.talking:
+                with unseen():
+                    result = arrived(result)
         with unseen():
             returned, results = Returned.of(result, before, given, versions)
             is_on, casts = torch.is_grad_enabled(), autocast_state()
-            leaf = Leaf(f"_ogc_leaf_{self.count}", name, source, inputs, returned, is_on, casts, function=function)
+            talks = name in recorder.talking
+            leaf = Leaf(
+                f"_ogc_leaf_{self.count}", name, source, inputs, returned, is_on, casts, function=function, talks=talks
+            )
             self.count += 1
             self._check(leaf)
             state = [tensors.node(t) for t in tensors.state.values() if id(t) in held]

@@ -13,6 +13,7 @@ from ...program.leaf import Leaf
 from ...program.program import OWN, call_beside
 from ...torch_state.dispatch import dispatched_to
 from ...torch_state.no_trace import writing
+from ...torch_state.ranks.collectives import told_of_collectives
 from ..arguments import Sample
 from ..forward.flat import FlatForward, nothing_saved
 from ..forward.location import scopes_in_use
@@ -63,6 +64,7 @@ def _run(
         python_watched(recorder) as calls,
         scopes_in_use(recorder.scopes),
         dispatched_to(recorder),
+        told_of_collectives(recorder.note_collective),
     ):
         recorder.before_call = calls.look_for_draws if is_careful else None
         try:

@@ -65,6 +65,7 @@ class Recorder:
         self.opaque: dict[str, str] = {}  # module -> what it does that no program can hold
         self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
+        self.talking: set[str] = set()  # leaves that run collectives
         self.is_valid = True  # until a call is found to be cast in parts that was written down whole: record again
         self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
@@ -77,6 +78,13 @@ class Recorder:
     def refuse(self, why: str) -> None:
         """Note what the running module does that no program can hold."""
         self.opaque.setdefault(self.scopes.current, why)
+
+    def note_collective(self) -> None:
+        """Note that ranks talk to one another, which they do once in each step."""
+        if self.leaf is not None:
+            self.talking.add(self.leaf)
+        else:
+            self.refuse(f"runs a collective at {user_line()}")
 
     def raise_if_leaky(self) -> None:
         """Raise OpaqueError if a leaf does what it must not."""

@@ -15,6 +15,8 @@ from ...program.program import device_of_model, has_history, storage_bytes, stor
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.no_trace import untouched
 from ...torch_state.private import storage_id
+from ...torch_state.ranks.collectives import are_several
+from ...torch_state.ranks.shards import own_parameters
 from ..forward.flat import gradient_targets, saved_until_done
 from .estimate import Estimator, input_gradients
 from .measure import Measurer
@@ -37,6 +39,7 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
     seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
     call = _Call(leaf, args, in_place=record.in_place)
     with untouched(model):
+        call.take_parameters_apart()
         call.prepare()
         forward = metered(seconds, call.forward)
         call.prepare()
@@ -126,6 +129,11 @@ class _Call:
         self.root: torch.Tensor | None = None
         self.ends: set[Any] = set()
 
+    def take_parameters_apart(self) -> None:
+        """Give the module parameters of its own: hooks of the others tell other ranks that gradients are ready."""
+        if self.module is not None and are_several():
+            self.parameters = [twin for twin in own_parameters(self.module) if twin.requires_grad]
+
     def prepare(self) -> None:
         """Fresh inputs."""
         self.results, self.found, self.root, self.ends = [], [], None, set()
@@ -152,9 +160,11 @@ class _Call:
         root, self.root = self.root, None
         assert root is not None
         handles = [end.register_prehook(self._stop(end)) for end in self.ends]
-        root.backward()
-        for handle in handles:
-            handle.remove()
+        try:
+            root.backward()
+        finally:  # else no backward of the model would ever give these a gradient
+            for handle in handles:
+                handle.remove()
 
     def result_bytes(self) -> int:
         """Bytes of the storages that the results do not share with what was given."""

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import le
 
-from ..errors import PlanError
-from ..graph import Graph
-from ..plan import (
+from ...errors import PlanError
+from ...graph import Graph
+from ...plan import (
     Decisions,
     PartCost,
     Plan,
@@ -26,9 +26,9 @@ from ..plan import (
     restored,
     saved,
 )
-from ..plan.saving import WAYS
-from ..solver import frontier, solve
-from ..solver.selective import worth_keeping
+from ...plan.saving import WAYS
+from ...solver import frontier, solve
+from ...solver.selective import worth_keeping
 
 POINTS = 10
 """Peaks that the frontier of a part is looked at for."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..plan import PartCost
+from ...plan import PartCost
 
 CELLS = 8192
 """Units into which the bytes are divided."""

@@ -1,0 +1,1 @@
+"""Which plan each part gets: the ways to run one, and the best combination of these."""

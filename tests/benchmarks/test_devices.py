@@ -1,0 +1,44 @@
+"""The table of many devices: three ways to train, in two processes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_ways_on_two_ranks(tmp_path):
+    path = tmp_path / "devices.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "benchmark.py", "--device", "cpu"]
+    small = ["--arch", "resnet18", "--size", "64", "--batch-size", "4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, *small, "--json", str(path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert not done.returncode, done.stderr
+    plain, checkpointed, ours = json.loads(path.read_text())["rows"]
+    assert len(ours["losses"]) >= 5 and len(set(ours["losses"])) > 1
+    for row in (plain, checkpointed, ours):
+        assert row["losses"] == plain["losses"] and row["is_plain"]
+        assert len(row["peak_bytes"]) == len(row["seconds"]) == row["ranks"] == 2
+        assert row["way"] in done.stdout
+    assert max(ours["peak_bytes"]) < 0.8 * min(plain["peak_bytes"])
+
+
+def test_the_page_has_what_was_measured():
+    page = (ROOT / "docs" / "devices.md").read_text()
+    rows = json.loads((ROOT / "benchmarks" / "results" / "devices.json").read_text())["rows"]
+    for row in rows:
+        peak, seconds = max(row["peak_bytes"]) / 2**20, max(row["seconds"])
+        assert f"| {row['way']} | {peak:.1f} | {seconds:.2f} |" in page
+        assert row["is_plain"] and row["batch_size"] == 8
+
+
+def test_the_page_names_tests_that_there_are():
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "runtime").glob("*.py"))
+    names = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "devices.md").read_text()))
+    assert len(names) > 10
+    assert not {name for name in names if f"def {name}(" not in tests}

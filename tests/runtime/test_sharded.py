@@ -1,0 +1,333 @@
+"""Optimized models whose parameters are spread over two processes: bitwise what plain sharding gives."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Told
+from test_devices import Block, Network, NormOverRanks, Opened, assert_same, batch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ogc
+from ogc.torch_state.allocator import peak_bytes
+
+WIDTH = 32
+
+
+def sharded(model, how, options, optimize=lambda module, x: module, rows=32):
+    """The model in units: its blocks and itself, optimized before or after that, as a whole or unit by unit."""
+    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0))
+    if how == "before":
+        model = optimize(model, x)
+    for number, block in enumerate(model.blocks):
+        if how == "units before":
+            block = model.blocks[number] = optimize(block, x)
+        fully_shard(block, **options)
+        if how == "units after":
+            model.blocks[number] = optimize(block, x)
+    fully_shard(model, **{**options, "reshard_after_forward": options.get("reshard_after_forward")})
+    return optimize(model, x) if how == "after" else model
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def steps_of(rank, run, sizes, step_of=None):
+    """All that some steps leave behind, and how often parameters were gathered."""
+    torch.manual_seed(3 + rank)
+    seen, gathers, gather = [], [], dist.all_gather_into_tensor
+
+    def counted(*args, **kwargs):
+        gathers.append(1)
+        return gather(*args, **kwargs)
+
+    optimizer = torch.optim.SGD(run.parameters(), lr=0.05, momentum=0.9)
+    dist.all_gather_into_tensor = counted
+    try:
+        for step, rows in enumerate(sizes):
+            optimizer.zero_grad()
+            loss = run(batch(rank, step, rows, WIDTH)).square().mean()
+            loss.backward()
+            seen.append(loss.detach())
+            optimizer.step()
+            seen += [p.grad.to_local().clone() for p in run.parameters()]
+            seen += [p.to_local().detach().clone() for p in run.parameters()]
+            seen.append(torch.get_rng_state())
+    finally:
+        dist.all_gather_into_tensor = gather
+    return [*seen, *(whole(value).clone() for value in run.state_dict().values())], len(gathers)
+
+
+OPTIONS = {
+    "default": {},
+    "gathered again": {"reshard_after_forward": True},
+    "kept gathered": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+}
+
+
+def sharding(rank, how, options, sizes):
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH) if options == "bf16" else None)
+    other = copy.deepcopy(plain)
+    expected, gathers = steps_of(rank, sharded(plain, how, OPTIONS[options]), sizes)
+    optimized = sharded(other, how, OPTIONS[options], ogc.optimize)
+    assert isinstance(optimized, FSDPModule)
+    with Opened() as opened, Told() as told:
+        ours, ours_gathers = steps_of(rank, optimized, sizes)
+    assert_same(expected, ours)
+    assert opened.count >= 3 * len(sizes), (opened.count, told.lines)
+    assert ours_gathers == gathers, (ours_gathers, gathers)
+    optimized.unshard()
+    optimized.reshard()
+    return told.lines
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("how", ["before", "after", "units before", "units after"])
+def test_fully_sharded(ranks, how, options):
+    ranks.run(sharding, how, options, (32, 32, 32))
+
+
+def test_fully_sharded_with_another_size(ranks):
+    ranks.run(sharding, "after", "default", (32, 24, 32, 24))
+
+
+def memory(rank, how, wish):
+    """Peak bytes of a step, plain and optimized, and what was said."""
+    torch.manual_seed(0)
+    plain = Network(blocks=6, width=WIDTH, norm=nn.LayerNorm(WIDTH))
+    other, rows, peaks = copy.deepcopy(plain), 512, []
+    with Told() as told:
+        for one in (sharded(plain, how, {}), sharded(other, how, {}, lambda m, x: ogc.optimize(m, x, **wish), rows)):
+            x = batch(rank, 0, rows, WIDTH)
+
+            def step(one=one, x=x):
+                one(x).square().mean().backward()
+
+            step()
+            peaks.append(peak_bytes(step, x.device))
+    return peaks, told.lines
+
+
+@pytest.mark.parametrize("how", ["before", "after", "units after"])
+def test_memory_of_a_sharded_model(ranks, how):
+    for (plain, ours), _ in ranks.run(memory, how, {}):
+        assert ours < (0.6 if how == "units after" else 0.5) * plain, (ours, plain)  # what is around units is plain
+
+
+def test_wishes_of_a_sharded_model(ranks):
+    """A share is kept by each unit: less is run again, and more kept, than without."""
+    (least, _), (share, _) = (ranks.run(memory, "after", wish)[0] for wish in ({}, {"memory_budget": 0.5}))
+    (quick, _) = ranks.run(memory, "after", {"max_overhead": 0.05})[0]
+    assert least[1] < share[1] < 0.75 * share[0]
+    assert least[1] < quick[1]
+    ranks.run(refused)
+
+
+def refused(rank):
+    wishes = ({"memory_budget": "1MB"}, "a budget in bytes"), ({"batch_slices": 2}, "batch_slices does not go with it")
+    for wish, what in (*wishes, ({"verify": True}, "verify="), ({"device_memory": "1GB"}, "device_memory=")):
+        with pytest.raises(ogc.InputError, match=what):
+            sharded(Network(width=WIDTH), "after", {}, lambda module, x, wish=wish: ogc.optimize(module, x, **wish))
+
+
+def parses(rank):
+    """How many units of each kind are searched for plans."""
+    from ogc.in_parts import share
+
+    found, ways_of = [], share.ways_of
+    share.ways_of = lambda graph, solver: (found.append(len(graph)), ways_of(graph, solver))[1]
+    try:
+        torch.manual_seed(0)
+        model = sharded(Network(blocks=4, width=WIDTH), "after", {}, ogc.optimize)
+        for _ in range(2):
+            model(batch(rank, 0, 44, WIDTH)).square().mean().backward()  # of a size that no other test has planned for
+    finally:
+        share.ways_of = ways_of
+    plan = model.plan
+    assert {part.name for part in plan.parts} >= {"blocks.0", "blocks.3", "head"}
+    assert plan.peak_bytes < plan.plain_peak_bytes and "blocks.3" in str(plan), str(plan)
+    return found
+
+
+def test_equal_units_are_planned_once(ranks):
+    found = ranks.run(parses)
+    block = max(max(sizes, default=0) for sizes in found)
+    assert max(sizes.count(block) for sizes in found) == 1  # not at all where the other rank was the first
+
+
+def collective_in_unit(rank):
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH, norm=NormOverRanks(WIDTH))
+    other = copy.deepcopy(plain)
+    (expected, _), (ours, _) = (
+        steps_of(rank, sharded(one, "after", {}, optimize), (32, 20 if rank else 32, 32))
+        for one, optimize in ((plain, lambda module, x: module), (other, ogc.optimize))
+    )
+    assert_same(expected, ours)
+
+
+def test_collectives_in_a_sharded_model(ranks):
+    ranks.run(collective_in_unit)
+
+
+# -- FullyShardedDataParallel ------------------------------------------------------------------------------
+
+
+def wrapped(rank, how, orig):
+    options = {
+        "auto_wrap_policy": ModuleWrapPolicy({Block}),
+        "use_orig_params": orig,
+        "device_id": torch.device("cpu"),
+    }
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH))
+    other, x = copy.deepcopy(plain), batch(0, 0, 32, WIDTH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a CPU
+        expected = flat_steps(rank, FSDP(plain, **options))
+        if how == "before":
+            optimized = FSDP(ogc.optimize(other, x), **options)
+        elif how == "after":
+            optimized = ogc.optimize(FSDP(other, **options), x)
+        else:
+            for number, block in enumerate(other.blocks):
+                other.blocks[number] = ogc.optimize(block, x)
+            other.head = ogc.optimize(other.head, x)  # whose parameters are in one with others'
+            optimized = FSDP(other, **options)
+        with Opened() as opened, Told() as told:
+            ours = flat_steps(rank, optimized)
+    assert isinstance(optimized, FSDP)
+    assert_same(expected, ours)
+    assert opened.count >= 9, told.lines
+
+
+def flat_steps(rank, run):
+    torch.manual_seed(3 + rank)
+    seen, optimizer = [], torch.optim.SGD(run.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = run(batch(rank, step, 32, WIDTH)).square().mean()
+        loss.backward()
+        seen += [loss.detach(), *(p.grad.clone() for p in run.parameters() if p.grad is not None)]
+        optimizer.step()
+        seen += [*(p.detach().clone() for p in run.parameters()), torch.get_rng_state()]
+    return seen
+
+
+@pytest.mark.parametrize("orig", [True, False])
+@pytest.mark.parametrize("how", ["before", "after", "units before"])
+def test_wrapped(ranks, how, orig):
+    ranks.run(wrapped, how, orig)
+
+
+# -- Tensor parallel ---------------------------------------------------------------------------------------
+
+
+def in_parallel(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+    return model
+
+
+def tensor_parallel(rank, how):
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH))
+    other, x = copy.deepcopy(plain), batch(0, 0, 32, WIDTH)
+    in_parallel(plain)
+    with Told() as told:
+        if how == "before":
+            other = in_parallel(ogc.optimize(other, x))
+        elif how == "units before":
+            for number, block in enumerate(other.blocks):
+                other.blocks[number] = ogc.optimize(block, x)
+            in_parallel(other)
+        else:
+            in_parallel(other)
+            with pytest.raises(ogc.InputError, match=r"blocks\.0\.wide\.weight is a DTensor"):
+                ogc.optimize(other, x)
+            other.head = ogc.optimize(other.head, x)  # which holds no part of anything
+        runs = []
+        for one in (plain, other):
+            torch.manual_seed(3)
+            seen, optimizer = [], torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss = one(batch(0, step, 32, WIDTH)).square().mean()
+                loss.backward()
+                optimizer.step()
+                tensors = [t for p in one.parameters() for t in (p, p.grad)]
+                seen += [loss.detach(), *(whole(t).detach().clone() for t in tensors)]
+            runs.append(seen)
+    assert_same(*runs)
+    return told.lines
+
+
+@pytest.mark.parametrize("how", ["before", "units before", "after"])
+def test_tensor_parallel(ranks, how):
+    """A model that was optimized before runs plain, and says so; afterwards there is an error before any training."""
+    lines = ranks.run(tensor_parallel, how)[0]
+    assert how == "after" or any("runs the plain model" in line for line in lines)
+
+
+def with_tensors_of_all_ranks(rank):
+    """Parameters and inputs become DTensors, without any hook."""
+    torch.manual_seed(0)
+    mesh, runs = init_device_mesh("cpu", (2,)), []
+    plain = Block(WIDTH)
+    other = copy.deepcopy(plain)
+    for one in (plain, ogc.optimize(other, batch(0, 0, 32, WIDTH))):
+        one = distribute_module(one, mesh)
+        one(distribute_tensor(batch(0, 0, 32, WIDTH), mesh, [Shard(0)])).square().mean().backward()
+        runs.append([whole(p.grad).clone() for p in one.parameters()])
+    assert_same(*runs)
+
+
+def test_a_model_of_tensors_of_all_ranks_runs_plain(ranks):
+    ranks.run(with_tensors_of_all_ranks)
+
+
+# -- A training loop ---------------------------------------------------------------------------------------
+
+
+def loop(rank, how):
+    """Evaluation first, then gradients added up over two batches, the first without other ranks."""
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH))
+    other, runs = copy.deepcopy(plain), []
+    for one, optimize in ((plain, lambda module, x: module), (other, ogc.optimize)):
+        model = sharded(one, how, {}, optimize)
+        torch.manual_seed(3 + rank)
+        optimizer, seen = torch.optim.AdamW(model.parameters(), lr=0.01), []
+        for step in range(3):
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(batch(rank, 10 + step, 16, WIDTH)))
+            model.train()
+            for part in range(2):
+                model.set_requires_gradient_sync(part == 1)
+                loss = model(batch(rank, 2 * step + part, 32, WIDTH)).square().mean()
+                loss.backward()
+                seen.append(loss.detach())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [whole(p).detach().clone() for p in model.parameters()]
+        runs.append(seen)
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("how", ["before", "after", "units after"])
+def test_a_loop_with_sharded_parameters(ranks, how):
+    ranks.run(loop, how)
