@@ -7,7 +7,7 @@ as long as they are the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
@@ -137,23 +137,21 @@ class WatchedAttributes:
         found: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {}
         known: set[int] = set()
 
-        def add(name: str, table: dict[str, Any], depth: int, views: Collection[str] = ()) -> None:
+        def add(name: str, table: dict[str, Any], keys: Iterable[str], depth: int) -> None:
             if id(table) in known or depth > DEEP:
                 return
             known.add(id(table))
-            found[name] = table, self._keys(table, views)
+            counts = (key for key in keys if key not in UNWATCHED and (self.names is None or key in self.names))
+            found[name] = table, tuple(counts)
             for key in found[name][1] if self.names is not None else ():
                 if (inner := _attributes_of_object(table[key])) is not None:
-                    add(f"{name}.{key}" if name else key, inner, depth + 1)
+                    add(f"{name}.{key}" if name else key, inner, inner, depth + 1)
 
         for name, module in model.named_modules():
             if not f"{name}.".startswith(self.inside):
-                add(name, vars(module), 0, views_of_flat(module) if self.is_flat else ())
+                views = views_of_flat(module) if self.is_flat else ()
+                add(name, vars(module), (key for key in attributes(module) if key not in views), 0)
         return found
-
-    def _keys(self, table: dict[str, Any], views: Collection[str]) -> tuple[str, ...]:
-        counts = (key for key in table if key not in TABLES and key not in UNWATCHED and key not in views)
-        return tuple(key for key in counts if self.names is None or key in self.names)
 
 
 _NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, partial, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
