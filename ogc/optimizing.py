@@ -26,6 +26,7 @@ from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .replan import Replanner, meets
 from .runtime import optimized_module
+from .runtime.compiling import kept_from_compiling
 from .runtime.module import MADE_AGAIN, instance_around
 from .runtime.runner import is_planned_call
 from .runtime.with_loss import TARGETS, with_loss
@@ -241,7 +242,7 @@ def _unpickled(model: torch.nn.Module, planning: _Planning) -> torch.nn.Module:
                 setattr(type(self), name, made[name])
         return found[0].forward(*args, **kwargs)
 
-    result = instance_around(model, original_class(model).__name__, {"forward": forward}, {})
+    result = instance_around(model, original_class(model).__name__, {"forward": kept_from_compiling(forward)}, {})
     setattr(type(result), MADE_AGAIN, (_unpickled, planning))
     return result
 

@@ -21,6 +21,7 @@ from ..graph import Graph
 from ..plan.plan import Plan
 from ..program.leaf import called_leaves
 from ..program.structures import Call
+from ..runtime.compiling import kept_from_compiling
 from ..runtime.module import copied, instance_around, planned_forward
 from ..runtime.runner import Planner, Runner, is_planned_call, log
 from ..torch_state.attributes import WatchedAttributes
@@ -245,7 +246,7 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
     def refuse_replicas(self: torch.nn.Module) -> Any:
         raise InputError("a model that is planned in parts cannot run in a DataParallel; use DistributedDataParallel")
 
-    members = {"forward": forward, "__deepcopy__": deep_copy, REPLICATE: refuse_replicas}
+    members = {"forward": kept_from_compiling(forward), "__deepcopy__": deep_copy, REPLICATE: refuse_replicas}
     result = instance_around(model, original.__name__, members, shown)
     of[result] = parts
     parts.install()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch._C._profiler
+import torch._dynamo
 import torch._ops
 import torch._subclasses.fake_tensor
 import torch.profiler._utils
@@ -127,6 +128,18 @@ is_fx_tracing: Any = torch.fx._symbolic_trace.is_fx_symbolic_tracing
 def parametrizations_are_cached() -> bool:
     """Whether a parametrized tensor is made once for all who use it in a region. Without it plans make it for each."""
     return bool(torch.nn.utils.parametrize._cache_enabled)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export runs; ``torch.compiler`` says so in torch.compile too, before 2.14. Without it plans stay
+    in what is exported, or torch.compile loses them."""
+    return torch.compiler._is_exporting_flag
+
+
+def never_traced_alone(function: Any) -> Any:
+    """The function, in which torch.compile starts no graph. Without it that warns of its limit at the ninth model."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)
+    return function
 
 
 own_call = attrgetter("_call_impl")

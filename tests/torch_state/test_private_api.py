@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 FILE = Path(__file__).parents[2] / "ogc" / "torch_state" / "private.py"
 aten = torch.ops.aten
@@ -178,6 +179,31 @@ def is_wrapped(name):
         return dict(torch.compile(module).named_children())[name] is module
 
 
+def is_never_alone(marked):
+    def graphs(function):
+        counter = CompileCounter()
+        torch.compile(lambda x: function(x), backend=counter)(X)
+        inside = counter.frame_count
+        torch.compile(function, backend=counter)(X)
+        return inside, counter.frame_count - inside
+
+    torch._dynamo.reset()
+    return (graphs(lambda x: x + 1), graphs(marked(lambda x: x + 1))) == ((1, 1), (1, 0))
+
+
+def exports(is_exporting):
+    class Notes(nn.Module):
+        def forward(self, x):
+            seen.append(is_exporting())
+            return x + 1
+
+    seen = [is_exporting()]
+    torch.export.export(Notes(), (X,), strict=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 1 if is_exporting() else x - 1, backend="eager")(X)
+    return seen[0] is False and set(seen[1:]) == {True} and torch.equal(compiled, X - 1)
+
+
 def in_transform(is_active):
     seen = [is_active()]
     torch.func.vmap(lambda x: seen.append(is_active()) or x)(torch.ones(2))
@@ -283,6 +309,8 @@ CHECKS = {
     "has_global_hooks": has_global_hooks,
     "is_fx_tracing": is_fx_tracing,
     "parametrizations_are_cached": are_cached,
+    "is_exporting": exports,
+    "never_traced_alone": is_never_alone,
     "own_call": calls,
     "CALL": takes_the_place,
     "COMPILED": is_wrapped,
