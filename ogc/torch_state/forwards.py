@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .private import CALL, never_traced_alone
+from .private import CALL, untraced
 
 ORIGINAL = "_ogc_original"
 """The attribute of an optimized module's class that holds the class whose forward is the plain one."""
@@ -66,7 +66,7 @@ class OwnForward:
             parameters = [own, *signature.parameters.values()]
             function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
-    @never_traced_alone
+    @untraced
     def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[..., Any]:
         if module is None:
             return self.function
@@ -88,7 +88,7 @@ class OwnCall:
     The attributes that it shares with the plain model may hold compiled code of that one.
     """
 
-    @never_traced_alone
+    @untraced
     def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[..., Any] | None:
         if module is None:
             return None

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import measured_peak, tensors_of
+from helpers import forced, measured_peak, tensors_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -25,7 +25,10 @@ def layers(count=6):
 
 
 class Tower(nn.Sequential):
-    pass
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+        return x
 
 
 class Around(nn.Module):
@@ -169,6 +172,38 @@ def test_a_model_in_parts_keeps_its_plans(caplog):
     assert counter.frame_count == 0 and len(told(caplog)) == 1
     assert_equal(step(torch.compile(model, backend=counter), model), expected)
     assert counter.frame_count == 2  # the plain model knows nothing of it
+
+
+def low_memory():
+    """Every operator that has a low-memory form runs in it."""
+    return nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4)))
+
+
+def with_leaves():
+    part = nn.Sequential(nn.Conv2d(4, 4, 3), nn.GELU())
+    part.compile(backend="eager")
+    return nn.Sequential(nn.Conv2d(4, 4, 3), nn.SiLU(), part, nn.Dropout(), nn.Conv2d(4, 4, 3), nn.GELU())
+
+
+@pytest.mark.parametrize("make", [low_memory, with_leaves])
+def test_a_whole_step_may_be_compiled(make):
+    model, images, counter = make(), torch.randn(4, 4, 16, 16), counting()
+
+    def loss_of(model):
+        loss = model(images).square().mean()
+        loss.backward()
+        return loss
+
+    def gradients(run, *args):
+        torch.manual_seed(1)
+        model.zero_grad()
+        return [run(*args).detach(), *(p.grad.clone() for p in model.parameters()), torch.get_rng_state()]
+
+    expected, optimised = gradients(loss_of, model), forced(model, images)
+    compiled = torch.compile(loss_of, backend=counter)
+    for _ in range(2):
+        assert_equal(gradients(compiled, optimised), expected)
+    assert counter.op_count == 2  # of the loss: nothing of a hook, nor of a backward
 
 
 def test_without_gradients_the_plain_forward_is_compiled(tower):

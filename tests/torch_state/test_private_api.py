@@ -179,16 +179,20 @@ def is_wrapped(name):
         return dict(torch.compile(module).named_children())[name] is module
 
 
-def is_never_alone(marked):
-    def graphs(function):
+def is_untraced(marked):
+    def inside(x):
+        return x + 1
+
+    def graphs(mark):
         counter = CompileCounter()
+        function = mark(lambda x: inside(x))
         torch.compile(lambda x: function(x), backend=counter)(X)
-        inside = counter.frame_count
+        through = counter.frame_count
         torch.compile(function, backend=counter)(X)
-        return inside, counter.frame_count - inside
+        return through, counter.frame_count - through
 
     torch._dynamo.reset()
-    return (graphs(lambda x: x + 1), graphs(marked(lambda x: x + 1))) == ((1, 1), (1, 0))
+    return (graphs(lambda function: function), graphs(marked)) == ((1, 1), (1, 0))
 
 
 def exports(is_exporting):
@@ -310,7 +314,7 @@ CHECKS = {
     "is_fx_tracing": is_fx_tracing,
     "parametrizations_are_cached": are_cached,
     "is_exporting": exports,
-    "never_traced_alone": is_never_alone,
+    "untraced": is_untraced,
     "own_call": calls,
     "CALL": takes_the_place,
     "COMPILED": is_wrapped,
