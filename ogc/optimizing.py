@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .checking.check import ONE_STEP
+from .compiled import check_backend, compile_plan
 from .device.needs import fixed_needs, within_device
 from .device.optimizer import Optimizer
 from .errors import InputError, ParseError, PlanError, SolveError
@@ -53,6 +54,7 @@ def optimize(
     solver: str = "optimal",
     profile: str = "auto",
     batch_slices: int = 1,
+    compile: bool | str = False,
     leaf_modules: LeafModules = (),
     repeatable_leaves: LeafModules | bool | None = None,
     verify: bool = False,
@@ -85,6 +87,8 @@ def optimize(
         batch_slices: allow stretches of convolutions, activations, pooling, linear layers and layer norms to
             run in so many slices of the batch where that makes the plan better. Results then differ from
             the plain model's by rounding: sums over the batch are added up in another order.
+        compile: run the stretches between the cuts of the plan as torch.compile makes them, with its backend
+            ``"inductor"`` or the one named. Results then differ from the plain model's by rounding.
         leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
         repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
@@ -108,6 +112,7 @@ def optimize(
         CheckError: with ``verify``, where the result differs from the plain model.
     """
     _check_slices(batch_slices, solver, verify)
+    backend = _backend(compile, model, solver, verify or batch_slices > 1)
     if targets is not None and not callable(loss):
         raise InputError("targets= is what loss= takes besides the output; give loss= too")
     if callable(loss) and outputs == "loss":
@@ -125,7 +130,8 @@ def optimize(
 
     def within(budget: Budget | None) -> torch.nn.Module:
         wish = Wish(budget, max_overhead)
-        return _Planning(parsing, profile, leaf_modules, wish, solver, batch_slices).optimized(model, sample_input)
+        planning = _Planning(parsing, profile, leaf_modules, wish, solver, batch_slices, backend)
+        return planning.optimized(model, sample_input)
 
     if device_memory is None:
         optimized = within(memory_budget)
@@ -174,6 +180,7 @@ class _Planning:
     wish: Wish
     solver: str
     batch_slices: int
+    backend: str | None = None
 
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by one plan, or in parts where that cannot be or is worse."""
@@ -184,7 +191,7 @@ class _Planning:
     def _optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         own_graph, leaves = self.parsing["parse_graph"], self.parsing["repeatable_leaves"]
         options = Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own_graph is None)
-        in_one_plan = self.batch_slices > 1 or parse_graph_of(model, own_graph) is not None
+        in_one_plan = self.batch_slices > 1 or self.backend is not None or parse_graph_of(model, own_graph) is not None
         try:
             graph = self.graph_of(model, sample_input)
         except ParseError as problem:
@@ -216,7 +223,10 @@ class _Planning:
         asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": self.wish.max_overhead}
         if self.batch_slices > 1:
             return slice_batch(model, sample_input, graph, slices=self.batch_slices, **self.parsing, **asked)
-        return graph, solve(graph, solver=self.solver, **asked)
+        plan = solve(graph, solver=self.solver, **asked)
+        if self.backend is None:
+            return graph, plan
+        return compile_plan(model, sample_input, graph, plan, self.backend, **self.parsing, **asked)
 
     def make(self, model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
         """A plan for a call unlike the first, which a loss with the first one's targets bound in may not take."""
@@ -254,6 +264,22 @@ def _check_slices(batch_slices: int, solver: str, verify: bool) -> None:
         raise InputError(f"solver={solver!r} does not slice the batch; only 'optimal' does")
     if verify and batch_slices > 1:
         raise InputError("verify=True compares bit by bit, but a sliced batch is equal up to rounding only")
+
+
+def _backend(compile: bool | str, model: torch.nn.Module, solver: str, compares_or_slices: bool) -> str | None:
+    """The backend of torch.compile that is to be used, if any."""
+    if compile is False:
+        return None
+    if not (compile is True or isinstance(compile, str)):
+        raise InputError(f"compile must be True, False or the name of a backend of torch.compile, not {compile!r}")
+    if solver != "optimal" or compares_or_slices:
+        raise InputError(
+            "compile= goes neither with verify= (it is equal up to rounding only), batch_slices= nor solver="
+        )
+    check_model(model)
+    backend = "inductor" if compile is True else compile
+    check_backend(backend, device_of_model(model))
+    return backend
 
 
 def _as_a_whole(

@@ -19,7 +19,7 @@ STOREYS = (
     {"program"},
     {"operators"},
     {"parser", "solver", "runtime"},
-    {"replan", "slicing"},
+    {"replan", "compiled", "slicing"},
     {"in_parts"},
     {"checking", "device"},
     {"optimizing"},

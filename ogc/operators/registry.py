@@ -16,6 +16,7 @@ from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload, overload_name, schema_of
 from .low_memory import LowMemory, plain_operator
 from .slices.axes import Along, Axes, Rule, elementwise
+from .slices.compiled import Compiled
 from .weights import Use, Weights
 
 Arguments = Sequence[Any]
@@ -138,11 +139,13 @@ def low_memory_form(target: Any, device: torch.device) -> LowMemory | None:
 
 def updates_statistics(target: Any) -> bool:
     """Whether an operator may update arguments that its own result does not depend on."""
-    return bool(_kernel(target).live_arguments)
+    return bool(target.live if isinstance(target, Compiled) else _kernel(target).live_arguments)
 
 
 def live_arguments(target: Any, args: Arguments) -> list[Any]:
     """The arguments that a call updates and its own result does not depend on, as far as they are given."""
+    if isinstance(target, Compiled):
+        return [args[p] for p in target.live]
     operator = _kernel(target)
     is_live = operator.live_if < len(args) and args[operator.live_if] is True
     return [args[p] for p in operator.live_arguments if p < len(args)] if is_live else []

@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ...operators.slices import Sliced
+from ...operators.slices.compiled import Compiled
 from ...operators.weights import Weights
 from ...program.program import WithoutGrad, tensor_leaves
 from ...torch_state.private import OpOverload, pytree
@@ -82,7 +83,7 @@ class Timer(Measurer):
         weights = self.estimator.weigh(record, args, kwargs)
         target = record.node.target
         kernel = target.operator if isinstance(target, WithoutGrad) else target
-        if not isinstance(kernel, (OpOverload, Sliced)):
+        if not isinstance(kernel, (OpOverload, Compiled, Sliced)):
             return weights
         binding = record.bindings.get(target) if target is kernel else None  # which would run with gradients
         function = target if binding is None else attrgetter(binding.removeprefix("torch."))(torch)

@@ -1,0 +1,213 @@
+"""Stretches between cuts run compiled: the plan's memory, and one set of numbers for forward and recomputation."""
+
+import copy
+import pickle
+import shutil
+
+import pytest
+import torch
+from helpers import measured_peak
+from torch import nn
+
+import ogc
+from ogc import compiled
+from ogc.operators.slices.compiled import Compiled
+
+# torch's own, where compiled code goes on from a tensor that is no leaf
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks(count=6):
+    return nn.Sequential(*(Block(32) for _ in range(count))), torch.randn(1024, 32)
+
+
+def convolutions():
+    """Statistics, a step counter, dropout, writes in place and a leaf."""
+    leaf = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Softplus())
+    leaf.register_forward_hook(lambda module, args, result: None)
+
+    def layers():
+        return (
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Tanh(),
+            nn.Dropout(),
+            nn.GELU(),
+        )
+
+    return nn.Sequential(*layers(), *layers(), leaf, *layers(), *layers()), torch.randn(4, 4, 16, 16)
+
+
+def several_results():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 32) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                one, other = layer(x).tanh().chunk(2, -1)
+                x = one * other.sigmoid() + x
+            return {"first": x, "last": x.exp().sum(0)}
+
+    return Net(), torch.randn(256, 16)
+
+
+MODELS = [blocks, convolutions, several_results]
+
+
+def step(run, model, x):
+    torch.manual_seed(3)
+    model.zero_grad()
+    result = run(x)
+    outputs = list(result.values()) if isinstance(result, dict) else [result]
+    sum(output.square().mean() for output in outputs).backward()
+    found = [*outputs, *(p.grad for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
+    return [tensor.detach().clone() for tensor in found]
+
+
+def steps(run, model, x, count=2):
+    start = copy.deepcopy(model.state_dict())
+    found = [step(run, model, x) for _ in range(count)]
+    model.load_state_dict(start)
+    return found
+
+
+def assert_equal(ours, plain):
+    for one, other in zip(ours, plain, strict=True):
+        assert len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def stretches(optimised):
+    return [node.target for node in optimised.graph.program.operations if isinstance(node.target, Compiled)]
+
+
+@pytest.mark.parametrize("wish", [{}, {"memory_budget": 0.6}, {"memory_budget": 1.0}])
+@pytest.mark.parametrize("make", MODELS)
+def test_numbers_and_memory_are_the_plans(make, wish):
+    model, x = make()
+    optimised = ogc.optimize(model, x, compile="aot_eager", **wish)
+    assert stretches(optimised)
+    assert_equal(steps(optimised, model, x), steps(model, model, x))  # that backend computes as eager does
+    assert measured_peak(optimised, (x,)) <= 1.05 * optimised.plan.peak_bytes
+    if "memory_budget" in wish:
+        assert optimised.plan.peak_bytes <= wish["memory_budget"] * optimised.plan.plain_peak_bytes
+    else:
+        assert optimised.plan.peak_bytes < 0.75 * optimised.plan.plain_peak_bytes
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_nothing_is_compiled_while_it_trains(make):
+    model, x = make()
+    optimised = ogc.optimize(model, x, compile="aot_eager")
+    expected = steps(optimised, model, x)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert_equal(steps(optimised, model, x), expected)
+        assert_equal(steps(copy.copy(optimised), model, x), expected)
+
+
+def test_equal_stretches_are_compiled_once():
+    model, x = blocks()
+    found = stretches(ogc.optimize(model, x, compile="aot_eager"))
+    assert len({stretch.code for stretch in found}) <= len(found) / 2
+
+
+def test_what_draws_or_is_a_leaf_runs_as_it_is():
+    model, x = convolutions()
+    optimised = ogc.optimize(model, x, compile="aot_eager")
+    inside = {str(node.target) for stretch in stretches(optimised) for node in stretch.graph.nodes}
+    outside = {op.target for op in optimised.graph.operations}
+    assert {"aten.dropout.default", "leaf Sequential"} <= outside
+    assert not inside & {"aten.dropout.default", "aten.convolution.default"}
+    assert "aten.batch_norm.default" in inside
+
+
+def test_gradients_of_parameters_are_kept_few():
+    model, x = blocks()
+    optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget=1.0)
+    large = [[n for n in stretch.graph.nodes if "linear" in str(n.target)] for stretch in stretches(optimised)]
+    assert max(map(len, large)) < 12  # not all of them, though nothing is cut
+
+
+def test_other_calls_are_planned_for_and_what_is_loaded_too():
+    model, x = blocks(3)
+    optimised = ogc.optimize(model, x, compile="aot_eager")
+    for run in (optimised, pickle.loads(pickle.dumps(optimised)), copy.deepcopy(optimised)):
+        again = [step(run, run, rows) for rows in (x, x[:512])]
+        assert_equal(again, [step(model, model, rows) for rows in (x, x[:512])])
+
+
+def test_in_evaluation_nothing_is_compiled():
+    model, x = blocks(2)
+    optimised = ogc.optimize(model, x, compile="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(optimised(x), model(x))
+
+
+def fails(module, inputs):
+    raise RuntimeError("no compiler here")
+
+
+@pytest.fixture
+def failing():
+    torch._dynamo.register_backend(name="failing", compiler_fn=fails)
+    yield "failing"
+    torch._dynamo.backends.registry._BACKENDS.pop("failing")
+    torch._dynamo.backends.registry._COMPILER_FNS.pop("failing", None)
+
+
+def test_what_cannot_compile_is_refused_before_anything_is_changed(failing, monkeypatch):
+    model, x = blocks(2)
+    before = set(vars(model)), {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(ogc.InputError, match=r"backend of torch.compile, not 'nonsense': .*inductor"):
+        ogc.optimize(model, x, compile="nonsense")
+    with pytest.raises(ogc.DependencyError, match=r"(?s)cannot compile with backend 'failing' here .*a C\+\+ compiler"):
+        ogc.optimize(model, x, compile=failing)
+    monkeypatch.setattr("ogc.optimizing.check_backend", lambda *args: None)
+    with pytest.raises(ogc.ParseError, match=r"(?s)operations from .* cannot be compiled: .*leave out compile="):
+        ogc.optimize(model, x, compile=failing)
+    assert before == (set(vars(model)), {n: id(tensor) for n, tensor in model.state_dict(keep_vars=True).items()})
+
+
+@pytest.mark.parametrize("wrong", [{"compile": 1}, {"verify": True}, {"batch_slices": 2}, {"solver": "uniform"}])
+def test_what_does_not_go_with_it_is_refused(wrong):
+    model, x = blocks(2)
+    with pytest.raises(ogc.InputError, match="compile"):
+        ogc.optimize(model, x, **{"compile": "aot_eager", **wrong})
+
+
+def test_stretches_end_at_cuts():
+    model, x = blocks(3)
+    graph = ogc.parse(model, x)
+    cut = graph.cuts[len(graph.cuts) // 2]
+    plan = ogc.make_plan(graph, (ogc.recomputed(0, cut), ogc.saved(cut, len(graph))))
+    names = [op.name for op in graph.operations]
+    cuts = compiled.cuts_of(plan.segments)
+    found = [
+        [names.index(name) for name in stretch] for stretch in compiled.stretches_between(model, graph, cuts, 10**9)
+    ]
+    assert found and all(max(places) < cut or min(places) >= cut for places in found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("make", MODELS)
+def test_inductor_is_equal_up_to_rounding(make):
+    model, x = make()
+    optimised = ogc.optimize(model, x, compile=True, memory_budget=0.7)
+    ours, plain = steps(optimised, model, x), steps(model, model, x)
+    for one, other in zip(ours[0], plain[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert_equal(steps(optimised, model, x), ours)
+    assert measured_peak(optimised, (x,)) <= 1.05 * optimised.plan.peak_bytes
+    assert optimised.plan.peak_bytes <= 0.7 * optimised.plan.plain_peak_bytes
