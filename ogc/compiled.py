@@ -87,6 +87,8 @@ def compile_plan(
 
     def between(cuts: Iterable[int]) -> tuple[Graph, Plan]:
         compilation = Compilation(tuple(stretches_between(model, graph, cuts, most)), compiler)
+        if not compilation.stretches:
+            log.warning("nothing is compiled: no two operations lie together between cuts that meet the wish")
         compiled = parse(
             model, sample_input, profile=graph.profile, compiled=compilation, leaf_modules=leaves, **parsing
         )

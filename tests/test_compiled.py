@@ -1,8 +1,10 @@
 """Stretches between cuts run compiled: the plan's memory, and one set of numbers for forward and recomputation."""
 
 import copy
+import logging
 import pickle
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -92,8 +94,10 @@ def stretches(optimised):
     return [node.target for node in optimised.graph.program.operations if isinstance(node.target, Compiled)]
 
 
-@pytest.mark.parametrize("wish", [{}, {"memory_budget": 0.6}, {"memory_budget": 1.0}])
-@pytest.mark.parametrize("make", MODELS)
+WISHES = [{}, {"memory_budget": 0.6}]
+
+
+@pytest.mark.parametrize("make, wish", [*product(MODELS, WISHES), (blocks, {"memory_budget": 1.0})])
 def test_numbers_and_memory_are_the_plans(make, wish):
     model, x = make()
     optimised = ogc.optimize(model, x, compile="aot_eager", **wish)
@@ -104,6 +108,15 @@ def test_numbers_and_memory_are_the_plans(make, wish):
         assert optimised.plan.peak_bytes <= wish["memory_budget"] * optimised.plan.plain_peak_bytes
     else:
         assert optimised.plan.peak_bytes < 0.75 * optimised.plan.plain_peak_bytes
+
+
+def test_where_only_smaller_stretches_fit_less_is_compiled(caplog):
+    caplog.set_level(logging.WARNING, "ogc")
+    model, x = several_results()
+    optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget=1.0)
+    assert optimised.plan.peak_bytes <= optimised.plan.plain_peak_bytes
+    assert bool(stretches(optimised)) != ("nothing is compiled" in caplog.text)
+    assert_equal(steps(optimised, model, x), steps(model, model, x))
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -145,6 +158,37 @@ def test_other_calls_are_planned_for_and_what_is_loaded_too():
     for run in (optimised, pickle.loads(pickle.dumps(optimised)), copy.deepcopy(optimised)):
         again = [step(run, run, rows) for rows in (x, x[:512])]
         assert_equal(again, [step(model, model, rows) for rows in (x, x[:512])])
+
+
+def backward_twice(run, model, x):
+    loss = run(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def backward_through_gradients(run, model, x):
+    weight = next(p for p in model.parameters() if p.dim() > 1)
+    (gradient,) = torch.autograd.grad(run(x).square().sum(), weight, create_graph=True)
+    gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("make", [blocks, convolutions])
+@pytest.mark.parametrize(
+    "backward, refused", [(backward_twice, "retain_graph"), (backward_through_gradients, "double")]
+)
+def test_a_second_backward_is_right_or_an_error(make, backward, refused):
+    model, x = make()
+    optimised, found = ogc.optimize(model, x, compile="aot_eager"), []
+    for run in (model, optimised):
+        torch.manual_seed(3)
+        model.zero_grad()
+        try:
+            backward(run, model, x)
+        except RuntimeError as error:
+            assert run is optimised and refused in str(error)
+            return
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert_equal(*([gradients] for gradients in found))
 
 
 def test_in_evaluation_nothing_is_compiled():
