@@ -13,7 +13,7 @@ import torch
 from .errors import DependencyError, InputError, SolveError
 from .graph import Graph
 from .operators.registry import out_of_place
-from .operators.slices.compiled import Compiler
+from .operators.slices import Compiler
 from .parser import parse
 from .parser.passes.compiled import Compilation
 from .plan import Plan, make_plan

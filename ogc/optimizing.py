@@ -103,7 +103,7 @@ def optimize(
         memory, its submodules are planned instead, and ``result.plan`` is an :class:`ogc.PartsPlan`.
         Eval mode and ``torch.no_grad()`` run the original forward. Outputs,
         gradients, buffers and the random stream are bitwise those of the plain model, unless the batch is
-        sliced.
+        sliced or stretches are compiled.
 
     Raises:
         InputError: an argument is of the wrong kind; the message says what was expected.

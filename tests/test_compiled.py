@@ -13,7 +13,7 @@ from torch import nn
 
 import ogc
 from ogc import compiled
-from ogc.operators.slices.compiled import Compiled
+from ogc.operators.slices import Compiled
 
 # torch's own, where compiled code goes on from a tensor that is no leaf
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

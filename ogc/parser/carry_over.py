@@ -15,8 +15,7 @@ import torch
 
 from ..errors import InputError, ParseError
 from ..graph import Form, Graph, Operation
-from ..operators.slices import Sliced
-from ..operators.slices.compiled import Compiled
+from ..operators.slices import Compiled, Sliced
 from ..program.leaf import Leaf, called_leaves
 from ..program.program import Program
 from ..program.structures import InputSpec

@@ -19,8 +19,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..graph import Graph
-from ..operators.slices import Sliced
-from ..operators.slices.compiled import Compiled
+from ..operators.slices import Compiled, Sliced
 from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run
 from ..program.leaf import Leaf

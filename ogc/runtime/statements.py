@@ -9,8 +9,7 @@ import torch
 
 from ..operators.low_memory import LowMemory
 from ..operators.registry import live_arguments
-from ..operators.slices import Sliced
-from ..operators.slices.compiled import Compiled
+from ..operators.slices import Compiled, Sliced
 from ..program.leaf import Leaf
 from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...operators.registry import live_arguments, out_of_place
-from ...operators.slices.compiled import Compiled, Compiler
+from ...operators.slices import Compiled, Compiler
 from .blocks import place_of
 
 

@@ -22,8 +22,7 @@ from torch.fx.node import map_aggregate
 
 from ...operators.low_memory import Extra
 from ...operators.registry import Operator, like, of
-from ...operators.slices import Sliced, SlicedLoss
-from ...operators.slices.compiled import Compiled
+from ...operators.slices import Compiled, Sliced, SlicedLoss
 from ...operators.weights import InputGradient, Use, Weights
 from ...program.layouts import Layout
 from ...program.leaf import runs_once

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ...operators.slices import Sliced
-from ...operators.slices.compiled import Compiled
+from ...operators.slices import Compiled, Sliced
 from ...operators.weights import Weights
 from ...program.program import WithoutGrad, tensor_leaves
 from ...torch_state.private import OpOverload, pytree
