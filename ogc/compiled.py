@@ -12,7 +12,7 @@ import torch
 
 from .errors import DependencyError, InputError, SolveError
 from .graph import Graph
-from .operators.registry import out_of_place
+from .operators.registry import of, out_of_place
 from .operators.slices import Compiler
 from .parser import parse
 from .parser.passes.compiled import Compilation
@@ -96,11 +96,14 @@ def compile_plan(
         decisions = Decisions((saved(0, len(compiled)),)) if found.is_plain else found.decisions
         return compiled, replace(make_plan(compiled, decisions, found.solver), budget_bytes=found.budget_bytes)
 
-    try:
-        return between(cuts_of(plan.segments))
-    except SolveError as error:
-        log.info("between all cuts, in place of those of the plan: %s", error)
-        return between(graph.cuts)
+    cuts = set(cuts_of(plan.segments))
+    heavy = {t for t, node in enumerate(graph.program.operations) if of(node.target).is_heavy}
+    for some in (cuts, cuts | heavy):
+        try:
+            return between(some)
+        except SolveError as error:
+            log.info("smaller stretches are tried: %s", error)
+    return between(graph.cuts)
 
 
 def stretches_between(

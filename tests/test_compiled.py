@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import measured_peak
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import ogc
 from ogc import compiled
@@ -65,7 +66,24 @@ def several_results():
     return Net(), torch.randn(256, 16)
 
 
-MODELS = [blocks, convolutions, several_results]
+def attention():
+    """Which is unfolded on a CPU, as it drops."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.make, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+        def forward(self, x):
+            for _ in range(2):
+                given = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.make(x).chunk(3, -1))
+                x = x + self.out(scaled_dot_product_attention(*given, dropout_p=0.2).transpose(1, 2).flatten(2)).tanh()
+            return x
+
+    return Net(), torch.randn(64, 9, 24)
+
+
+MODELS = [blocks, convolutions, several_results, attention]
 
 
 def step(run, model, x):

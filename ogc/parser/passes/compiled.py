@@ -22,10 +22,11 @@ class Compilation:
 
 
 def compile_stretches(graph: torch.fx.Graph, compilation: Compilation) -> None:
-    """Put a :class:`Compiled` in the place of each stretch."""
+    """Put a :class:`Compiled` in the place of each stretch that is there; others come with operators that unfold."""
     by_name = {node.name: node for node in graph.nodes}
     for names in compilation.stretches:
-        _replace([by_name[name] for name in names], compilation.compiler)
+        if by_name.keys() >= set(names):
+            _replace([by_name[name] for name in names], compilation.compiler)
 
 
 def _writes_given(node: torch.fx.Node, inside: set[torch.fx.Node]) -> bool:
