@@ -3,14 +3,13 @@
 import contextlib
 import copy
 import importlib
-import inspect
 import logging
 import random
 import time
 
 import pytest
 import torch
-from helpers import assert_same_training, forced, loss_of, measured_peak, tensors_of
+from helpers import assert_same_training, forced, loss_of, measured_peak, runner_of, tensors_of
 from models import Attention, Outputs, Residual, SelfAttention, images
 from torch import nn
 from torch.nn import functional as F
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 import ogc
 from ogc.errors import OgcError
 from ogc.runtime import runner
-from ogc.runtime.runner import Runner
 
 optimize_module = importlib.import_module("ogc.optimizing")
 
@@ -35,15 +33,6 @@ def parses(monkeypatch):
 
     monkeypatch.setattr(optimize_module, "parse", parse)
     return seen
-
-
-def runner_of(optimised):
-    functions, found = [type(optimised).forward], None
-    while found is None:  # torch.compile is kept out of the one that has it
-        cells = [cell.cell_contents for cell in functions.pop().__closure__ or ()]
-        found = next((cell for cell in cells if isinstance(cell, Runner)), None)
-        functions += filter(inspect.isfunction, cells)
-    return found
 
 
 def run(model, *args, **kwargs):
