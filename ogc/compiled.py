@@ -19,7 +19,7 @@ from .parser.passes.compiled import Compilation
 from .plan import Plan, make_plan
 from .plan.decisions import Decisions, Segment, saved
 from .plan.simulate import plain_peak
-from .program.program import SHARED, get_attribute, operator_name
+from .program.program import SHARED, get_attribute
 from .solver import Budget, Wish, solve
 from .torch_state.private import OpOverload, schema_of
 
@@ -146,7 +146,7 @@ def _may_be_compiled(graph: Graph, t: int, node: torch.fx.Node, inside: Collecti
     op = graph.operations[t]
     is_item = node.target is operator.getitem and getattr(node.args[0], "name", "") in inside
     is_operator = isinstance(node.target, OpOverload) and not node.meta.get(SHARED)
-    is_operator = is_operator and "conv" not in operator_name(node.target)  # whose weights are copied when compiled
+    is_operator = is_operator and not of(node.target).runs_uncompiled
     if is_operator and schema_of(node.target).is_mutable:  # what is given stays as it is
         takes_over = op.takes_over is not None and out_of_place(node.target) is not None
         is_operator = takes_over or all(graph.operations[graph.producers[v]].name in inside for v in op.writes)

@@ -67,6 +67,7 @@ class Operator:
             bytes that they take: gradients of its first results to run it backward with, laid out as is usual.
         chooses_by_mask: it does not convert its mask to the type that it computes in.
         copies_strided_gradients: its backward first makes a gradient contiguous.
+        runs_uncompiled: compiled, it takes more memory: torch.compile copies its weights on a CPU.
         returns_view: its result is its own, and dense, and a view all the same.
         begins_graph: autograd's graph begins with its result, and holds that and its gradient.
         is_elementwise: it is, though some releases do not say so.
@@ -92,6 +93,7 @@ class Operator:
     to_run_with: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     chooses_by_mask: bool = False
     copies_strided_gradients: bool = False
+    runs_uncompiled: bool = False
     returns_view: bool = False
     begins_graph: bool = False
     is_elementwise: bool = False

@@ -107,6 +107,7 @@ register(
         hidden_bytes=hidden_bytes,
         on_meta=_on_meta,
         copies_strided_gradients=True,
+        runs_uncompiled=True,
     ),
     Operator(aten.convolution_backward.default, hidden_bytes=hidden_bytes_of_backward, on_meta=_backward_on_meta),
 )
