@@ -13,6 +13,7 @@ import torch
 
 from .agreement import agreed_plan
 from .checking.check import ONE_STEP
+from .compiled import check_backend, compile_plan
 from .device.needs import fixed_needs, within_device
 from .device.optimizer import Optimizer
 from .errors import InputError, OgcError, ParseError, PlanError, SolveError
@@ -37,6 +38,7 @@ from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .replan import Replanner, meets
 from .runtime import optimized_module
+from .runtime.compiling import kept_from_compiling
 from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, plain_instance
 from .runtime.runner import is_planned_call
 from .runtime.with_loss import TARGETS, with_loss
@@ -67,6 +69,7 @@ def optimize(
     solver: str = "optimal",
     profile: str = "auto",
     batch_slices: int = 1,
+    compile: bool | str = False,
     leaf_modules: LeafModules = (),
     repeatable_leaves: LeafModules | bool | None = None,
     plan: str | PathLike[str] | Plan | PartsPlan | SavedPlan | None = None,
@@ -101,6 +104,8 @@ def optimize(
         batch_slices: allow stretches of convolutions, activations, pooling, linear layers and layer norms to
             run in so many slices of the batch where that makes the plan better. Results then differ from
             the plain model's by rounding: sums over the batch are added up in another order.
+        compile: run the stretches between the cuts of the plan as torch.compile makes them, with its backend
+            ``"inductor"`` or the one named. Results then differ from the plain model's by rounding.
         leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
         repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
@@ -119,7 +124,7 @@ def optimize(
         memory, its submodules are planned instead, and ``result.plan`` is an :class:`ogc.PartsPlan`.
         Eval mode and ``torch.no_grad()`` run the original forward. Outputs,
         gradients, buffers and the random stream are bitwise those of the plain model, unless the batch is
-        sliced.
+        sliced or stretches are compiled.
 
     Raises:
         InputError: an argument is of the wrong kind; the message says what was expected.
@@ -130,8 +135,11 @@ def optimize(
     """
     _check_slices(batch_slices, solver, verify)
     store, saved = Store.at(cache_dir), None if plan is None else saved_plan(plan)
-    if has_units(model) and (verify or device_memory is not None):
-        raise InputError("verify= and device_memory= need all of a model, and this one is sharded: leave them out")
+    backend = _backend(compile, model, solver, verify or batch_slices > 1 or saved is not None)
+    if has_units(model) and (verify or device_memory is not None or backend is not None):
+        raise InputError(
+            "verify=, device_memory= and compile= need all of a model, and this one is sharded: leave them out"
+        )
     if targets is not None and not callable(loss):
         raise InputError("targets= is what loss= takes besides the output; give loss= too")
     if callable(loss) and outputs == "loss":
@@ -149,7 +157,7 @@ def optimize(
 
     def within(budget: Budget | None) -> torch.nn.Module:
         wish = Wish(budget, max_overhead)
-        planning = _Planning(parsing, profile, leaf_modules, wish, solver, batch_slices, store, saved)
+        planning = _Planning(parsing, profile, leaf_modules, wish, solver, batch_slices, store, saved, backend=backend)
         return planning.optimized(model, sample_input)
 
     if device_memory is None:
@@ -205,6 +213,7 @@ class _Planning:
     store: Store = NOWHERE
     saved: SavedPlan | None = None
     must_fit: bool = True
+    backend: str | None = None
 
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by one plan, or in parts where that cannot be or is worse."""
@@ -213,7 +222,7 @@ class _Planning:
             return _planned_when_called(model, self)
         with self.store.times():
             result = self.now(model, sample_input)
-        found = getattr(type(result), OWN_PLAN).as_saved()
+        found = None if self.backend else getattr(type(result), OWN_PLAN).as_saved()  # compiled code is not saved
         setattr(type(result), MADE_AGAIN, (_planned_when_called, replace(self, saved=found, must_fit=False)))
         return result
 
@@ -229,7 +238,7 @@ class _Planning:
         own_graph, options = self.parsing["parse_graph"], self.options
         if has_units(model) and has_inner_units(model):
             return optimize_units(model, options)
-        in_one_plan = self.batch_slices > 1 or parse_graph_of(model, own_graph) is not None
+        in_one_plan = self.batch_slices > 1 or self.backend is not None or parse_graph_of(model, own_graph) is not None
         try:
             graph = self.graph_of(model, sample_input)
         except ParseError as problem:
@@ -298,7 +307,10 @@ class _Planning:
 
         if self.batch_slices > 1:
             return make()
-        return graph, agreed_plan(graph, (wish, self.solver), lambda: make()[1])
+        plan = agreed_plan(graph, (wish, self.solver), lambda: make()[1])
+        if self.backend is None:
+            return graph, plan
+        return compile_plan(model, sample_input, graph, plan, self.backend, **self.parsing, **asked)
 
     def _taken_up(
         self, model: torch.nn.Module, sample_input: Any, graph: Graph, wish: Wish, saved: SavedPlan
@@ -341,7 +353,7 @@ def _planned_when_called(model: torch.nn.Module, planning: _Planning) -> torch.n
                 setattr(type(self), name, made[name])
         return found[0].forward(*args, **kwargs)
 
-    result = instance_around(model, original_class(model).__name__, {"forward": forward}, {})
+    result = instance_around(model, original_class(model).__name__, {"forward": kept_from_compiling(forward)}, {})
     setattr(type(result), MADE_AGAIN, (_planned_when_called, planning))
     return result
 
@@ -353,6 +365,22 @@ def _check_slices(batch_slices: int, solver: str, verify: bool) -> None:
         raise InputError(f"solver={solver!r} does not slice the batch; only 'optimal' does")
     if verify and batch_slices > 1:
         raise InputError("verify=True compares bit by bit, but a sliced batch is equal up to rounding only")
+
+
+def _backend(compile: bool | str, model: torch.nn.Module, solver: str, has_others: bool) -> str | None:
+    """The backend of torch.compile that is to be used, if any."""
+    if compile is False:
+        return None
+    if not (compile is True or isinstance(compile, str)):
+        raise InputError(f"compile must be True, False or the name of a backend of torch.compile, not {compile!r}")
+    if solver != "optimal" or has_others:
+        raise InputError(
+            "compile= goes with none of verify= (it is equal up to rounding only), batch_slices=, plan= and solver="
+        )
+    check_model(model)
+    backend = "inductor" if compile is True else compile
+    check_backend(backend, device_of_model(model))
+    return backend
 
 
 def _as_a_whole(

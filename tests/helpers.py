@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,7 @@ import ogc
 from ogc.graph import Graph, Operation, Value
 from ogc.plan.decisions import Decisions, Fate, Segment, cut_into_segments
 from ogc.program.structures import OutputSpec
+from ogc.runtime.runner import Runner
 from ogc.torch_state.allocator import peak_bytes
 
 
@@ -109,6 +111,16 @@ def forced(model: torch.nn.Module, sample: object, pieces: int = 3, **options: s
     cuts = [0, *inner[step - 1 :: step], len(graph)]
     plan = ogc.make_plan(graph, cut_into_segments(cuts, [True] * (len(cuts) - 1)), low_memory=graph.low_memory)
     return ogc.apply(model, graph, plan)
+
+
+def runner_of(optimised: Any) -> Runner:
+    """What chooses the plans of an optimized module."""
+    functions, found = [type(optimised).forward], None
+    while found is None:  # torch.compile is kept out of the one that has it
+        cells = [cell.cell_contents for cell in functions.pop().__closure__ or ()]
+        found = next((cell for cell in cells if isinstance(cell, Runner)), None)
+        functions += filter(inspect.isfunction, cells)
+    return found
 
 
 def random_tree(

@@ -19,7 +19,7 @@ STOREYS = (
     {"program"},
     {"operators"},
     {"parser", "solver", "runtime"},
-    {"replan", "slicing", "agreement"},
+    {"replan", "compiled", "slicing", "agreement"},
     {"stored"},
     {"in_parts"},
     {"checking", "device"},

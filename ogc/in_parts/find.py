@@ -27,7 +27,7 @@ from ..program.structures import Call, InputSpec
 from ..torch_state.attributes import changes, watched_attributes
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
-from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, version_of
+from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, untraced, version_of
 from ..torch_state.ranks.collectives import alone
 from .options import Options
 
@@ -279,6 +279,7 @@ class _Forward:
         finally:
             self.scopes.pop()
 
+    @untraced
     def _saved(self, tensor: torch.Tensor) -> None:
         if not self.in_part and self._is_new(tensor):
             scope = self.scopes[-1]

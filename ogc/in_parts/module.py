@@ -23,6 +23,7 @@ from ..graph import Graph
 from ..plan.plan import Plan
 from ..program.leaf import called_leaves
 from ..program.structures import Call
+from ..runtime.compiling import kept_from_compiling
 from ..runtime.module import copied, instance_around, planned_forward
 from ..runtime.report import Calls, Report
 from ..runtime.runner import Planner, Runner, log, plain_because
@@ -277,7 +278,7 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
     def refuse_replicas(self: torch.nn.Module) -> Any:
         raise InputError("a model that is planned in parts cannot run in a DataParallel; use DistributedDataParallel")
 
-    members = {"forward": forward, "__deepcopy__": deep_copy, REPLICATE: refuse_replicas}
+    members = {"forward": kept_from_compiling(forward), "__deepcopy__": deep_copy, REPLICATE: refuse_replicas}
     result = instance_around(model, original.__name__, members, {**shown, "report": report})
     of[result] = parts
     parts.install()

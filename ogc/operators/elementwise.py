@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..torch_state.private import OpOverload, is_view, schema_of
+from ..torch_state.private import OpOverload, is_view, schema_of, untraced
 from .holders import is_ours
 from .low_memory import LowMemory
 from .registry import Arguments, Operator, like, register
@@ -51,6 +51,7 @@ def _low_memory(operator: OpOverload, backward: Any, saves: str, *constants: Any
             return result
 
         @staticmethod
+        @untraced
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             in_place = is_ours(gradient)
             arguments = (gradient, *ctx.saved_tensors, *constants)

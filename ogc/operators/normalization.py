@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..torch_state.private import untraced
 from .holders import is_ours
 from .low_memory import Extra, LowMemory
 from .registry import Operator, like, ones_like, register
@@ -69,6 +70,7 @@ class _Function(torch.autograd.Function):
         return result
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         in_place = is_ours(gradient)
         x, weight, *statistics = ctx.saved_tensors

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..torch_state.private import untraced
 from .low_memory import Extra, LowMemory
 from .parts import has_usual_strides, untouched
 from .registry import Operator, ones_like, register
@@ -76,6 +77,7 @@ class _Function(torch.autograd.Function):
         return result
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (places,) = ctx.saved_tensors
         shape, dtype, device = ctx.like

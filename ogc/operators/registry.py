@@ -16,6 +16,7 @@ from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload, overload_name, schema_of
 from .low_memory import LowMemory, plain_operator
 from .slices.axes import Along, Axes, Rule, elementwise
+from .slices.compiled import Compiled
 from .weights import Use, Weights
 
 Arguments = Sequence[Any]
@@ -66,6 +67,7 @@ class Operator:
             bytes that they take: gradients of its first results to run it backward with, laid out as is usual.
         chooses_by_mask: it does not convert its mask to the type that it computes in.
         copies_strided_gradients: its backward first makes a gradient contiguous.
+        runs_uncompiled: compiled, it takes more memory: torch.compile copies its weights on a CPU.
         returns_view: its result is its own, and dense, and a view all the same.
         begins_graph: autograd's graph begins with its result, and holds that and its gradient.
         is_elementwise: it is, though some releases do not say so.
@@ -91,6 +93,7 @@ class Operator:
     to_run_with: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     chooses_by_mask: bool = False
     copies_strided_gradients: bool = False
+    runs_uncompiled: bool = False
     returns_view: bool = False
     begins_graph: bool = False
     is_elementwise: bool = False
@@ -138,11 +141,13 @@ def low_memory_form(target: Any, device: torch.device) -> LowMemory | None:
 
 def updates_statistics(target: Any) -> bool:
     """Whether an operator may update arguments that its own result does not depend on."""
-    return bool(_kernel(target).live_arguments)
+    return bool(target.live if isinstance(target, Compiled) else _kernel(target).live_arguments)
 
 
 def live_arguments(target: Any, args: Arguments) -> list[Any]:
     """The arguments that a call updates and its own result does not depend on, as far as they are given."""
+    if isinstance(target, Compiled):
+        return [args[p] for p in target.live]
     operator = _kernel(target)
     is_live = operator.live_if < len(args) and args[operator.live_if] is True
     return [args[p] for p in operator.live_arguments if p < len(args)] if is_live else []

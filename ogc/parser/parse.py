@@ -32,6 +32,7 @@ from .leaves import LeafModules, Leaves
 from .loss import modules_of, with_step_end
 from .passes.bindings import Bindings
 from .passes.casts import share_casts
+from .passes.compiled import Compilation, compile_stretches
 from .passes.in_place import run_out_of_place
 from .passes.last_writes import copy_after_last_write
 from .passes.stretches import Stretch, find_stretches, slice_stretches
@@ -62,6 +63,7 @@ def parse(
     device: torch.device | str | None = None,
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
+    compiled: Compilation | None = None,
     plain_peak_bytes: int | None = None,
     leaf_modules: LeafModules = (),
     repeatable_leaves: LeafModules | bool | None = None,
@@ -96,6 +98,8 @@ def parse(
         stretches: of ``graph.stretches`` of the same model: each becomes one operation that runs forward and
             backward a part of the batch at a time, with results that differ in the last bits.
         slices: into how many parts these divide the batch.
+        compiled: stretches that each become one operation that runs compiled, with results that differ in the last
+            bits.
         plain_peak_bytes: of the plain model; where the graph is another program, it is found anew unless it is given.
         leaf_modules: names and types of submodules to call as they are, hooks and all: each call becomes one
             operation, which runs once per step and keeps what it saves. What cannot be replayed operator by
@@ -129,13 +133,14 @@ def parse(
             recorded = record_program(sample, make, leaves)
             try:
                 traced, observation = lower(
-                    sample, with_step_end(sample, recorded, rest), target, visit, stretches, slices
+                    sample, with_step_end(sample, recorded, rest), target, visit, stretches, slices, compiled
                 )
                 break
             except OpaqueError as problem:
                 leaves.cover(problem)
         graph = graph_of(sample.spec, traced, observation, str(target), kind)
-        if plain_peak_bytes is None and (outputs == "loss" or stretches):  # the plain model has all outputs, whole
+        is_another = outputs == "loss" or stretches or compiled  # the plain model has all outputs, whole
+        if plain_peak_bytes is None and is_another:
             whole = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)
             plain_peak_bytes = plain_peak(graph_of(sample.spec, *whole, str(target), kind))
     leaves.report()
@@ -175,14 +180,15 @@ def lower(
     visit: Visit,
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
+    compiled: Compilation | None = None,
 ) -> tuple[Traced, Observation]:
     """The program in the form that is planned, and an observation of one run of it, as :func:`settled` gives them.
 
     Raises:
         ParseError: in that form it is not what the model computes.
     """
-    traced, observation, state = settled(sample, recorded, device, visit, stretches, slices)
-    _check_same(traced, observation, state, close if stretches else same_bits)
+    traced, observation, state = settled(sample, recorded, device, visit, stretches, slices, compiled)
+    _check_same(traced, observation, state, close if stretches or compiled else same_bits)
     wanted = traced.grad_targets
     if end_of(traced).rest.outputs == "loss":
         wanted &= observation.grad_targets  # others belong to outputs that nobody wants
@@ -197,6 +203,7 @@ def settled(
     visit: Visit,
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
+    compiled: Compilation | None = None,
     run: Callable[[torch.nn.Module, Traced, list[torch.Tensor], Visit], Observation] = observe,
 ) -> tuple[Traced, Observation, dict[str, torch.Tensor]]:
     """The program in the form that is planned, an observation of its last ``run``, and the model's state after that.
@@ -220,8 +227,10 @@ def settled(
             unfolding.meet(record.node, args, kwargs)
 
     while True:
-        traced = replace(recorded, graph=without_unused(program) if stretches else program)
+        traced = replace(recorded, graph=without_unused(program) if stretches or compiled else program)
         slice_stretches(traced.graph, stretches, slices, device)
+        if compiled:
+            compile_stretches(traced.graph, compiled)
         with untouched(sample.model):
             observation = run(sample.model, traced, sample.copies(), visit_and_meet)
             state = state_of(sample.model)

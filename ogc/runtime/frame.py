@@ -26,7 +26,7 @@ from ..program.casts import cast
 from ..program.leaf import Leaf
 from ..program.program import attribute, storage_of, tensor_leaves, without_autocast
 from ..torch_state.flags import Flags, flags_held
-from ..torch_state.private import id_of_storage, is_view, keeps_graph, pytree, storage_id, version_of
+from ..torch_state.private import id_of_storage, is_view, keeps_graph, pytree, storage_id, untraced, version_of
 from ..torch_state.random_state import State, random_states, set_random_states
 from .marks import Marks
 from .packed import Argument, RepeatedCall, dropped, kept, unpack
@@ -240,6 +240,7 @@ class Frame:
         slots = ((tensor, self._next_slot()) for tensor in arguments)
         given = {storage_id(t): Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
 
+        @untraced
         def pack(tensor: torch.Tensor) -> Any:
             storage = storage_of(tensor)
             argument = given.get(id_of_storage(storage)) if storage is not None else None
@@ -286,6 +287,7 @@ class Frame:
         again.let_go()
         return result
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds in the place of a tensor that it saves."""
         slot = self._next_slot()
@@ -319,6 +321,7 @@ class _Start(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
         return None, None
 

@@ -11,9 +11,19 @@ import torch
 from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
-from ..torch_state.forwards import ORIGINAL, REPLACED, OwnForward, original_class, plain_forward
-from ..torch_state.private import share_shards
+from ..torch_state.forwards import (
+    COMPILED_CALL,
+    ORIGINAL,
+    OWN,
+    REPLACED,
+    OwnCall,
+    OwnForward,
+    original_class,
+    plain_forward,
+)
+from ..torch_state.private import CALL, share_shards
 from ..torch_state.ranks.shards import is_unit
+from .compiling import kept_from_compiling
 from .runner import Planner, Runner, log
 
 MADE_AGAIN = "_ogc_made_again"
@@ -76,7 +86,7 @@ def planned_forward(runner: Runner) -> Callable[..., Any]:
             return plain_forward(self)(*args, **kwargs) if apart is None else apart.forward(*args, **kwargs)
         return runner.run(variant, self, args, kwargs)
 
-    return forward
+    return kept_from_compiling(forward)
 
 
 def instance_around(
@@ -87,8 +97,9 @@ def instance_around(
     What is in ``shown`` becomes a member too, unless the model has an attribute of that name.
     """
     original = original_class(model)
-    members = {ORIGINAL: original, "__slots__": (REPLACED,), "__reduce_ex__": _reduced, **members}
-    members |= {"__prepare_scriptable__": plain_instance, OWN_PLAN: shown.get("plan")}
+    slots = {"__slots__": (REPLACED, COMPILED_CALL), CALL: OwnCall()}
+    members = {ORIGINAL: original, **slots, "__reduce_ex__": _reduced, **members}
+    members |= {"__prepare_scriptable__": plain_instance, OWN_PLAN: shown.get("plan"), OWN: members["forward"]}
     members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import ReplayError
 from ..program.leaf import Leaf
 from ..program.program import storage_of
-from ..torch_state.private import id_of_storage, is_view, version_of
+from ..torch_state.private import id_of_storage, is_view, untraced, version_of
 from .marks import Marks
 
 
@@ -46,11 +46,13 @@ class _Nobody:
 _nobody = _Nobody()
 
 
+@untraced
 def dropped(tensor: torch.Tensor) -> tuple[_Nobody, None]:
     """What to hold for a tensor that no backward asks for."""
     return _nobody, None
 
 
+@untraced
 def unpack(packed: Any) -> torch.Tensor:
     """The tensor that a pair stands for: (tensor, its version), or (who has it, its slot there)."""
     owner, key = packed if type(packed) is tuple else packed.pair
@@ -117,6 +119,7 @@ class RepeatedCall:
     def run(self, module: torch.nn.Module | None, given: list[torch.Tensor]) -> Any:
         """The results of the call."""
 
+        @untraced
         def pack(tensor: torch.Tensor) -> _Packed:
             self.packed.append(_Packed(kept(tensor)))
             return self.packed[-1]

@@ -9,7 +9,7 @@ import torch
 
 from ..operators.low_memory import LowMemory
 from ..operators.registry import live_arguments
-from ..operators.slices import Sliced
+from ..operators.slices import Compiled, Sliced
 from ..program.leaf import Leaf
 from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload
@@ -66,7 +66,7 @@ def statement(node: torch.fx.Node, target: Any, binding: str | None = None, agai
     arguments += [f"{key}={argument(value)}" for key, value in node.kwargs.items()]
     if isinstance(target, LowMemory):
         function = f"low_memory.{target.__name__}"
-    elif isinstance(target, Sliced):
+    elif isinstance(target, (Compiled, Sliced)):
         function = target.name
     elif isinstance(target, OpOverload):
         function = binding or f"torch.ops.{target}"

@@ -10,11 +10,19 @@ from typing import Any
 
 import torch
 
+from .private import CALL, untraced
+
 ORIGINAL = "_ogc_original"
 """The attribute of an optimized module's class that holds the class whose forward is the plain one."""
 
 REPLACED = "_ogc_forward"
 """The slot of an optimized module that holds what was assigned to its ``forward``."""
+
+COMPILED_CALL = "_ogc_call"
+"""The slot of an optimized module that holds what ``compile()`` makes of its call."""
+
+OWN = "_ogc_own"
+"""The name by which its class has the forward as a method; torch.compile cannot trace one that is bound by hand."""
 
 
 def original_class(model: torch.nn.Module) -> type[torch.nn.Module]:
@@ -58,11 +66,12 @@ class OwnForward:
             parameters = [own, *signature.parameters.values()]
             function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
+    @untraced
     def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[..., Any]:
         if module is None:
             return self.function
         replaced = getattr(module, REPLACED, None)
-        return MethodType(self.function, module) if replaced is None else replaced
+        return getattr(module, OWN) if replaced is None else replaced
 
     def __set__(self, module: torch.nn.Module, replacement: Callable[..., Any] | None) -> None:
         object.__setattr__(module, REPLACED, replacement)
@@ -71,3 +80,26 @@ class OwnForward:
         if getattr(module, REPLACED, None) is None:
             raise AttributeError("forward")
         object.__setattr__(module, REPLACED, None)
+
+
+class OwnCall:
+    """What an optimized module calls in the place of its own call, as an attribute of its class.
+
+    The attributes that it shares with the plain model may hold compiled code of that one.
+    """
+
+    @untraced
+    def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[..., Any] | None:
+        if module is None:
+            return None
+        compiled: Callable[..., Any] | None = getattr(module, COMPILED_CALL, None)
+        shared = vars(module).get(CALL)
+        return shared if compiled is None and calls_part(shared, module) else compiled
+
+    def __set__(self, module: torch.nn.Module, compiled: Callable[..., Any] | None) -> None:
+        object.__setattr__(module, COMPILED_CALL, compiled)
+
+
+def calls_part(call: Any, module: torch.nn.Module) -> bool:
+    """Whether a call stands in a module, for an optimized model that has planned the module as one of its parts."""
+    return hasattr(call, "part_of") and call.module() is module

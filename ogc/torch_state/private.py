@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch._C._profiler
+import torch._dynamo
+import torch._dynamo.types
 import torch._ops
 import torch._subclasses.fake_tensor
 import torch.profiler._utils
@@ -31,7 +33,6 @@ MAKE_SUBCLASS = "_make_subclass"
 """The method of tensors that makes parameters. Without it a parameter made in a forward is recorded wrongly."""
 
 
-# These two run in hooks that torch.compile may trace, and it traces functions in Python alone.
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
     return tensor._version
@@ -134,6 +135,24 @@ is_fx_tracing: Any = torch.fx._symbolic_trace.is_fx_symbolic_tracing
 def parametrizations_are_cached() -> bool:
     """Whether a parametrized tensor is made once for all who use it in a region. Without it plans make it for each."""
     return bool(torch.nn.utils.parametrize._cache_enabled)
+
+
+_SKIP: Any = torch._dynamo.types.FrameExecStrategy(*2 * [torch._dynamo.types.FrameAction.SKIP])
+
+
+def is_exporting() -> bool:
+    """Whether torch.export runs; ``torch.compiler`` says so in torch.compile too, before 2.14. Without it plans stay
+    in what is exported, or torch.compile loses them."""
+    return torch.compiler._is_exporting_flag
+
+
+def untraced(function: Any) -> Any:
+    """The function, in which torch.compile starts no graph, nor in what it calls, though it may go through it.
+
+    Without it what compiled code comes to by hooks and backwards is compiled, and no longer what was planned.
+    """
+    torch._dynamo.eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
 
 
 own_call = attrgetter("_call_impl")

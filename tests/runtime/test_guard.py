@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from helpers import assert_same_training, forced, loss_of, measured_peak, tensors_of
+from helpers import assert_same_training, forced, loss_of, measured_peak, runner_of, tensors_of
 from models import Attention, Outputs, Residual, SelfAttention, images
 from torch import nn
 from torch.nn import functional as F
@@ -17,7 +17,6 @@ from torch.nn import functional as F
 import ogc
 from ogc.errors import OgcError
 from ogc.runtime import runner
-from ogc.runtime.runner import Runner
 
 optimize_module = importlib.import_module("ogc.optimizing")
 
@@ -34,11 +33,6 @@ def parses(monkeypatch):
 
     monkeypatch.setattr(optimize_module, "parse", parse)
     return seen
-
-
-def runner_of(optimised):
-    cells = [cell.cell_contents for cell in type(optimised).forward.__closure__]
-    return next(cell for cell in cells if isinstance(cell, Runner))
 
 
 def run(model, *args, **kwargs):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 FILE = Path(__file__).parents[2] / "ogc" / "torch_state" / "private.py"
 aten = torch.ops.aten
@@ -177,6 +178,35 @@ def is_wrapped(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return dict(torch.compile(module).named_children())[name] is module
+
+
+def is_untraced(marked):
+    def inside(x):
+        return x + 1
+
+    def graphs(mark):
+        counter = CompileCounter()
+        function = mark(lambda x: inside(x))
+        torch.compile(lambda x: function(x), backend=counter)(X)
+        through = counter.frame_count
+        torch.compile(function, backend=counter)(X)
+        return through, counter.frame_count - through
+
+    torch._dynamo.reset()
+    return (graphs(lambda function: function), graphs(marked)) == ((1, 1), (1, 0))
+
+
+def exports(is_exporting):
+    class Notes(nn.Module):
+        def forward(self, x):
+            seen.append(is_exporting())
+            return x + 1
+
+    seen = [is_exporting()]
+    torch.export.export(Notes(), (X,), strict=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 1 if is_exporting() else x - 1, backend="eager")(X)
+    return seen[0] is False and set(seen[1:]) == {True} and torch.equal(compiled, X - 1)
 
 
 def in_transform(is_active):
@@ -365,6 +395,8 @@ CHECKS = {
     "has_global_hooks": has_global_hooks,
     "is_fx_tracing": is_fx_tracing,
     "parametrizations_are_cached": are_cached,
+    "is_exporting": exports,
+    "untraced": is_untraced,
     "own_call": calls,
     "CALL": takes_the_place,
     "COMPILED": is_wrapped,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...torch_state.private import untraced
 from ..low_memory import Extra, LowMemory
 from ..parts import has_usual_strides
 from ..registry import Operator, register
@@ -54,6 +55,7 @@ class _Function(torch.autograd.Function):
         return convolved(parts_of(x, weight, bias, *settings), x, weight, bias, *settings)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_input, *of_weights = ctx.needs_input_grad[:3]
         nothing = (None,) * (len(ctx.settings) - 1)
@@ -105,6 +107,7 @@ register(
         hidden_bytes=hidden_bytes,
         on_meta=_on_meta,
         copies_strided_gradients=True,
+        runs_uncompiled=True,
     ),
     Operator(aten.convolution_backward.default, hidden_bytes=hidden_bytes_of_backward, on_meta=_backward_on_meta),
 )

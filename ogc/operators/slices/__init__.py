@@ -1,6 +1,7 @@
-"""Stretches that run a part of what they are given at a time, as one operator each."""
+"""Stretches as one operator each: that run a part of what they are given at a time, or compiled."""
 
+from .compiled import Compiled, Compiler
 from .loss import SlicedLoss
 from .stretch import Sliced
 
-__all__ = ["Sliced", "SlicedLoss"]
+__all__ = ["Compiled", "Compiler", "Sliced", "SlicedLoss"]

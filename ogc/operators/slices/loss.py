@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ...program.program import without_autocast
+from ...torch_state.private import untraced
 from .stretch import Sliced, Tensors, differentiable, that_need
 
 ROWS, TARGETS, WEIGHT, BIAS, CLASSES = range(5)
@@ -149,6 +150,7 @@ class _Loss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():

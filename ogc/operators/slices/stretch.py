@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...program.program import call_node, run_nodes, without_autocast
+from ...torch_state.private import untraced
 from ..low_memory import LowMemory
 from ..parts import even_parts
 
@@ -110,6 +111,7 @@ class _Slices(torch.autograd.Function):
         return result
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...errors import OgcError, ParseError, add_note
 from ...program.structures import Given, InputSpec, OutputSpec
 from ...torch_state.compare import difference, same_bits
+from ...torch_state.private import untraced
 from ..traced import OpaqueError
 from .location import entry
 
@@ -126,6 +127,7 @@ def nothing_saved(told: Pack = id, where: Callable[[], str] = str) -> Iterator[N
     ``told`` is called with each tensor that would be saved; ``where`` gives the name of the module that is running.
     """
 
+    @untraced
     def pack(tensor: torch.Tensor) -> None:
         told(tensor)
 
@@ -152,6 +154,7 @@ def saved_until_done(told: Pack = id) -> Iterator[list[torch.Tensor]]:
 def saving(saved: list[torch.Tensor], told: Pack = id) -> saved_tensors_hooks:
     """Hooks that list what autograd saves, and tell of it."""
 
+    @untraced
     def pack(tensor: torch.Tensor) -> int:
         told(tensor)
         saved.append(tensor)

@@ -15,7 +15,7 @@ from ...operators.weights import Weights
 from ...program.layouts import Layout
 from ...program.program import has_history, storage_bytes, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, peak_bytes
-from ...torch_state.private import pytree
+from ...torch_state.private import pytree, untraced
 from ...torch_state.random_state import cuda_devices
 from .backward.again import Layouts
 from .record import Record
@@ -71,6 +71,7 @@ class Call:
         given = (t for t in self.inputs if isinstance(t, torch.Tensor))
         return storage_bytes(tensor_leaves(self.result) + self.saved, given)
 
+    @untraced
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.saved.append(tensor.detach())
         return tensor.detach()

@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 
 from ...operators.low_memory import Extra
 from ...operators.registry import Operator, like, of
-from ...operators.slices import Sliced, SlicedLoss
+from ...operators.slices import Compiled, Sliced, SlicedLoss
 from ...operators.weights import InputGradient, Use, Weights
 from ...program.layouts import Layout
 from ...program.leaf import runs_once
@@ -112,6 +112,9 @@ class Estimator:
         """The weights of a call of an operator with these arguments."""
         node = record.node
         operator = node.target
+        if isinstance(operator, Compiled):
+            weights = self._run(operator.plain, args, kwargs, False)
+            return with_measured_bytes(weights, Call(record, args, kwargs)) if self._can_measure() else weights
         if isinstance(operator, Sliced):
             return self._sliced(operator, record, args, kwargs)
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator

@@ -30,7 +30,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ...during_step import bytes_at_hand
-from ...operators.slices import Sliced
+from ...operators.slices import Compiled, Sliced
 from ...operators.weights import Weights
 from ...plan.saving import write_at_once
 from ...program.program import WithoutGrad, tensor_leaves
@@ -165,7 +165,7 @@ class Timer(Measurer):
         weights = self.estimator.weigh(record, args, kwargs)
         target = record.node.target
         kernel = target.operator if isinstance(target, WithoutGrad) else target
-        if not isinstance(kernel, (OpOverload, Sliced)):
+        if not isinstance(kernel, (OpOverload, Compiled, Sliced)):
             return weights
         binding = record.bindings.get(target) if target is kernel else None  # which would run with gradients
         function = target if binding is None else attrgetter(binding.removeprefix("torch."))(torch)

@@ -1,0 +1,160 @@
+"""Compiles the stretches between the cuts of a plan, and plans anew for what they take then."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .errors import DependencyError, InputError, SolveError
+from .graph import Graph
+from .operators.registry import of, out_of_place
+from .operators.slices import Compiler
+from .parser import parse
+from .parser.passes.compiled import Compilation
+from .plan import Plan, make_plan
+from .plan.decisions import Decisions, Segment, saved
+from .plan.simulate import plain_peak
+from .program.program import SHARED, get_attribute
+from .solver import Budget, Wish, solve
+from .torch_state.private import OpOverload, schema_of
+
+log = logging.getLogger(__name__)
+
+GRADIENTS = 0.02
+"""A stretch takes in no more parameters where those that it has are a larger share of the plan's peak."""
+
+
+def check_backend(backend: str, device: torch.device) -> None:
+    """Compile next to nothing, to see whether that can be.
+
+    Raises:
+        InputError: torch.compile has no such backend.
+        DependencyError: it cannot compile here.
+    """
+    if backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+        raise InputError(f"compile must be True or a backend of torch.compile, not {backend!r}: {', '.join(known)}")
+    try:
+        torch.compile(_next_to_nothing, backend=backend, fullgraph=True)(torch.zeros(2, device=device))
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DependencyError(
+            f"torch.compile cannot compile with backend {backend!r} here ({reason}); install what it needs, on a CPU a "
+            "C++ compiler such as g++, or leave out compile="
+        ) from error
+
+
+def _next_to_nothing(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def compile_plan(
+    model: torch.nn.Module,
+    sample_input: Any,
+    graph: Graph,
+    plan: Plan,
+    backend: str,
+    *,
+    memory_budget: Budget | None = None,
+    max_overhead: float | None = None,
+    **parsing: Any,
+) -> tuple[Graph, Plan]:
+    """The graph whose operations are compiled stretches, as far as these can be, and its plan.
+
+    A stretch ends where ``plan`` cuts the program, and where an operation must run as it is.
+
+    Args:
+        model: what ``graph`` was parsed from.
+        sample_input: the same as for ``graph``.
+        graph: from :func:`ogc.parse`.
+        plan: for ``graph``.
+        backend: of torch.compile.
+        memory_budget, max_overhead: as for :func:`ogc.solve`.
+        parsing: further arguments of :func:`ogc.parse`, the same as for ``graph``.
+
+    Raises:
+        ParseError: a stretch cannot be compiled.
+        SolveError: nothing fits the budget, whatever is compiled.
+    """
+    leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
+    compiler, most = Compiler(backend), int(GRADIENTS * plan.peak_bytes)
+    # The plain plan here is that of the compiled program; a share is one of the model's own peak.
+    budget = Wish(memory_budget).budget_bytes(plain_peak(graph))
+
+    def between(cuts: Iterable[int]) -> tuple[Graph, Plan]:
+        compilation = Compilation(tuple(stretches_between(model, graph, cuts, most)), compiler)
+        if not compilation.stretches:
+            log.warning("nothing is compiled: no two operations lie together between cuts that meet the wish")
+        compiled = parse(
+            model, sample_input, profile=graph.profile, compiled=compilation, leaf_modules=leaves, **parsing
+        )
+        found = solve(replace(compiled, plain_peak_bytes=None), memory_budget=budget, max_overhead=max_overhead)
+        decisions = Decisions((saved(0, len(compiled)),)) if found.is_plain else found.decisions
+        return compiled, replace(make_plan(compiled, decisions, found.solver), budget_bytes=found.budget_bytes)
+
+    cuts = set(cuts_of(plan.segments))
+    heavy = {t for t, node in enumerate(graph.program.operations) if of(node.target).is_heavy}
+    for some in (cuts, cuts | heavy):
+        try:
+            return between(some)
+        except SolveError as error:
+            log.info("smaller stretches are tried: %s", error)
+    return between(graph.cuts)
+
+
+def stretches_between(
+    model: torch.nn.Module, graph: Graph, cuts: Iterable[int], most: int
+) -> Iterator[tuple[str, ...]]:
+    """The names of operations that may be compiled together between two cuts.
+
+    A compiled backward returns all gradients at its end: where those of parameters take ``most`` bytes, no operation
+    that has further ones is added.
+    """
+    cuts, names, sizes = set(cuts), list[str](), list[int]()
+    for t, node in enumerate(graph.program.operations):
+        size = _gradient_bytes(model, graph, node)
+        is_cut = t in cuts or (size and sum(sizes) > most)
+        may_be_next = _may_be_compiled(graph, t, node, names)
+        if names and (is_cut or not (may_be_next or _stands_alone(node))):
+            yield from [tuple(names)] if len(names) > 1 else []
+            names, sizes = [], []
+            may_be_next = _may_be_compiled(graph, t, node, names)
+        if may_be_next:
+            names, sizes = [*names, node.name], [*sizes, size]
+    yield from [tuple(names)] if len(names) > 1 else []
+
+
+def _gradient_bytes(model: torch.nn.Module, graph: Graph, node: torch.fx.Node) -> int:
+    """Bytes of the gradients of parameters that an operation takes."""
+    constants = graph.program.constants
+    attributes = (one for one in node.all_input_nodes if one.op == "get_attr")
+    given = (get_attribute(model, constants, str(one.target)) for one in attributes)
+    return sum(t.nbytes for t in given if isinstance(t, torch.Tensor) and t.requires_grad)
+
+
+def _stands_alone(node: torch.fx.Node) -> bool:
+    """Whether nothing else of the program has to do with an operation, such as one that counts steps in a buffer."""
+    return not node.users and all(one.op == "get_attr" and len(one.users) == 1 for one in node.all_input_nodes)
+
+
+def _may_be_compiled(graph: Graph, t: int, node: torch.fx.Node, inside: Collection[str]) -> bool:
+    """Whether an operation may be part of a stretch that has these: it draws nothing, and writes nothing for good."""
+    op = graph.operations[t]
+    is_item = node.target is operator.getitem and getattr(node.args[0], "name", "") in inside
+    is_operator = isinstance(node.target, OpOverload) and not node.meta.get(SHARED)
+    is_operator = is_operator and not of(node.target).runs_uncompiled
+    if is_operator and schema_of(node.target).is_mutable:  # what is given stays as it is
+        takes_over = op.takes_over is not None and out_of_place(node.target) is not None
+        is_operator = takes_over or all(graph.operations[graph.producers[v]].name in inside for v in op.writes)
+    return (is_item or is_operator) and op.replayable and t not in graph.program.random
+
+
+def cuts_of(segments: Iterable[Segment]) -> Iterator[int]:
+    """Where segments start, at any level."""
+    for segment in segments:
+        yield segment.start
+        yield from cuts_of(segment.parts)
