@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     )
     from .graph import Graph, Operation, Value
     from .in_parts import PartsPlan
-    from .optimizing import apply, optimize
+    from .optimizing import optimize
     from .parser import parse
     from .plan import Decisions, Fate, Frontier, Plan, Segment, load_plan, make_plan, recomputed, saved, simulate
-    from .slicing import slice_batch
+    from .planned import apply
+    from .planning.slicing import slice_batch
     from .solver import frontier, solve
 
 __version__ = "0.1.0"
@@ -40,13 +41,14 @@ _HOMES = {
     ),
     "graph": ("Graph", "Operation", "Value"),
     "in_parts": ("PartsPlan",),
-    "optimizing": ("apply", "optimize"),
+    "optimizing": ("optimize",),
     "parser": ("parse",),
     "plan": (
         *("Decisions", "Fate", "Frontier", "Plan", "Segment"),
         *("load_plan", "make_plan", "recomputed", "saved", "simulate"),
     ),
-    "slicing": ("slice_batch",),
+    "planned": ("apply",),
+    "planning.slicing": ("slice_batch",),
     "solver": ("frontier", "solve"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from typing import Any
 
 import torch
 
-from .agreement import agreed_plan
 from .checking.check import ONE_STEP
-from .compiled import check_backend, compile_plan
 from .device.needs import fixed_needs, within_device
 from .device.optimizer import Optimizer
-from .errors import InputError, OgcError, ParseError, PlanError, SolveError
-from .graph import Graph
+from .errors import InputError
 from .in_parts import (
-    Options,
     PartsPlan,
-    check_wish_of_units,
-    heavy_leaves,
-    in_parts_if_better,
-    in_parts_instead,
-    optimize_in_parts,
-    optimize_units,
 )
-from .parser import LeafModules, Loss, ParseGraph, hooked_modules, parse
+from .parser import LeafModules, Loss, ParseGraph
 from .parser.arguments import call_arguments, check_model
-from .parser.custom import parse_graph_of
 from .parser.loss import modules_of, tensors_of
 from .plan.plan import Plan
-from .plan.saving import PARTS, SavedPlan
-from .program.program import device_of_model, get_attribute
+from .plan.saving import SavedPlan
+from .planned import Planning
+from .planning.compiled import check_backend
+from .planning.stored import Store, saved_plan
+from .program.program import device_of_model
 from .program.structures import Call
-from .replan import Replanner, meets
-from .runtime import optimized_module
-from .runtime.compiling import kept_from_compiling
-from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, plain_instance
-from .runtime.runner import is_planned_call
 from .runtime.with_loss import TARGETS, with_loss
-from .slicing import Stretches, slice_batch, sliced_along
-from .solver import Budget, Wish, solve
-from .stored import NOWHERE, Store, key_of, saved_plan, taken_up
-from .torch_state.forwards import original_class, plain_forward
-from .torch_state.ranks.shards import has_inner_units, has_units
+from .solver import Budget, Wish
+from .torch_state.ranks.shards import has_units
 from .torch_state.ranks.wrappers import within_data_parallel
-
-log = logging.getLogger(__name__)
 
 
 @within_data_parallel
@@ -157,7 +137,7 @@ def optimize(
 
     def within(budget: Budget | None) -> torch.nn.Module:
         wish = Wish(budget, max_overhead)
-        planning = _Planning(parsing, profile, leaf_modules, wish, solver, batch_slices, store, saved, backend=backend)
+        planning = Planning(parsing, profile, leaf_modules, wish, solver, batch_slices, store, saved, backend=backend)
         return planning.optimized(model, sample_input)
 
     if device_memory is None:
@@ -197,167 +177,6 @@ def _returning_its(
     return with_loss(model, loss, bool(given)), Call(args, {**kwargs, **given})
 
 
-@dataclass(frozen=True)
-class _Planning:
-    """The arguments of :func:`optimize` by which models are parsed and planned; ``parsing`` has those of parse.
-
-    The first plan is ``saved``, if that keeps the wish; where it need not fit, another model is planned anew.
-    """
-
-    parsing: dict[str, Any]
-    profile: str
-    leaf_modules: LeafModules
-    wish: Wish
-    solver: str
-    batch_slices: int
-    store: Store = NOWHERE
-    saved: SavedPlan | None = None
-    must_fit: bool = True
-    backend: str | None = None
-
-    def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
-        """The model by one plan, or in parts where that cannot be or is worse."""
-        if has_units(model):
-            check_wish_of_units(self.options, self.batch_slices)
-            return _planned_when_called(model, self)
-        with self.store.times():
-            result = self.now(model, sample_input)
-        found = None if self.backend else getattr(type(result), OWN_PLAN).as_saved()  # compiled code is not saved
-        setattr(type(result), MADE_AGAIN, (_planned_when_called, replace(self, saved=found, must_fit=False)))
-        return result
-
-    @property
-    def options(self) -> Options:
-        """Those of parts."""
-        own_graph, leaves = self.parsing["parse_graph"], self.parsing["repeatable_leaves"]
-        own = own_graph is None
-        return Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own, self.store)
-
-    def now(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
-        """The model planned as it stands, without what unpickles it."""
-        own_graph, options = self.parsing["parse_graph"], self.options
-        if has_units(model) and has_inner_units(model):
-            return optimize_units(model, options)
-        in_one_plan = self.batch_slices > 1 or self.backend is not None or parse_graph_of(model, own_graph) is not None
-        try:
-            graph = self.graph_of(model, sample_input)
-        except ParseError as problem:
-            if in_one_plan:
-                raise
-            in_parts = partial(in_parts_instead, model, sample_input, options, problem)
-            started = self._started(in_parts)
-            return in_parts(None) if started is None else started
-        is_wrapped = "forward" in vars(model)  # and what it is wrapped in knows nothing of parts
-        heavy = {} if in_one_plan or is_wrapped else heavy_leaves(model, graph, options)
-        budget = self.wish.memory_budget
-        hooked = hooked_modules(dict(model.named_modules()))
-        units = partial(optimize_units, options=options)
-        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.wish), units)
-
-        def take_up(saved: SavedPlan) -> torch.nn.Module | None:
-            if saved.kind == PARTS and heavy:
-                return optimize_in_parts(model, sample_input, options, heavy, saved=saved)
-            found = self._taken_up(model, sample_input, graph, self.wish, saved)
-            return found and _as_a_whole(model, found, planner)
-
-        if (started := self._started(take_up)) is not None:
-            return started
-        found: tuple[Graph, Plan] | SolveError
-        try:
-            found = self.plan(model, sample_input, graph, budget)
-        except SolveError as error:
-            found = error
-        return in_parts_if_better(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
-
-    def _started(self, take_up: Callable[[SavedPlan], torch.nn.Module | None]) -> torch.nn.Module | None:
-        """What is made of the saved plan; None without one, or where it does not do and need not."""
-        if self.saved is None:
-            return None
-        try:
-            return take_up(self.saved)
-        except PlanError as error:
-            if self.must_fit:
-                raise
-            log.info("a plan is made anew, as the saved one does not do: %s", error)
-            return None
-
-    def graph_of(self, model: torch.nn.Module, sample_input: Any, **other: Any) -> Graph:
-        """The graph of a call."""
-        given = {**self.parsing, **other}
-        return parse(model, sample_input, profile=self.profile, leaf_modules=self.leaf_modules, **given)
-
-    def plan(
-        self, model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None
-    ) -> tuple[Graph, Plan]:
-        """The plan for a graph within a budget, and the graph that it is for: one that was kept, or a new one."""
-        wish, overhead = Wish(budget, self.wish.max_overhead), self.wish.max_overhead
-        key = key_of("plan", graph, wish, self.solver, self.batch_slices)
-        asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": overhead}
-
-        def make() -> tuple[Graph, Plan]:
-            found = self.store.found(key, partial(self._taken_up, model, sample_input, graph, wish))
-            if found is not None:
-                return found
-            if self.batch_slices > 1:
-                found = slice_batch(model, sample_input, graph, slices=self.batch_slices, **self.parsing, **asked)
-            else:
-                found = graph, solve(graph, solver=self.solver, **asked)
-            self.store.keep(key, found[1].as_saved)
-            return found
-
-        if self.batch_slices > 1:
-            return make()
-        plan = agreed_plan(graph, (wish, self.solver), lambda: make()[1])
-        if self.backend is None:
-            return graph, plan
-        return compile_plan(model, sample_input, graph, plan, self.backend, **self.parsing, **asked)
-
-    def _taken_up(
-        self, model: torch.nn.Module, sample_input: Any, graph: Graph, wish: Wish, saved: SavedPlan
-    ) -> tuple[Graph, Plan] | None:
-        def sliced(stretches: Stretches) -> Graph:
-            given = {"slices": self.batch_slices, "profile": graph.profile, **self.parsing}
-            return sliced_along(stretches, model, sample_input, graph, **given)
-
-        return taken_up(saved, graph, wish, self.batch_slices, sliced)
-
-    def make(self, model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
-        """A plan for a call unlike the first, which a loss with the first one's targets bound in may not take."""
-        with self.store.times():
-            try:
-                graph = self.graph_of(model, sample_input)
-            except InputError as error:
-                graph = self.graph_of(model, sample_input, loss="outputs")
-                log.info("what is planned for ends with the model's outputs: %s", error)
-            return self.plan(model, sample_input, graph, budget)
-
-
-def _planned_when_called(model: torch.nn.Module, planning: _Planning) -> torch.nn.Module:
-    """The module, planned at its first call in training: it was pickled, or its parameters are not here before."""
-    training, found = model.training, list[torch.nn.Module]()
-
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not found and not is_planned_call(self, training):
-            return plain_forward(self)(*args, **kwargs)
-        if not found:
-            try:
-                with planning.store.times():
-                    found.append(planning.now(model, Call(args, kwargs)))
-            except OgcError as error:
-                if not has_units(model):
-                    raise
-                log.warning("ogc runs the plain model: %s", error)
-                found.append(plain_instance(model))
-            made = vars(type(found[0]))
-            for name in made.keys() & {"plan", "graph", "code", "report"}:  # unless the model has such an attribute
-                setattr(type(self), name, made[name])
-        return found[0].forward(*args, **kwargs)
-
-    result = instance_around(model, original_class(model).__name__, {"forward": kept_from_compiling(forward)}, {})
-    setattr(type(result), MADE_AGAIN, (_planned_when_called, planning))
-    return result
-
-
 def _check_slices(batch_slices: int, solver: str, verify: bool) -> None:
     if isinstance(batch_slices, bool) or not isinstance(batch_slices, int) or batch_slices < 1:
         raise InputError(f"batch_slices must be a number of slices, 1 for none, not {batch_slices!r}")
@@ -381,48 +200,3 @@ def _backend(compile: bool | str, model: torch.nn.Module, solver: str, has_other
     backend = "inductor" if compile is True else compile
     check_backend(backend, device_of_model(model))
     return backend
-
-
-def _as_a_whole(
-    model: torch.nn.Module, found: tuple[Graph, Plan] | SolveError, planner: Replanner | None
-) -> torch.nn.Module:
-    """The model with one plan for everything."""
-    if isinstance(found, SolveError):
-        raise found
-    graph, plan = found
-    if plan.is_plain and plan.budget_bytes is None and planner is not None:
-        log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
-    return _apply(model, graph, plan, planner)
-
-
-def apply(model: torch.nn.Module, graph: Graph, plan: Plan) -> torch.nn.Module:
-    """The module that :func:`optimize` returns, for a graph and a plan that were made before.
-
-    It carries the plan over to inputs of other sizes too. Calls that differ otherwise run the plain model.
-
-    Args:
-        model: the module that ``graph`` was parsed from, unchanged since.
-        graph: from :func:`ogc.parse`.
-        plan: a plan for this graph, from :func:`ogc.solve` or :func:`ogc.make_plan`.
-
-    Raises:
-        PlanError: the graph has no program, or was weighed for a device that the model is not on.
-    """
-    return _apply(model, graph, plan, Replanner())
-
-
-def _apply(model: torch.nn.Module, graph: Graph, plan: Plan, planner: Replanner | None) -> torch.nn.Module:
-    if graph.program is None:
-        raise PlanError("the graph has no program to run; use the graph that ogc.parse returned for the model")
-    if plan.graph is not None and [op.name for op in plan.graph.operations] != [op.name for op in graph.operations]:
-        raise PlanError("the plan was made for another graph; make one with ogc.solve(graph)")
-    for node in graph.program.graph.find_nodes(op="get_attr"):
-        try:
-            get_attribute(model, graph.program.constants, node.target)
-        except AttributeError:
-            raise PlanError(f"the graph was parsed from another model: this one has no {node.target}") from None
-
-    home = device_of_model(model)
-    if any(True for _ in model.parameters()) and torch.device(graph.device).type != home.type:
-        raise PlanError(f"the graph was weighed for {graph.device} but the model is on {home}; parse it there")
-    return optimized_module(model, graph, plan, planner)

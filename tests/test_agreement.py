@@ -6,7 +6,7 @@ import pytest
 from helpers import chain
 
 import ogc
-from ogc import agreement
+from ogc.planning import agreement
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import ogc
-from ogc import compiled
 from ogc.operators.slices import Compiled
+from ogc.planning import compiled
 
 # torch's own, where compiled code goes on from a tensor that is no leaf
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

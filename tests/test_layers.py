@@ -19,10 +19,10 @@ STOREYS = (
     {"program"},
     {"operators"},
     {"parser", "solver", "runtime"},
-    {"replan", "compiled", "slicing", "agreement"},
-    {"stored"},
+    {"planning"},
     {"in_parts"},
     {"checking", "device"},
+    {"planned"},
     {"optimizing"},
     {""},
 )

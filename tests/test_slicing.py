@@ -6,11 +6,11 @@ from helpers import measured_peak
 from torch import nn
 
 import ogc
-from ogc import slicing
 from ogc.operators.registry import along
 from ogc.operators.slices import Sliced
 from ogc.operators.slices.axes import Along
 from ogc.parser.passes.stretches import slice_stretches
+from ogc.planning import slicing
 
 aten = torch.ops.aten
 

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from ..agreement import question
 from ..errors import ParseError, SolveError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..plan.saving import SavedDecisions, SavedPlan, saved_decisions
+from ..planning.agreement import question
+from ..planning.stored import tell_broken, tolerant
 from ..program.leaf import Leaf
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
 from ..solver import solver_of
-from ..stored import tell_broken, tolerant
 from ..torch_state.allocator import can_measure
 from ..torch_state.ranks.agreement import first_of_all
 from .choice.agreed import agreed_choice

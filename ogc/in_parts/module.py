@@ -23,9 +23,9 @@ from ..graph import Graph
 from ..plan.plan import Plan
 from ..program.leaf import called_leaves
 from ..program.structures import Call
+from ..runtime.calls.report import Calls, Report
 from ..runtime.compiling import kept_from_compiling
 from ..runtime.module import copied, instance_around, planned_forward
-from ..runtime.report import Calls, Report
 from ..runtime.runner import Planner, Runner, log, plain_because
 from ..torch_state.attributes import WatchedAttributes
 from ..torch_state.forwards import original_class

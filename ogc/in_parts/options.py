@@ -8,9 +8,9 @@ import torch
 
 from ..graph import Graph
 from ..parser import LeafModules, parse
+from ..planning.stored import NOWHERE, Store, key_of
 from ..program.structures import Call
 from ..solver import LEAST_PEAK, Wish
-from ..stored import NOWHERE, Store, key_of
 from .choice.ways import Way, saved_ways, ways_by, ways_of
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from ..agreement import agreed_plan
 from ..errors import OgcError
 from ..graph import Graph
 from ..parser import carry_over, hooked_modules
 from ..plan import PartCost, part_cost, simulate
 from ..plan.plan import Plan
 from ..plan.simulate import plain_peak
+from ..planning.agreement import agreed_plan
+from ..planning.replan import Meets, Replanner
 from ..program.structures import Call
-from ..replan import Meets, Replanner
 from ..solver import Budget, Wish
 from .choice.ways import Way
 from .find import Part, is_alike, look_of

@@ -33,11 +33,11 @@ from ..torch_state.private import (
     is_fx_tracing,
     parametrizations_are_cached,
 )
+from .calls.kind import Kind
+from .calls.report import Calls, Report
 from .frame import Step
 from .generate import Generated, generate
-from .kind import Kind
 from .marks import raise_what_is_known
-from .report import Calls, Report
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import ogc
 from ogc.errors import OgcError
 from ogc.runtime import runner
 
-optimize_module = importlib.import_module("ogc.optimizing")
+optimize_module = importlib.import_module("ogc.planned")
 
 
 @pytest.fixture

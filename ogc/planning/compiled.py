@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from .errors import DependencyError, InputError, SolveError
-from .graph import Graph
-from .operators.registry import of, out_of_place
-from .operators.slices import Compiler
-from .parser import parse
-from .parser.passes.compiled import Compilation
-from .plan import Plan, make_plan
-from .plan.decisions import Decisions, Segment, saved
-from .plan.simulate import plain_peak
-from .program.program import SHARED, get_attribute
-from .solver import Budget, Wish, solve
-from .torch_state.private import OpOverload, schema_of
+from ..errors import DependencyError, InputError, SolveError
+from ..graph import Graph
+from ..operators.registry import of, out_of_place
+from ..operators.slices import Compiler
+from ..parser import parse
+from ..parser.passes.compiled import Compilation
+from ..plan import Plan, make_plan
+from ..plan.decisions import Decisions, Segment, saved
+from ..plan.simulate import plain_peak
+from ..program.program import SHARED, get_attribute
+from ..solver import Budget, Wish, solve
+from ..torch_state.private import OpOverload, schema_of
 
 log = logging.getLogger(__name__)
 

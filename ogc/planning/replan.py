@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from .errors import ParseError, SolveError
-from .graph import Graph
-from .parser import carry_over, hooked_modules
-from .plan import simulate
-from .plan.plan import Plan
-from .plan.simulate import plain_peak
-from .program.structures import Call, InputSpec
-from .solver import Budget, Wish
-from .solver.wish import in_bytes
-from .torch_state.ranks.shards import has_inner_units
+from ..errors import ParseError, SolveError
+from ..graph import Graph
+from ..parser import carry_over, hooked_modules
+from ..plan import simulate
+from ..plan.plan import Plan
+from ..plan.simulate import plain_peak
+from ..program.structures import Call, InputSpec
+from ..solver import Budget, Wish
+from ..solver.wish import in_bytes
+from ..torch_state.ranks.shards import has_inner_units
 
 log = logging.getLogger(__name__)
 

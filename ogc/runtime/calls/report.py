@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..graph import table
+from ...graph import table
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from .errors import PlanError
-from .graph import Graph
-from .plan import Plan, make_plan
-from .plan.decisions import Decisions
-from .plan.plan import plain_plan
-from .torch_state.ranks.agreement import first_of_all
+from ..errors import PlanError
+from ..graph import Graph
+from ..plan import Plan, make_plan
+from ..plan.decisions import Decisions
+from ..plan.plan import plain_plan
+from ..torch_state.ranks.agreement import first_of_all
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import InputError, PlanError
-from .graph import Graph
-from .parser.weigh.timing import times_kept_in
-from .plan import Fingerprint, Plan, SavedPlan, plan_on
-from .plan.saving import PARTS, VERSION
+from ..errors import InputError, PlanError
+from ..graph import Graph
+from ..parser.weigh.timing import times_kept_in
+from ..plan import Fingerprint, Plan, SavedPlan, plan_on
+from ..plan.saving import PARTS, VERSION
+from ..solver import Wish
 from .replan import meets
-from .solver import Wish
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from .errors import SolveError
-from .graph import Graph
-from .parser import parse
-from .parser.passes.stretches import Stretch
-from .plan import Plan, simulate
-from .plan.simulate import plain_peak
-from .solver import Budget, solve
+from ..errors import SolveError
+from ..graph import Graph
+from ..parser import parse
+from ..parser.passes.stretches import Stretch
+from ..plan import Plan, simulate
+from ..plan.simulate import plain_peak
+from ..solver import Budget, solve
 
 Stretches = tuple[Stretch, ...]
 

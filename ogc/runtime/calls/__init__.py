@@ -1,0 +1,1 @@
+"""What a call is, and what ran which calls."""
