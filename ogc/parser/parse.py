@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +18,11 @@ from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
 from ..program.program import OUTSIDE
 from ..program.step import Loss, Rest
-from ..program.structures import InputSpec
 from ..torch_state.compare import difference, same_bits
+from ..torch_state.dispatch import run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
-from .arguments import Sample, call_arguments, check_model, check_tensors, device_of, profile_kind
+from .arguments import Sample, check_model, check_tensors, contents_of, device_of, profile_kind, sample_of
 from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
@@ -112,8 +113,10 @@ def parse(
         InputError: an argument is of the wrong kind or on another device than the model.
         ParseError: the forward cannot be represented faithfully, or the graph made by hand is not the model's.
     """
-    check_model(model)
-    sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
+    check_model(model, may_lack_content=device is not None)
+    contents = contents_of(model, device)
+    sample = sample_of(model, sample_input, contents)
+    model = sample.model
     home = check_tensors(sample)
     target = device_of(device) if device is not None else home
     kind = profile_kind(profile, home, target)
@@ -121,7 +124,7 @@ def parse(
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     rest = Rest(loss, holds_outputs, outputs)
     visit = partial(visited, model, profiler_of(kind, target, home), leaves)
-    with untouched(*modules_of(loss), given=sample.spec.constants):
+    with run_in(contents) if contents else nullcontext(), untouched(*modules_of(loss), given=sample.spec.constants):
         while True:
             recorded = record_program(sample, make, leaves)
             try:

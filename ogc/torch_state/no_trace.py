@@ -94,6 +94,8 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
             if parameter.grad is not gradient:
                 parameter.grad = gradient
         for buffer, copy in copies:
+            if buffer.is_meta:
+                continue
             if buffer.layout is not torch.strided or not (torch.equal(buffer, copy) and identical(buffer, copy)):
                 buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
 

@@ -68,6 +68,8 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Sees what is dispatched below autograd. Without it there is no judge of the parser, and no estimate."""
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 """Runs operators without memory. Without it ``profile="estimate"`` cannot weigh anything."""
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+"""The class of tensors without memory. Without it models of such parameters fail where their content is read."""
 RECORDING: Any = _C._parse_dispatch_key("DeferredInit")
 """A dispatch key that PyTorch leaves to others. Without it the recorder sees no operator: no model can be parsed."""
 AUTOCAST = {name: getattr(_C.DispatchKey, name) for name in ("AutocastCPU", "AutocastCUDA")}
