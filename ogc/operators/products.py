@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .cuda.attention import attention_on_cuda
 from .registry import Arguments, Operator, ones_like, register
 from .slices.axes import added_to_products, batched_products, before_last, of_first, rows_of_products
 from .weights import Use, Weights
@@ -113,7 +114,11 @@ register(
     ),
     Operator(aten.cdist.default, to_run_with=ones_like),
     Operator(
-        aten.scaled_dot_product_attention.default, along=batched_products, to_run_with=ones_like, unfolded=_unfolded
+        aten.scaled_dot_product_attention.default,
+        along=batched_products,
+        to_run_with=ones_like,
+        on_cuda=attention_on_cuda,
+        unfolded=_unfolded,
     ),
 )
 

@@ -13,6 +13,8 @@ import torch
 from ..collecting import collecting_new_only
 from ..errors import ParseError
 from ..graph import Graph
+from ..operators.cuda.gpus import gpu_of
+from ..operators.cuda.on_meta import as_on_cuda
 from ..operators.registry import out_of_place
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
@@ -61,6 +63,7 @@ def parse(
     stretches: Sequence[Stretch] = (),
     slices: int = 1,
     plain_peak_bytes: int | None = None,
+    gpu: str | None = None,
     leaf_modules: LeafModules = (),
     repeatable_leaves: LeafModules | bool | None = None,
 ) -> Graph:
@@ -90,7 +93,11 @@ def parse(
         profile: ``"estimate"`` finds the weights from shapes, ``"time"`` measures how long each operation takes on the
             device and estimates its bytes, ``"measure"`` measures both, ``"auto"`` both on CUDA and times elsewhere.
         device: weigh for this device instead of the model's own; it need not exist here (implies
-            ``profile="estimate"``). The graph is then for study: it cannot be run there.
+            ``profile="estimate"``). The graph is then for study: it cannot be run there. For ``"cuda"`` the model needs
+            no content: it may be on the meta device, or of fake tensors, unless its forward depends on what they hold.
+        gpu: the name of the GPU that ``device="cuda"`` means, such as ``"H100"``: times follow its data sheet, attention
+            its kernels. Without it that which is here, or else an A100 with 40 GB. Known names:
+            :data:`ogc.operators.cuda.gpus.GPUS`.
         stretches: of ``graph.stretches`` of the same model: each becomes one operation that runs forward and
             backward a part of the batch at a time, with results that differ in the last bits.
         slices: into how many parts these divide the batch.
@@ -123,8 +130,9 @@ def parse(
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     rest = Rest(loss, holds_outputs, outputs)
-    visit = partial(visited, model, profiler_of(kind, target, home), leaves)
-    with run_in(contents) if contents else nullcontext(), untouched(*modules_of(loss), given=sample.spec.constants):
+    visit = partial(visited, model, profiler_of(kind, target, home, gpu), leaves)
+    gpu_there = gpu_of(target, gpu) if contents else None
+    with run_in(contents) if contents else nullcontext(), as_on_cuda(gpu_there), untouched(*modules_of(loss), given=sample.spec.constants):
         while True:
             recorded = record_program(sample, make, leaves)
             try:
@@ -149,10 +157,10 @@ def with_stretches(graph: Graph, observation: Observation) -> Graph:
     return replace(graph, stretches=tuple(find_stretches(observation.records[: graph.end])))
 
 
-def profiler_of(kind: str, device: torch.device, home: torch.device) -> Profiler:
-    """What weighs operations for ``device`` by measuring or by estimating; the model is on ``home``."""
+def profiler_of(kind: str, device: torch.device, home: torch.device, gpu: str | None = None) -> Profiler:
+    """What weighs operations for ``device``, a ``gpu``, by measuring or by estimating; the model is on ``home``."""
     measuring = {"measure": Measurer, "time": Timer}
-    return measuring[kind](home) if kind in measuring else Estimator(device, home)
+    return measuring[kind](home) if kind in measuring else Estimator(device, home, gpu=gpu)
 
 
 def record_program(sample: Sample, make: ParseGraph | None, leaves: Leaves) -> Traced:
@@ -182,6 +190,8 @@ def lower(
         ParseError: in that form it is not what the model computes.
     """
     traced, observation, state = settled(sample, recorded, device, visit, stretches, slices)
+    for record in observation.records:
+        record.take_saves(observation.storages)
     _check_same(traced, observation, state, close if stretches else same_bits)
     wanted = traced.grad_targets
     if end_of(traced).rest.outputs == "loss":

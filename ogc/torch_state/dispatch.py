@@ -81,16 +81,11 @@ def dispatched_to(handler: Handler) -> Iterator[None]:
     """Hand each call of an operator that is made inside to ``handler``."""
     _install()
     before, _thread.handler = getattr(_thread, "handler", None), handler
-    mode = _mode() if before is None else None
-    if mode is not None:
-        mode.__exit__(None, None, None)
     try:
-        with recording():
+        with out_of_mode() if before is None else nullcontext(), recording():
             yield
     finally:
         _thread.handler = before
-        if mode is not None:
-            mode.__enter__()
 
 
 @contextmanager
@@ -105,6 +100,20 @@ def run_in(mode: TorchDispatchMode) -> Iterator[None]:
             yield
     finally:
         _thread.mode = before
+
+
+@contextmanager
+def out_of_mode() -> Iterator[None]:
+    """Run operators as if :func:`run_in` were not, which must be the innermost mode."""
+    mode = _mode()
+    if mode is None:
+        yield
+        return
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
 
 
 def _mode() -> TorchDispatchMode | None:

@@ -144,6 +144,8 @@ COMPILED = "_orig_mod"
 """Where torch.compile's wrapper has the module in it. Without it compiled modules are recorded, and that fails."""
 REPLICATE = "_replicate_for_data_parallel"
 """What DataParallel copies a module by. Without it a model that is planned in parts runs there, and plain."""
+sdp_order: Any = _C._get_sdp_priority_order
+"""In which order kernels of attention are tried, by number. Without it no graph for CUDA has attention in it."""
 FLAGS: dict[str, tuple[Any, Any]] = {
     "torch.backends.mkldnn.enabled": (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
     "torch.backends.mkldnn.deterministic": (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
@@ -159,7 +161,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
         _C._get_math_sdp_allow_fp16_bf16_reduction,
         _C._set_math_sdp_allow_fp16_bf16_reduction,
     ),
-    "the order of attention kernels": (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    "the order of attention kernels": (sdp_order, _C._set_sdp_priority_order),
     "fp16 accumulation in cuBLAS": (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
     "reduced precision in fp16 products": (
         _C._get_cublas_allow_fp16_reduced_precision_reduction,

@@ -15,8 +15,8 @@ from ...operators.registry import of
 from ...program.program import storage_of, tensor_leaves
 from ...torch_state.private import OpOverload, TorchDispatchMode, decomposes, id_of_storage, schema_of, storage_id
 
-Seconds = Callable[[int, int], float]
-"""How long an operator takes that computes and moves so much (FLOPs, bytes)."""
+Seconds = Callable[[int, int, torch.dtype, bool], float]
+"""How long an operator takes that computes and moves so much (FLOPs, bytes), in a type, or in TF32."""
 
 
 def metered(seconds: Seconds, run: Callable[[], object]) -> Reading:
@@ -85,7 +85,7 @@ class Meter(TorchDispatchMode):
             flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
         if made or flops or getattr(schema_of(function), "is_mutable", False):
             moved = sum(t.numel() * t.element_size() for t in inputs + outputs)
-            self.seconds += self.seconds_of(flops, moved)
+            self.seconds += self.seconds_of(flops, moved, *_computed_in(function, outputs))
             self.flops += flops
         for tensor in made:
             storage = tensor.untyped_storage()
@@ -95,6 +95,14 @@ class Meter(TorchDispatchMode):
         copies += _converted_bytes(function, inputs) if self.on_cpu else 0
         self.peak = max(self.peak, sum(size for size, _ in self.fresh.values()) + copies)
         return result
+
+
+def _computed_in(function: Any, outputs: Sequence[torch.Tensor]) -> tuple[torch.dtype, bool]:
+    """The type that an operator computes in, and whether CUDA may take TF32 for it."""
+    dtype = outputs[0].dtype if outputs else torch.float32
+    if "convolution" in str(function):
+        return dtype, torch.backends.cudnn.allow_tf32
+    return dtype, torch.get_float32_matmul_precision() != "highest"
 
 
 def _converted_bytes(function: Any, operands: Sequence[torch.Tensor]) -> int:
