@@ -70,6 +70,7 @@ class Operator:
         returns_view: its result is its own, and dense, and a view all the same.
         begins_graph: autograd's graph begins with its result, and holds that and its gradient.
         is_elementwise: it is, though some releases do not say so.
+        is_convolution: cuDNN's settings say what it computes float32 in.
         from_either: its backward gives the same from its operand and from its result.
         summed: of a loss that adds up what it gives for rows: how, from the arguments of a call; None if it does not.
         on_cuda: what CUDA runs in its place, by its arguments; None where that is what PyTorch makes of it for tensors
@@ -97,6 +98,7 @@ class Operator:
     returns_view: bool = False
     begins_graph: bool = False
     is_elementwise: bool = False
+    is_convolution: bool = False
     from_either: bool = False
     summed: Callable[[Arguments], Summed | None] = lambda args: None
     on_cuda: Callable[[Arguments, dict[str, Any], Gpu], CudaKernel | None] | None = None

@@ -93,8 +93,8 @@ def parse(
         profile: ``"estimate"`` finds the weights from shapes, ``"time"`` measures how long each operation takes on the
             device and estimates its bytes, ``"measure"`` measures both, ``"auto"`` both on CUDA and times elsewhere.
         device: weigh for this device instead of the model's own; it need not exist here (implies
-            ``profile="estimate"``). The graph is then for study: it cannot be run there. For ``"cuda"`` the model needs
-            no content: it may be on the meta device, or of fake tensors, unless its forward depends on what they hold.
+            ``profile="estimate"``). The graph is then for study: it cannot be run there. For ``"cuda"`` the model
+            needs no content: it may be on the meta device, or of fake tensors, unless its forward reads what they hold.
         gpu: the name of the GPU that ``device="cuda"`` means, such as ``"H100"``: times follow its data sheet, attention
             its kernels. Without it that which is here, or else an A100 with 40 GB. Known names:
             :data:`ogc.operators.cuda.gpus.GPUS`.
@@ -132,7 +132,11 @@ def parse(
     rest = Rest(loss, holds_outputs, outputs)
     visit = partial(visited, model, profiler_of(kind, target, home, gpu), leaves)
     gpu_there = gpu_of(target, gpu) if contents else None
-    with run_in(contents) if contents else nullcontext(), as_on_cuda(gpu_there), untouched(*modules_of(loss), given=sample.spec.constants):
+    with (
+        run_in(contents) if contents else nullcontext(),
+        as_on_cuda(gpu_there),
+        untouched(*modules_of(loss), given=sample.spec.constants),
+    ):
         while True:
             recorded = record_program(sample, make, leaves)
             try:

@@ -40,5 +40,6 @@ def _install() -> torch.library.Library:
 def _run(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     gpu: Gpu | None = getattr(_thread, "gpu", None)
     kernel = None if gpu is None else operator.kernel_on_cuda(args, kwargs, gpu)
-    is_other = kernel is not None and kernel.is_of_operators
-    return kernel.run(*args, **kwargs) if is_other else operator.target.decompose(*args, **kwargs)
+    if kernel is None or not kernel.is_of_operators:
+        return operator.target.decompose(*args, **kwargs)
+    return kernel.run(*args, **kwargs)

@@ -1,9 +1,9 @@
 """LSTM, GRU and plain recurrent layers on CUDA, where cuDNN runs all layers and steps as one.
 
-What autograd saves is PyTorch's: tools/autograd/derivatives.yaml, ``_cudnn_rnn``. How many bytes cuDNN reserves and works
-with, it does not state; counted is what the equations need: in the reserve, of each layer, direction and step, gates,
-cell and hidden state, between layers a mask of dropout; as workspace, the gates of one layer. The buffer of weights is
-the parameters' own, as ``flatten_parameters`` leaves them. Not measured on CUDA yet.
+What autograd saves is PyTorch's: tools/autograd/derivatives.yaml, ``_cudnn_rnn``. How many bytes cuDNN reserves and
+works with, it does not state; counted is what the equations need: in the reserve, of each layer, direction and step,
+gates, cell and hidden state, between layers a mask of dropout; as workspace, the gates of one layer. The buffer of
+weights is the parameters' own, as ``flatten_parameters`` leaves them. Not measured on CUDA yet.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ class Layers:
     is_packed: bool
 
 
-def recurrent_on_cuda(
-    kind: Kind, is_packed: bool
-) -> Callable[[Sequence[Any], dict[str, Any], Gpu], CudaKernel | None]:
+def recurrent_on_cuda(kind: Kind, is_packed: bool) -> Callable[[Sequence[Any], dict[str, Any], Gpu], CudaKernel | None]:
     """The rule of an operator's overload."""
 
     def rule(args: Sequence[Any], kwargs: dict[str, Any], gpu: Gpu) -> CudaKernel | None:

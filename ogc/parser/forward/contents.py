@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import ParseError
-from ...program.program import operator_name, tensor_leaves
+from ...program.program import tensor_leaves
 from ...torch_state.private import FakeTensor, TorchDispatchMode, id_of_storage, schema_of, storage_id
 from .location import user_line
 
@@ -56,7 +56,7 @@ class Contents(TorchDispatchMode):
         given = tensor_leaves(args, kwargs)
         is_random = torch.Tag.nondeterministic_seeded in function.tags
         is_known = not is_random and all(not t.is_meta or self._entry(t) is not None for t in given)
-        is_read = any(tag in function.tags for tag in _DECIDED_BY_DATA)
+        is_read = any(tag in function.tags for tag in _DECIDED_BY_DATA) or _leaves_meta(given, kwargs)
         if is_known and is_read:
             return self._decided(function, args, kwargs)
         try:
@@ -64,7 +64,7 @@ class Contents(TorchDispatchMode):
         except (NotImplementedError, RuntimeError) as error:
             if is_read or "meta" in str(error).lower():
                 raise ParseError(
-                    f"aten::{operator_name(function)} at {user_line()} depends on what tensors hold, and the model "
+                    f"{function} at {user_line()} depends on what tensors hold, and the model "
                     "is parsed without content; parse a model with content instead, or take this out of the forward"
                 ) from error
             raise
@@ -79,12 +79,17 @@ class Contents(TorchDispatchMode):
         given = tensor_leaves(args, kwargs)
         if not any(t.is_meta for t in given) or all(t.is_meta or not t.dim() for t in given):
             return args, kwargs
-        return map_aggregate((args, kwargs), lambda x: self.meta(x) if _is_array(x) else x)
+
+        def on_meta(leaf: Any) -> Any:
+            return self.meta(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+        return map_aggregate((args, kwargs), on_meta)
 
     def _decided(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operator whose shape, or which itself, depends on data that are known."""
         real = function(*self._real(args), **self._real(kwargs))
-        on_meta = any(t.is_meta for t in tensor_leaves(args, kwargs))
+        given = tensor_leaves(args, kwargs)
+        on_meta = any(t.is_meta for t in given) and not _leaves_meta(given, kwargs)
         return map_aggregate(real, lambda x: self.meta(x) if on_meta and isinstance(x, torch.Tensor) else x)
 
     def _follow(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -131,6 +136,12 @@ class Contents(TorchDispatchMode):
             self.known[id_of_storage(storage)] = _Content(StorageWeakRef(storage), real.untyped_storage())
 
 
+def _leaves_meta(given: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether a call copies meta tensors to where Python may read them."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != "meta" and any(t.is_meta for t in given)
+
+
 def has_content(tensor: torch.Tensor) -> bool:
     """Whether a tensor is more than its shape."""
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
@@ -155,10 +166,6 @@ def on_meta(model: torch.nn.Module, contents: Contents) -> torch.nn.Module:
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.dim() > 0
 
 
 def _size(tensor: torch.Tensor) -> int:

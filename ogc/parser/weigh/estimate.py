@@ -37,8 +37,7 @@ from ..passes.in_place import COPIES, REBASED
 from .backward.again import Again, Layouts
 from .calls import Call, backward_measured, call_key, own_argument, with_measured_bytes
 from .forms import pretended, saved_places
-from .meter import Meter
-from .rates import rates_of
+from .meter import Meter, rates_of
 from .record import Record, SeenForm, is_dense
 
 log = logging.getLogger(__name__)
@@ -52,13 +51,11 @@ that of PyTorch's operators inside, on a Xeon with torch 2.14."""
 class Estimator:
     """Estimates operations for ``device``, which this machine may lack; the model is on ``home``.
 
-    Without ``runs`` no call is run for the bytes of its kernels: rules have to do, right or wrong. ``gpu`` names the one
-    that is meant by a CUDA device.
+    Without ``runs`` no call is run for the bytes of its kernels: rules have to do, right or wrong. ``gpu`` names the
+    one that is meant by a CUDA device.
     """
 
-    def __init__(
-        self, device: torch.device, home: torch.device, runs: bool = True, gpu: str | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, home: torch.device, runs: bool = True, gpu: str | None = None) -> None:
         self.device, self.runs = device, runs
         self.elsewhere = device.type != home.type
         self.gpu = gpu_of(device, gpu)

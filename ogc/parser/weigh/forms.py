@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from ...operators.low_memory import LowMemory
 from ...operators.registry import low_memory_form
 from ...operators.weights import Place
 from ...program.program import storage_bytes, tensor_leaves
