@@ -75,6 +75,8 @@ class Operator:
         summed: of a loss that adds up what it gives for rows: how, from the arguments of a call; None if it does not.
         on_cuda: what CUDA runs in its place, by its arguments; None where that is what PyTorch makes of it for tensors
             there.
+        hidden_on_cuda: bytes that its kernels allocate on CUDA underneath the dispatcher, in the forward and in the
+            backward, from its arguments.
         unfolded: what a call, by its arguments, may be made of instead; see :mod:`ogc.parser.passes.unfold`.
     """
 
@@ -102,6 +104,7 @@ class Operator:
     from_either: bool = False
     summed: Callable[[Arguments], Summed | None] = lambda args: None
     on_cuda: Callable[[Arguments, dict[str, Any], Gpu], CudaKernel | None] | None = None
+    hidden_on_cuda: Callable[[Arguments], tuple[int, int]] = lambda args: (0, 0)
     unfolded: Callable[[Arguments, dict[str, Any]], Callable[..., Any] | None] | None = None
 
     def kernel_on_cuda(self, args: Arguments, kwargs: dict[str, Any], gpu: Gpu) -> CudaKernel | None:

@@ -95,8 +95,8 @@ def parse(
         device: weigh for this device instead of the model's own; it need not exist here (implies
             ``profile="estimate"``). The graph is then for study: it cannot be run there. For ``"cuda"`` the model
             needs no content: it may be on the meta device, or of fake tensors, unless its forward reads what they hold.
-        gpu: the name of the GPU that ``device="cuda"`` means, such as ``"H100"``: times follow its data sheet, attention
-            its kernels. Without it that which is here, or else an A100 with 40 GB. Known names:
+        gpu: the name of the GPU that ``device="cuda"`` means, such as ``"H100"``: times follow its data sheet, and so
+            do kernels of attention. Without it that which is here, or else an A100 with 40 GB. Known names:
             :data:`ogc.operators.cuda.gpus.GPUS`.
         stretches: of ``graph.stretches`` of the same model: each becomes one operation that runs forward and
             backward a part of the batch at a time, with results that differ in the last bits.

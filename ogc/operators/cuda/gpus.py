@@ -122,13 +122,9 @@ class CudaKernel:
     Attributes:
         run: computes the same from the same arguments; runs on meta and fake tensors, and saves what CUDA's does.
         is_of_operators: it calls nothing but PyTorch's own operators, so that it may be recorded, too.
-        scratch_bytes: beyond what that allocates, during the forward.
-        working_bytes: the same, during the backward.
-        internal_bytes: the same, kept from the forward to the backward.
+        working_bytes: beyond what that allocates, during the backward.
     """
 
     run: Callable[..., Any]
     is_of_operators: bool = True
-    scratch_bytes: int = 0
     working_bytes: int = 0
-    internal_bytes: int = 0

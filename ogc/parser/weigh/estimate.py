@@ -152,14 +152,16 @@ class Estimator:
         except (NotImplementedError, RuntimeError) as error:
             log.warning("%s is taken to save on %s what it saves here: %r", target, self.device, error)
             places, internal = None, record.internal_bytes
+        forward, backward = of(target).hidden_on_cuda(args) if self.gpu is not None else (0, 0)
         if kernel is not None:
-            internal += kernel.internal_bytes
-            weights = replace(
-                weights,
-                scratch_bytes=weights.scratch_bytes + kernel.scratch_bytes,
-                working_bytes=weights.working_bytes + (kernel.working_bytes if weights.gradients else 0),
-            )
-        return replace(weights, internal_bytes=internal, saves=places)
+            backward += kernel.working_bytes
+        return replace(
+            weights,
+            internal_bytes=internal,
+            saves=places,
+            scratch_bytes=weights.scratch_bytes + forward,
+            working_bytes=weights.working_bytes + (backward if weights.gradients else 0),
+        )
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
         # With a mask, shapes depend on data, which meta tensors do not have.
