@@ -87,7 +87,7 @@ def contents_of(model: torch.nn.Module, device: torch.device | str | None) -> Co
     """What a model without content is run in, to be planned for ``device``; None for one that has its content.
 
     Raises:
-        InputError: kernels of that device take what shapes do not tell.
+        InputError: kernels of that device take what shapes do not tell, or autocast is on, which casts nothing there.
     """
     if not lacks_content(model):
         return None
@@ -96,6 +96,11 @@ def contents_of(model: torch.nn.Module, device: torch.device | str | None) -> Co
         raise InputError(
             f'{name} has no content, and what such a model takes is known for device="cuda" alone, not for {device}; '
             "give the model content with model.to_empty(device=...), and initialize it"
+        )
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise InputError(
+            "autocast casts no tensor without content; parse a model with content under torch.autocast('cpu'), or one "
+            "of the type that it is to compute in, outside of autocast"
         )
     return Contents()
 

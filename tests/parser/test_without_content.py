@@ -144,6 +144,26 @@ def test_only_cuda_is_planned_without_content(device):
         ogc.parse(nn.Linear(3, 3).to("meta"), torch.randn(2, 3), device=device)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_autocast_would_cast_nothing(kind):
+    before = torch.is_autocast_enabled(kind)
+    torch.set_autocast_enabled(kind, True)  # as torch.autocast("cuda") refuses where there is no CUDA
+    try:
+        with pytest.raises(InputError, match=r"autocast casts no tensor without content.*torch\.autocast\('cpu'\)"):
+            ogc.parse(nn.Linear(3, 3).to("meta"), torch.randn(2, 3), device="cuda")
+    finally:
+        torch.set_autocast_enabled(kind, before)
+
+
+def test_casts_of_the_cpu_choose_kernels_of_cuda():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 16, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = ogc.parse(layer, x, device="cuda")
+    (attention,) = (op for op in graph.operations if "scaled_dot_product" in op.target)
+    assert attention.internal_bytes == 4 * 2 * 2 * 16 + 24  # flash, as in bfloat16
+
+
 def test_nothing_without_content_is_optimized():
     with pytest.raises(InputError, match=r"weight is on the meta device.*ogc\.parse\(model, sample, device=\"cuda\"\)"):
         ogc.optimize(nn.Linear(3, 3).to("meta"), torch.randn(2, 3))
