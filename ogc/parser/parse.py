@@ -194,8 +194,6 @@ def lower(
         ParseError: in that form it is not what the model computes.
     """
     traced, observation, state = settled(sample, recorded, device, visit, stretches, slices)
-    for record in observation.records:
-        record.take_saves(observation.storages)
     _check_same(traced, observation, state, close if stretches else same_bits)
     wanted = traced.grad_targets
     if end_of(traced).rest.outputs == "loss":
@@ -241,6 +239,7 @@ def settled(
             state = state_of(sample.model)
         has_copies = copy_after_last_write(program, observation)
         if not unfolding.carry_out(program) and not has_copies:
+            observation.take_saves()
             return traced, observation, state
 
 

@@ -105,6 +105,11 @@ class Observation:
     grad_targets: frozenset[Any] = frozenset()
     held: dict[int, int] = field(default_factory=dict)  # the last operation during which the plain forward does
 
+    def take_saves(self) -> None:
+        """Let operations save what their weights say that they save on another device."""
+        for record in self.records:
+            record.take_saves(self.storages)
+
     def new_value(self, name: str, size: int) -> int:
         """The number of a value more, of so many bytes."""
         self.value_names.append(name)
