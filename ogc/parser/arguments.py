@@ -144,6 +144,18 @@ AUTO = {"cuda": "measure"}
 """What ``"auto"`` is on a type of device, where it is not ``"time"``: on CUDA no rule says what kernels allocate."""
 
 
+def check_gpu(gpu: Any, target: torch.device) -> None:
+    """Raise InputError unless ``gpu`` is None, or the name of one for a CUDA device as target."""
+    if gpu is None:
+        return
+    if not isinstance(gpu, str) or not gpu.strip():
+        raise InputError(f"gpu must be the name of a GPU, such as 'H100', not {gpu!r}")
+    if target.type != "cuda":
+        raise InputError(
+            f"gpu={gpu!r} says which CUDA device is meant, but the graph is for {target}; add device='cuda'"
+        )
+
+
 def profile_kind(profile: str, home: torch.device, target: torch.device) -> str:
     if profile not in ("auto", "time", "estimate", "measure"):
         raise InputError(f"profile must be 'auto', 'time', 'estimate' or 'measure', not {profile!r}")

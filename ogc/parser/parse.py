@@ -24,7 +24,7 @@ from ..torch_state.compare import difference, same_bits
 from ..torch_state.dispatch import run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
-from .arguments import Sample, check_model, check_tensors, contents_of, device_of, profile_kind, sample_of
+from .arguments import Sample, check_gpu, check_model, check_tensors, contents_of, device_of, profile_kind, sample_of
 from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
@@ -127,6 +127,7 @@ def parse(
     home = check_tensors(sample)
     target = device_of(device) if device is not None else home
     kind = profile_kind(profile, home, target)
+    check_gpu(gpu, target)
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     rest = Rest(loss, holds_outputs, outputs)

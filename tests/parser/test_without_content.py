@@ -1,6 +1,7 @@
 """Models without content are planned for CUDA: their graphs are those of the same models with content."""
 
-import time
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -187,17 +188,26 @@ def test_writes_of_what_is_not_known_are_forgotten():
             known.sum().item()
 
 
+SEVEN_BILLION = """
+import resource, time, torch, transformers, ogc
+with torch.device("meta"):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(attn_implementation="sdpa", use_cache=False))
+ids = torch.zeros(1, 4096, dtype=torch.long)
+start = time.monotonic()
+graph = ogc.parse(model, {"input_ids": ids, "labels": ids}, device="cuda")
+plan = ogc.solve(graph, memory_budget=0.6)
+seconds = time.monotonic() - start
+assert sum(p.numel() for p in model.parameters()) > 6.7e9
+assert sum("scaled_dot_product" in op.target for op in graph.operations) == 32
+assert plan.peak_bytes <= 0.6 * plan.plain_peak_bytes
+print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
 def test_a_llama_of_seven_billion_parameters():
-    """In seconds, and in less memory than one of its layers takes."""
-    transformers = pytest.importorskip("transformers", reason="a model of a real library's")
-    configuration = transformers.LlamaConfig(attn_implementation="sdpa", use_cache=False)
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(configuration).to(torch.bfloat16)
-    ids = torch.zeros(1, 4096, dtype=torch.long)
-    start = time.monotonic()
-    graph = ogc.parse(model, {"input_ids": ids, "labels": ids}, device="cuda")
-    plan = ogc.solve(graph, memory_budget=0.6)
-    assert time.monotonic() - start < 120
-    assert sum(p.numel() for p in model.parameters()) > 6.7e9
-    assert sum("scaled_dot_product" in op.target for op in graph.operations) == 32
-    assert plan.peak_bytes <= 0.6 * plan.plain_peak_bytes
+    """It takes 6 seconds where nothing else runs, and 0.9 GB, most of which are libraries."""
+    pytest.importorskip("transformers", reason="a model of a real library's")
+    done = subprocess.run([sys.executable, "-c", SEVEN_BILLION], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    seconds, kilobytes = map(float, done.stdout.split())
+    assert seconds < 60 and kilobytes < 2e6

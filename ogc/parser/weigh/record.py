@@ -73,7 +73,7 @@ class Record:
 
     def forget_saves(self) -> None:
         """Nothing that it saves outlives its results, as no backward comes to it."""
-        self.weights = replace(self.weights, internal_bytes=None, low_memory=None)
+        self.weights = replace(self.weights, internal_bytes=None, saves=None, low_memory=None)
         self.saves = [saved if saved.external else Saved(unneeded=True) for saved in self.saves]
         self.saved_values, self.internal_bytes, self.form = [], 0, None
 

@@ -2,10 +2,12 @@
 
 import logging
 
+import pytest
 import torch
 from torch import nn
 
 import ogc
+from ogc.errors import InputError
 from ogc.operators.cuda.gpus import DEFAULT, gpu_named
 
 
@@ -36,3 +38,16 @@ def test_times_follow_the_gpu_and_the_type():
 
     assert seconds("T4") > seconds("A100") > seconds("H100")
     assert seconds("A100") > 5 * seconds("A100", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gpu": "H100"}, "gpu='H100' says which CUDA device is meant, but the graph is for cpu"),
+        ({"gpu": 100, "device": "cuda"}, "gpu must be the name of a GPU, such as 'H100', not 100"),
+        ({"gpu": " ", "device": "cuda"}, "gpu must be the name of a GPU"),
+    ],
+)
+def test_bad_names(given, message):
+    with pytest.raises(InputError, match=message):
+        ogc.parse(nn.Linear(3, 3), torch.randn(2, 3), **given)
