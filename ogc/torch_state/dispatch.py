@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
     def run(self) -> Any:
         """The result; what the operator is made of is not seen."""
-        with unseen(), _mode() or nullcontext():
+        with unseen(), in_mode():
             return self.operator(*self.args, **self.kwargs)
 
     def open(self) -> Any:
@@ -114,6 +114,11 @@ def out_of_mode() -> Iterator[None]:
         yield
     finally:
         mode.__enter__()
+
+
+def in_mode() -> AbstractContextManager[Any]:
+    """Run operators in the mode of :func:`run_in` where it is off, if there is one."""
+    return _mode() or nullcontext()
 
 
 def _mode() -> TorchDispatchMode | None:

@@ -57,6 +57,17 @@ class Tied(nn.Module):
         return self.head(self.norm(x))
 
 
+class ByLengths(nn.Module):
+    """What Python reads of its input is a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer = nn.Embedding(50, 16), nn.Linear(16, 3)
+
+    def forward(self, ids):
+        return [self.layer(self.words(row[:length])) for row, length in zip(ids, (ids[:, 0] + 3).tolist(), strict=True)]
+
+
 IDS = torch.arange(24).view(2, 12)
 IMAGES = torch.randn(2, 3, 16, 16)
 MODELS = {
@@ -68,6 +79,7 @@ MODELS = {
     "GRU": (Recurrent(nn.GRU), torch.randn(4, 5, 8)),
     "tied": (Tied(), IDS),
     "a mask that is read": (Tied(), (IDS, IDS > 3)),
+    "a list that is read": (ByLengths(), torch.arange(10).view(2, 5)),
     "a mask of ones": (Tied(), (IDS, IDS >= 0)),
 }  # fmt: skip
 
@@ -128,6 +140,8 @@ READS = {
     "a number": lambda x: x * x.sum().item(),
     "a condition": lambda x: x if x.sum() > 0 else -x,
     "a shape": lambda x: x[x > 0],
+    "a list": lambda x: x * x.sum(0).tolist()[0],
+    "a copy": lambda x: x * x.detach().cpu().sum().item(),
     "places": lambda x: x.sum() * torch.nonzero(x).shape[0],
 }
 

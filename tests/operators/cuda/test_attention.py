@@ -165,3 +165,11 @@ def test_scores_are_not_held():
         held.append(attention.internal_bytes + sum(graph.values[v].bytes for v in attention.saves))
     assert held[0] == 4 * 2 * 1024 * 12 * 64 + 4 * 12 * 1024 + 24
     assert held[1] > 50 * 2**20
+
+
+def test_attention_on_meta_is_pytorchs_own_outside_of_parsing():
+    each = [torch.empty(B, S, H, D, device="meta").transpose(1, 2).requires_grad_() for _ in range(3)]
+    parsed(FLOAT, "A100")
+    result = nn.functional.scaled_dot_product_attention(*each)
+    assert type(result.grad_fn).__name__ == "UnsafeViewBackward0" and result.is_contiguous()
+    assert [t.shape for t in torch.autograd.grad(result.sum(), each)] == [t.shape for t in each]
