@@ -24,6 +24,8 @@ MATH, FLASH, EFFICIENT, CUDNN = range(4)
 
 _HALF = (torch.float16, torch.bfloat16)
 _DEFAULT_ORDER = (FLASH, EFFICIENT, MATH, CUDNN)
+_SHARES_HEADS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+"""Whether the efficient kernel takes fewer heads of keys than of queries, by what PyTorch's documentation says."""
 _CUDNN_FIRST = (CUDNN, FLASH, EFFICIENT, MATH)
 
 
@@ -104,7 +106,7 @@ def _takes_efficient(call: Attention, gpu: Gpu) -> bool:
     return (
         _is_dense(call)
         and dtype in types
-        and call.query.shape[1] == call.key.shape[1]  # some releases repeat heads that are shared, some refuse them
+        and (_SHARES_HEADS or call.query.shape[1] == call.key.shape[1])
         and not call.query.shape[-1] % aligned
         and not call.value.shape[-1] % aligned
         and (gpu.capability < (8, 0) or not any(t.storage_offset() % aligned for t in call.tensors))
@@ -180,7 +182,12 @@ def _flash(call: Attention) -> torch.Tensor:
 def _efficient(call: Attention) -> torch.Tensor:
     bias = None if call.mask is None else _aligned_bias(call.mask, call)
     settings = (call.requires_grad, call.dropout_p, call.is_causal)
-    return aten._scaled_dot_product_efficient_attention.default(*call.tensors, bias, *settings, scale=call.scale)[0]
+    query, *shared = call.tensors
+    times = query.shape[1] // call.key.shape[1]
+    # Shared heads count as if they were repeated first, which may be more than is so.
+    key, value = (t if times == 1 else t.repeat_interleave(times, 1) for t in shared)
+    kernel = aten._scaled_dot_product_efficient_attention.default
+    return kernel(query, key, value, bias, *settings, scale=call.scale)[0]
 
 
 def _cudnn(call: Attention) -> torch.Tensor:

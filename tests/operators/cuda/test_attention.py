@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ogc
-from ogc.operators.cuda.attention import CUDNN, EFFICIENT, FLASH, MATH, Attention, chosen
+from ogc.operators.cuda.attention import _SHARES_HEADS, CUDNN, EFFICIENT, FLASH, MATH, Attention, chosen
 from ogc.operators.cuda.gpus import gpu_named
 
 aten = torch.ops.aten
@@ -44,6 +44,9 @@ CHOICES = {
     ),
     "shared heads": (call(shared=2, enable_gqa=True), "A100", FLASH),
     "shared heads that are not said to be": (call(shared=2), "A100", MATH),
+    "shared heads, float32": (
+        call(FLOAT, shared=2, enable_gqa=True), "A100", EFFICIENT if _SHARES_HEADS else MATH
+    ),
     "few registers": (call(width=200), "RTX 4090", EFFICIENT),
     "few registers, nothing trained": (call(width=200, requires_grad=False), "RTX 4090", FLASH),
     "few registers, the widest": (call(width=256), "RTX 5090", FLASH),
@@ -173,3 +176,19 @@ def test_attention_on_meta_is_pytorchs_own_outside_of_parsing():
     result = nn.functional.scaled_dot_product_attention(*each)
     assert type(result.grad_fn).__name__ == "UnsafeViewBackward0" and result.is_contiguous()
     assert [t.shape for t in torch.autograd.grad(result.sum(), each)] == [t.shape for t in each]
+
+
+@pytest.mark.skipif(not _SHARES_HEADS, reason="this release has plain operators there")
+def test_shared_heads_are_repeated_for_the_efficient_kernel():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(D, D, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            query, key, value = (part(x).transpose(1, 2) for part in (self.query, self.key, self.value))
+            shared = key[:, :2], value[:, :2]
+            return nn.functional.scaled_dot_product_attention(query, *shared, enable_gqa=True)
+
+    attention = attention_of(ogc.parse(Shared().to("meta"), torch.zeros(B, S, H, D), device="cuda"))
+    assert attention.internal_bytes == 4 * B * H * 128 + 16 + 2 * 4 * RESULT
