@@ -202,6 +202,18 @@ def test_writes_of_what_is_not_known_are_forgotten():
             known.sum().item()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_llama_with_a_mask(dtype):
+    transformers = pytest.importorskip("transformers", reason="a model of a real library's")
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=100, use_cache=False, **small)).to(dtype)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    for sample in ({"input_ids": IDS}, {"input_ids": IDS, "labels": IDS, "attention_mask": mask}):
+        with_content, without = both(model, sample)
+        assert weights(without) == weights(with_content)
+
+
 SEVEN_BILLION = """
 import resource, time, torch, transformers, ogc
 with torch.device("meta"):
