@@ -45,7 +45,7 @@ def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device:
     if optimizer is None:
         return OptimizerBytes(0, 0)
     twin = _twin(_instance(model, optimizer), device)
-    meter = Meter(lambda flops, moved: 0.0)
+    meter = Meter(lambda *cost: 0.0)
     try:
         with untouched(), _WithoutNumbers(), meter:
             twin.step()  # makes what is held

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .cuda.hidden import of_embedding
 from .registry import Operator, ones_like, register
 from .slices.axes import joined, moved, of_first
 
@@ -58,5 +59,6 @@ register(
     *(Operator(one, along=of_first(lambda args, axis: axis)) for one in _overloads(aten.to, aten._to_copy)),
     # Under a dispatch mode their backwards add up out of place.
     *(Operator(one, to_run_with=ones_like) for one in (aten.gather.default, aten.index_select.default)),
+    Operator(aten.embedding.default, hidden_on_cuda=of_embedding),
     Operator(aten.requires_grad_.default, begins_graph=True),
 )

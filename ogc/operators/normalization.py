@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..torch_state.private import untraced
+from .cuda.hidden import of_group_norm
 from .holders import is_ours
 from .low_memory import Extra, LowMemory
 from .registry import Operator, like, ones_like, register
@@ -169,7 +170,7 @@ register(
     Operator(aten.native_batch_norm.default, on_meta=_on_meta),
     Operator(aten.native_batch_norm_backward.default, on_meta=_backward_on_meta),
     # Copies what is not laid out as it computes.
-    Operator(aten.group_norm.default, to_run_with=ones_like),
+    Operator(aten.group_norm.default, to_run_with=ones_like, hidden_on_cuda=of_group_norm),
     *(
         Operator(target, along=of_first(lambda args, axis: before_last(args, axis, len(args[1]))))
         for target in (aten.layer_norm.default, aten.rms_norm.default)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .cuda.attention import attention_on_cuda
+from .cuda.recurrent import GRU, LSTM, PLAIN, recurrent_on_cuda
 from .registry import Arguments, Operator, ones_like, register
 from .slices.axes import added_to_products, batched_products, before_last, of_first, rows_of_products
 from .weights import Use, Weights
@@ -113,7 +115,11 @@ register(
     ),
     Operator(aten.cdist.default, to_run_with=ones_like),
     Operator(
-        aten.scaled_dot_product_attention.default, along=batched_products, to_run_with=ones_like, unfolded=_unfolded
+        aten.scaled_dot_product_attention.default,
+        along=batched_products,
+        to_run_with=ones_like,
+        on_cuda=attention_on_cuda,
+        unfolded=_unfolded,
     ),
 )
 
@@ -130,8 +136,12 @@ def _of_the_sequence(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 # are added up.
 register(
     *(
-        Operator(getattr(packet, overload), to_run_with=_of_the_sequence)
-        for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
+        Operator(
+            getattr(packet, overload),
+            to_run_with=_of_the_sequence,
+            on_cuda=recurrent_on_cuda(kind, is_packed=overload == "data"),
+        )
+        for packet, kind in ((aten.lstm, LSTM), (aten.gru, GRU), (aten.rnn_tanh, PLAIN), (aten.rnn_relu, PLAIN))
         for overload in ("input", "data")
     )
 )

@@ -10,6 +10,9 @@ from ..program.layouts import Layout
 
 T = TypeVar("T")
 
+Place = tuple[tuple[bool, int], Any]
+"""What a saved tensor shares its storage with, a result or else a tensor argument, its number, and a layout."""
+
 
 @dataclass(frozen=True)
 class InputGradient:
@@ -47,6 +50,7 @@ class Weights:
     repeat_seconds: float | None = None  # of a forward whose internal tensors are there, if that is quicker
     gradients: tuple[InputGradient, ...] = ()
     internal_bytes: int | None = None  # None: as observed
+    saves: tuple[Place | None, ...] | None = None  # where each saved tensor lies; None: as observed
     ready_bytes: int = 0  # of gradients that its forward makes and its backward hands out
     low_memory: Weights | None = None  # of its low-memory form
     plain_working_bytes: int | None = None  # of the plain model, where that runs another operator

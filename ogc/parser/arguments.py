@@ -12,11 +12,12 @@ from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec
 from ..torch_state.hooks import is_compiled
 from ..torch_state.ranks.shards import is_spread
+from .forward.contents import Contents, has_content, lacks_content, on_meta
 from .weigh.record import is_dense
 
 
-def check_model(model: Any) -> None:
-    """Raise InputError unless ``model`` is a module that can be optimized."""
+def check_model(model: Any, may_lack_content: bool = False) -> None:
+    """Raise InputError unless ``model`` is a module that can be optimized, or else planned without content."""
     if isinstance(model, type):
         raise InputError(f"model is the class {model.__name__}; pass an instance of it")
     if not isinstance(model, torch.nn.Module):
@@ -41,10 +42,11 @@ def check_model(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise InputError(f"parameter {name} is not initialized; call the model once on an input before")
-        if parameter.is_meta:
+        if not has_content(parameter) and not may_lack_content:
+            where = "is on the meta device, where it has" if parameter.is_meta else "is a fake tensor, which has"
             raise InputError(
-                f"parameter {name} is on the meta device, where it has no content; "
-                "move the model with model.to_empty(device=...) and initialize it first"
+                f"parameter {name} {where} no content; move the model with model.to_empty(device=...) and initialize "
+                'it first, or plan it for study alone: ogc.parse(model, sample, device="cuda")'
             )
 
 
@@ -76,6 +78,38 @@ class Sample(NamedTuple):
     def copies(self) -> list[torch.Tensor]:
         """Inputs of their own for a run on the side."""
         return copies(self.tensors)
+
+
+def sample_of(model: torch.nn.Module, sample_input: Any, contents: Contents | None) -> Sample:
+    """The call that is parsed; with ``contents``, of the model without content, wherever it and the call are."""
+    args, kwargs = call_arguments(sample_input)
+    if contents is None:
+        return Sample(model, *InputSpec.of(args, kwargs))
+    spec, tensors = InputSpec.of(args, kwargs)
+    args, kwargs = spec.rebuild([contents.meta(tensor) for tensor in tensors])
+    return Sample(on_meta(model, contents), *InputSpec.of(args, kwargs))
+
+
+def contents_of(model: torch.nn.Module, device: torch.device | str | None) -> Contents | None:
+    """What a model without content is run in, to be planned for ``device``; None for one that has its content.
+
+    Raises:
+        InputError: kernels of that device take what shapes do not tell, or autocast is on, which casts nothing there.
+    """
+    if not lacks_content(model):
+        return None
+    if device is None or device_of(device).type != "cuda":
+        name = next(name for name, t in chain(model.named_parameters(), model.named_buffers()) if not has_content(t))
+        raise InputError(
+            f'{name} has no content, and what such a model takes is known for device="cuda" alone, not for {device}; '
+            "give the model content with model.to_empty(device=...), and initialize it"
+        )
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise InputError(
+            "autocast casts no tensor without content; parse a model with content under torch.autocast('cpu'), or one "
+            "of the type that it is to compute in, outside of autocast"
+        )
+    return Contents()
 
 
 def check_tensors(sample: Sample) -> torch.device:
@@ -130,6 +164,18 @@ def device_of(device: torch.device | str) -> torch.device:
 
 AUTO = {"cuda": "measure"}
 """What ``"auto"`` is on a type of device, where it is not ``"time"``: on CUDA no rule says what kernels allocate."""
+
+
+def check_gpu(gpu: Any, target: torch.device) -> None:
+    """Raise InputError unless ``gpu`` is None, or the name of one for a CUDA device as target."""
+    if gpu is None:
+        return
+    if not isinstance(gpu, str) or not gpu.strip():
+        raise InputError(f"gpu must be the name of a GPU, such as 'H100', not {gpu!r}")
+    if target.type != "cuda":
+        raise InputError(
+            f"gpu={gpu!r} says which CUDA device is meant, but the graph is for {target}; add device='cuda'"
+        )
 
 
 def profile_kind(profile: str, home: torch.device, target: torch.device) -> str:

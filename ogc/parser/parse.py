@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,18 +13,20 @@ import torch
 from ..collecting import collecting_new_only
 from ..errors import ParseError
 from ..graph import Graph
+from ..operators.cuda.gpus import gpu_of
+from ..operators.cuda.on_meta import as_on_cuda
 from ..operators.registry import out_of_place
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
 from ..program.program import OUTSIDE
 from ..program.step import Loss, Rest
-from ..program.structures import InputSpec
 from ..torch_state.compare import difference, same_bits
+from ..torch_state.dispatch import run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.ranks.collectives import alone
 from ..torch_state.ranks.shards import parameters_apart
-from .arguments import Sample, call_arguments, check_model, check_tensors, device_of, profile_kind
+from .arguments import Sample, check_gpu, check_model, check_tensors, contents_of, device_of, profile_kind, sample_of
 from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
@@ -65,6 +68,7 @@ def parse(
     slices: int = 1,
     compiled: Compilation | None = None,
     plain_peak_bytes: int | None = None,
+    gpu: str | None = None,
     leaf_modules: LeafModules = (),
     repeatable_leaves: LeafModules | bool | None = None,
 ) -> Graph:
@@ -94,7 +98,11 @@ def parse(
         profile: ``"estimate"`` finds the weights from shapes, ``"time"`` measures how long each operation takes on the
             device and estimates its bytes, ``"measure"`` measures both, ``"auto"`` both on CUDA and times elsewhere.
         device: weigh for this device instead of the model's own; it need not exist here (implies
-            ``profile="estimate"``). The graph is then for study: it cannot be run there.
+            ``profile="estimate"``). The graph is then for study: it cannot be run there. For ``"cuda"`` the model
+            needs no content: it may be on the meta device, or of fake tensors, unless its forward reads what they hold.
+        gpu: the name of the GPU that ``device="cuda"`` means, such as ``"H100"``: times follow its data sheet, and so
+            do kernels of attention. Without it that which is here, or else an A100 with 40 GB. Known names:
+            :data:`ogc.operators.cuda.gpus.GPUS`.
         stretches: of ``graph.stretches`` of the same model: each becomes one operation that runs forward and
             backward a part of the batch at a time, with results that differ in the last bits.
         slices: into how many parts these divide the batch.
@@ -119,16 +127,25 @@ def parse(
         InputError: an argument is of the wrong kind or on another device than the model.
         ParseError: the forward cannot be represented faithfully, or the graph made by hand is not the model's.
     """
-    check_model(model)
-    sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
+    check_model(model, may_lack_content=device is not None)
+    contents = contents_of(model, device)
+    sample = sample_of(model, sample_input, contents)
+    model = sample.model
     home = check_tensors(sample)
     target = device_of(device) if device is not None else home
     kind = profile_kind(profile, home, target)
+    check_gpu(gpu, target)
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     rest = Rest(loss, holds_outputs, outputs)
-    visit = partial(visited, model, profiler_of(kind, target, home), leaves)
-    with untouched(*modules_of(loss), given=sample.spec.constants), parameters_apart(model):
+    visit = partial(visited, model, profiler_of(kind, target, home, gpu), leaves)
+    gpu_there = gpu_of(target, gpu) if contents else None
+    with (
+        run_in(contents) if contents else nullcontext(),
+        as_on_cuda(gpu_there),
+        untouched(*modules_of(loss), given=sample.spec.constants),
+        parameters_apart(model),
+    ):
         while True:
             recorded = record_program(sample, make, leaves)
             try:
@@ -154,10 +171,10 @@ def with_stretches(graph: Graph, observation: Observation) -> Graph:
     return replace(graph, stretches=tuple(find_stretches(observation.records[: graph.end])))
 
 
-def profiler_of(kind: str, device: torch.device, home: torch.device) -> Profiler:
-    """What weighs operations for ``device`` by measuring or by estimating; the model is on ``home``."""
+def profiler_of(kind: str, device: torch.device, home: torch.device, gpu: str | None = None) -> Profiler:
+    """What weighs operations for ``device``, a ``gpu``, by measuring or by estimating; the model is on ``home``."""
     measuring = {"measure": Measurer, "time": Timer}
-    return measuring[kind](home) if kind in measuring else Estimator(device, home)
+    return measuring[kind](home) if kind in measuring else Estimator(device, home, gpu=gpu)
 
 
 def record_program(sample: Sample, make: ParseGraph | None, leaves: Leaves) -> Traced:
@@ -236,6 +253,7 @@ def settled(
             state = state_of(sample.model)
         has_copies = copy_after_last_write(program, observation)
         if not unfolding.carry_out(program) and not has_copies:
+            observation.take_saves()
             return traced, observation, state
 
 

@@ -8,14 +8,18 @@ import torch
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal in shape, dtype and content, NaN being equal to NaN."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    """Whether two tensors are equal in shape, dtype and content, if they have any, NaN being equal to NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.is_meta != b.is_meta:
         return False
+    if a.is_meta:
+        return True
     return bool(torch.equal(a, b)) or bool(_same_entries(a, b).all())
 
 
 def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two dense tensors of the same shape and dtype hold the same bits, signs of zeros and NaNs too."""
+    if a.is_meta and b.is_meta:
+        return True
     return torch.equal(_as_integers(a), _as_integers(b))
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from .private import AUTOCAST, RECORDING, OpOverload, has_kernel, not_recording, recording, schema_of
+from .private import AUTOCAST, RECORDING, OpOverload, TorchDispatchMode, has_kernel, not_recording, recording, schema_of
 
 _thread = threading.local()
 
@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
     def run(self) -> Any:
         """The result; what the operator is made of is not seen."""
-        with unseen():
+        with unseen(), in_mode():
             return self.operator(*self.args, **self.kwargs)
 
     def open(self) -> Any:
@@ -82,10 +82,48 @@ def dispatched_to(handler: Handler) -> Iterator[None]:
     _install()
     before, _thread.handler = getattr(_thread, "handler", None), handler
     try:
-        with recording():
+        with out_of_mode() if before is None else nullcontext(), recording():
             yield
     finally:
         _thread.handler = before
+
+
+@contextmanager
+def run_in(mode: TorchDispatchMode) -> Iterator[None]:
+    """Run operators in a mode, and where calls are handed to a handler, those that it runs.
+
+    The mode itself is off there, as PyTorch finds no fallbacks that are written in Python while one is on.
+    """
+    before, _thread.mode = _mode(), mode
+    try:
+        with mode:
+            yield
+    finally:
+        _thread.mode = before
+
+
+@contextmanager
+def out_of_mode() -> Iterator[None]:
+    """Run operators as if :func:`run_in` were not, which must be the innermost mode."""
+    mode = _mode()
+    if mode is None:
+        yield
+        return
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
+
+
+def in_mode() -> AbstractContextManager[Any]:
+    """Run operators in the mode of :func:`run_in` where it is off, if there is one."""
+    return _mode() or nullcontext()
+
+
+def _mode() -> TorchDispatchMode | None:
+    mode: TorchDispatchMode | None = getattr(_thread, "mode", None)
+    return mode
 
 
 unseen: Callable[[], AbstractContextManager[None]] = not_recording

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from .attributes import TABLES, attributes, containers
-from .compare import identical
+from .compare import identical, same_bits
 from .private import MEMBERS, buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
 from .random_state import cuda_devices, random_states, set_random_states
 
@@ -95,7 +95,7 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
             if parameter.grad is not gradient:
                 parameter.grad = gradient
         for buffer, copy in copies:
-            if buffer.layout is not torch.strided or not (torch.equal(buffer, copy) and identical(buffer, copy)):
+            if buffer.layout is not torch.strided or not (same_bits(buffer, copy) and identical(buffer, copy)):
                 buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
 
 

@@ -69,6 +69,8 @@ TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Sees what is dispatched below autograd. Without it there is no judge of the parser, and no estimate."""
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 """Runs operators without memory. Without it ``profile="estimate"`` cannot weigh anything."""
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+"""The class of tensors without memory. Without it models of such parameters fail where their content is read."""
 RECORDING: Any = _C._parse_dispatch_key("DeferredInit")
 """A dispatch key that PyTorch leaves to others. Without it the recorder sees no operator: no model can be parsed."""
 AUTOCAST = {name: getattr(_C.DispatchKey, name) for name in ("AutocastCPU", "AutocastCUDA")}
@@ -163,6 +165,8 @@ COMPILED = "_orig_mod"
 """Where torch.compile's wrapper has the module in it. Without it compiled modules are recorded, and that fails."""
 REPLICATE = "_replicate_for_data_parallel"
 """What DataParallel copies a module by. Without it a model that is planned in parts runs there, and plain."""
+sdp_order: Any = _C._get_sdp_priority_order
+"""In which order kernels of attention are tried, by number. Without it no graph for CUDA has attention in it."""
 FLAGS: dict[str, tuple[Any, Any]] = {
     "torch.backends.mkldnn.enabled": (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
     "torch.backends.mkldnn.deterministic": (_C._get_mkldnn_deterministic, _C._set_mkldnn_deterministic),
@@ -178,7 +182,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
         _C._get_math_sdp_allow_fp16_bf16_reduction,
         _C._set_math_sdp_allow_fp16_bf16_reduction,
     ),
-    "the order of attention kernels": (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    "the order of attention kernels": (sdp_order, _C._set_sdp_priority_order),
     "fp16 accumulation in cuBLAS": (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
     "reduced precision in fp16 products": (
         _C._get_cublas_allow_fp16_reduced_precision_reduction,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import ogc
 from ogc.operators import registry
-from ogc.parser.weigh import estimate
+from ogc.parser.weigh import meter
 
 TOKENS = torch.randint(0, 20, (4, 8), generator=torch.Generator().manual_seed(0))
 
@@ -73,7 +73,7 @@ def test_what_fails_on_shapes_alone_is_named_in_the_log(caplog, monkeypatch):
 
 
 def test_a_device_without_rates_is_named_once(caplog):
-    estimate.rates_of.cache_clear()
+    meter._tell_once.cache_clear()
     for _ in range(2):
         graph = ogc.parse(nn.Linear(3, 3), torch.randn(2, 3), device="meta")
     (record,) = caplog.records

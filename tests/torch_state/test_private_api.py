@@ -116,6 +116,19 @@ def dispatches(mode):
     return seen == [aten.view.default, aten.exp_.default]
 
 
+def fake_ones(kind):
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        made = torch.empty(3), nn.Parameter(torch.empty(3))
+    return all(isinstance(one, kind) for one in made) and not isinstance(torch.empty(3), kind)
+
+
+def orders_kernels(order):
+    kernels = [nn.attention.SDPBackend.EFFICIENT_ATTENTION, nn.attention.SDPBackend.FLASH_ATTENTION]
+    with nn.attention.sdpa_kernel(kernels, set_priority=True):
+        first = order()[:2]
+    return first == [2, 1] and {0, 1, 2, 3} <= {*order()}
+
+
 def fakes(mode):
     with mode() as fake:
         return fake.from_tensor(torch.ones(2)).device.type == "cpu" and torch.empty(10**15).sum().shape == ()
@@ -370,6 +383,8 @@ CHECKS = {
     "schema_of": lambda of: of(aten.add_.Tensor).is_mutable and not of(aten.add.Tensor).is_mutable and of(len) is None,
     "TorchDispatchMode": dispatches,
     "FakeTensorMode": fakes,
+    "FakeTensor": fake_ones,
+    "sdp_order": orders_kernels,
     "RECORDING": lambda key: (
         torch._C.DispatchKeySet(key).has(key) and torch._C._dispatch_key_name(key) == "DeferredInit"
     ),

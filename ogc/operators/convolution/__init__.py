@@ -106,8 +106,14 @@ register(
         weigh=weigh,
         hidden_bytes=hidden_bytes,
         on_meta=_on_meta,
+        is_convolution=True,
         copies_strided_gradients=True,
         runs_uncompiled=True,
     ),
-    Operator(aten.convolution_backward.default, hidden_bytes=hidden_bytes_of_backward, on_meta=_backward_on_meta),
+    Operator(
+        aten.convolution_backward.default,
+        is_convolution=True,
+        hidden_bytes=hidden_bytes_of_backward,
+        on_meta=_backward_on_meta,
+    ),
 )

@@ -82,6 +82,8 @@ def moved(operator: Callable[..., Any]) -> Rule:
 
     def axis_of_result(args: Sequence[Any], axis: int) -> int | None:
         given = torch.empty(args[0].shape, device="meta")
+        if axis >= given.dim():
+            return None
         found = operator(given, *args[1:])
         result = found if isinstance(found, torch.Tensor) else found[0]
         size, extent = given.shape[axis], given.shape[axis] * given.stride(axis)

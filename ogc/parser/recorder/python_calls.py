@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...torch_state.dispatch import unseen
+from ...torch_state.dispatch import in_mode, unseen
 from ...torch_state.hooks import collectors_watched, is_compiled
 from ...torch_state.private import MAKE_SUBCLASS, is_functorch_active
 from ...torch_state.random_state import python_random_state
@@ -122,7 +122,7 @@ class PythonCalls:
     def _content(self, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == self.thread and not self.is_writing_text:
             self.recorder.read_content(tensor, f"{method.__name__.strip('_')}() of a tensor")
-        with unseen():
+        with unseen(), in_mode():
             return method(tensor, *args, **kwargs)
 
     def _size(self, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_aggregate
 
+from ...operators.cuda.gpus import gpu_of
 from ...operators.low_memory import Extra
 from ...operators.registry import Operator, like, of
 from ...operators.slices import Compiled, Sliced, SlicedLoss
@@ -28,14 +29,15 @@ from ...program.layouts import Layout
 from ...program.leaf import runs_once
 from ...program.program import WithoutGrad, has_history, storage_bytes, tensor_leaves
 from ...torch_state.allocator import can_measure
+from ...torch_state.dispatch import out_of_mode
 from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts, storage_id
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from ..passes.in_place import COPIES, REBASED
 from .backward.again import Again, Layouts
 from .calls import Call, backward_measured, call_key, own_argument, with_measured_bytes
-from .forms import pretended
-from .meter import Meter
+from .forms import pretended, saved_places
+from .meter import Meter, rates_of
 from .record import Record, SeenForm, is_dense
 
 log = logging.getLogger(__name__)
@@ -46,47 +48,18 @@ FUNCTION_SECONDS = 4e-6
 that of PyTorch's operators inside, on a Xeon with torch 2.14."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a device does per second, and the least that an operator takes; their ratios alone decide a plan."""
-
-    flops: float
-    bytes: float
-    launch_seconds: float
-
-    def seconds(self, flops: int, moved: int) -> float:
-        """How long an operator takes that computes and moves so much (FLOPs, bytes)."""
-        return max(flops / self.flops, moved / self.bytes) + self.launch_seconds
-
-
-RATES = {
-    # Round figures for one core of a server. Measured on a busy Xeon, torch 2.14, float32: matrix products 88 GFLOP/s,
-    # 3x3 convolutions 46; copies 5.8 GB/s read and written; an addition of one element 1.5 us.
-    "cpu": Rates(flops=1.2e11, bytes=1.0e10, launch_seconds=2e-6),
-    # NVIDIA's A100 data sheet: 19.5 TFLOP/s in float32, 156 in TF32; 1555 GB/s (40 GB). The FLOPs are in between, as
-    # kernels reach part of the second. The launch is a guess: data sheets have none, and it was not measured.
-    "cuda": Rates(flops=3.0e13, bytes=1.5e12, launch_seconds=5e-6),
-}
-
-
-@cache
-def rates_of(kind: str) -> Rates:
-    """Those of a type of device; where there are none, those of CUDA, which the log says once."""
-    if kind not in RATES:
-        log.warning("ogc has no rates for %s: it estimates times with those of CUDA", kind)
-    return RATES.get(kind, RATES["cuda"])
-
-
 class Estimator:
     """Estimates operations for ``device``, which this machine may lack; the model is on ``home``.
 
-    Without ``runs`` no call is run for the bytes of its kernels: rules have to do, right or wrong.
+    Without ``runs`` no call is run for the bytes of its kernels: rules have to do, right or wrong. ``gpu`` names the
+    one that is meant by a CUDA device.
     """
 
-    def __init__(self, device: torch.device, home: torch.device, runs: bool = True) -> None:
+    def __init__(self, device: torch.device, home: torch.device, runs: bool = True, gpu: str | None = None) -> None:
         self.device, self.runs = device, runs
         self.elsewhere = device.type != home.type
-        self.rates = rates_of(device.type)
+        self.gpu = gpu_of(device, gpu)
+        self.rates = rates_of(device.type, self.gpu)
         self.seen: dict[Any, Weights] = {}
         self.backwards: dict[Any, Again] = {}
 
@@ -122,9 +95,8 @@ class Estimator:
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs), record.form is None
         if key not in self.seen:
-            weights = self._run(operator, args, kwargs, record.in_place)
-            if self.elsewhere and record.internal_bytes:
-                weights = replace(weights, internal_bytes=self._internal_bytes(operator, args, kwargs))
+            there = self._elsewhere(record, args, kwargs) if self.elsewhere else None
+            weights = there or self._run(operator, args, kwargs, record.in_place)
             gradients = of(kernel).to_run_with
             if gradients and self._can_measure():
                 weights = with_measured_bytes(weights, Call(record, args, kwargs, gradients=gradients))
@@ -169,17 +141,30 @@ class Estimator:
             again_flops=weights.forward_flops,
         )
 
-    def _internal_bytes(self, target: Any, args: Any, kwargs: Any) -> int:
-        """Bytes that the operation saves on the device besides its arguments and results."""
-
-        def fake(leaf: Any) -> Any:
-            return pretended(leaf, True, self.device)
-
-        saved: list[torch.Tensor] = []
-        with FakeTensorMode(), torch.enable_grad(), saving(saved):
-            given = map_aggregate((args, kwargs), fake)
-            result = target(*given[0], **given[1])
-        return storage_bytes(saved, tensor_leaves(given, result))
+    def _elsewhere(self, record: Record, args: Any, kwargs: Any) -> Weights:
+        """The weights of a call on a device that the model is not on, by the kernel that runs there."""
+        target = record.node.target
+        kernel = None
+        if self.gpu is not None and isinstance(target, OpOverload):
+            kernel = of(target).kernel_on_cuda(args, kwargs, self.gpu)
+        run = target if kernel is None else kernel.run
+        weights = self._run(run, args, kwargs, record.in_place)
+        try:
+            with out_of_mode(), FakeTensorMode():
+                places, internal = saved_places(run, args, kwargs, record.in_place, self.device)
+        except (NotImplementedError, RuntimeError) as error:
+            log.warning("%s is taken to save on %s what it saves here: %r", target, self.device, error)
+            places, internal = None, record.internal_bytes
+        forward, backward = of(target).hidden_on_cuda(args) if self.gpu is not None else (0, 0)
+        if kernel is not None:
+            backward += kernel.working_bytes
+        return replace(
+            weights,
+            internal_bytes=internal,
+            saves=places,
+            scratch_bytes=weights.scratch_bytes + forward,
+            working_bytes=weights.working_bytes + (backward if weights.gradients else 0),
+        )
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
         # With a mask, shapes depend on data, which meta tensors do not have.
@@ -204,7 +189,7 @@ class Estimator:
         layouts: Layouts | None = None,
     ) -> Weights:
         meter = Meter(self.rates.seconds, copies, self.device.type == "cpu", on_meta=pretend is pretended)
-        with torch.enable_grad():
+        with out_of_mode(), torch.enable_grad():
             given = map_aggregate((args, kwargs), lambda leaf: pretend(leaf, in_place))
             saved: list[torch.Tensor] = []
             tensors = tensor_leaves(given)

@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from ...operators.low_memory import LowMemory
 from ...operators.registry import low_memory_form
-from ...program.program import Saved, TensorRef, storage_bytes, tensor_leaves
+from ...operators.weights import Place
+from ...program.program import storage_bytes, tensor_leaves
 from ..forward.flat import saving
 from .calls import call_key
-from .record import Record, SeenForm, alike
-
-_Place = tuple[tuple[bool, int], Any]
-"""What a saved tensor shares its storage with, a result or else a tensor argument, its number, and a layout."""
+from .record import Record, SeenForm, alike, saved_at
 
 
 class Forms:
@@ -23,7 +20,7 @@ class Forms:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seen: dict[Any, tuple[tuple[_Place | None, ...], int]] = {}
+        self.seen: dict[Any, tuple[tuple[Place | None, ...], int]] = {}
 
     def of(self, record: Record, args: Any, kwargs: Any) -> SeenForm | None:
         """The form of a recorded call, if it has one that pays for these arguments."""
@@ -32,25 +29,19 @@ class Forms:
             return None
         key = call_key(form, args, kwargs)
         if key not in self.seen:
-            self.seen[key] = _saved_places(form, args, kwargs, record.in_place)
+            self.seen[key] = saved_places(form, args, kwargs, record.in_place)
         places, internal_bytes = self.seen[key]
-        return SeenForm(form, tuple(_saved(record, place) for place in places), internal_bytes)
+        return SeenForm(form, saved_at(record, places), internal_bytes)
 
 
-def _saved(record: Record, place: _Place | None) -> Saved:
-    if place is None:
-        return Saved()
-    (is_result, number), layout = place
-    ref = TensorRef(record.node.name, number) if is_result else record.arguments[number]
-    return Saved(external=True) if ref is None else Saved(ref, layout)
-
-
-def _saved_places(form: LowMemory, args: Any, kwargs: Any, in_place: bool) -> tuple[tuple[_Place | None, ...], int]:
-    """Where each saved tensor of a call lies, None for one of its own, and the bytes of those."""
+def saved_places(
+    target: Any, args: Any, kwargs: Any, in_place: bool, device: torch.device | str = "meta"
+) -> tuple[tuple[Place | None, ...], int]:
+    """Where each saved tensor of a call on a device lies, None for one of its own, and the bytes of those."""
     saved: list[torch.Tensor] = []
     with torch.enable_grad(), saving(saved):
-        given = map_aggregate((args, kwargs), lambda leaf: pretended(leaf, in_place))
-        result = form(*given[0], **given[1])
+        given = map_aggregate((args, kwargs), lambda leaf: pretended(leaf, in_place, device))
+        result = target(*given[0], **given[1])
     known = [(t, (True, n)) for n, t in enumerate(tensor_leaves(result))]
     known += [(t, (False, n)) for n, t in enumerate(tensor_leaves(given))]
     places = tuple(alike(tensor, known) for tensor in saved)

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.low_memory import LowMemory
 from ...operators.registry import live_arguments
-from ...operators.weights import Weights
+from ...operators.weights import Place, Weights
 from ...program.layouts import Layout
 from ...program.leaf import Leaf
 from ...program.program import Saved, TensorRef, has_history, tensor_leaves
@@ -64,11 +64,31 @@ class Record:
         """Whether it writes what it was given."""
         return bool(self.writes_external) or any(value in self.reads for value in self.writes)
 
+    def take_saves(self, storages: dict[TensorRef, int]) -> None:
+        """Save what its weights say that it saves on another device, if they do."""
+        if self.weights.saves is None:
+            return
+        self.saves = list(saved_at(self, self.weights.saves))
+        self.saved_values = list(dict.fromkeys(storages[s.tensor] for s in self.saves if s.tensor in storages))
+
     def forget_saves(self) -> None:
         """Nothing that it saves outlives its results, as no backward comes to it."""
-        self.weights = replace(self.weights, internal_bytes=None, low_memory=None)
+        self.weights = replace(self.weights, internal_bytes=None, saves=None, low_memory=None)
         self.saves = [saved if saved.external else Saved(unneeded=True) for saved in self.saves]
         self.saved_values, self.internal_bytes, self.form = [], 0, None
+
+
+def saved_at(record: Record, places: Sequence[Place | None]) -> tuple[Saved, ...]:
+    """What a recorded call saves at these places."""
+    return tuple(_saved(record, place) for place in places)
+
+
+def _saved(record: Record, place: Place | None) -> Saved:
+    if place is None:
+        return Saved()
+    (is_result, number), layout = place
+    ref = TensorRef(record.node.name, number) if is_result else record.arguments[number]
+    return Saved(external=True) if ref is None else Saved(ref, layout)
 
 
 @dataclass
@@ -84,6 +104,11 @@ class Observation:
     rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
     grad_targets: frozenset[Any] = frozenset()
     held: dict[int, int] = field(default_factory=dict)  # the last operation during which the plain forward does
+
+    def take_saves(self) -> None:
+        """Let operations save what their weights say that they save on another device."""
+        for record in self.records:
+            record.take_saves(self.storages)
 
     def new_value(self, name: str, size: int) -> int:
         """The number of a value more, of so many bytes."""
