@@ -1,0 +1,11 @@
+"""What CUDA's caching allocator makes of a plan: its rules, the order in which a step allocates, the peaks of both."""
+
+from .allocator import CachingAllocator, DeviceFullError, Usage
+from .peaks import MemoryPeaks, Step, memory_peaks, plain_moves
+from .requests import Move, Requests, requests
+from .settings import AllocatorSettings
+
+__all__ = [
+    "AllocatorSettings", "CachingAllocator", "DeviceFullError", "MemoryPeaks", "Move", "Requests", "Step", "Usage",
+    "memory_peaks", "plain_moves", "requests",
+]  # fmt: skip
