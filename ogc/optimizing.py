@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .checking.check import ONE_STEP
-from .device.needs import fixed_needs, within_device
+from .device.fitting import within_device
+from .device.needs import fixed_needs
 from .device.optimizer import Optimizer
 from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
@@ -140,7 +141,8 @@ def optimize(
     if device_memory is None:
         optimized = within(memory_budget)
     elif memory_budget is None:
-        optimized = within_device(fixed_needs(model, sample_input, optimizer), device_memory, within)
+        needs = fixed_needs(model, sample_input, optimizer)
+        optimized = within_device(needs, device_memory, within, lambda made: getattr(type(made), OWN_PLAN))
     else:
         raise InputError("give memory_budget or device_memory, not both")
     if verify:

@@ -12,9 +12,10 @@ import torch
 from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..parser import Loss
-from ..plan import Plan
+from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
 from ..solver import Budget, Wish, solve
+from .fitting import fits, made_within, used_bytes
 from .graphs import SIZES, Graphs
 from .needs import Estimate, activation_budget, device_bytes, fixed_needs
 from .optimizer import Optimizer
@@ -50,7 +51,7 @@ class LargestBatch:
     too_large: int
 
     def __str__(self) -> str:
-        used = self.needs.with_activations(self.plan.peak_bytes)
+        used = used_bytes(self.needs, self.plan, self.device_memory)
         return (
             f"{self.size} fit with {self.plan.overhead:.1%} more time, {self.plain} by the plain model: "
             f"{used / 2**20:.1f} of {self.device_memory / 2**20:.1f} MiB, {self.too_large} would not fit"
@@ -245,8 +246,12 @@ class _Search:
         budget = self._budget(size)
         if budget < max(1, lower_bound(graph)):
             return None
+
+        def solved(budget: int) -> Plan:
+            return solve(graph, memory_budget=budget)
+
         try:
-            plan = solve(graph, memory_budget=budget)
+            plan = made_within(self._needs(size), self.room, budget, solved, lambda plan: plan)
         except SolveError:
             return None
         is_slow = max_overhead is not None and plan.overhead > max_overhead
@@ -258,4 +263,6 @@ class _Search:
         return self.plans[size, max_overhead]
 
     def _fits_plain(self, size: int) -> bool:
-        return plain_peak(self.graphs.of(size, is_timed=False)) <= self._budget(size)
+        graph = self.graphs.of(size, is_timed=False)
+        fits_counted = plain_peak(graph) <= self._budget(size)
+        return fits_counted and fits(self._needs(size), plain_plan(graph), self.room)

@@ -181,7 +181,9 @@ class Plan:
     @property
     def _known_graph(self) -> Graph:
         if self.graph is None:
-            raise PlanError("the plan does not know its graph, so nothing can be told of it; make it with ogc.make_plan")
+            raise PlanError(
+                "the plan does not know its graph, so nothing can be told of it; make it with ogc.make_plan"
+            )
         return self.graph
 
     def __getstate__(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ...errors import InputError, OgcError
 from .blocks import Block, Pool, State
-from .settings import LARGE_SEGMENT, SMALL, UNIT, AllocatorSettings, segment_bytes
+from .settings import DEFAULTS, LARGE_SEGMENT, SMALL, UNIT, AllocatorSettings, segment_bytes
 
 ENDLESS = 2**50
 """Bytes of a device without a limit."""
@@ -38,9 +38,7 @@ class CachingAllocator:
         device_bytes: that it can reserve; None for no limit.
     """
 
-    def __init__(
-        self, settings: AllocatorSettings = AllocatorSettings(), device_bytes: int | None = None
-    ) -> None:
+    def __init__(self, settings: AllocatorSettings = DEFAULTS, device_bytes: int | None = None) -> None:
         if device_bytes is not None and (isinstance(device_bytes, bool) or not isinstance(device_bytes, int)):
             raise InputError(f"device_bytes must be a number of bytes, not {device_bytes!r}")
         if device_bytes is not None and device_bytes < 0:

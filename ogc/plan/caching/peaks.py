@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...errors import PlanError
@@ -10,7 +10,7 @@ from ...graph import Graph, table
 from ..decisions import Decisions, saved
 from .allocator import CachingAllocator, Usage
 from .requests import Move, requests
-from .settings import AllocatorSettings
+from .settings import DEFAULTS, AllocatorSettings
 
 STEPS = 3
 """Steps that are replayed one after the other: each finds what those before it left, and may reserve more."""
@@ -31,7 +31,7 @@ class Step:
     behind: int = 0
 
     def peaks(
-        self, settings: AllocatorSettings = AllocatorSettings(), device_bytes: int | None = None, steps: int = STEPS
+        self, settings: AllocatorSettings = DEFAULTS, device_bytes: int | None = None, steps: int = STEPS
     ) -> Usage:
         """The most bytes over some steps.
 
@@ -68,11 +68,11 @@ class MemoryPeaks:
     settings: AllocatorSettings
 
     def __str__(self) -> str:
-        header = ["predicted for CUDA's allocator", "requested MB", "allocated MB", "reserved MB"]
+        header = ["predicted for CUDA's allocator", "requested MiB", "allocated MiB", "reserved MiB"]
         rows = [("plain", self.plain), ("planned", self.planned)]
         segments = "expandable" if self.settings.expandable_segments else "of fixed size"
-        cells = [[name, *(f"{size / 1e6:.2f}" for size in peaks)] for name, peaks in rows if peaks is not None]
-        return f"{table(header, cells)}\nsegments are {segments}; parameters and what the libraries take not counted"
+        cells = [[name, *(f"{size / 2**20:.1f}" for size in peaks)] for name, peaks in rows if peaks is not None]
+        return f"{table(header, cells)}\nsegments are {segments}"
 
 
 def plain_moves(graph: Graph) -> tuple[Move, ...] | None:
@@ -82,11 +82,20 @@ def plain_moves(graph: Graph) -> tuple[Move, ...] | None:
     return requests(graph, Decisions((saved(0, len(graph)),), is_plain=True)).moves if len(graph) else ()
 
 
-def memory_peaks(graph: Graph, decisions: Decisions, settings: AllocatorSettings) -> MemoryPeaks:
-    """The peaks of a plan and of the plain model, activations and their gradients alone."""
+def memory_peaks(
+    graph: Graph,
+    decisions: Decisions,
+    settings: AllocatorSettings,
+    step: Callable[[tuple[Move, ...]], Step] = Step,
+) -> MemoryPeaks:
+    """The peaks of a plan and of the plain model, of a ``step`` around their moves; alone these are activations.
+
+    Raises:
+        PlanError: the plan is plain, and the graph's operations are not the plain model's.
+    """
     plain = plain_moves(graph)
-    plain_peaks = None if plain is None else Step(plain).peaks(settings)
-    planned = plain_peaks if decisions.is_plain else Step(requests(graph, decisions).moves).peaks(settings)
+    plain_peaks = None if plain is None else step(plain).peaks(settings)
+    planned = plain_peaks if decisions.is_plain else step(requests(graph, decisions).moves).peaks(settings)
     if planned is None:
         raise PlanError("this graph runs slice by slice, so the plain model's requests are not known")
     return MemoryPeaks(planned, plain_peaks, settings)

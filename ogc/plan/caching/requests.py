@@ -1,14 +1,14 @@
 """A step as the allocator sees it: every block that it asks for and frees, in order.
 
-At each event of :func:`ogc.simulate` the blocks that are alive add up to what that counts there, to the byte. Values and
-internal tensors are born and die as there, each as one block. Of gradients the graph has sums alone, at the begin of each
-backward, at its peak and behind it; they are blocks of the sizes of the values that they belong to as far as these sums
-leave room for them, and the rest of each sum is a block of its own.
+At each event of :func:`ogc.simulate` the blocks that are alive add up to what that counts there, to the byte. Values
+and internal tensors are born and die as there, each as one block. Of gradients the graph has sums alone, when each
+backward begins, at its peak and behind it: they are blocks of the sizes of the values that they belong to, as far as
+these sums leave room for them. Temporaries are blocks no larger than what the operation works on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ...errors import PlanError
@@ -16,6 +16,9 @@ from ...graph import Graph, Operation
 from ..decisions import Decided, Decisions, Segment
 from ..schedule import Schedule, Step
 from ..simulate import Event, Memory, replay
+
+PIECES = 16
+"""The most blocks of temporaries of one operation; what would be more is taken as one."""
 
 
 class Move(NamedTuple):
@@ -44,7 +47,7 @@ def requests(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Req
 
     Args:
         graph: the weighted graph.
-        plan: a plan, its decisions, or segments alone, for this graph; one that ``is_plain`` stands for the plain model.
+        plan: a plan, its decisions, or segments alone, for this graph; one that ``is_plain`` is the plain model's.
 
     Raises:
         PlanError: as :func:`ogc.simulate` does, or the plan is plain and the graph's operations are not the plain
@@ -84,6 +87,16 @@ class _Requesting(Memory):
         """Let go of a block."""
         if self.sizes[block]:
             self.moves.append(Move(block, -self.sizes[block]))
+
+    def pieces(self, op: Operation, size: int) -> Iterator[int]:
+        """Sizes of the temporaries of an operation that together have ``size``: none is above what it works on."""
+        values = self.graph.values
+        most = max((values[v].bytes for v in (*op.reads, *op.writes)), default=0)
+        if size > PIECES * most:
+            most = size
+        while size:
+            yield min(size, most)
+            size -= min(size, most)
 
     def end(self) -> None:
         """Let go of what outlives the backward."""
@@ -137,9 +150,11 @@ class _Requesting(Memory):
         if step.is_backward:
             self._record_backward(phase, step, extra)
             return
-        internal, scratch = self.allocate(op.internal_bytes), self.allocate(op.scratch_bytes)
+        internal = self.allocate(op.internal_bytes)
+        scratch = [self.allocate(size) for size in self.pieces(op, op.scratch_bytes)]
         self._mark(phase, step, extra)
-        self.free(scratch)
+        for block in scratch:
+            self.free(block)
         if step.run == self.schedule.keepers[step.operation] and step.operation not in self.internals:
             self.internal_blocks[step.operation] = internal
         else:
@@ -198,8 +213,8 @@ class _Gradients:
         self._make(staying, made)
         late = total - op.late_bytes if op.late_bytes else 0
         first = min(max(late, 0), new - staying)
-        for size in (first, new - staying - first):
-            if size:
+        for part in (first, new - staying - first):
+            for size in self.memory.pieces(op, part):
                 self.working.append(self.memory.allocate(size))
                 self.total += size
 

@@ -6,9 +6,17 @@ Source: c10/core/AllocatorConfig.h, c10/cuda/CUDACachingAllocator.cpp (``round_s
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 from dataclasses import dataclass
 
 from ...errors import InputError
+
+log = logging.getLogger(__name__)
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Of the environment; the first that is there counts."""
 
 MIB = 2**20
 
@@ -56,6 +64,24 @@ class AllocatorSettings:
         if parts is not None and (not _is_number(parts) or parts < 1 or parts & (parts - 1)):
             raise InputError(f"roundup_power2_divisions must be a power of two, such as 8, not {parts!r}")
 
+    @classmethod
+    def of_environment(cls) -> AllocatorSettings:
+        """The settings that this process has.
+
+        Raises:
+            InputError: PyTorch would not take one of them.
+        """
+        text = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
+        found: dict[str, int | bool] = {}
+        for name, value in re.findall(r"(\w+):(\[.*?\]|[^,]*)", text.replace(" ", "")):
+            if name == "expandable_segments":
+                found[name] = value.lower() == "true"
+            elif name in cls.__dataclass_fields__ and value.isdecimal():
+                found[name] = int(value)
+            elif name in cls.__dataclass_fields__:
+                log.warning("%s=%s is left out of what is predicted of the allocator", name, value)
+        return cls(**found)  # type: ignore[arg-type]
+
     @property
     def max_split_bytes(self) -> float:
         """Blocks of so many bytes are not split."""
@@ -68,6 +94,9 @@ class AllocatorSettings:
             step = 1 << (size.bit_length() - parts.bit_length())
             return -(-size // step) * step
         return max(UNIT, -(-size // UNIT) * UNIT)
+
+
+DEFAULTS = AllocatorSettings()
 
 
 def segment_bytes(size: int) -> int:
