@@ -124,7 +124,7 @@ def test_a_model_is_planned_for_what_is_reserved(as_on_cuda):
 
 
 def test_the_largest_batch_is_what_is_reserved_for(as_on_cuda):
-    model, room, step = wide(), 150 * MIB, 256
+    model, room, step = wide(), 150 * MIB, 1024
 
     def samples(number):
         return torch.randn(number, 64)
