@@ -1,4 +1,7 @@
-"""What CUDA's caching allocator makes of a plan: its rules, the order in which a step allocates, the peaks of both."""
+"""What CUDA's caching allocator makes of a plan: its rules, the order in which a step allocates, the peaks of both.
+
+The files build on one another in this order: settings, blocks, allocator, requests, peaks.
+"""
 
 from .allocator import CachingAllocator, DeviceFullError, Usage
 from .peaks import MemoryPeaks, Step, memory_peaks, plain_moves
