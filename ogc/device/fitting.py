@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from ..errors import SolveError
 from ..in_parts import PartsPlan
-from ..plan import Plan
-from ..plan.caching import AllocatorSettings, DeviceFullError, Move, plain_moves, requests
+from ..plan import Plan, caching
+from ..plan.caching import AllocatorSettings, DeviceFullError, Move
 from ..solver import Budget
 from .needs import CACHING, Estimate, activation_budget, device_bytes
 
@@ -25,7 +25,7 @@ def moves_of(plan: Plan | PartsPlan) -> tuple[Move, ...] | None:
     """What a plan's step asks the allocator for; None where that is not known: in parts, or plain beside slices."""
     if isinstance(plan, PartsPlan) or plan.graph is None:
         return None
-    return plain_moves(plan.graph) if plan.is_plain else requests(plan.graph, plan).moves
+    return caching.moves_of(plan.graph, plan.decisions)
 
 
 def used_bytes(needs: Estimate, plan: Plan | PartsPlan, room: int | None = None) -> int:
@@ -44,6 +44,14 @@ def used_bytes(needs: Estimate, plan: Plan | PartsPlan, room: int | None = None)
         return needs.with_activations(plan.peak_bytes)
     left = None if room is None else max(0, room - needs.context)
     return needs.context + needs.step(moves).peaks(AllocatorSettings.of_environment(), left).reserved
+
+
+def needed_bytes(needs: Estimate, plan: Plan | PartsPlan) -> int:
+    """Bytes of the smallest device on which whole steps run, on CUDA to 1 %."""
+    moves = moves_of(plan) if needs.device in CACHING else None
+    if moves is None:
+        return needs.with_activations(plan.peak_bytes)
+    return needs.context + needs.step(moves).needed_bytes(AllocatorSettings.of_environment())
 
 
 def fits(needs: Estimate, plan: Plan | PartsPlan, room: int) -> bool:
@@ -79,7 +87,7 @@ def within_device(
             raise
         least, which = needs.with_activations(error.least_peak_bytes), "the smallest that would do has"
         if needs.device in CACHING:
-            least, which = used_bytes(needs, plan_of(plan(error.least_peak_bytes))), "one that would do has"
+            least, which = needed_bytes(needs, plan_of(plan(error.least_peak_bytes))), "one that would do has"
         raise SolveError(
             f"no plan fits on a device of {room / 1e6:.1f} MB; {which} "
             f"{least / 1e6:.1f} MB, of which activations take {error.least_peak_bytes / 1e6:.1f} MB:\n{needs}"

@@ -13,7 +13,7 @@ from ..graph import table
 from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
 from ..plan import Plan
-from ..plan.caching import AllocatorSettings, MemoryPeaks, Move, Step, memory_peaks
+from ..plan.caching import AllocatorSettings, MemoryPeaks, Move, Step, memory_peaks, moves_of, plain_moves
 from ..program.program import device_of_model, each_storage_bytes, storage_bytes
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
@@ -23,6 +23,8 @@ from .optimizer import Optimizer, optimizer_bytes
 
 CACHING = {"cuda"}
 """Types of devices whose memory PyTorch's caching allocator hands out."""
+
+ROOMY = "on a device with more room than the step needs, and beside the context"
 
 KINDS = (
     *("parameters", "buffers", "gradients", "optimizer", "optimizer_step", "inputs"),
@@ -99,22 +101,27 @@ class Estimate:
         return memory_peaks(self.least.graph, self.least.decisions, settings, self.step)
 
     @cached_property
-    def _reserved(self) -> MemoryPeaks | None:
-        return self.memory() if self.device in CACHING else None
+    def _needed(self) -> tuple[int | None, int | None]:
+        """Bytes of the smallest devices for a plain step and for the least, where CUDA's allocator decides."""
+        if self.device not in CACHING or self.least is None or self.least.graph is None:
+            return None, None
+        settings, graph = AllocatorSettings.of_environment(), self.least.graph
+        both = plain_moves(graph), moves_of(graph, self.least.decisions)
+        found = (None if moves is None else self.step(moves).needed_bytes(settings) for moves in both)
+        of_plain, of_least = (None if size is None else self.context + size for size in found)
+        return of_plain, of_least
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the plain model's step; on CUDA those that its allocator reserves."""
-        if self._reserved is not None and self._reserved.plain is not None:
-            return self.context + self._reserved.plain.reserved
-        return self.with_activations(self.plain or 0)
+        """Bytes of the plain model's step; on CUDA of the smallest device on which its allocator has room for it."""
+        needed = self._needed[0]
+        return self.with_activations(self.plain or 0) if needed is None else needed
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of the step by the plan with the least peak; on CUDA those that its allocator reserves."""
-        if self._reserved is not None:
-            return self.context + self._reserved.planned.reserved
-        return self.with_activations(self.least.peak_bytes if self.least else 0)
+        """The same of the step by the plan with the least peak."""
+        needed = self._needed[1]
+        return self.with_activations(self.least.peak_bytes if self.least else 0) if needed is None else needed
 
     def __str__(self) -> str:
         rows = [[name.replace("_", " "), f"{getattr(self, name) / 2**20:.1f}"] for name in KINDS if getattr(self, name)]
@@ -131,8 +138,8 @@ class Estimate:
             lines.append(
                 f"a plain step needs {plain:.1f} MiB, at least {least:.1f} MiB at +{self.least.overhead:.0%} time"
             )
-        if self._reserved is not None:
-            lines.append(str(self._reserved))
+            if self.device in CACHING and (memory := self.memory()) is not None:
+                lines.append(f"{memory}, {ROOMY}")
         return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import ogc
 from ogc.device import fitting, needs
 from ogc.device.allowances import bucket_bytes
-from ogc.device.fitting import fits, moves_of, used_bytes, within_device
+from ogc.device.fitting import fits, moves_of, needed_bytes, used_bytes, within_device
 from ogc.device.needs import Estimate, activation_budget, fixed_needs
 from ogc.errors import InputError, SolveError
 from ogc.plan.caching import AllocatorSettings, Step, Usage
@@ -91,13 +91,13 @@ def test_a_device_on_which_nothing_fits_is_told_what_would_do():
     graph = graph_of([11] * 6, gradient_bytes=11 * MIB, backward_bytes=22 * MIB)
     on_cuda = cuda(parameters=3 * MIB, tensors=(3 * MIB,))
     least = ogc.solve(graph)
-    used = used_bytes(on_cuda, least)
-    for room in (used // 3, 3 * MIB + least.peak_bytes):
-        if fits(on_cuda, least, room):
-            continue
+    needed = needed_bytes(on_cuda, least)
+    assert fits(on_cuda, least, needed) and not fits(on_cuda, least, int(0.98 * needed))
+    assert 3 * MIB + least.peak_bytes < int(0.98 * needed) < used_bytes(on_cuda, least)
+    for room in (needed // 3, 3 * MIB + least.peak_bytes, int(0.98 * needed)):
         with pytest.raises(SolveError, match="one that would do has") as caught:
             within_device(on_cuda, room, lambda budget: ogc.solve(graph, memory_budget=budget), lambda plan: plan)
-        assert f"{used / 1e6:.1f} MB" in str(caught.value)
+        assert f"{needed / 1e6:.1f} MB" in str(caught.value)
 
 
 @pytest.fixture
@@ -144,8 +144,9 @@ def test_an_estimate_for_cuda_tells_what_is_reserved():
     model = Network()
     found = ogc.estimate(model, IMAGES, loss=loss, optimizer=torch.optim.Adam, device="cuda")
     memory = found.memory()
-    assert found.least_bytes == found.context + memory.planned.reserved
-    assert found.plain_bytes == found.context + memory.plain.reserved
+    for needed, peaks in ((found.least_bytes, memory.planned), (found.plain_bytes, memory.plain)):
+        assert found.context + peaks.requested < needed <= found.context + peaks.reserved
+    assert fits(found, found.least, found.least_bytes)
     counted = found.with_activations(found.least.peak_bytes) - found.context
     assert counted == memory.planned.requested <= memory.planned.allocated <= memory.planned.reserved
     text = str(found)
@@ -234,3 +235,13 @@ def test_plans_in_parts_are_judged_by_bytes():
     assert moves_of(replace(plan, graph=None)) is None
     assert used_bytes(cuda(), replace(plan, graph=None)) == plan.peak_bytes
     assert Usage(*map(int, (1, 2, 3))) == (1, 2, 3)
+
+
+def test_ddp_takes_its_share_of_a_device():
+    model, room = Network(), 12 * MIB
+    needs_of = {ddp: fixed_needs(model, IMAGES, None, ddp=ddp) for ddp in (False, True)}
+    budgets = {
+        ddp: ogc.optimize(model, IMAGES, loss=loss, device_memory=room, ddp=ddp).plan.budget_bytes for ddp in needs_of
+    }
+    assert budgets == {ddp: room - found.fixed for ddp, found in needs_of.items()}
+    assert budgets[False] - budgets[True] == needs_of[False].gradients

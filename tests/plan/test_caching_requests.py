@@ -12,7 +12,7 @@ from torch.autograd.profiler import profile
 import ogc
 from ogc.errors import InputError, PlanError
 from ogc.graph import Graph, Operation, Value
-from ogc.plan.caching import AllocatorSettings, Step, Usage, requests
+from ogc.plan.caching import AllocatorSettings, DeviceFullError, Step, Usage, requests
 from ogc.torch_state.private import Allocation, traverse_dfs
 
 MIB = 2**20
@@ -134,9 +134,22 @@ def test_later_steps_find_what_earlier_ones_left():
     held = Step(step.moves, held=(5 * MIB,), behind=70 * MIB)
     assert held.peaks(steps=1) == (75 * MIB, 75 * MIB, 150 * MIB)
     assert held.peaks() == held.peaks(steps=2)
-    with pytest.raises(ogc.plan.caching.DeviceFullError):
+    with pytest.raises(DeviceFullError):
         held.peaks(device_bytes=89 * MIB)
     assert held.peaks(device_bytes=90 * MIB).reserved == 90 * MIB
+
+
+def test_the_smallest_device_is_found():
+    step = Step(
+        ((0, 30 * MIB), (1, 30 * MIB), (0, -30 * MIB), (2, 12 * MIB), (1, -30 * MIB), (2, -12 * MIB)), behind=70 * MIB
+    )
+    assert step.peaks().reserved == 130 * MIB
+    needed = step.needed_bytes()
+    step.peaks(device_bytes=needed)
+    with pytest.raises(DeviceFullError):
+        step.peaks(device_bytes=int(0.98 * needed))
+    assert step.peaks(steps=1).requested <= needed < 130 * MIB
+    assert Step(()).needed_bytes() == 0
 
 
 def test_what_is_there_before_takes_part_in_fragmentation():
@@ -228,5 +241,5 @@ def test_what_real_steps_allocate_is_reserved_for(name, is_plain):
     for settings in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
         real, told = Step(moves).peaks(settings), plan.memory(expandable_segments=settings.expandable_segments).planned
         assert told.requested == pytest.approx(real.requested, rel=0.01)
-        assert told.allocated == pytest.approx(real.allocated, rel=0.02)
+        assert told.allocated == pytest.approx(real.allocated, rel=0.03)
         assert told.reserved == pytest.approx(real.reserved, rel=0.1, abs=20 * MIB)

@@ -4,11 +4,11 @@ The files build on one another in this order: settings, blocks, allocator, reque
 """
 
 from .allocator import CachingAllocator, DeviceFullError, Usage
-from .peaks import MemoryPeaks, Step, memory_peaks, plain_moves
+from .peaks import MemoryPeaks, Step, memory_peaks, moves_of, plain_moves
 from .requests import Move, Requests, requests
 from .settings import AllocatorSettings
 
 __all__ = [
     "AllocatorSettings", "CachingAllocator", "DeviceFullError", "MemoryPeaks", "Move", "Requests", "Step", "Usage",
-    "memory_peaks", "plain_moves", "requests",
+    "memory_peaks", "moves_of", "plain_moves", "requests",
 ]  # fmt: skip

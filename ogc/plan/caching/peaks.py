@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ...errors import PlanError
 from ...graph import Graph, table
 from ..decisions import Decisions, saved
-from .allocator import CachingAllocator, Usage
+from .allocator import CachingAllocator, DeviceFullError, Usage
 from .requests import Move, requests
 from .settings import DEFAULTS, AllocatorSettings
 
@@ -52,6 +52,19 @@ class Step:
                 allocator.free(allocator.allocate(self.behind))
         return allocator.peak
 
+    def needed_bytes(self, settings: AllocatorSettings = DEFAULTS) -> int:
+        """The smallest device, to 1 %, on which the steps run: there free segments are given back before it is full."""
+        roomy = self.peaks(settings)
+        least, most = roomy.allocated, roomy.reserved  # does not do, or is the answer; does
+        while most - least > most // 100:
+            middle = (least + most) // 2
+            try:
+                self.peaks(settings, middle)
+                most = middle
+            except DeviceFullError:
+                least = middle
+        return most
+
 
 @dataclass(frozen=True)
 class MemoryPeaks:
@@ -82,6 +95,11 @@ def plain_moves(graph: Graph) -> tuple[Move, ...] | None:
     return requests(graph, Decisions((saved(0, len(graph)),), is_plain=True)).moves if len(graph) else ()
 
 
+def moves_of(graph: Graph, decisions: Decisions) -> tuple[Move, ...] | None:
+    """The moves of a plan's step; None for a plain plan where the graph's operations are not the plain model's."""
+    return plain_moves(graph) if decisions.is_plain else requests(graph, decisions).moves
+
+
 def memory_peaks(
     graph: Graph,
     decisions: Decisions,
@@ -95,7 +113,7 @@ def memory_peaks(
     """
     plain = plain_moves(graph)
     plain_peaks = None if plain is None else step(plain).peaks(settings)
-    planned = plain_peaks if decisions.is_plain else step(requests(graph, decisions).moves).peaks(settings)
-    if planned is None:
+    moves = moves_of(graph, decisions)
+    if moves is None:
         raise PlanError("this graph runs slice by slice, so the plain model's requests are not known")
-    return MemoryPeaks(planned, plain_peaks, settings)
+    return MemoryPeaks(step(moves).peaks(settings), plain_peaks, settings)
