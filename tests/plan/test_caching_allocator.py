@@ -8,6 +8,7 @@ import pytest
 from ogc.errors import InputError
 from ogc.plan.caching import AllocatorSettings, CachingAllocator, DeviceFullError
 from ogc.plan.caching.blocks import State
+from ogc.plan.caching.settings import _settings_of as settings_of_texts
 
 KIB, MIB = 2**10, 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -412,5 +413,6 @@ def test_settings_are_read_from_the_environment(monkeypatch, caplog, name, text,
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setenv(name, text)
+    settings_of_texts.cache_clear()
     assert AllocatorSettings.of_environment() == AllocatorSettings(**settings)
     assert ("is left out" in caplog.text) == ("[" in text)

@@ -10,6 +10,8 @@ import logging
 import os
 import re
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from ...errors import InputError
 
@@ -71,16 +73,7 @@ class AllocatorSettings:
         Raises:
             InputError: PyTorch would not take one of them.
         """
-        text = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
-        found: dict[str, int | bool] = {}
-        for name, value in re.findall(r"(\w+):(\[.*?\]|[^,]*)", text.replace(" ", "")):
-            if name == "expandable_segments":
-                found[name] = value.lower() == "true"
-            elif name in cls.__dataclass_fields__ and value.isdecimal():
-                found[name] = int(value)
-            elif name in cls.__dataclass_fields__:
-                log.warning("%s=%s is left out of what is predicted of the allocator", name, value)
-        return cls(**found)  # type: ignore[arg-type]
+        return _settings_of(next((os.environ[name] for name in VARIABLES if os.environ.get(name)), ""))
 
     @property
     def max_split_bytes(self) -> float:
@@ -97,6 +90,20 @@ class AllocatorSettings:
 
 
 DEFAULTS = AllocatorSettings()
+
+
+@lru_cache
+def _settings_of(text: str) -> AllocatorSettings:
+    """What a text of the environment sets; once for each text, as it may warn."""
+    found: dict[str, Any] = {}
+    for name, value in re.findall(r"(\w+):(\[.*?\]|[^,]*)", text.replace(" ", "")):
+        if name == "expandable_segments":
+            found[name] = value.lower() == "true"
+        elif name in AllocatorSettings.__dataclass_fields__ and value.isdecimal():
+            found[name] = int(value)
+        elif name in AllocatorSettings.__dataclass_fields__:
+            log.warning("%s=%s is left out of what is predicted of the allocator", name, value)
+    return AllocatorSettings(**found)
 
 
 def segment_bytes(size: int) -> int:
