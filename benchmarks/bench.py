@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from tqdm import tqdm
 
 import ogc
-from ogc.device.needs import fixed_needs, within_device
+from ogc.device.fitting import within_device
+from ogc.device.needs import fixed_needs
 
 from .losses import LOSSES, planned_as
 from .measuring import (
@@ -149,7 +151,8 @@ class Bench:
             return self.graph, ogc.solve(self.graph, solver=solver)
         if options.device_memory is not None:
             needs = fixed_needs(self.model, self.inputs, options.optimizer)
-            return within_device(needs, options.device_memory, lambda budget: plan(memory_budget=budget))
+            memory = options.device_memory
+            return within_device(needs, memory, lambda most: plan(memory_budget=most), itemgetter(1))
         if options.memory_budget is not None or options.max_overhead is not None:
             return plan(memory_budget=options.memory_budget, max_overhead=options.max_overhead)
         if self.architecture.published is None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .checking.check import ONE_STEP
-from .device.needs import fixed_needs, within_device
+from .device.fitting import within_device
+from .device.needs import fixed_needs
 from .device.optimizer import Optimizer
 from .errors import InputError
 from .in_parts import (
@@ -26,6 +27,7 @@ from .planning.compiled import check_backend
 from .planning.stored import Store, saved_plan
 from .program.program import device_of_model
 from .program.structures import Call
+from .runtime.module import OWN_PLAN
 from .runtime.with_loss import TARGETS, with_loss
 from .solver import Budget, Wish
 from .torch_state.ranks.shards import has_units
@@ -46,6 +48,7 @@ def optimize(
     max_overhead: float | None = None,
     device_memory: Budget | None = None,
     optimizer: Optimizer | None = None,
+    ddp: bool | str = False,
     solver: str = "optimal",
     profile: str = "auto",
     batch_slices: int = 1,
@@ -76,8 +79,9 @@ def optimize(
             such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
         max_overhead: the least peak with at most this share of a plain step's time recomputed.
         device_memory: in place of ``memory_budget``, what the whole step may take, such as ``"24GB"``: what
-            :func:`ogc.estimate` finds beside activations is taken off.
+            :func:`ogc.estimate` finds beside activations is taken off. On CUDA what its allocator reserves counts.
         optimizer: what is to train the model, or a class such as ``torch.optim.AdamW``; for ``device_memory``.
+        ddp: whether it is trained in DistributedDataParallel; for ``device_memory``, see :func:`ogc.estimate`.
         solver: another name than ``"optimal"`` plans by a method to compare with; see :func:`ogc.solve`.
         profile: how operations are weighed, ``"auto"``, ``"time"``, ``"estimate"`` or ``"measure"``; see
             :func:`ogc.parse`.
@@ -143,7 +147,8 @@ def optimize(
     if device_memory is None:
         optimized = within(memory_budget)
     elif memory_budget is None:
-        optimized = within_device(fixed_needs(model, sample_input, optimizer), device_memory, within)
+        needs = fixed_needs(model, sample_input, optimizer, ddp=ddp)
+        optimized = within_device(needs, device_memory, within, lambda made: getattr(type(made), OWN_PLAN))
     else:
         raise InputError("give memory_budget or device_memory, not both")
     if verify:

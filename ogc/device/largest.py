@@ -12,9 +12,10 @@ import torch
 from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..parser import Loss
-from ..plan import Plan
+from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
 from ..solver import Budget, Wish, solve
+from .fitting import fits, made_within, used_bytes
 from .graphs import SIZES, Graphs
 from .needs import Estimate, activation_budget, device_bytes, fixed_needs
 from .optimizer import Optimizer
@@ -50,7 +51,7 @@ class LargestBatch:
     too_large: int
 
     def __str__(self) -> str:
-        used = self.needs.with_activations(self.plan.peak_bytes)
+        used = used_bytes(self.needs, self.plan, self.device_memory)
         return (
             f"{self.size} fit with {self.plan.overhead:.1%} more time, {self.plain} by the plain model: "
             f"{used / 2**20:.1f} of {self.device_memory / 2**20:.1f} MiB, {self.too_large} would not fit"
@@ -68,6 +69,7 @@ def largest_batch(
     max_overhead: float | None = None,
     step: int = 1,
     device: torch.device | str | None = None,
+    ddp: bool | str = False,
     **parsing: Any,
 ) -> LargestBatch:
     """The largest batch, or length of a sequence, whose training step fits on a device.
@@ -79,7 +81,7 @@ def largest_batch(
         model: the module to train.
         make_sample: ``make_sample(n)`` returns a sample input of size n: a batch of n, or a sequence of that length.
         device_memory: bytes of the device, or a text such as ``"24GB"``.
-        optimizer, device: as for :func:`ogc.estimate`.
+        optimizer, device, ddp: as for :func:`ogc.estimate`.
         loss: as for :func:`ogc.optimize`, where it takes outputs of any size.
         make_loss: or ``make_loss(n)`` returns the loss for size n.
         max_overhead: the share of a plain step's time that a plan may add; without it any.
@@ -100,6 +102,7 @@ def largest_batch(
         make_loss=make_loss,
         step=step,
         device=device,
+        ddp=ddp,
         **parsing,
     )
     return found
@@ -116,13 +119,14 @@ def largest_batches(
     make_loss: Callable[[int], Loss] | None = None,
     step: int = 1,
     device: torch.device | str | None = None,
+    ddp: bool | str = False,
     **parsing: Any,
 ) -> tuple[LargestBatch, ...]:
     """What :func:`largest_batch` gives for each of several overheads, with what they share found once.
 
     Args:
         max_overheads: in any order; None for one without a limit.
-        model, make_sample, device_memory, optimizer, loss, make_loss, step, device, parsing: as for
+        model, make_sample, device_memory, optimizer, loss, make_loss, step, device, ddp, parsing: as for
             :func:`largest_batch`.
 
     Raises:
@@ -136,7 +140,7 @@ def largest_batches(
         raise InputError(f"max_overheads must be a list of shares of a step's time, not {max_overheads!r}")
     for max_overhead in max_overheads:
         Wish(max_overhead=max_overhead)
-    needs = fixed_needs(model, make_sample(step), optimizer, device)
+    needs = fixed_needs(model, make_sample(step), optimizer, device, ddp)
     if needs.device == "cpu" and set(max_overheads) == {None}:  # where bytes are all that counts, and not measured
         parsing = {"profile": "estimate", **parsing}
     graphs = Graphs(model, make_sample, make_loss or (lambda size: loss), step, {"device": device, **parsing})
@@ -245,8 +249,12 @@ class _Search:
         budget = self._budget(size)
         if budget < max(1, lower_bound(graph)):
             return None
+
+        def solved(budget: int) -> Plan:
+            return solve(graph, memory_budget=budget)
+
         try:
-            plan = solve(graph, memory_budget=budget)
+            plan = made_within(self._needs(size), self.room, budget, solved, lambda plan: plan)
         except SolveError:
             return None
         is_slow = max_overhead is not None and plan.overhead > max_overhead
@@ -258,4 +266,6 @@ class _Search:
         return self.plans[size, max_overhead]
 
     def _fits_plain(self, size: int) -> bool:
-        return plain_peak(self.graphs.of(size, is_timed=False)) <= self._budget(size)
+        graph = self.graphs.of(size, is_timed=False)
+        fits_counted = plain_peak(graph) <= self._budget(size)
+        return fits_counted and fits(self._needs(size), plain_plan(graph), self.room)

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from ..errors import InputError, SolveError
+from ..errors import InputError
 from ..graph import table
 from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
 from ..plan import Plan
-from ..program.program import device_of_model, storage_bytes
+from ..plan.caching import AllocatorSettings, MemoryPeaks, Move, Step, memory_peaks, moves_of, plain_moves
+from ..program.program import device_of_model, each_storage_bytes, storage_bytes
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
 from ..solver.wish import bytes_of
+from .allowances import CONTEXT_BYTES, autocast_bytes, bucket_bytes, cublas_bytes, cudnn_bytes
 from .optimizer import Optimizer, optimizer_bytes
 
-CONTEXT_BYTES = {"cuda": 600 * 2**20}
-"""Allowance for what a process takes of a device beside tensors: on CUDA the driver's context and loaded kernels. A
-round figure above what is commonly seen (300 to 500 MiB); it depends on card and driver, and was not measured."""
+CACHING = {"cuda"}
+"""Types of devices whose memory PyTorch's caching allocator hands out."""
 
-WORKSPACE_BYTES = {"cuda": 64 * 2**20}
-"""Allowance for what libraries keep: cuBLAS 32 MiB per handle on Hopper, 8 MiB elsewhere (PyTorch's notes on CUDA
-semantics), of which the forward and the backward have one each."""
+ROOMY = "on a device with more room than the step needs, and beside the context"
 
-T = TypeVar("T")
-
-KINDS = ("parameters", "buffers", "gradients", "optimizer", "optimizer_step", "inputs", "context", "workspaces")
+KINDS = (
+    *("parameters", "buffers", "gradients", "optimizer", "optimizer_step", "inputs"),
+    *("context", "cublas", "cudnn", "ddp_buckets"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class Estimate:
         optimizer: what it holds from step to step.
         optimizer_step: the most that its step takes beside that.
         inputs: the tensors of the sample input.
-        context, workspaces: allowances for what CUDA and its libraries take.
+        context, cublas, cudnn: allowances for what CUDA and its libraries take.
+        ddp_buckets: what DistributedDataParallel gathers gradients in.
+        autocast: weights that autocast keeps in other types; they are among the activations.
+        tensors: bytes of each tensor that is there before a step, in the order in which they come to be, but inputs.
         plain: the peak of activations and gradients of these in the plain model; None where it was not asked for.
         least: the plan with the least peak; None likewise.
         device: the type of the device.
@@ -58,30 +61,67 @@ class Estimate:
     optimizer_step: int
     inputs: int
     context: int
-    workspaces: int
+    cublas: int
+    cudnn: int
     device: str
+    ddp_buckets: int = 0
+    autocast: int = 0
+    tensors: tuple[int, ...] = field(default=(), repr=False)
     plain: int | None = None
     least: Plan | None = None
+
+    @property
+    def workspaces(self) -> int:
+        """What libraries keep."""
+        return self.cublas + self.cudnn
 
     @property
     def fixed(self) -> int:
         """Bytes that no plan changes, and that are there while activations are."""
         held = self.parameters + self.buffers + self.gradients + self.optimizer + self.inputs
-        return held + self.context + self.workspaces
+        return held + self.context + self.workspaces + self.ddp_buckets
 
     def with_activations(self, peak_bytes: int) -> int:
         """Bytes of the whole step where activations peak at ``peak_bytes``."""
         return self.fixed + max(peak_bytes, self.optimizer_step)
 
+    def step(self, moves: tuple[Move, ...]) -> Step:
+        """The whole step as CUDA's allocator sees it: what is there throughout comes first."""
+        return Step(moves, (*self.tensors, self.inputs), self.optimizer_step)
+
+    def memory(self, settings: AllocatorSettings | None = None) -> MemoryPeaks | None:
+        """What CUDA's allocator would give for whole steps, without the context; None where no plan was asked for.
+
+        Args:
+            settings: of the allocator; without them those of this process.
+        """
+        if self.least is None or self.least.graph is None:
+            return None
+        settings = settings or AllocatorSettings.of_environment()
+        return memory_peaks(self.least.graph, self.least.decisions, settings, self.step)
+
+    @cached_property
+    def _needed(self) -> tuple[int | None, int | None]:
+        """Bytes of the smallest devices for a plain step and for the least, where CUDA's allocator decides."""
+        if self.device not in CACHING or self.least is None or self.least.graph is None:
+            return None, None
+        settings, graph = AllocatorSettings.of_environment(), self.least.graph
+        both = plain_moves(graph), moves_of(graph, self.least.decisions)
+        found = (None if moves is None else self.step(moves).needed_bytes(settings) for moves in both)
+        of_plain, of_least = (None if size is None else self.context + size for size in found)
+        return of_plain, of_least
+
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the plain model's step."""
-        return self.with_activations(self.plain or 0)
+        """Bytes of the plain model's step; on CUDA of the smallest device on which its allocator has room for it."""
+        needed = self._needed[0]
+        return self.with_activations(self.plain or 0) if needed is None else needed
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of the step by the plan with the least peak."""
-        return self.with_activations(self.least.peak_bytes if self.least else 0)
+        """The same of the step by the plan with the least peak."""
+        needed = self._needed[1]
+        return self.with_activations(self.least.peak_bytes if self.least else 0) if needed is None else needed
 
     def __str__(self) -> str:
         rows = [[name.replace("_", " "), f"{getattr(self, name) / 2**20:.1f}"] for name in KINDS if getattr(self, name)]
@@ -90,12 +130,16 @@ class Estimate:
                 ["activations, plain", f"{(self.plain or 0) / 2**20:.1f}"],
                 ["activations, least", f"{self.least.peak_bytes / 2**20:.1f}"],
             ]
+        if self.autocast:
+            rows.append(["of these autocast's weights", f"{self.autocast / 2**20:.1f}"])
         lines = [table([f"on {self.device}", "MiB"], rows)]
         if self.least is not None:
             plain, least = self.plain_bytes / 2**20, self.least_bytes / 2**20
             lines.append(
                 f"a plain step needs {plain:.1f} MiB, at least {least:.1f} MiB at +{self.least.overhead:.0%} time"
             )
+            if self.device in CACHING and (memory := self.memory()) is not None:
+                lines.append(f"{memory}, {ROOMY}")
         return "\n".join(lines)
 
 
@@ -106,6 +150,7 @@ def estimate(
     loss: Loss | None = None,
     optimizer: Optimizer | None = None,
     device: torch.device | str | None = None,
+    ddp: bool | str = False,
     **parsing: Any,
 ) -> Estimate:
     """What a training step needs: nothing is trained, and the forward runs with the memory of inference.
@@ -115,6 +160,7 @@ def estimate(
         optimizer: one of the model's parameters, or a class or function that makes one, such as
             ``torch.optim.AdamW``. Two steps of it are run on tensors without content.
         device: for this device instead of the model's own; it need not exist here.
+        ddp: whether the model is trained in DistributedDataParallel; ``"views"`` with ``gradient_as_bucket_view=True``.
         parsing: further arguments of :func:`ogc.parse`.
 
     Returns:
@@ -124,28 +170,46 @@ def estimate(
         InputError, ParseError: as :func:`ogc.parse` does, and where the optimizer is none.
     """
     least = solve(parse(model, sample_input, loss=loss, device=device, **parsing))
-    needs = fixed_needs(model, sample_input, optimizer, device)
-    return replace(needs, plain=least.plain_peak_bytes, least=least)
+    needs = fixed_needs(model, sample_input, optimizer, device, ddp)
+    autocast = autocast_bytes(least.graph) if least.graph is not None else 0
+    return replace(needs, plain=least.plain_peak_bytes, least=least, autocast=autocast)
 
 
 def fixed_needs(
-    model: torch.nn.Module, sample_input: Any, optimizer: Optimizer | None, device: torch.device | str | None = None
+    model: torch.nn.Module,
+    sample_input: Any,
+    optimizer: Optimizer | None,
+    device: torch.device | str | None = None,
+    ddp: bool | str = False,
 ) -> Estimate:
-    """What a step needs beside activations."""
+    """What a step needs beside activations.
+
+    Raises:
+        InputError: an argument is of the wrong kind.
+    """
+    if ddp not in (False, True, "views"):
+        raise InputError(f'ddp must be True, False or "views", for gradient_as_bucket_view=True, not {ddp!r}')
     check_model(model)
     tensors = InputSpec.of(*call_arguments(sample_input))[1]
     target = device_of_model(model, tensors) if device is None else device_of(device)
-    found = optimizer_bytes(model, optimizer, target)
+    found, trained = optimizer_bytes(model, optimizer, target), [p for p in model.parameters() if p.requires_grad]
+    gradients, buckets = [p.numel() * p.element_size() for p in trained], bucket_bytes(trained) if ddp else ()
+    libraries, cudnn = cublas_bytes(target), cudnn_bytes(model, target)
+    held = each_storage_bytes(model.parameters()), each_storage_bytes(model.buffers())
+    apart = () if ddp == "views" else gradients  # else they are parts of buckets
     return Estimate(
-        parameters=storage_bytes(model.parameters()),
-        buffers=storage_bytes(model.buffers()),
-        gradients=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
+        parameters=sum(held[0]),
+        buffers=sum(held[1]),
+        gradients=sum(gradients),
         optimizer=found.state,
         optimizer_step=found.working,
         inputs=input_bytes(sample_input),
         context=CONTEXT_BYTES.get(target.type, 0),
-        workspaces=WORKSPACE_BYTES.get(target.type, 0),
+        cublas=sum(libraries),
+        cudnn=cudnn,
+        ddp_buckets=0 if ddp == "views" else sum(buckets),
         device=target.type,
+        tensors=(*held[0], *held[1], *libraries, cudnn, *apart, *buckets, *found.tensors),
     )
 
 
@@ -168,21 +232,3 @@ def activation_budget(needs: Estimate, device_memory: Budget) -> int:
     """Bytes that a device of this size leaves for activations; 0 where it is too small for the rest."""
     room = device_bytes(device_memory)
     return room - needs.fixed if room > needs.with_activations(0) else 0
-
-
-def within_device(needs: Estimate, device_memory: Budget, plan: Callable[[int], T]) -> T:
-    """What ``plan`` returns for the budget that a device of this size leaves for activations.
-
-    Raises:
-        SolveError: nothing fits; the message says which device would do, where that is known.
-    """
-    try:
-        return plan(activation_budget(needs, device_memory) or 1)
-    except SolveError as error:
-        if error.least_peak_bytes is None:
-            raise
-        least = needs.with_activations(error.least_peak_bytes)
-        raise SolveError(
-            f"no plan fits on a device of {device_bytes(device_memory) / 1e6:.1f} MB; the smallest that would do has "
-            f"{least / 1e6:.1f} MB, of which activations take {error.least_peak_bytes / 1e6:.1f} MB:\n{needs}"
-        ) from error

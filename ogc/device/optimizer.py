@@ -11,7 +11,7 @@ import torch
 
 from ..errors import InputError
 from ..parser.weigh.meter import Meter
-from ..program.program import storage_bytes, tensor_leaves
+from ..program.program import each_storage_bytes, tensor_leaves
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode
 
@@ -25,10 +25,14 @@ FOREACH = {"cuda"}
 
 
 class OptimizerBytes(NamedTuple):
-    """Bytes of an optimizer: what it holds from step to step, and the most that a step takes beside that."""
+    """Bytes of an optimizer: what it holds from step to step, and the most that a step takes beside that.
+
+    ``tensors`` are those of each storage that it holds.
+    """
 
     state: int
     working: int
+    tensors: tuple[int, ...] = ()
 
 
 def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device: torch.device) -> OptimizerBytes:
@@ -56,7 +60,8 @@ def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device:
             f"what {type(twin).__name__} takes cannot be told, as its step needs numbers: {error!r}; leave optimizer "
             "out, and take what it takes off the memory yourself"
         ) from error
-    return OptimizerBytes(storage_bytes(tensor_leaves(*twin.state.values())), meter.take().peak_bytes)
+    held = tuple(each_storage_bytes(tensor_leaves(*twin.state.values())))
+    return OptimizerBytes(sum(held), meter.take().peak_bytes, held)
 
 
 def _instance(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:

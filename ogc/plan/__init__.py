@@ -1,7 +1,7 @@
 """Plans as plain data, and their judge: decisions, the schedule they stand for, and its cost. Free of torch.
 
-The files build on one another in this order: decisions, saving, schedule, simulate, trace, pictures, plan,
-loading, part_cost.
+The files build on one another in this order: decisions, saving, schedule, simulate, trace, pictures, caching,
+plan, loading, part_cost.
 """
 
 from .decisions import Decisions, Fate, Segment, recomputed, saved

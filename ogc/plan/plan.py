@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
 from ..graph import Graph, table
+from .caching import AllocatorSettings, MemoryPeaks, memory_peaks
 from .decisions import Decisions, Segment, saved
 from .saving import Fingerprint, SavedPlan, saved_decisions
 from .schedule import Schedule
@@ -106,6 +107,28 @@ class Plan:
         """How far the peak is above the lower bound, as a share of the bound."""
         return self.peak_bytes / self.lower_bound - 1 if self.lower_bound else 0.0
 
+    def memory(
+        self,
+        *,
+        expandable_segments: bool = False,
+        max_split_size_mb: int | None = None,
+        roundup_power2_divisions: int | None = None,
+    ) -> MemoryPeaks:
+        """What CUDA's caching allocator would give and reserve for a step, by a model of it; also for other devices.
+
+        Args:
+            expandable_segments, max_split_size_mb, roundup_power2_divisions: as ``PYTORCH_ALLOC_CONF`` has them.
+
+        Returns:
+            Peaks of bytes requested, allocated and reserved, by the plan and by the plain model; printed, a table.
+
+        Raises:
+            InputError: PyTorch would not take one of the settings.
+            PlanError: the plan has no graph, or is plain where the graph is not the plain model's.
+        """
+        settings = AllocatorSettings(expandable_segments, max_split_size_mb, roundup_power2_divisions)
+        return memory_peaks(self._known_graph, self.decisions, settings)
+
     def plot(self, path: str | PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
         """The memory of one step, operation by operation, as the simulator has it: what is alive, and of what kind.
 
@@ -158,7 +181,9 @@ class Plan:
     @property
     def _known_graph(self) -> Graph:
         if self.graph is None:
-            raise PlanError("the plan does not know its graph, so there is nothing to draw; make it with ogc.make_plan")
+            raise PlanError(
+                "the plan does not know its graph, so nothing can be told of it; make it with ogc.make_plan"
+            )
         return self.graph
 
     def __getstate__(self) -> dict[str, Any]:

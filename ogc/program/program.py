@@ -289,10 +289,15 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 def storage_bytes(tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> int:
     """Bytes of the storages of some tensors, each once, but for those that they share with what was ``given``."""
+    return sum(each_storage_bytes(tensors, given))
+
+
+def each_storage_bytes(tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> tuple[int, ...]:
+    """The same of each storage."""
     sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     for tensor in given:
         sizes.pop(storage_id(tensor), None)
-    return sum(sizes.values())
+    return tuple(sizes.values())
 
 
 def call_beside(node: torch.fx.Node, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
