@@ -90,9 +90,7 @@ class Planning:
         except ParseError as problem:
             if in_one_plan:
                 raise
-            in_parts = partial(in_parts_instead, model, sample_input, options, problem)
-            started = self._started(in_parts)
-            return in_parts(None) if started is None else started
+            return self._in_parts(model, sample_input, problem)
         is_wrapped = "forward" in vars(model)  # and what it is wrapped in knows nothing of parts
         heavy = {} if in_one_plan or is_wrapped else heavy_leaves(model, graph, options)
         budget = self.wish.memory_budget
@@ -114,6 +112,12 @@ class Planning:
         except SolveError as error:
             found = error
         return in_parts_if_better(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
+
+    def _in_parts(self, model: torch.nn.Module, sample_input: Any, problem: ParseError) -> torch.nn.Module:
+        # Not where the error was caught: its traceback has that frame, which would hold it, and what is returned.
+        in_parts = partial(in_parts_instead, model, sample_input, self.options, problem)
+        started = self._started(in_parts)
+        return in_parts(None) if started is None else started
 
     def _started(self, take_up: Callable[[SavedPlan], torch.nn.Module | None]) -> torch.nn.Module | None:
         """What is made of the saved plan; None without one, or where it does not do and need not."""

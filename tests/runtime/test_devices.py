@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn
 from ranks import Told
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -228,7 +229,9 @@ def collective(rank, name):
         with Opened() as opened:
             runs.append(trained(rank, one, list(one.parameters())))
         runs[-1] += list(one.state_dict().values())
-        assert counts == [name] * 3
+        is_alone = name == "gather" and len(runs) == 2  # there the function is the leaf
+        assert counts == ([] if is_alone else [name] * 3)
+        assert not is_alone or "leaf _AllGather" in str(one.module.graph)
     assert_same(*runs)
     assert opened.count >= 3
 
@@ -309,21 +312,21 @@ def test_a_rank_that_plans_talks_to_nobody(ranks):
 
 def decisions_of_ranks(rank, kind, wish, unequal):
     """The decisions of a plan on each rank, where operations take other times on each."""
-    from ogc.parser.weigh import estimate
+    from ogc.parser.weigh import meter
 
     torch.manual_seed(0)
-    model, rates = kind(), estimate.Rates.seconds
+    model, rates = kind(), meter.Rates.seconds
     if unequal:
         noise = torch.Generator().manual_seed(rank + (1000 if wish else 0))
 
         def seconds(self, *args):
             return rates(self, *args) * (0.1 + 20 * float(torch.rand((), generator=noise)))
 
-        estimate.Rates.seconds = seconds
+        meter.Rates.seconds = seconds
     try:
         plan = ogc.optimize(model, batch(rank, 0), **wish).plan
     finally:
-        estimate.Rates.seconds = rates
+        meter.Rates.seconds = rates
     if isinstance(plan, ogc.PartsPlan):
         return [part.plan.decisions for part in plan.parts]
     return plan.decisions
