@@ -6,8 +6,9 @@ import logging
 import time
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from operator import attrgetter
 from typing import Any, Protocol
@@ -92,7 +93,7 @@ class Variant:
         guards = None if self.graph is None else self.graph.program.guards
         return "" if guards is None else guards.difference(guards.read(model, tensors))
 
-    @property
+    @cached_property
     def runs(self) -> str:
         """What runs these calls, in words."""
         if self.plan is None or self.code is None:
@@ -190,7 +191,8 @@ class Runner:
         code = variant.code
         bound = self.watched[model].bound(code, partial(_bound, model, program, code))
         settings = self._settings(variant, device)
-        with without_autocast(), flags_held(settings):
+        held = nullcontext() if settings is variant.kind.flags else flags_held(settings)  # which takes longer
+        with without_autocast(), held:
             step = Step(model, code.runs, bound, devices, settings)
             outputs = code.forward(step, *input_tensors(args, kwargs), *bound)
         return program.outputs.deliver(outputs, args, kwargs)
