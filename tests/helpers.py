@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -244,3 +247,14 @@ def assert_same_training(model: torch.nn.Module, optimised: torch.nn.Module, inp
     assert len(plain) == len(ours)
     for number, (a, b) in enumerate(zip(plain, ours, strict=True)):
         assert torch.equal(a, b), f"tensor {number} of {len(plain)} differs by {(a.double() - b.double()).abs().max()}"
+
+
+def run_apart(function: Callable[[], object]) -> None:
+    """Run a function of a test file in a process of its own, as after an error inside torch.compile PyTorch's own frame
+    evaluation stays on, for which Python holds arguments longer: what other tests measure would be more.
+    """
+    file = Path(inspect.getfile(function))
+    paths = [str(file.parent), str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    code = f"import sys; sys.path[:0] = {paths!r}; import {file.stem}; {file.stem}.{function.__name__}()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not done.returncode, done.stderr

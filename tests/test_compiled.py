@@ -5,10 +5,11 @@ import logging
 import pickle
 import shutil
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import measured_peak
+from helpers import measured_peak, run_apart
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -220,25 +221,24 @@ def fails(module, inputs):
     raise RuntimeError("no compiler here")
 
 
-@pytest.fixture
-def failing():
+def refused():
     torch._dynamo.register_backend(name="failing", compiler_fn=fails)
-    yield "failing"
-    torch._dynamo.backends.registry._BACKENDS.pop("failing")
-    torch._dynamo.backends.registry._COMPILER_FNS.pop("failing", None)
-
-
-def test_what_cannot_compile_is_refused_before_anything_is_changed(failing, monkeypatch):
     model, x = blocks(2)
     before = set(vars(model)), {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     with pytest.raises(ogc.InputError, match=r"backend of torch.compile, not 'nonsense': .*inductor"):
         ogc.optimize(model, x, compile="nonsense")
     with pytest.raises(ogc.DependencyError, match=r"(?s)cannot compile with backend 'failing' here .*a C\+\+ compiler"):
-        ogc.optimize(model, x, compile=failing)
-    monkeypatch.setattr("ogc.optimizing.check_backend", lambda *args: None)
-    with pytest.raises(ogc.ParseError, match=r"(?s)operations from .* cannot be compiled: .*leave out compile="):
-        ogc.optimize(model, x, compile=failing)
+        ogc.optimize(model, x, compile="failing")
+    with (
+        patch("ogc.optimizing.check_backend", lambda *args: None),
+        pytest.raises(ogc.ParseError, match=r"(?s)operations from .* cannot be compiled: .*leave out compile="),
+    ):
+        ogc.optimize(model, x, compile="failing")
     assert before == (set(vars(model)), {n: id(tensor) for n, tensor in model.state_dict(keep_vars=True).items()})
+
+
+def test_what_cannot_compile_is_refused_before_anything_is_changed():
+    run_apart(refused)
 
 
 @pytest.mark.parametrize("wrong", [{"compile": 1}, {"verify": True}, {"batch_slices": 2}, {"solver": "uniform"}])

@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-import weakref
 from hashlib import sha256
 from pathlib import Path
 
@@ -72,20 +71,6 @@ def model_of(kind):
     return make(), sample(), {"profile": "estimate", **wish}
 
 
-def tolerance_of(kind):
-    """What is around parts is measured, in a step with other plans.
-
-    After an error inside torch.compile its frame evaluation stays on, for which Python holds arguments longer.
-    """
-
-    def is_let_go(thing):
-        reference = weakref.ref(thing)
-        del thing
-        return reference() is None
-
-    return 0.0 if not kind.startswith("parts") else 0.01 if is_let_go(nn.Module()) else 0.25
-
-
 def digest(model, optimised, given):
     tensors = trace_of_training(model, optimised, (given,))
     return sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()
@@ -149,9 +134,8 @@ def test_another_process_starts_without_a_search(tmp_path):
     lines = output_of(started(OTHER_PROCESS, tmp_path)).splitlines()
     assert len(lines) == 2 * len(KINDS)
     for source, kind, peak, numbers in (line.split(";") for line in lines):
-        tolerance = tolerance_of(kind)
-        if source == "cache_dir" and tolerance == 0.01:
-            tolerance = 0.0
+        # What is around parts is measured, in a step with other plans.
+        tolerance = 0.01 if source == "plan" and kind.startswith("parts") else 0.0
         assert int(peak) == pytest.approx(expected[kind][0], rel=tolerance, abs=0), (source, kind)
         assert numbers == expected[kind][1], (source, kind)
 
@@ -163,7 +147,7 @@ def test_the_plan_is_the_same_and_so_are_the_numbers(unsolved, kind):
     plan = first.plan
     unsolved()
     optimised = ogc.optimize(model, given, plan=plan, **wish)
-    assert optimised.plan.peak_bytes == pytest.approx(plan.peak_bytes, rel=max(0.01, tolerance_of(kind)))
+    assert optimised.plan.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
     if isinstance(plan, PartsPlan):
         assert [part.plan.decisions for part in optimised.plan.parts] == [part.plan.decisions for part in plan.parts]
     else:

@@ -237,4 +237,4 @@ def test_a_llama_of_seven_billion_parameters():
     done = subprocess.run([sys.executable, "-c", SEVEN_BILLION], capture_output=True, text=True)
     assert not done.returncode, done.stderr
     seconds, kilobytes = map(float, done.stdout.split())
-    assert seconds < 60 and kilobytes < 4e6
+    assert seconds < 60 and kilobytes < 2e6

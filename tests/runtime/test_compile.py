@@ -3,13 +3,10 @@
 import copy
 import logging
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import forced, measured_peak, tensors_of
+from helpers import forced, measured_peak, run_apart, tensors_of
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -25,9 +22,6 @@ TOLD = "leaves Tower as it is"
 
 def layers(count=6):
     return [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(count)]
-
-
-ROOT = Path(__file__).parents[2]
 
 
 class Tower(nn.Sequential):
@@ -126,34 +120,15 @@ def test_the_plain_model_compiles_apart_from_the_optimized_one(tower, compiles_f
     assert counter.frame_count == 1
 
 
-WHOLE_GRAPH = """
-import torch, ogc
-from torch import nn
-
-layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh(), nn.Softplus())]
-x, tower = torch.randn(64, 16), nn.Sequential(*layers)
-optimised = ogc.optimize(tower, x, profile="estimate")
-for how in ("wrapper", "method"):
-    try:
-        if how == "method":
-            optimised.compile(fullgraph=True, backend="aot_eager")
-            optimised(x)
-        else:
-            torch.compile(optimised, fullgraph=True, backend="aot_eager")(x)
-    except Exception as error:
-        print(how, error)
-"""
+def whole_graphs():
+    optimised = ogc.optimize(nn.Sequential(*layers()), X, profile="estimate")
+    for compiled in (by_wrapper, by_method):
+        with pytest.raises(Exception, match=r"(?s)ogc optimized runs by its plan.*leave out.*fullgraph=True"):
+            compiled(optimised, fullgraph=True, backend="aot_eager")(X)
 
 
 def test_a_whole_graph_is_refused():
-    """In a process of its own: after such an error Python holds arguments longer, which plans in parts measure."""
-    done = subprocess.run([sys.executable, "-c", WHOLE_GRAPH], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.count("ogc optimized runs by its plan") >= 2
-    assert (
-        "wrapper" in done.stdout
-        and "method" in done.stdout
-        and "leave out fullgraph=True" in done.stdout.replace("\n", " ")
-    )
+    run_apart(whole_graphs)
 
 
 def test_nothing_is_compiled_twice(tower):
