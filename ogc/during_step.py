@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tqdm import tqdm
 
+from .on_thread import OnThread
 
-class _Here(threading.local):
-    bytes_at_hand = math.inf
-
-
-_here = _Here()
+_bytes_at_hand = OnThread(math.inf)
 
 
-@contextmanager
-def during_step(bytes_at_hand: int) -> Iterator[None]:
+def during_step(bytes_at_hand: int) -> AbstractContextManager[None]:
     """On this thread a step is running, which so many bytes were planned for."""
-    before, _here.bytes_at_hand = _here.bytes_at_hand, bytes_at_hand
-    try:
-        yield
-    finally:
-        _here.bytes_at_hand = before
+    return _bytes_at_hand.set_to(bytes_at_hand)
 
 
 def bytes_at_hand() -> float:
     """What planning may take; infinite where no step is running."""
-    return _here.bytes_at_hand
+    return _bytes_at_hand.value
 
 
 def progress(items: Any = None, **options: Any) -> Any:

@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent / "ogc"
 
 STOREYS = (
-    {"collecting", "during_step", "errors", "operation"},
-    {"graph", "torch_state", "builder"},
+    {"collecting", "errors", "on_thread", "operation"},
+    {"during_step", "graph", "torch_state", "builder"},
     {"plan"},
     {"program"},
     {"operators"},

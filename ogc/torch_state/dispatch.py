@@ -7,7 +7,6 @@ is cast, differentiated or taken apart. Nothing else about PyTorch changes: size
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -15,9 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..on_thread import OnThread
 from .private import AUTOCAST, RECORDING, OpOverload, TorchDispatchMode, has_kernel, not_recording, recording, schema_of
 
-_thread = threading.local()
+_handler: OnThread[Handler | None] = OnThread(None)
+_mode: OnThread[TorchDispatchMode | None] = OnThread(None)
 
 
 class Call(NamedTuple):
@@ -80,12 +81,9 @@ Handler = Callable[[Call], Any]
 def dispatched_to(handler: Handler) -> Iterator[None]:
     """Hand each call of an operator that is made inside to ``handler``."""
     _install()
-    before, _thread.handler = getattr(_thread, "handler", None), handler
-    try:
-        with out_of_mode() if before is None else nullcontext(), recording():
-            yield
-    finally:
-        _thread.handler = before
+    is_first = _handler.value is None
+    with _handler.set_to(handler), out_of_mode() if is_first else nullcontext(), recording():
+        yield
 
 
 @contextmanager
@@ -94,18 +92,14 @@ def run_in(mode: TorchDispatchMode) -> Iterator[None]:
 
     The mode itself is off there, as PyTorch finds no fallbacks that are written in Python while one is on.
     """
-    before, _thread.mode = _mode(), mode
-    try:
-        with mode:
-            yield
-    finally:
-        _thread.mode = before
+    with _mode.set_to(mode), mode:
+        yield
 
 
 @contextmanager
 def out_of_mode() -> Iterator[None]:
     """Run operators as if :func:`run_in` were not, which must be the innermost mode."""
-    mode = _mode()
+    mode = _mode.value
     if mode is None:
         yield
         return
@@ -118,12 +112,7 @@ def out_of_mode() -> Iterator[None]:
 
 def in_mode() -> AbstractContextManager[Any]:
     """Run operators in the mode of :func:`run_in` where it is off, if there is one."""
-    return _mode() or nullcontext()
-
-
-def _mode() -> TorchDispatchMode | None:
-    mode: TorchDispatchMode | None = getattr(_thread, "mode", None)
-    return mode
+    return _mode.value or nullcontext()
 
 
 unseen: Callable[[], AbstractContextManager[None]] = not_recording
@@ -139,5 +128,5 @@ def _install() -> torch.library.Library:
 
 def _dispatch(keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
     call = Call(operator, args, kwargs, keys.remove(RECORDING))
-    handler: Handler | None = getattr(_thread, "handler", None)
+    handler = _handler.value
     return call.run() if handler is None else handler(call)  # none on a thread that was started inside

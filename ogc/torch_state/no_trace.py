@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 
+from ..on_thread import OnThread
 from .attributes import TABLES, attributes, containers
 from .compare import identical, same_bits
 from .private import MEMBERS, buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
@@ -23,22 +23,19 @@ writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose forward was seen to write their own parameters: copies are made of these, too."""
 
 
-_thread = threading.local()
+_plain = OnThread(False)
 
 
 @contextmanager
 def plainly() -> Iterator[None]:
     """Optimized modules that are called inside, on this thread, run the plain model: a model is looked at."""
-    before, _thread.is_plain = is_plain(), True
-    try:
+    with _plain.set_to(True):
         yield
-    finally:
-        _thread.is_plain = before
 
 
 def is_plain() -> bool:
     """Whether optimized modules are to run the plain model."""
-    return bool(getattr(_thread, "is_plain", False))
+    return _plain.value
 
 
 @contextmanager

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
 import torch
 
+from ...on_thread import OnThread
 from ..registry import Operator, registered
 from .gpus import Gpu
 
-_thread = threading.local()
+_gpu: OnThread[Gpu | None] = OnThread(None)
 
 
-@contextmanager
-def as_on_cuda(gpu: Gpu | None) -> Iterator[None]:
+def as_on_cuda(gpu: Gpu | None) -> AbstractContextManager[None]:
     """Operators that are called on meta tensors inside, on this thread, are those of a GPU, if one is given."""
     if gpu is not None:
         _install()
-    before, _thread.gpu = getattr(_thread, "gpu", None), gpu
-    try:
-        yield
-    finally:
-        _thread.gpu = before
+    return _gpu.set_to(gpu)
 
 
 @cache
@@ -38,7 +32,7 @@ def _install() -> torch.library.Library:
 
 
 def _run(operator: Operator, *args: Any, **kwargs: Any) -> Any:
-    gpu: Gpu | None = getattr(_thread, "gpu", None)
+    gpu = _gpu.value
     kernel = None if gpu is None else operator.kernel_on_cuda(args, kwargs, gpu)
     if kernel is None or not kernel.is_of_operators:
         return operator.target.decompose(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -12,6 +11,8 @@ from types import CodeType
 from typing import Any
 
 import torch
+
+from ...on_thread import OnThread
 
 _OWN_CODE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH_CODE = os.path.dirname(torch.__file__) + os.sep
@@ -43,22 +44,17 @@ def user_line() -> str:
     return line
 
 
-_thread = threading.local()
+_scopes: OnThread[Scopes | None] = OnThread(None)
 
 
-@contextmanager
-def scopes_in_use(scopes: Scopes) -> Iterator[None]:
+def scopes_in_use(scopes: Scopes) -> AbstractContextManager[None]:
     """Inside, :func:`scope` on this thread adds to ``scopes``."""
-    _thread.scopes = scopes
-    try:
-        yield
-    finally:
-        del _thread.scopes
+    return _scopes.set_to(scopes)
 
 
 def scope(name: str) -> AbstractContextManager[None]:
     """Operators recorded inside are said to come from ``name``, unless they come from a module."""
-    scopes: Scopes | None = getattr(_thread, "scopes", None)
+    scopes = _scopes.value
     return nullcontext() if scopes is None else scopes.inside(name)
 
 

@@ -12,20 +12,20 @@ rank is alone, on all threads that a backward runs on.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any
 
 import torch
 
+from ...on_thread import OnThread
 from ..private import ALONE, OPERATOR_NAMES, alone_on_this_thread, finished_work, pytree, schema_of
 
 OPERATORS = "c10d"
 """The namespace of the operators that all collectives come to."""
 
-_thread = threading.local()
+_told: OnThread[Callable[[], object] | None] = OnThread(None)
 
 
 def are_several() -> bool:
@@ -68,14 +68,9 @@ class _Arrival(torch.autograd.Function):
         return gradient
 
 
-@contextmanager
-def told_of_collectives(told: Callable[[], object]) -> Iterator[None]:
+def told_of_collectives(told: Callable[[], object]) -> AbstractContextManager[None]:
     """``told()`` is called for each collective that is not run inside, on this thread."""
-    before, _thread.told = getattr(_thread, "told", None), told
-    try:
-        yield
-    finally:
-        _thread.told = before
+    return _told.set_to(told)
 
 
 @cache
@@ -91,8 +86,8 @@ def _install() -> tuple[torch.library.Library, ...]:
 
 def _stand_in(schema: Any, *args: Any, **kwargs: Any) -> Any:
     """What a collective, which writes into what it is given, leaves and returns."""
-    if (told := getattr(_thread, "told", None)) is not None:
-        told()
+    if _told.value is not None:
+        _told.value()
     outputs, second = args[0], schema.arguments[1].name if len(schema.arguments) > 1 else ""
     with torch.no_grad():
         if second.startswith("input"):
