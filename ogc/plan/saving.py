@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -76,6 +76,12 @@ class Fingerprint:
             "sizes": f"other sizes of values ({_count(other.sizes)} bytes in all, not {_count(self.sizes)})",
         }
         return ", ".join(text for name, text in words.items() if getattr(self, name) != getattr(other, name))
+
+
+def structure_of(graph: Graph) -> tuple[Any, ...]:
+    """All of a graph that plans depend on but times: equal wherever the same is computed, whatever was measured."""
+    once = [t for t, op in enumerate(graph.operations) if not op.replayable]
+    return astuple(Fingerprint.of(graph)), once, graph.device.partition(":")[0], graph.profile, graph.low_memory
 
 
 def _digest(count: int, what: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -12,6 +11,7 @@ from ..graph import Graph
 from ..plan import Plan, make_plan
 from ..plan.decisions import Decisions
 from ..plan.plan import plain_plan
+from ..plan.saving import structure_of
 from ..torch_state.ranks.agreement import first_of_all
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,4 @@ def agreed_plan(graph: Graph, asked: object, make: Callable[[], Plan]) -> Plan:
 
 def question(asked: object, graphs: Iterable[Graph]) -> str:
     """What has the same answer on all ranks that compute the same."""
-    found = [repr(asked)]
-    for graph in graphs:
-        found += [graph.device, str(getattr(graph.program, "graph", ""))]
-        found += map(str, graph.values)
-        found += [f"{op.name} {op.reads} {op.writes} {op.saves} {op.replayable}" for op in graph.operations]
-    return re.sub(r"\b(cuda|xpu):\d+", r"\1", "\n".join(found))  # each rank has a device of its own
+    return repr((asked, list(map(structure_of, graphs))))

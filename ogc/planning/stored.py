@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from ..errors import InputError, PlanError
 from ..graph import Graph
 from ..parser.weigh.timing import times_kept_in
 from ..plan import Fingerprint, Plan, SavedPlan, plan_on
-from ..plan.saving import PARTS, VERSION
+from ..plan.saving import PARTS, VERSION, structure_of
 from ..solver import Wish
 from .replan import meets
 
@@ -112,10 +112,7 @@ def key_of(kind: str, graph: Graph, wish: Wish, solver: str, slices: int = 1) ->
     """The name of what is kept for a graph and a wish: whatever operations are measured to take, it is the same."""
     budget = wish.budget_bytes(1) if wish.is_in_bytes else wish.memory_budget
     asked = kind, VERSION, wish.is_in_bytes, budget, wish.max_overhead, solver, slices
-    once = [t for t, op in enumerate(graph.operations) if not op.replayable]
-    where = graph.device.partition(":")[0], graph.profile, graph.low_memory
-    of_graph = astuple(Fingerprint.of(graph)), once, where
-    return f"{kind}-{sha256(repr((of_graph, *asked)).encode()).hexdigest()[:32]}"
+    return f"{kind}-{sha256(repr((structure_of(graph), *asked)).encode()).hexdigest()[:32]}"
 
 
 def taken_up(
