@@ -101,6 +101,7 @@ def _with_other_numbers(sample: Sample, graph: Graph) -> Graph | None:
             before = attributes_of(model)
             new = front_end(sample._replace(tensors=sample.copies()), plain_forward(model), set(), is_careful=False)
             is_changed = any(changes(before, attributes_of(model), ()))
+        check_same_program(known.graph, new.graph)
     except (ParseError, RecordAgain):  # what is in the way is found out where all is done
         return None
     is_same = (new.output_spec, new.requires_grad, new.guards) == (known.output_spec, known.requires_grad, None)

@@ -10,14 +10,14 @@ operation, if a segment of the forward keeps all that it writes. The simulator c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
 from ..errors import PlanError
 from ..graph import Graph
-from .decisions import Decisions, Fate, Segment, saved, up_to
+from .decisions import Decided, Decisions, Fate, Segment, saved, up_to
 
 FORWARD = 0
 
@@ -83,6 +83,19 @@ class Schedule:
         forward = self.runs[FORWARD]
         forward.program = tuple(range(len(graph)))
         forward.made = frozenset(range(len(graph.values)))
+
+    @classmethod
+    def of_step(cls, graph: Graph, plan: Decided | Decisions | Iterable[Segment], lacks: str) -> Schedule:
+        """That of a whole step of a plan, its decisions, or segments alone; of a plain plan, the plain model's.
+
+        Raises:
+            PlanError: as above; or the plan is plain and the graph's operations are not the plain model's, ``lacks``
+                saying what there is not then.
+        """
+        decisions = Decisions.of(plan)
+        if decisions.is_plain and graph.plain_peak_bytes is not None:
+            raise PlanError(f"this graph runs slice by slice, so {lacks}")
+        return cls(graph.of_the_plain_model if decisions.is_plain else graph, decisions)
 
     def _visit(self, number: int, segments: Sequence[Segment]) -> None:
         run = self.runs[number]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..errors import PlanError
 from ..graph import Graph
 from .decisions import Decided, Decisions, Segment
 from .schedule import FORWARD, Schedule, Step
@@ -49,11 +48,7 @@ def trace(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> tuple[
         PlanError: as :func:`ogc.simulate` does, or the plan is plain and the graph's operations are not the plain
             model's.
     """
-    decisions = Decisions.of(plan)
-    if decisions.is_plain and graph.plain_peak_bytes is not None:
-        raise PlanError("this graph runs slice by slice, so it has no timeline of the plain model")
-    schedule = Schedule(graph.of_the_plain_model if decisions.is_plain else graph, decisions)
-    return tuple(replay(_Trace(schedule)).moments)
+    return tuple(replay(_Trace(Schedule.of_step(graph, plan, "it has no timeline of the plain model"))).moments)
 
 
 class _Trace(Memory):

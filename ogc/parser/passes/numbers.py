@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -21,55 +22,45 @@ ARITHMETIC = ("add", "sub", "rsub", "mul", "div")
 def with_numbers(planned: torch.fx.Graph, known: torch.fx.Graph, new: torch.fx.Graph) -> torch.fx.Graph | None:
     """A copy of ``planned``, a form of the recorded program ``known``, with the floats of ``new`` in their places.
 
-    None unless the two recorded programs are the same up to floats that no operator takes for special, shapes included,
-    and each of these floats is in the planned form as it was recorded.
+    ``new`` is the same program up to numbers. None unless floats alone differ that no operator takes for special,
+    shapes do not, and each of these floats is in the planned form as it was recorded.
     """
-    pairs = list(zip(known.nodes, new.nodes, strict=False))
-    if len(known.nodes) != len(new.nodes) or not all(_is_same_call(then, now) for then, now in pairs):
-        return None
-    changed = {then.name: (then, now) for then, now in pairs if _leaves(then) != _leaves(now)}
+    changed: dict[str, tuple[list[Any], list[Any]]] = {}
+    for then, now in zip(known.nodes, new.nodes, strict=True):
+        if then.meta.get(SHAPE) != now.meta.get(SHAPE) or isinstance(then.target, Leaf):
+            return None
+        ours, theirs = _leaves(then), _leaves(now)
+        if different := [(a, b) for a, b in zip(ours, theirs, strict=True) if _text(a) != _text(b)]:
+            special = () if getattr(then.target, "__name__", "").partition(".")[0] in ARITHMETIC else SPECIAL
+            if not all(_is_usual(number, special) for pair in different for number in pair):
+                return None
+            changed[then.name] = ours, theirs
     result = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in planned.nodes:
-        copies[node] = result.node_copy(node, copies.__getitem__)
+        copies[node] = copy = result.node_copy(node, copies.__getitem__)
         if node.name in changed:
-            then, now = changed.pop(node.name)
-            if _leaves(node) != _leaves(then):
+            ours, theirs = changed.pop(node.name)
+            if list(map(_text, _leaves(node))) != list(map(_text, ours)):
                 return None
-            _, structure = pytree.tree_flatten((copies[node].args, copies[node].kwargs))
-            copies[node].args, copies[node].kwargs = pytree.tree_unflatten(
-                [ours if isinstance(ours, torch.fx.Node) else number for ours, number in _zipped(copies[node], now)],
-                structure,
-            )
+            copy.args, copy.kwargs = pytree.tree_map(partial(_next_number, iter(theirs)), (copy.args, copy.kwargs))
     return None if changed else result
 
 
-def _is_same_call(then: torch.fx.Node, now: torch.fx.Node) -> bool:
-    alike = (then.op, then.name, then.meta.get(SHAPE)) == (now.op, now.name, now.meta.get(SHAPE))
-    if not alike or then.target != now.target or isinstance(then.target, Leaf):
-        return False
-    ours, theirs = _flat(then), _flat(now)
-    special = () if getattr(then.target, "__name__", "").partition(".")[0] in ARITHMETIC else SPECIAL
-    return ours[1] == theirs[1] and all(map(partial(_is_same, special), ours[0], theirs[0]))
+def _leaves(node: torch.fx.Node) -> list[Any]:
+    """What a node takes, in order."""
+    return pytree.tree_leaves((node.args, node.kwargs))
 
 
-def _is_same(special: tuple[float, ...], then: Any, now: Any) -> bool:
-    if isinstance(then, torch.fx.Node):
-        return isinstance(now, torch.fx.Node) and then.name == now.name
-    if type(then) is not type(now):
-        return False
-    are_usual = isinstance(then, float) and isfinite(now) and then not in special and now not in special
-    return repr(then) == repr(now) or are_usual
+def _text(leaf: Any) -> str:
+    """Tells any two numbers apart, and nodes of any two programs by their names."""
+    return leaf.name if isinstance(leaf, torch.fx.Node) else repr(leaf)
 
 
-def _flat(node: torch.fx.Node) -> tuple[list[Any], Any]:
-    return pytree.tree_flatten((node.args, node.kwargs))
+def _is_usual(number: Any, special: tuple[float, ...]) -> bool:
+    return isinstance(number, float) and isfinite(number) and number not in special
 
 
-def _leaves(node: torch.fx.Node) -> list[str]:
-    """What a node takes, in words that tell any two numbers apart."""
-    return [leaf.name if isinstance(leaf, torch.fx.Node) else repr(leaf) for leaf in _flat(node)[0]]
-
-
-def _zipped(node: torch.fx.Node, other: torch.fx.Node) -> list[tuple[Any, Any]]:
-    return list(zip(_flat(node)[0], _flat(other)[0], strict=True))
+def _next_number(numbers: Iterator[Any], leaf: Any) -> Any:
+    number = next(numbers)
+    return leaf if isinstance(leaf, torch.fx.Node) else number

@@ -113,7 +113,7 @@ def memory_peaks(
     """
     plain = plain_moves(graph)
     plain_peaks = None if plain is None else step(plain).peaks(settings)
-    moves = moves_of(graph, decisions)
+    moves = plain if decisions.is_plain else moves_of(graph, decisions)
     if moves is None:
         raise PlanError("this graph runs slice by slice, so the plain model's requests are not known")
     return MemoryPeaks(step(moves).peaks(settings), plain_peaks, settings)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ...errors import PlanError
 from ...graph import Graph, Operation
 from ..decisions import Decided, Decisions, Segment
 from ..schedule import Schedule, Step
@@ -53,11 +52,7 @@ def requests(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Req
         PlanError: as :func:`ogc.simulate` does, or the plan is plain and the graph's operations are not the plain
             model's.
     """
-    decisions = Decisions.of(plan)
-    if decisions.is_plain and graph.plain_peak_bytes is not None:
-        raise PlanError("this graph runs slice by slice, so the plain model's requests are not known")
-    schedule = Schedule(graph.of_the_plain_model if decisions.is_plain else graph, decisions)
-    found = replay(_Requesting(schedule))
+    found = replay(_Requesting(Schedule.of_step(graph, plan, "the plain model's requests are not known")))
     found.end()
     return Requests(tuple(found.moves), tuple(found.timeline), tuple(found.places))
 
