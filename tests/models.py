@@ -276,3 +276,15 @@ CASES = {
     "in objects": (InObjects, lambda: (rows(),)),
     "frozen": (Frozen, lambda: (images(),)),
 }
+
+
+class Doubled(torch.autograd.Function):
+    """A custom function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import measured_peak, random_decisions, random_graph
+from models import Doubled
 from torch import nn
 from torch.nn import functional as F
 
@@ -201,15 +202,6 @@ def test_a_loss_that_no_program_can_hold_is_one_operation():
     def branching(output):
         loss = output.square().mean()
         return 2 * loss if float(loss.detach()) > 0 else loss
-
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return 2 * gradient
 
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
     assert ogc.parse(model, x, loss=branching).outside

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from models import Doubled
 from torch import nn
 
 import ogc
@@ -66,16 +67,6 @@ def test_a_change_is_noticed_and_planned_for(change, opened):
     assert all(map(torch.equal, step(optimised, net, x), expected))
     assert opened  # by a plan all the same
     assert not all(map(torch.equal, before, expected))
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
 
 
 class Around(Net):

@@ -1,5 +1,7 @@
 """Loops with ``accelerate``: the model is optimized before or after it is prepared."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,13 @@ def prepared(training, accelerator, model, is_first, sample=SAMPLE):
     return run if is_first else training.optimize(run, sample), optimizer, loader
 
 
+def trained_once(accelerator, run, optimizer, loader):
+    for inputs in loader:
+        accelerator.backward(run(**inputs)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["prepared after", "prepared before"])
 def test_accelerate(is_first, precision, monkeypatch):
@@ -38,11 +47,7 @@ def test_accelerate(is_first, precision, monkeypatch):
         accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)
         run, optimizer, loader = prepared(training, accelerator, Own(), is_first)
 
-        def epoch():
-            for inputs in loader:
-                accelerator.backward(run(**inputs)["loss"])
-                optimizer.step()
-                optimizer.zero_grad()
+        epoch = partial(trained_once, accelerator, run, optimizer, loader)
 
         epoch()
         training.measured(epoch)
@@ -79,11 +84,7 @@ def test_states_are_saved_and_loaded(is_first, tmp_path, monkeypatch):
         run, optimizer, loader = prepared(training, accelerator, model, is_first)
         folder = str(tmp_path / str(training.is_plain))
 
-        def epoch():
-            for inputs in loader:
-                accelerator.backward(run(**inputs)["loss"])
-                optimizer.step()
-                optimizer.zero_grad()
+        epoch = partial(trained_once, accelerator, run, optimizer, loader)
 
         epoch()
         accelerator.save_state(folder)
@@ -106,11 +107,7 @@ def test_a_model_that_is_planned_in_parts_is_optimized_first(monkeypatch):
         accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
         run, optimizer, loader = prepared(training, accelerator, Dropped(), True)
 
-        def epoch():
-            for inputs in loader:
-                accelerator.backward(run(**inputs)["loss"])
-                optimizer.step()
-                optimizer.zero_grad()
+        epoch = partial(trained_once, accelerator, run, optimizer, loader)
 
         training.measured(epoch)
 
