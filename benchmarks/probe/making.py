@@ -44,7 +44,7 @@ def steps_on(device: torch.device) -> tuple[Step, ...]:
         *(Step(name, f"-m benchmarks.probe {name}", 2) for name in QUESTIONS if name != "longest"),
         Step("longest", "-m benchmarks.probe longest", 4),
         Step("published", f"benchmark.py --iterations 3 {sizes} --arch {rows}", 8),
-        Step("times", f"-m benchmarks.timing --seconds {8 if is_cuda else 2} resnet50 bert small_blocks", 4),
+        Step("times", f"-m benchmarks.timing --seconds {8 if is_cuda else 2} resnet50 bert_base small_blocks", 4),
         Step("compare", f"benchmark.py --iterations 1 --compare --compile-backend aot_eager --arch {compared}", 5),
     )
 

@@ -1,13 +1,16 @@
 """The probe of a device: each step by itself, and what is asked."""
 
+import itertools
 import json
 
 import pytest
 import torch
 
 import benchmark
+from benchmarks.networks import ARCHITECTURES
 from benchmarks.probe import making, questions
 from benchmarks.probe.making import Step, probe, steps_on
+from benchmarks.timing.networks import SUBJECTS
 
 
 @pytest.fixture
@@ -41,6 +44,13 @@ def test_all_steps_fit_in_the_time():
         steps = steps_on(torch.device(device))
         assert len({step.name for step in steps}) == len(steps)
         assert {"tests", "published", "compare", "times", *questions.QUESTIONS} == {step.name for step in steps}
+        arguments = {step.name: step.arguments.split() for step in steps}
+        assert set(arguments["times"][4:]) <= set(SUBJECTS)
+        for name in ("published", "compare"):
+            named = itertools.takewhile(
+                lambda word: not word.startswith("-"), arguments[name][arguments[name].index("--arch") + 1 :]
+            )
+            assert set(named) <= {"all", *ARCHITECTURES}
 
 
 def test_settings_give_the_plain_models_bits(cpu):
