@@ -88,6 +88,7 @@ FULL = (
     Run("zoo_transformers", f"{ZOO} transformers", "zoo/transformers.json"),
     Run("sliced", f"{PUBLISHED} vgg11 vgg16 --batch-slices 8", "cpu_sliced.json"),
     Run("logits", "-m benchmarks.logits", "logits.json"),
+    Run("compiled", "-m benchmarks.compiled", "compiled.json"),
     Run(
         "devices",
         "-m torch.distributed.run --nproc-per-node 2 benchmark.py --device cpu --batch-size 8 --arch densenet_cifar",
@@ -117,7 +118,7 @@ QUICK = (
     Run("published", f"{PUBLISHED} darts_cifar10", "cpu_published.json"),
     Run("solvers", f"{SMALL} resnet18 vgg11 densenet121 {SOLVERS}", "cpu_solvers.json"),
     Run("sliced", f"{SMALL} alexnet --batch-slices 4", "cpu_sliced.json"),
-    Run("logits", "-m benchmarks.logits --vocabulary 500 --rounds 1", "logits.json"),
+    Run("logits", "-m benchmarks.logits 500 --rounds 1", "logits.json"),
     Run("largest", f"{LARGEST} resnet18 --size 64".replace("2GiB", "128MiB"), "largest/cpu.json"),
     Run("time", "-m benchmarks.timing --device cpu --seconds 2 small_blocks lstm", "time/cpu.json"),
 )

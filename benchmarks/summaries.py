@@ -168,15 +168,15 @@ def sliced(runs: Sequence[Data], whole: Sequence[Data]) -> str:
     return table(header, cells)
 
 
-def logits(runs: Sequence[Data]) -> str:
-    """A row for each way to train a language model, with the peaks for each vocabulary side by side."""
+def side_by_side(runs: Sequence[Data]) -> str:
+    """A row for each way to train, with the figures of each subject side by side."""
     found = [row for run in runs for row in run["rows"]]
-    sizes = list(dict.fromkeys(row["vocabulary"] for row in found))
-    of = {(row["vocabulary"], row["way"]): row for row in found}
-    header = " | ".join(["way", *(f"{size:,} words | promised | paid" for size in sizes), "most a gradient is off"])
+    subjects = list(dict.fromkeys(row["subject"] for row in found))
+    of = {(row["subject"], row["way"]): row for row in found}
+    header = " | ".join(["way", *(f"{subject} | promised | paid" for subject in subjects), "most a gradient is off"])
     cells = []
     for way in dict.fromkeys(row["way"] for row in found):
-        each = [of[size, way] for size in sizes if (size, way) in of]
+        each = [of[subject, way] for subject in subjects if (subject, way) in of]
         figures = [cell for row in each for cell in _figures(row)]
         cells.append([way, *figures, f"{max(row['distance'] for row in each):.0e}"])
     return table(header, cells) if cells else ""

@@ -175,7 +175,13 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "logits.json",
         "A Llama of 8 layers and width 256, with labels, on 2×512 tokens; the output is held. Slices are an eighth of "
         'the tokens (`outputs="loss"`); `linear_cross_entropy` is PyTorch\'s own loss in chunks.',
-        summaries.logits,
+        summaries.side_by_side,
+    ),
+    (
+        "What compiles",
+        "compiled.json",
+        "torch.compile, with budgets of its own, beside plans for half of the plain peak, as they are and compiled.",
+        summaries.side_by_side,
     ),
     (
         "The largest batch",

@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 import shutil
+from dataclasses import replace
 from itertools import product
 from unittest.mock import patch
 
@@ -14,8 +15,11 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import ogc
-from ogc.operators.slices import Compiled
+from ogc.operators.slices import Compiled, Compiler
+from ogc.parser.passes.compiled import Compilation
 from ogc.planning import compiled
+
+THOSE_THAT_GAIN = compiled.those_that_gain
 
 # torch's own, where compiled code goes on from a tensor that is no leaf
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -85,6 +89,13 @@ def attention():
 
 
 MODELS = [blocks, convolutions, several_results, attention]
+
+
+@pytest.fixture(autouse=True)
+def everything_gains(monkeypatch, request):
+    """A backend that computes as eager does takes as long, or longer."""
+    if "slow" not in request.keywords:
+        monkeypatch.setattr(compiled, "those_that_gain", lambda stretches, *graphs: stretches)
 
 
 def step(run, model, x):
@@ -259,6 +270,32 @@ def test_stretches_end_at_cuts():
         [names.index(name) for name in stretch] for stretch in compiled.stretches_between(model, graph, cuts, 10**9)
     ]
     assert found and all(max(places) < cut or min(places) >= cut for places in found)
+
+
+@pytest.mark.parametrize("gains", [True, False])
+def test_a_stretch_gains_where_its_operations_take_longer(gains):
+    model, x = blocks(2)
+    graph = ogc.parse(model, x)
+    stretches = tuple(compiled.stretches_between(model, graph, (), 10**9))
+    code = ogc.parse(model, x, compiled=Compilation(stretches, Compiler("aot_eager")))
+    operations = tuple(replace(op, forward_seconds=1.0, backward_seconds=2.0) for op in graph.operations)
+    seconds = 3 * min(map(len, stretches)) - gains
+    others = tuple(replace(op, forward_seconds=seconds - 0.5, backward_seconds=0.5) for op in code.operations)
+    graph, code = replace(graph, operations=operations), replace(code, operations=others)
+    assert tuple(THOSE_THAT_GAIN(stretches, graph, code)) == (stretches if gains else stretches[:-1])
+
+
+@pytest.mark.parametrize("wish", [{}, {"memory_budget": 0.7}])
+@pytest.mark.parametrize("is_better", [True, False])
+def test_what_gains_nothing_runs_as_it_is_where_the_plan_is_better_so(is_better, wish, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "ogc")
+    costs = iter([1, 1 - is_better])
+    monkeypatch.setattr(compiled, "those_that_gain", lambda stretches, *graphs: ())
+    monkeypatch.setattr(compiled, "_cost", lambda plan: next(costs))
+    model, x = blocks()
+    optimised = ogc.optimize(model, x, compile="aot_eager", **wish)
+    assert bool(stretches(optimised)) != is_better
+    assert_equal(steps(optimised, model, x), steps(model, model, x))
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ import torch
 from ..errors import DependencyError, InputError, SolveError
 from ..graph import Graph
 from ..operators.registry import of, out_of_place
-from ..operators.slices import Compiler
+from ..operators.slices import Compiled, Compiler
 from ..parser import parse
-from ..parser.passes.compiled import Compilation
+from ..parser.passes.compiled import Compilation, name_of
 from ..plan import Plan, make_plan
 from ..plan.decisions import Decisions, Segment, saved
 from ..plan.simulate import plain_peak
@@ -24,6 +24,11 @@ from ..solver import Budget, Wish, solve
 from ..torch_state.private import OpOverload, schema_of
 
 log = logging.getLogger(__name__)
+
+Stretch = tuple[str, ...]
+"""Names of operations."""
+
+NOTHING = "nothing is compiled: no two operations lie together between cuts that meet the wish, and gain by it"
 
 GRADIENTS = 0.02
 """A stretch takes in no more parameters where those that it has are a larger share of the plan's peak."""
@@ -65,7 +70,8 @@ def compile_plan(
 ) -> tuple[Graph, Plan]:
     """The graph whose operations are compiled stretches, as far as these can be, and its plan.
 
-    A stretch ends where ``plan`` cuts the program, and where an operation must run as it is.
+    A stretch ends where ``plan`` cuts the program, and where an operation must run as it is. Those that take longer
+    compiled than operator by operator are left as they are, unless the plan is worse for it.
 
     Args:
         model: what ``graph`` was parsed from.
@@ -85,16 +91,28 @@ def compile_plan(
     # The plain plan here is that of the compiled program; a share is one of the model's own peak.
     budget = Wish(memory_budget).budget_bytes(plain_peak(graph))
 
-    def between(cuts: Iterable[int]) -> tuple[Graph, Plan]:
-        compilation = Compilation(tuple(stretches_between(model, graph, cuts, most)), compiler)
-        if not compilation.stretches:
-            log.warning("nothing is compiled: no two operations lie together between cuts that meet the wish")
+    def with_these(stretches: tuple[Stretch, ...]) -> tuple[Graph, Plan]:
+        if not stretches:
+            log.warning(NOTHING)
+        compilation = Compilation(stretches, compiler)
         compiled = parse(
             model, sample_input, profile=graph.profile, compiled=compilation, leaf_modules=leaves, **parsing
         )
         found = solve(replace(compiled, plain_peak_bytes=None), memory_budget=budget, max_overhead=max_overhead)
         decisions = Decisions((saved(0, len(compiled)),)) if found.is_plain else found.decisions
         return compiled, replace(make_plan(compiled, decisions, found.solver), budget_bytes=found.budget_bytes)
+
+    def between(cuts: Iterable[int]) -> tuple[Graph, Plan]:
+        stretches = tuple(stretches_between(model, graph, cuts, most))
+        compiled, found = with_these(stretches)
+        quicker = tuple(those_that_gain(stretches, graph, compiled))
+        if quicker == stretches:
+            return compiled, found
+        try:
+            fewer, other = with_these(quicker)
+        except SolveError:  # what is compiled saves less
+            return compiled, found
+        return (compiled, found) if _cost(found) <= _cost(other) else (fewer, other)
 
     cuts = set(cuts_of(plan.segments))
     heavy = {t for t, node in enumerate(graph.program.operations) if of(node.target).is_heavy}
@@ -106,9 +124,7 @@ def compile_plan(
     return between(graph.cuts)
 
 
-def stretches_between(
-    model: torch.nn.Module, graph: Graph, cuts: Iterable[int], most: int
-) -> Iterator[tuple[str, ...]]:
+def stretches_between(model: torch.nn.Module, graph: Graph, cuts: Iterable[int], most: int) -> Iterator[Stretch]:
     """The names of operations that may be compiled together between two cuts.
 
     A compiled backward returns all gradients at its end: where those of parameters take ``most`` bytes, no operation
@@ -126,6 +142,24 @@ def stretches_between(
         if may_be_next:
             names, sizes = [*names, node.name], [*sizes, size]
     yield from [tuple(names)] if len(names) > 1 else []
+
+
+def those_that_gain(stretches: Iterable[Stretch], graph: Graph, compiled: Graph) -> Iterator[Stretch]:
+    """The stretches that take less time compiled than their operations take."""
+    taken = {op.name: op.forward_seconds + op.backward_seconds for op in graph.operations}
+    code = {
+        node.target.name: op.forward_seconds + op.backward_seconds
+        for node, op in zip(compiled.program.operations, compiled.operations, strict=False)
+        if isinstance(node.target, Compiled)
+    }
+    for names in stretches:
+        if code.get(name_of(names), 0.0) < sum(taken[name] for name in names):
+            yield names
+
+
+def _cost(plan: Plan) -> float:
+    """What a plan is chosen by: time within a budget, otherwise memory."""
+    return plan.peak_bytes if plan.budget_bytes is None else plan.step_seconds + plan.added_seconds
 
 
 def _gradient_bytes(model: torch.nn.Module, graph: Graph, node: torch.fx.Node) -> int:

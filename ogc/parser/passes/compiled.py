@@ -29,6 +29,11 @@ def compile_stretches(graph: torch.fx.Graph, compilation: Compilation) -> None:
             _replace([by_name[name] for name in names], compilation.compiler)
 
 
+def name_of(names: Sequence[str]) -> str:
+    """What a stretch of these operations is called once it is one."""
+    return f"compiled_{names[0]}"
+
+
 def _writes_given(node: torch.fx.Node, inside: set[torch.fx.Node]) -> bool:
     """Whether an operation writes in place what the stretch is given; there it takes over nothing."""
     return out_of_place(node.target) is not None and node.args[0] not in inside
@@ -48,7 +53,8 @@ def _replace(nodes: Sequence[torch.fx.Node], compiler: Compiler) -> None:
     live = {one for node in nodes for one in live_arguments(node.target, node.args)}
     numbers = tuple(n for n, node in enumerate(given) if node in live)
     with graph.inserting_after(last):
-        new = graph.call_function(Compiled(f"compiled_{nodes[0].name}", body, numbers, compiler), tuple(given))
+        code = Compiled(name_of([node.name for node in nodes]), body, numbers, compiler)
+        new = graph.call_function(code, tuple(given))
     new.meta.update(last.meta, module=place_of(nodes), operator="compiled")
     made, after = [new], new
     if len(results) > 1:
