@@ -119,6 +119,7 @@ QUICK = (
     Run("solvers", f"{SMALL} resnet18 vgg11 densenet121 {SOLVERS}", "cpu_solvers.json"),
     Run("sliced", f"{SMALL} alexnet --batch-slices 4", "cpu_sliced.json"),
     Run("logits", "-m benchmarks.logits 500 --rounds 1", "logits.json"),
+    Run("compiled", "-m benchmarks.compiled pointwise --rounds 1", "compiled.json"),
     Run("largest", f"{LARGEST} resnet18 --size 64".replace("2GiB", "128MiB"), "largest/cpu.json"),
     Run("time", "-m benchmarks.timing --device cpu --seconds 2 small_blocks lstm", "time/cpu.json"),
 )

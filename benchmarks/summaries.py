@@ -47,20 +47,8 @@ def _overhead_ratio(found: Sequence[Data], kind: str) -> str:
     return f"{geometric_mean(shares):.2f} over {len(shares)} models" if shares else "not counted"
 
 
-def small(runs: Sequence[Data]) -> str:
-    header = "model | plain | ogc | cut | more FLOPs | recomputed | parse s | solve s"
-    cells = [
-        [
-            *(row["arch"], mib(row["plain_bytes"]), mib(row["ogc_bytes"]), cut(row), more_flops(row)),
-            *(f"{row['predicted_overhead']:.1%}", f"{row['parse_seconds']:.1f}", f"{row['solve_seconds']:.1f}"),
-        ]
-        for row in in_order(runs)
-        if row["solver"] == "optimal"
-    ]
-    return table(header, cells)
-
-
 def solvers(runs: Sequence[Data]) -> str:
+    """A row for each network, with its plans side by side and what the first of them took."""
     found = in_order(runs)
     names = list(dict.fromkeys(row["solver"] for row in found))
     by_name: dict[str, dict[str, Data]] = {}
@@ -73,8 +61,12 @@ def solvers(runs: Sequence[Data]) -> str:
         row = of[solver]
         return mib(row["ogc_bytes"]) + ("" if solver == "none" else f" at {more_flops(row)}")
 
-    cells = [[name, *(cell(of, solver) for solver in names)] for name, of in by_name.items()]
-    return table(" | ".join(["model", *names]), cells)
+    cells = []
+    for name, of in by_name.items():
+        first = of.get(names[0])
+        seconds = "–" if first is None else f"{first['parse_seconds']:.1f} + {first['solve_seconds']:.1f}"
+        cells.append([name, *(cell(of, solver) for solver in names), seconds])
+    return table(" | ".join(["model", *names, "parse + solve s"]), cells)
 
 
 def compared(runs: Sequence[Data]) -> str:

@@ -74,8 +74,8 @@ def document(folder: Path = RESULTS, suite: str = "full") -> str:
         "",
         "Written by `python -m benchmarks.tables` from `benchmarks/results`, where every row has all its figures.",
         f"`python benchmark.py --suite {suite}` makes all of them again, `--only` with the names below these alone.",
-        "Memory is the allocator's peak over one step (forward, `sum().backward()`, gradients of parameters already",
-        "there) above what was allocated before it, in MiB (2^20 bytes). *More FLOPs* are those of the whole step, by",
+        "Memory is the allocator's peak over one step (forward, `sum().backward()`, gradients already there) above",
+        "what was allocated before it, in MiB (2^20 bytes). *More FLOPs* are those of the whole step, by",
         "PyTorch's counter; *recomputed* is the simulator's share of a plain step's time. In every row outputs,",
         "gradients, buffers and the random stream were compared with the plain model's, bit by bit unless it says",
         "otherwise.",
@@ -143,16 +143,10 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         summaries.published,
     ),
     (
-        "At batch 4",
-        "cpu_solvers.json",
-        "The same where activations are small beside what single operations need.",
-        summaries.small,
-    ),
-    (
         "Solvers side by side",
         "cpu_solvers.json",
-        "Peak and more FLOPs of each solver's plan at batch 4, run by the same runtime on the same model. `optimal` "
-        "plans within the published overhead; `none` is the plain model; the others are in the README.",
+        "Peak and more FLOPs of each solver's plan at batch 4, where activations are small beside what single "
+        "operations need. `optimal` plans within the published overhead; `none` is the plain model.",
         summaries.solvers,
     ),
     (
@@ -173,14 +167,15 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Where logits are the widest tensor",
         "logits.json",
-        "A Llama of 8 layers and width 256, with labels, on 2×512 tokens; the output is held. Slices are an eighth of "
-        'the tokens (`outputs="loss"`); `linear_cross_entropy` is PyTorch\'s own loss in chunks.',
+        "A Llama of 8 layers and width 256, with labels, on 2×512 tokens. Slices are an eighth of the tokens "
+        '(`outputs="loss"`); `linear_cross_entropy` is PyTorch\'s own.',
         summaries.side_by_side,
     ),
     (
         "What compiles",
         "compiled.json",
-        "torch.compile, with budgets of its own, beside plans for half of the plain peak, as they are and compiled.",
+        "torch.compile, with its own budgets, beside plans for half of the plain peak, as they are and compiled. Where "
+        "other rounding flips a ReLU, gradients differ by more.",
         summaries.side_by_side,
     ),
     (
@@ -188,17 +183,15 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "largest/cpu*.json",
         "What fits on a device of so much memory, of a step with SGD and cross-entropy: the plain model, "
         "`torch.utils.checkpoint` around every block, and ours by how much more time a plan may promise. In brackets: "
-        "MiB of that step by the allocator, with all else that is there; how much longer a sample takes.",
+        "MiB by the allocator, of all that is there; how much longer a sample takes.",
         summaries.largest,
     ),
     (
         "What each part of the search gains",
         "ablation.json",
-        "By how much the allocator's peak is higher without it, from the least to the most of the networks, and in the "
-        "median: plans within plans; values that a recomputed segment keeps; values that are made again from a cheaper "
-        "one. The last row is the best of six other orders of the operations, which ogc leaves as they are: gradients "
-        "would be added up in another order, and not be the plain model's bit by bit. Each plan "
-        "is run for its peak alone.",
+        "By how much the allocator's peak is higher without it, least, most, median: plans within plans; values that a "
+        "recomputed segment keeps; values that are made again from a cheaper one. The last row is the best of six "
+        "other orders of the operations, in which gradients would be added up otherwise.",
         summaries.ablation,
     ),
     (

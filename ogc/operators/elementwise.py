@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..torch_state.private import OpOverload, is_view, schema_of, untraced
+from .cuda.composites import dropout_on_cuda, log_sigmoid_on_cuda
 from .holders import is_ours
 from .low_memory import LowMemory
 from .registry import Arguments, Operator, like, register
@@ -88,7 +89,8 @@ def _dropped(args: Arguments, axes: Axes) -> Along | None:
 
 
 register(
-    Operator(aten.dropout.default, along=_dropped),
+    Operator(aten.dropout.default, along=_dropped, on_cuda=dropout_on_cuda),
+    Operator(aten.log_sigmoid.default, along=elementwise, on_cuda=log_sigmoid_on_cuda),
     _unary(aten.relu.default, aten.threshold_backward, "result", 0, on_meta=like),
     _unary(aten.relu_.default, aten.threshold_backward, "result", 0),
     _unary(aten.sigmoid.default, aten.sigmoid_backward, "result"),

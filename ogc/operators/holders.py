@@ -7,11 +7,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..on_thread import OnThread
 from ..torch_state.private import base_of, storage_holders, tensor_holders
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ def is_ours(gradient: torch.Tensor) -> bool:
     that only it holds.
     """
     holders = _holders(gradient)
-    return bool(holders) and holders in holders_when_ours()
+    return bool(holders) and holders in (_here.value or holders_when_ours())
 
 
 def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
@@ -42,6 +44,12 @@ def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
 
 
 _when_ours: set[tuple[int, ...]] = set()
+_here: OnThread[set[tuple[int, ...]] | None] = OnThread(None)
+
+
+def counted_here() -> AbstractContextManager[None]:
+    """Inside, holders on this thread are those that are counted now, under torch's modes, which are holders, too."""
+    return _here.set_to(_holders_in_backward())
 
 
 def holders_when_ours() -> set[tuple[int, ...]]:

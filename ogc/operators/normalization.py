@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..torch_state.private import untraced
+from .cuda.composites import batch_norm_on_cuda, rms_norm_on_cuda
 from .cuda.hidden import of_group_norm
 from .holders import is_ours
 from .low_memory import Extra, LowMemory
@@ -156,6 +157,8 @@ def _with_result_twice(use: Use) -> Weights:
     return replace(use.weights, working_bytes=use.weights.working_bytes + use.result_bytes)
 
 
+_rows = of_first(lambda args, axis: before_last(args, axis, len(args[1])))
+
 register(
     Operator(
         aten.batch_norm.default,
@@ -164,6 +167,7 @@ register(
         live_if=5,
         weigh=_with_result_twice,
         copies_strided_gradients=True,
+        on_cuda=batch_norm_on_cuda,
     ),
     # Made of batch norm.
     Operator(aten.instance_norm.default, live_arguments=(3, 4), live_if=5, weigh=_with_result_twice, returns_view=True),
@@ -171,10 +175,8 @@ register(
     Operator(aten.native_batch_norm_backward.default, on_meta=_backward_on_meta),
     # Copies what is not laid out as it computes.
     Operator(aten.group_norm.default, to_run_with=ones_like, hidden_on_cuda=of_group_norm),
-    *(
-        Operator(target, along=of_first(lambda args, axis: before_last(args, axis, len(args[1]))))
-        for target in (aten.layer_norm.default, aten.rms_norm.default)
-    ),
+    Operator(aten.layer_norm.default, along=_rows),
+    Operator(aten.rms_norm.default, along=_rows, on_cuda=rms_norm_on_cuda),
     *(Operator(target, along=over(1, True), dims=1) for target in (aten.softmax.int, aten.log_softmax.int)),
     Operator(aten.mean.dim, along=over(1, 2), dims=1),
     Operator(aten.sum.dim_IntList, along=over(1, 2), dims=1),

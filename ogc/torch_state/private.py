@@ -65,6 +65,14 @@ overload_name = attrgetter("_overloadname")
 """Which operator of its name one is. Without it operators have no twins that write out of place."""
 decomposes: Any = OpOverload._can_decompose
 """Whether an operator is made of others. Without it estimates take copies for views."""
+
+
+def composed(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """What PyTorch makes of an operator that has no kernel. Without it no model on ``meta`` is planned for CUDA."""
+    # ``decompose()`` prefers what torch.compile makes of it.
+    return operator._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Sees what is dispatched below autograd. Without it there is no judge of the parser, and no estimate."""
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode

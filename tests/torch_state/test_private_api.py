@@ -378,6 +378,9 @@ CHECKS = {
     "OpOverload": lambda kind: isinstance(aten.add.Tensor, kind) and not isinstance(aten.add, kind),
     "overload_name": lambda name: name(aten.add.Tensor) == "Tensor",
     "decomposes": lambda decomposes: decomposes(aten.reshape.default) and not decomposes(aten.view.default),
+    "composed": lambda composed: (
+        "Mul" in composed(aten.dropout.default, torch.ones(1, device="meta").requires_grad_(), 0.5, True).grad_fn.name()
+    ),
     "NN_FUNCTIONS": lambda name: eval(name).gelu(torch.zeros(1)) == 0,
     "nn_functions": lambda functions: functions.gelu(torch.zeros(1)) == 0,
     "schema_of": lambda of: of(aten.add_.Tensor).is_mutable and not of(aten.add.Tensor).is_mutable and of(len) is None,

@@ -57,9 +57,9 @@ def attention_on_cuda(args: Sequence[Any], kwargs: dict[str, Any], gpu: Gpu) -> 
     call = Attention(*args, **kwargs)
     kernel = chosen(call, gpu)
     if kernel == FLASH:
-        return CudaKernel(partial(_run, kernel=_flash), working_bytes=_flash_backward(call))
+        return CudaKernel(partial(_run, kernel=_flash), working_bytes=of_flash(call))
     if kernel == EFFICIENT:
-        return CudaKernel(partial(_run, kernel=_efficient), working_bytes=_efficient_backward(call, gpu))
+        return CudaKernel(partial(_run, kernel=_efficient), working_bytes=of_efficient(call, gpu))
     if kernel == CUDNN:
         return CudaKernel(partial(_run, kernel=_cudnn), working_bytes=_cudnn_backward(call))
     return None
@@ -219,7 +219,8 @@ def _padded(tensor: torch.Tensor, multiple: int, always: bool = False) -> torch.
 # -- what their backwards allocate unseen ----------------------------------------------------------------------
 
 
-def _flash_backward(call: Attention) -> int:
+def of_flash(call: Attention) -> int:
+    """Bytes that its backward allocates beside gradients."""
     batch, heads, length, width = call.query.shape
     width = _up(width, 8)
     rows = batch * heads * _up(length, 128)
@@ -231,7 +232,8 @@ def _flash_backward(call: Attention) -> int:
     return found
 
 
-def _efficient_backward(call: Attention, gpu: Gpu) -> int:
+def of_efficient(call: Attention, gpu: Gpu) -> int:
+    """Bytes that its backward allocates beside gradients."""
     batch, heads, length, width = call.query.shape
     wide, keys = call.value.shape[-1], call.key.shape[2]
     is_half, widest = call.query.dtype in _HALF, max(width, wide)

@@ -1,14 +1,19 @@
 """Bytes that kernels on CUDA allocate underneath the dispatcher: during the forward, and during the backward.
 
+By the call of the forward, as plans need it, and by the operator that runs in the backward, as that is seen to run.
+
 Read off PyTorch's sources, not measured on CUDA yet. What the dispatcher sees needs no rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from .attention import Attention, of_efficient, of_flash
+from .gpus import Gpu
 
 
 def of_group_norm(args: Sequence[Any]) -> tuple[int, int]:
@@ -42,3 +47,41 @@ def of_embedding(args: Sequence[Any]) -> tuple[int, int]:
     parts = number // _SEGMENT + segments
     sums = parts * weight.shape[1] * torch.promote_types(weight.dtype, torch.float32).itemsize
     return 0, indices.element_size() * (2 * number + 3 * segments + parts) + sums
+
+
+aten = torch.ops.aten
+
+
+def hidden_in_backward(function: Any, args: Sequence[Any], gpu: Gpu | None) -> int:
+    """Bytes that an operator of a backward allocates unseen, by its own arguments."""
+    if gpu is None or function not in _IN_BACKWARD:
+        return 0
+    return _IN_BACKWARD[function](args, gpu)
+
+
+def _embedding_backward(args: Sequence[Any], gpu: Gpu) -> int:
+    gradient, indices, rows, *_ = args
+    return of_embedding((gradient.new_empty((rows, gradient.shape[-1]), device="meta"), indices))[1]
+
+
+def _group_norm_backward(args: Sequence[Any], gpu: Gpu) -> int:
+    _, x, _, _, weight, _, _, _, groups, _ = args
+    return of_group_norm((x, groups, weight))[1]
+
+
+def _flash_backward(args: Sequence[Any], gpu: Gpu) -> int:
+    _, query, key, value, _, _, _, _, _, _, dropout_p, is_causal, *_ = args
+    return of_flash(Attention(query, key, value, None, dropout_p, is_causal))
+
+
+def _efficient_backward(args: Sequence[Any], gpu: Gpu) -> int:
+    _, query, key, value, mask, _, _, _, _, dropout_p, _, is_causal, *_ = (*args, False)
+    return of_efficient(Attention(query, key, value, mask, dropout_p, is_causal), gpu)
+
+
+_IN_BACKWARD: dict[Any, Callable[[Sequence[Any], Gpu], int]] = {
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+}

@@ -9,17 +9,21 @@ from typing import Any
 import torch
 
 from ...on_thread import OnThread
+from ...torch_state.private import composed
 from ..registry import Operator, registered
 from .gpus import Gpu
 
-_gpu: OnThread[Gpu | None] = OnThread(None)
+_gpu: OnThread[tuple[Gpu | None, bool]] = OnThread((None, True))
 
 
-def as_on_cuda(gpu: Gpu | None) -> AbstractContextManager[None]:
-    """Operators that are called on meta tensors inside, on this thread, are those of a GPU, if one is given."""
+def as_on_cuda(gpu: Gpu | None, is_recorded: bool = True) -> AbstractContextManager[None]:
+    """Operators that are called on meta tensors inside, on this thread, are those of a GPU, if one is given.
+
+    Where what is called ``is_recorded``, only those made of PyTorch's own operators.
+    """
     if gpu is not None:
         _install()
-    return _gpu.set_to(gpu)
+    return _gpu.set_to((gpu, is_recorded))
 
 
 @cache
@@ -32,8 +36,8 @@ def _install() -> torch.library.Library:
 
 
 def _run(operator: Operator, *args: Any, **kwargs: Any) -> Any:
-    gpu = _gpu.value
+    gpu, is_recorded = _gpu.value
     kernel = None if gpu is None else operator.kernel_on_cuda(args, kwargs, gpu)
-    if kernel is None or not kernel.is_of_operators:
-        return operator.target.decompose(*args, **kwargs)
+    if kernel is None or (is_recorded and not kernel.is_of_operators):
+        return composed(operator.target, *args, **kwargs)
     return kernel.run(*args, **kwargs)

@@ -1,0 +1,207 @@
+"""Hollow runs: planned steps of a GPU that is not there, by which plans for one are held against what runs.
+
+The runtime, autograd and every allocation that the dispatcher sees are real, the backward has a thread of its own as on
+a GPU, and no kernel runs: tensors are meta tensors, on which operators save what those on CUDA save. What a kernel
+allocates by itself is added where a rule is known (:mod:`ogc.operators.cuda.hidden`).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import InputError
+from ..graph import Graph
+from ..operators.cuda.gpus import Gpu, gpu_of
+from ..operators.cuda.hidden import hidden_in_backward
+from ..operators.cuda.on_meta import as_on_cuda
+from ..operators.holders import counted_here
+from ..parser.weigh.record import is_dense
+from ..plan.plan import Plan
+from ..program.program import attribute, get_attribute, tensor_leaves
+from ..program.step import Rest, losses_among
+from ..program.structures import TensorSpec
+from ..runtime.frame import Step
+from ..runtime.generate import generate
+from ..torch_state.flags import flags
+from ..torch_state.private import TorchDispatchMode, storage_id
+
+_ADD = torch.ops.aten.add.Tensor
+_TORCH, _ENGINE = str(Path(torch.__file__).parent), "_engine_run_backward"
+
+
+@dataclass(frozen=True)
+class HollowRun:
+    """Attributes: ``peak_bytes`` over one step; the ``operator`` that ran when they were first reached."""
+
+    peak_bytes: int
+    operator: str
+
+
+def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | None = None) -> HollowRun:
+    """One step, forward and backward, by a plan for CUDA, with gradients of all parameters already there.
+
+    It starts from the loss that the graph was parsed with, which is given meta tensors; without one from the sum of the
+    outputs, whose gradient takes no memory, though kernels that need it whole copy it unseen.
+
+    Args:
+        model: what ``graph`` was parsed from; it may be on any device, and its memory is not touched.
+        graph: from :func:`ogc.parse` with ``device="cuda"``, without leaves.
+        plan: for ``graph``.
+        gpu: which one is meant, as for :func:`ogc.parse`.
+
+    Returns:
+        The peak in bytes, without parameters, their gradients, buffers and inputs.
+
+    Raises:
+        InputError: the graph is not for CUDA.
+    """
+    device = torch.device(graph.device)
+    if device.type != "cuda":
+        raise InputError(f"a hollow run is of a graph for CUDA, not for {device}: there the allocator tells the peak")
+    step = _HollowStep(model, graph, plan, gpu_of(device, gpu))
+    with step.inside():
+        output = step.forward()
+        start = _start(output, graph.program.rest)
+        if not graph.program.rest.holds_outputs:
+            del output
+    step.on_another_thread(start.backward)
+    return HollowRun(step.allocations.peak, step.allocations.operator)
+
+
+def _start(output: Any, rest: Rest) -> torch.Tensor:
+    """Where the backward starts."""
+    if callable(rest.loss):
+        return rest.loss(output)
+    tensors = tensor_leaves(output)
+    losses = losses_among(output, tensors, [t.requires_grad for t in tensors]) if rest.loss is None else []
+    if len(losses) == 1:
+        return tensors[losses[0]]
+    return torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum()
+
+
+class _HollowStep:
+    """A model without memory, what is allocated for it, and what runs it."""
+
+    def __init__(self, model: torch.nn.Module, graph: Graph, plan: Plan, gpu: Gpu | None) -> None:
+        self.program, self.gpu = graph.program, gpu
+        held = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
+        self.model = copy.deepcopy(model, dict(held))
+        self.code = generate(graph, plan)
+        constants = {
+            name: held.get(id(value), _on_meta(value)) if isinstance(value, torch.Tensor) else value
+            for name, value in self.program.constants.items()
+        }
+        bound = [get_attribute(self.model, constants, name) for name in self.code.bound]
+        self.bound = [*bound, *(torch.zeros_like(attribute(self.model, name)) for name in self.code.copied)]
+        self.inputs = [_like(spec) for spec in self.program.inputs.tensors]
+        self.gradients = []
+        for tensor in held.values():
+            if tensor.requires_grad:
+                tensor.grad = torch.zeros_like(tensor)
+                self.gradients.append(tensor.grad)
+        known = (*self.inputs, *self.gradients, *tensor_leaves(self.bound), *held.values())
+        self.allocations = _Allocations(known, gpu)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """What is called is CUDA's, and what it allocates is counted."""
+        with as_on_cuda(self.gpu, is_recorded=False), self.allocations:
+            yield
+
+    def forward(self) -> Any:
+        """The model's output."""
+        step = Step(self.model, self.code.runs, self.bound, (), flags())
+        return self.program.outputs.deliver(self.code.forward(step, *self.inputs, *self.bound), (), {})
+
+    def on_another_thread(self, backward: Callable[[], None]) -> None:
+        """Where autograd runs the backward of tensors on a GPU."""
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with ExitStack() as stack:
+                    with _Allocations((), self.gpu):
+                        stack.enter_context(counted_here())
+                    stack.enter_context(self.inside())
+                    backward()
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    made = _like(TensorSpec.of(tensor))
+    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+
+
+def _like(spec: TensorSpec) -> torch.Tensor:
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+    return made.requires_grad_(spec.requires_grad)
+
+
+class _Allocations(TorchDispatchMode):
+    """Bytes of what operators make inside, and the most at once.
+
+    Where autograd adds up two gradients it writes over the first if nobody else holds that, but not while it is
+    watched: the sum counts as written over it where it is gone when the next operator is called.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], gpu: Gpu | None) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.known = {storage_id(tensor) for tensor in known}
+        self.alive: dict[Any, tuple[StorageWeakRef, int]] = {}
+        self.bytes = self.peak = 0
+        self.operator = ""
+        self.sum: tuple[int, int] | None = None  # the storage that it may be written over, and bytes if it is not
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._let_go()
+        if self.sum is not None and self.sum[0] in self.alive:
+            self._reach(self.sum[1], str(_ADD))
+        self.sum = None
+        result = function(*args, **(kwargs or {}))
+        self._let_go()
+        for tensor in tensor_leaves(result):
+            key, storage = storage_id(tensor), tensor.untyped_storage()
+            if key not in self.known and key not in self.alive:
+                self.alive[key] = StorageWeakRef(storage), storage.nbytes()
+                self.bytes += storage.nbytes()
+        if function is _ADD and is_dense(args[0]) and _is_called_by_autograd():
+            self.sum = storage_id(args[0]), self.bytes
+        else:
+            self._reach(self.bytes + hidden_in_backward(function, args, self.gpu), str(function))
+        return result
+
+    def _let_go(self) -> None:
+        for key, (storage, size) in list(self.alive.items()):
+            if storage.expired():
+                self.bytes -= size
+                del self.alive[key]
+
+    def _reach(self, reached: int, operator: str) -> None:
+        if reached > self.peak:
+            self.peak, self.operator = reached, operator
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether the engine called an operator, and no code in Python between."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name != _ENGINE and frame.f_back:
+        frame = frame.f_back
+    return frame.f_code.co_name == _ENGINE
