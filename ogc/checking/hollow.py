@@ -33,6 +33,7 @@ from ..program.structures import TensorSpec
 from ..runtime.frame import Step
 from ..runtime.generate import generate
 from ..torch_state.flags import flags
+from ..torch_state.forwards import plain_forward
 from ..torch_state.private import TorchDispatchMode, storage_id
 
 _ADD = torch.ops.aten.add.Tensor
@@ -56,7 +57,7 @@ def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | N
     Args:
         model: what ``graph`` was parsed from; it may be on any device, and its memory is not touched.
         graph: from :func:`ogc.parse` with ``device="cuda"``, without leaves.
-        plan: for ``graph``.
+        plan: for ``graph``; a plain one runs the model's own forward.
         gpu: which one is meant, as for :func:`ogc.parse`.
 
     Returns:
@@ -93,7 +94,7 @@ class _HollowStep:
     """A model without memory, what is allocated for it, and what runs it."""
 
     def __init__(self, model: torch.nn.Module, graph: Graph, plan: Plan, gpu: Gpu | None) -> None:
-        self.program, self.gpu = graph.program, gpu
+        self.program, self.gpu, self.is_plain = graph.program, gpu, plan.is_plain
         held = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
         self.model = copy.deepcopy(model, dict(held))
         self.code = generate(graph, plan)
@@ -120,8 +121,11 @@ class _HollowStep:
 
     def forward(self) -> Any:
         """The model's output."""
+        args, kwargs = self.program.inputs.rebuild(self.inputs)
+        if self.is_plain:
+            return plain_forward(self.model)(*args, **kwargs)
         step = Step(self.model, self.code.runs, self.bound, (), flags())
-        return self.program.outputs.deliver(self.code.forward(step, *self.inputs, *self.bound), (), {})
+        return self.program.outputs.deliver(self.code.forward(step, *self.inputs, *self.bound), args, kwargs)
 
     def on_another_thread(self, backward: Callable[[], None]) -> None:
         """Where autograd runs the backward of tensors on a GPU."""

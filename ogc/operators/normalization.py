@@ -1,21 +1,24 @@
 """Batch norm and its like.
 
-Batch norm's low-memory form writes its input's gradient over its result's on a CPU, a few channels at a time: the
-kernel works channel by channel. Run again where its statistics are still there, it does not compute them anew.
+Batch norm's low-memory form writes its input's gradient over its result's, a few channels at a time: the kernels work
+channel by channel. On CUDA, where how many channels there are may choose a kernel, each kind of call is tried once. Run
+again on a CPU where its statistics are still there, it does not compute them anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
+from ..program.program import without_autocast
 from ..torch_state.private import untraced
-from .cuda.composites import batch_norm_on_cuda, rms_norm_on_cuda
+from .cuda.composites import batch_norm_on_cuda, cudnn_normalizes, rms_norm_on_cuda
 from .cuda.hidden import of_group_norm
+from .cuda.on_meta import is_for_cuda, runs_kernels_of_cuda
 from .holders import is_ours
 from .low_memory import Extra, LowMemory
 from .registry import Operator, like, ones_like, register
@@ -24,8 +27,9 @@ from .weights import Use, Weights
 
 aten = torch.ops.aten
 
-CHUNK_BYTES = 1 << 20
-"""Batch norm's backward takes channels of this many bytes at a time, or one."""
+CHUNK_BYTES, CUDA_PARTS = 1 << 20, 16
+"""Batch norm's backward takes channels of this many bytes at a time, or one; on CUDA, where a part is a dozen kernels,
+no more parts than these."""
 
 _REPEATED_SHARE = 0.5
 """Time of batch norm whose statistics are known, on a CPU: measured 0.2 to 0.6 of the whole."""
@@ -34,13 +38,16 @@ _REPEATED_SHARE = 0.5
 class BatchNorm(LowMemory):
     """Batch norm by channels."""
 
+    cpu_only = False
     writes_over = True
     takes_notes = True
     copies_strided_gradients = False
 
     def suits(self, *args: Any) -> bool:
         x = args[0]
-        return bool(args[5]) and _by_channel(x) and channels_at_once(x) < x.shape[1]
+        if not (args[5] and _by_channel(x) and channels_at_once(x) < x.shape[1]):
+            return False
+        return not x.is_cuda or _is_bitwise_on_cuda(_Kind.of(*args))
 
     def weights(self, use: Use, plain: Weights) -> Weights:
         x = use.args[0]
@@ -66,8 +73,8 @@ class _Function(torch.autograd.Function):
         if statistics and repeats_exactly(x, weight, bias):
             result = _normalized(x, weight, bias, *statistics)
         else:
-            result, *statistics = aten.native_batch_norm.default(x, weight, bias, *settings[:5])
-        ctx.eps = settings[4]
+            result, *statistics = _normalize(x, weight, bias, *settings[:5])
+        ctx.eps, ctx.is_cudnns = settings[4], _is_cudnns(x, weight, bias, *settings[:5])
         ctx.save_for_backward(x, weight, *statistics)
         return result
 
@@ -78,23 +85,95 @@ class _Function(torch.autograd.Function):
         x, weight, *statistics = ctx.saved_tensors
 
         def found(gradient: torch.Tensor, x: torch.Tensor, weight: Any, *known: Any) -> Any:
-            given = gradient, x, weight, None, None, *known, True, ctx.eps, ctx.needs_input_grad[:3]
-            return aten.native_batch_norm_backward.default(*given)
+            return _gradients(ctx.is_cudnns, ctx.needs_input_grad[:3], gradient, x, weight, *known, ctx.eps)
 
         # A gradient that is not contiguous takes another kernel, which adds up in another order, in no more memory.
         if torch.is_grad_enabled() or not gradient.is_contiguous():
             return (*found(gradient, x, weight, *statistics), *(None,) * 8)
-        # Each part of the gradient is read before it is overwritten.
         result = gradient if in_place and gradient.stride() == x.stride() else torch.empty_like(x)
-        step = channels_at_once(x)
-        of_weights = []
-        for first in range(0, x.shape[1], step):
-            part = slice(first, first + step)
-            of_part = (None if t is None else t[part] for t in (weight, *statistics))
-            result[:, part], *others = found(gradient[:, part].contiguous(), x[:, part].contiguous(), *of_part)
-            of_weights.append(others)
-        joined = [torch.cat(parts) if parts[0] is not None else None for parts in zip(*of_weights, strict=True)]
-        return (result, *joined, *(None,) * 8)
+        return (result, *_in_parts(found, result, gradient, x, weight, *statistics), *(None,) * 8)
+
+
+def _in_parts(
+    found: Callable[..., Any], result: torch.Tensor, gradient: torch.Tensor, x: torch.Tensor, *by_channel: Any
+) -> list[torch.Tensor | None]:
+    """The gradients of the parameters; that of ``x`` is written to ``result``, which may be the gradient itself."""
+    step = channels_at_once(x)
+    of_weights = []
+    for first in range(0, x.shape[1], step):
+        part = slice(first, first + step)  # which is read before it is overwritten
+        of_part = (None if t is None else t[part] for t in by_channel)
+        result[:, part], *others = found(gradient[:, part].contiguous(), x[:, part].contiguous(), *of_part)
+        of_weights.append(others)
+    return [torch.cat(parts) if parts[0] is not None else None for parts in zip(*of_weights, strict=True)]
+
+
+def _is_cudnns(x: torch.Tensor, *settings: Any) -> bool:
+    """Whether PyTorch leaves batch norm with these arguments to cuDNN."""
+    return runs_kernels_of_cuda(x) and cudnn_normalizes(x, *settings)
+
+
+def _normalize(x: torch.Tensor, *settings: Any) -> Sequence[torch.Tensor]:
+    """The result, mean and deviation; cuDNN keeps nothing else of what has its channels first."""
+    if not _is_cudnns(x, *settings):
+        found: Sequence[torch.Tensor] = aten.native_batch_norm.default(x, *settings)
+        return found
+    *found, reserve = aten.cudnn_batch_norm.default(x, *settings)
+    if reserve.numel():
+        raise NotImplementedError("cuDNN keeps a reserve for batch norm here")
+    return found
+
+
+def _gradients(
+    is_cudnns: bool, wanted: Sequence[bool], gradient: torch.Tensor, x: torch.Tensor, weight: Any, *known: Any
+) -> tuple[torch.Tensor | None, ...]:
+    *statistics, eps = known
+    if is_cudnns:
+        reserve = x.new_empty(0, dtype=torch.uint8)
+        found = aten.cudnn_batch_norm_backward.default(x, gradient, weight, None, None, *statistics, eps, reserve)
+        return tuple(one if is_wanted else None for one, is_wanted in zip(found, wanted, strict=True))
+    given = gradient, x, weight, None, None, *statistics, True, eps, wanted
+    return tuple(aten.native_batch_norm_backward.default(*given))
+
+
+class _Kind(NamedTuple):
+    """What calls on CUDA must share to be computed alike."""
+
+    device: torch.device
+    shape: torch.Size
+    dtypes: tuple[torch.dtype | None, ...]  # of the input, and of the parameters
+    eps: float
+    flags: tuple[bool, ...]
+
+    @staticmethod
+    def of(x: torch.Tensor, weight: Any, bias: Any, *settings: Any) -> _Kind:
+        dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias))
+        cudnn = torch.backends.cudnn
+        return _Kind(x.device, x.shape, dtypes, settings[4], (cudnn.enabled, cudnn.deterministic, cudnn.benchmark))
+
+
+@cache
+def _is_bitwise_on_cuda(kind: _Kind) -> bool:
+    """Whether parts give the bits of the whole: tried on numbers of its own; not where there is no room for that."""
+    generator = torch.Generator(kind.device).manual_seed(0)
+
+    def numbers(shape: Sequence[int], dtype: torch.dtype | None) -> Any:
+        return dtype and torch.randn(shape, dtype=dtype, device=kind.device, generator=generator)
+
+    try:
+        with torch.no_grad(), without_autocast():
+            x, gradient = (numbers(kind.shape, kind.dtypes[0]) for _ in range(2))
+            weight, bias = (numbers(kind.shape[1:2], dtype) for dtype in kind.dtypes[1:])
+            settings = x, weight, bias, None, None, True, 0.1, kind.eps
+            statistics = _normalize(*settings)[1:]
+            found = partial(_gradients, _is_cudnns(*settings), [True, weight is not None, bias is not None])
+            by_channel = weight, *statistics
+            whole = found(gradient, x, *by_channel, kind.eps)
+            ours = _in_parts(lambda *given: found(*given, kind.eps), gradient, gradient, x, *by_channel)
+            pairs = zip(whole, (gradient, *ours), strict=True)
+            return all(torch.equal(one, other) for one, other in pairs if one is not None and other is not None)
+    except (torch.cuda.OutOfMemoryError, NotImplementedError):
+        return False
 
 
 def _normalized(
@@ -108,7 +187,7 @@ def _normalized(
 def repeats_exactly(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, *settings: Any) -> bool:
     """Whether known statistics give the bits of batch norm in training."""
     alike = all(t is None or (t.dtype == x.dtype and t.is_contiguous()) for t in (weight, bias))
-    return alike and x.device.type == "cpu" and _by_channel(x) and _normalizes_bitwise(x.dtype)
+    return alike and x.device.type == "cpu" and not is_for_cuda(x) and _by_channel(x) and _normalizes_bitwise(x.dtype)
 
 
 @cache
@@ -130,7 +209,8 @@ def _normalizes_bitwise(dtype: torch.dtype) -> bool:
 
 def channels_at_once(x: torch.Tensor) -> int:
     """How many channels of ``x`` batch norm's backward handles at a time."""
-    return min(x.shape[1], max(1, CHUNK_BYTES * x.shape[1] // (x.numel() * x.element_size())))
+    channels = CHUNK_BYTES * x.shape[1] // (x.numel() * x.element_size())
+    return min(x.shape[1], max(1, channels, -(-x.shape[1] // CUDA_PARTS) if is_for_cuda(x) else 1))
 
 
 def _by_channel(tensor: torch.Tensor) -> bool:

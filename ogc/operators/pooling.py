@@ -1,7 +1,8 @@
 """Pooling, and other operators over windows of positions.
 
-The low-memory form of max pooling on a CPU keeps a byte or two for each result, its place in its window, instead of
-PyTorch's eight, and not its input, of which its backward needs the shape alone.
+The low-memory form of max pooling keeps a byte or two for each result, its place in its window, instead of PyTorch's
+eight, and not its input, of which its backward needs the shape alone. Kernels go entry by entry, on CUDA too: the same
+bits for some images as for all. Source: aten/src/ATen/native/cuda/DilatedMaxPool2d.cu, not measured on CUDA yet.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ..torch_state.private import untraced
+from .cuda.on_meta import is_for_cuda
 from .low_memory import Extra, LowMemory
 from .parts import has_usual_strides, untouched
 from .registry import Operator, ones_like, register
@@ -22,8 +24,9 @@ from .weights import Use, Weights
 
 aten = torch.ops.aten
 
-CHUNK_BYTES = 1 << 20
-"""Max pooling takes images of this many bytes of indices at a time, or one."""
+CHUNK_BYTES, CUDA_PARTS = 1 << 20, 16
+"""Max pooling takes images of this many bytes of indices at a time, or one; on CUDA, where a part is some kernels, no
+more parts than these."""
 
 INDEX_BYTES = 8
 """Of each of PyTorch's indices."""
@@ -32,6 +35,7 @@ INDEX_BYTES = 8
 class MaxPool2d(LowMemory):
     """Max pooling by images."""
 
+    cpu_only = False
     saves_less = True
 
     def suits(self, *args: Any) -> bool:
@@ -39,12 +43,14 @@ class MaxPool2d(LowMemory):
 
     def weights(self, use: Use, plain: Weights) -> Weights:
         samples, channels, positions = _sizes(use)
-        indices = INDEX_BYTES * positions * (1 + channels * images_at_once((samples, channels, positions)))
-        return replace(plain, scratch_bytes=indices, working_bytes=plain.working_bytes + indices)
+        at_once = _images_at_once(use)
+        indices = INDEX_BYTES * positions * (1 + channels * at_once)
+        shapes = use.args[0].nbytes // max(1, samples) * at_once if is_for_cuda(use.args[0]) else 0
+        return replace(plain, scratch_bytes=indices, working_bytes=plain.working_bytes + indices + shapes)
 
     def extra(self, use: Use) -> tuple[Extra, Extra]:
         samples, channels, positions = _sizes(use)
-        parts = -(-samples // images_at_once((samples, channels, positions)))
+        parts = -(-samples // _images_at_once(use))
         indices = INDEX_BYTES * samples * channels * positions
         # Indices are written, shifted and narrowed; in the backward widened and shifted.
         return Extra(8 + 3 * parts, 3 * indices), Extra(8 + 3 * parts, 3 * indices)
@@ -54,6 +60,10 @@ def _sizes(use: Use) -> tuple[int, int, int]:
     """Samples, channels, and positions of the result."""
     samples, channels = use.args[0].shape[:2]
     return samples, channels, use.result_bytes // max(1, use.args[0].element_size() * samples * channels)
+
+
+def _images_at_once(use: Use) -> int:
+    return images_at_once(_sizes(use), is_for_cuda(use.args[0]))
 
 
 class _Function(torch.autograd.Function):
@@ -69,7 +79,7 @@ class _Function(torch.autograd.Function):
         result = x.new_empty((len(x), *none.shape[1:]))
         starts, span = _windows(x.shape[3], result, *ctx.settings[:-1])
         places = torch.empty_like(result, dtype=_least_type(span))
-        buffer = starts.new_empty((images_at_once(result.shape), *result.shape[1:]))
+        buffer = starts.new_empty((images_at_once(result.shape, is_for_cuda(x)), *result.shape[1:]))
         for part, indices in _parts(buffer, len(x)):
             aten.max_pool2d_with_indices.out(x[part], *ctx.settings, out=result[part], indices=indices)
             places[part].copy_(indices.sub_(starts))
@@ -85,17 +95,23 @@ class _Function(torch.autograd.Function):
         nothing = (None,) * ctx.given
         backward = aten.max_pool2d_with_indices_backward
         if torch.is_grad_enabled():
-            x = untouched(shape, dtype, device)
+            x = _shaped(shape, dtype, device)
             return (backward.default(gradient, x, *ctx.settings, places + starts), *nothing)
         gradient = gradient.contiguous()
         result = gradient.new_empty(shape)
-        buffer = starts.new_empty((images_at_once(places.shape), *places.shape[1:]))
-        x = untouched((len(buffer), *shape[1:]), dtype, device)
+        buffer = starts.new_empty((images_at_once(places.shape, is_for_cuda(places)), *places.shape[1:]))
+        x = _shaped((len(buffer), *shape[1:]), dtype, device)
         for part, indices in _parts(buffer, len(places)):
             indices.copy_(places[part]).add_(starts)
             given = gradient[part], x[: len(indices)], *ctx.settings, indices
             backward.grad_input(*given, grad_input=result[part])
         return (result, *nothing)
+
+
+def _shaped(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor for its shape alone. CUDA has no memory that is promised only, and copies what is expanded."""
+    empty = torch.empty(0, dtype=dtype, device=device)
+    return empty.new_empty(shape) if is_for_cuda(empty) else untouched(shape, dtype, device)
 
 
 def _windows(
@@ -116,9 +132,10 @@ def _least_type(most: int) -> torch.dtype:
     return next(dtype for dtype in types if most <= torch.iinfo(dtype).max)
 
 
-def images_at_once(shape: Sequence[int]) -> int:
+def images_at_once(shape: Sequence[int], on_cuda: bool = False) -> int:
     """For how many images max pooling, whose result has this shape, has indices at a time."""
-    return max(1, min(shape[0], CHUNK_BYTES // max(1, INDEX_BYTES * prod(shape[1:]))))
+    images = CHUNK_BYTES // max(1, INDEX_BYTES * prod(shape[1:]))
+    return max(1, min(shape[0], max(images, -(-shape[0] // CUDA_PARTS) if on_cuda else 1)))
 
 
 def _parts(buffer: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tensor]]:

@@ -139,7 +139,7 @@ def parse(
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     rest = Rest(loss, holds_outputs, outputs)
     visit = partial(visited, model, profiler_of(kind, target, home, gpu), leaves)
-    gpu_there = gpu_of(target, gpu) if contents else None
+    gpu_there = gpu_of(target, gpu) if contents or home.type != target.type else None
     with (
         run_in(contents) if contents else nullcontext(),
         as_on_cuda(gpu_there),

@@ -66,16 +66,15 @@ class FormSearch:
         own = self.own.within(seconds)
         if own is not None and not self._forms_lower(own):
             return own
-        found, limit = [own] if own else [], seconds
+        found, limit = [*filter(None, [own]), self.least_peak], seconds
         for _ in range(ATTEMPTS):
             candidate = self.economical.within(limit)
             if candidate is None:
                 break
             found.append(self._fewest(candidate))
-            excess = found[-1].seconds - seconds
-            if excess <= 0:
+            if found[-1].seconds <= seconds:
                 break
-            limit -= excess
+            limit = seconds - (found[-1].seconds - candidate.seconds)  # less than what this one takes
         return min((c for c in found if c.seconds <= seconds), default=None)
 
     def curve(self, points: int) -> list[Candidate]:
@@ -86,9 +85,15 @@ class FormSearch:
         return front_of([self.least_peak, *found])
 
     def _forms_lower(self, found: Candidate) -> bool:
-        """Whether all forms would lower the peak of a plan that has none, by enough for others to be looked for."""
+        """Whether all forms would lower the peak of a plan that has none, by enough for others to be looked for.
+
+        Or that of another: a plan that peaks at what one operation takes may take as much elsewhere, to be quick.
+        """
+        enough = (1 - WORTH_A_SEARCH) * found.peak_bytes
+        if max(self.own.graph.operation_bounds) >= enough:
+            return max(self.graph.with_forms(self.graph.low_memory).operation_bounds) < enough
         all_forms = replace(found.decisions, low_memory=self.graph.low_memory)
-        return simulate(self.graph, all_forms).peak_bytes < (1 - WORTH_A_SEARCH) * found.peak_bytes
+        return simulate(self.graph, all_forms).peak_bytes < enough
 
     def _fewest(self, found: Candidate, peak: int | None = None) -> Candidate:
         """The same plan with the fewest forms with which it peaks at no more than ``peak``, or than it does."""

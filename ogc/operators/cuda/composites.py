@@ -23,21 +23,32 @@ _LEAST_EPS = 1e-5
 
 def batch_norm_on_cuda(args: Sequence[Any], kwargs: dict[str, Any], gpu: Gpu) -> CudaKernel | None:
     """cuDNN's, which keeps a reserve besides: empty but in channels_last, whose bytes are not documented."""
-    x, weight, bias, mean, var, training, _, eps, _ = args
-    has_statistics = mean is not None and var is not None
-    is_cudnns = (
+    return CudaKernel(_cudnn_batch_norm, is_of_operators=False) if cudnn_normalizes(*args[:8]) else None
+
+
+def cudnn_normalizes(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> bool:
+    """Whether PyTorch leaves batch norm on CUDA with these arguments to cuDNN."""
+    return (
         torch.backends.cudnn.enabled
         and weight is not None
         and bias is not None
         and torch.bfloat16 not in (x.dtype, weight.dtype)
         and (x.dtype != torch.float16 or weight.dtype == torch.float32)
-        and (has_statistics or (training and mean is None and var is None))
+        and ((mean is not None and var is not None) or (training and mean is None and var is None))
         and x.dim() >= 3
         and x.shape[0] <= (_MOST_TRAINING if training else _MOST_EVALUATING)
         and x.numel() < _MOST_ENTRIES
         and eps >= _LEAST_EPS
     )
-    return CudaKernel(_cudnn_batch_norm, is_of_operators=False) if is_cudnns else None
 
 
 def _cudnn_batch_norm(*args: Any) -> torch.Tensor:

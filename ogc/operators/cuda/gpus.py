@@ -62,7 +62,9 @@ _STATED = (
     ("T4", (7, 5), 8.1, 8.1, 65, 320),
     ("V100 SXM2", (7, 0), 15.7, 15.7, 125, 900),
     ("V100 PCIe", (7, 0), 14, 14, 112, 900),
-    # NVIDIA's architecture white papers "Ampere GA102", "Ada" and "RTX Blackwell", with accumulation in float32.
+    # NVIDIA's architecture white papers "Turing" (reference specification), "Ampere GA102", "Ada" and "RTX Blackwell",
+    # with accumulation in float32.
+    ("RTX 2080 Ti", (7, 5), 13.4, 13.4, 53.8, 616),
     ("RTX 3090", (8, 6), 35.6, 35.6, 71, 936),
     ("RTX 4090", (8, 9), 82.6, 82.6, 165.2, 1008),
     ("RTX 5090", (12, 0), 104.8, 104.8, 209.5, 1792),

@@ -26,6 +26,17 @@ def as_on_cuda(gpu: Gpu | None, is_recorded: bool = True) -> AbstractContextMana
     return _gpu.set_to((gpu, is_recorded))
 
 
+def is_for_cuda(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on CUDA, or stands for one there."""
+    return tensor.is_cuda or _gpu.value[0] is not None
+
+
+def runs_kernels_of_cuda(tensor: torch.Tensor) -> bool:
+    """Whether operators on a tensor are CUDA's: those that are recorded are PyTorch's own."""
+    gpu, is_recorded = _gpu.value
+    return tensor.is_cuda or (tensor.is_meta and gpu is not None and not is_recorded)
+
+
 @cache
 def _install() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
