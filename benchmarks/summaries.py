@@ -174,6 +174,39 @@ def side_by_side(runs: Sequence[Data]) -> str:
     return table(header, cells) if cells else ""
 
 
+def predicted(runs: Sequence[Data]) -> str:
+    """A row for each network on a GPU that was not there, and how far its plans are from hollow runs."""
+    header = (
+        "model | batch | plain | published | off | least | ogc | more time | more FLOPs | published | ogc / published"
+    )
+    cells, ratios, errors = [], [], []
+    for row in (row for run in runs for row in run["rows"]):
+        known = row["published"]
+        kinds = ("plain", "least", "ours")
+        errors += [row[f"{kind}_bytes"] / row[f"hollow_{kind}_bytes"] - 1 for kind in kinds]
+        ratios += [row["ours_bytes"] / MIB / known["theirs"]] if known else []
+        off = f"{row['plain_bytes'] / MIB / known['plain'] - 1:+.1%}" if known else "–"
+        cells.append(
+            [
+                *(row["arch"], row["batch_size"], mib(row["plain_bytes"]), known["plain"] if known else "–", off),
+                *(
+                    mib(row["least_bytes"]),
+                    mib(row["ours_bytes"]),
+                    f"{row['overhead']:.1%}",
+                    f"{row['flops_overhead']:.1%}",
+                ),
+                *(known["theirs"] if known else "–", f"{ratios[-1]:.2f}" if known else "–"),
+            ]
+        )
+    if not cells:
+        return ""
+    mean = f"Geometric mean of ours over published: {geometric_mean(ratios):.2f}. " if ratios else ""
+    return (
+        f"{table(header, cells)}\n{mean}Of {len(errors)} plans the largest difference from a hollow run is "
+        f"{max(errors, key=abs):+.2%}, the median {median(map(abs, errors)):.4%}.\n"
+    )
+
+
 def _figures(row: Data) -> list[str]:
     if row["reason"]:
         return [str(row["reason"]), "", ""]

@@ -56,11 +56,11 @@ def _devices(found: Sequence[Data]) -> str:
     return ", ".join(sorted({row["device"].replace("cpu", "on a CPU") for row in found}))
 
 
-def inserted(text: str) -> str:
-    """The README with the table in its place."""
+def inserted(text: str, table: str) -> str:
+    """A page with the table in its place."""
     before, rest = text.split(START)
     _, after = rest.split(END)
-    return f"{before}{START}{markdown()}{END}{after}"
+    return f"{before}{START}{table}{END}{after}"
 
 
 # -- docs/results.md ------------------------------------------------------------------------------------------
@@ -233,12 +233,18 @@ def write(folder: Path = RESULTS, suite: str = "full") -> Iterable[Path]:
     if folder != RESULTS:
         (folder / "results.md").write_text(document(folder, suite), encoding="utf-8")
         return [folder / "results.md"]
-    readme, results = ROOT / "README.md", ROOT / "docs" / "results.md"
+    results = ROOT / "docs" / "results.md"
     results.write_text(document(), encoding="utf-8")
-    if not rows():  # every run of them failed, which the exit status says
-        return [results]
-    readme.write_text(inserted(readme.read_text(encoding="utf-8")), encoding="utf-8")
-    return [results, readme]
+    pages = {ROOT / "README.md": markdown if rows() else None, ROOT / "docs" / "cuda.md": predicted}
+    written = {page: make for page, make in pages.items() if make}  # without one every run of it failed
+    for page, make in written.items():
+        page.write_text(inserted(page.read_text(encoding="utf-8"), make()), encoding="utf-8")
+    return [results, *written]
+
+
+def predicted() -> str:
+    """The table of docs/cuda.md."""
+    return summaries.predicted(files("hollow.json"))
 
 
 if __name__ == "__main__":

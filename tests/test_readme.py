@@ -53,7 +53,7 @@ def test_pages_are_as_short_as_their_readers_time():
 
 
 def test_the_table_is_that_of_the_results():
-    assert tables.inserted(TEXT) == TEXT, "run python -m benchmarks.tables"
+    assert tables.inserted(TEXT, tables.markdown()) == TEXT, "run python -m benchmarks.tables"
 
 
 def test_every_file_a_reader_is_sent_to_is_there():

@@ -8,20 +8,31 @@ import pytest
 
 from benchmarks.suites import FULL, RESULTS, ROOT
 from benchmarks.summaries import largest, more_time, reason, zoo
-from benchmarks.tables import document, files, rows
+from benchmarks.tables import document, files, inserted, predicted, rows
 
 TEXT = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-DEVICES = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+DEVICES, CUDA = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("devices.md", "cuda.md"))
 
 
 def test_the_document_is_that_of_the_results():
     assert document() == TEXT, "run python -m benchmarks.tables"
 
 
+def test_the_table_for_a_gpu_is_that_of_the_results():
+    assert inserted(CUDA, predicted()) == CUDA, "run python -m benchmarks.tables"
+    (run,) = files("hollow.json")
+    errors = [
+        row[f"{k}_bytes"] / row[f"hollow_{k}_bytes"] - 1 for row in run["rows"] for k in ("plain", "least", "ours")
+    ]
+    assert len(run["rows"]) == 20 and max(map(abs, errors)) < 0.006 and sum(abs(e) > 0.001 for e in errors) <= 1
+
+
 def test_it_has_every_row_and_every_command_and_is_short():
     assert len(rows()) == 18
     for run in FULL:
-        assert re.search(rf"`python benchmark.py --suite full --only[^`]* {run.name}\b", TEXT + DEVICES), run.name
+        assert re.search(rf"`python benchmark.py --suite full --only[^`]* {run.name}\b", TEXT + DEVICES + CUDA), (
+            run.name
+        )
     for name in {row["arch"] for row in rows()}:
         assert TEXT.count(f"\n| {name} |") >= 2  # published, and solvers at batch 4
     assert len(TEXT.encode()) <= 15_000

@@ -1,0 +1,120 @@
+"""Low-memory forms on CUDA: in parts as there, with the bits of the whole, and taken where they lower the peak."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import ogc
+from ogc.checking.hollow import hollow_run
+from ogc.operators import normalization, pooling
+from ogc.operators.cuda.gpus import gpu_named
+from ogc.operators.cuda.on_meta import as_on_cuda
+from ogc.operators.registry import of
+
+aten = torch.ops.aten
+GPU = "RTX 2080 Ti"
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(normalization, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(pooling, "CHUNK_BYTES", 64)
+    normalization._is_bitwise_on_cuda.cache_clear()
+
+
+def step(operator, tensors, *settings):
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    result = operator(leaves[0] * 1, *leaves[1:], *settings)
+    result.square().sum().backward()
+    return [result.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_same_bits(target, tensors, *settings):
+    plain = step(target, tensors, *settings)
+    with as_on_cuda(gpu_named(GPU)):  # as to the parts
+        ours = step(of(target).low_memory, tensors, *settings)
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(plain, ours, strict=True))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 16, 40])
+def test_batch_norm(device, channels):
+    tensors = [torch.randn(shape, device=device) for shape in ((6, channels, 9, 7), channels, channels)]
+    assert_same_bits(aten.batch_norm.default, tensors, None, None, True, 0.1, 1e-5, True)
+
+
+@pytest.mark.parametrize("samples", [1, 5, 16, 40])
+def test_max_pool2d(device, samples):
+    x = torch.randn(samples, 3, 11, 9, device=device).round()  # ties
+    assert_same_bits(aten.max_pool2d.default, [x], [3, 3], [2, 2], [1, 1])
+
+
+def test_there_are_no_more_parts_than_a_few():
+    images = torch.empty(200, 40, 9, 9)
+    with as_on_cuda(gpu_named(GPU)):
+        assert normalization.channels_at_once(images) == 3
+    assert normalization.channels_at_once(images) == 1
+    assert [pooling.images_at_once((200, 40, 81), on_cuda) for on_cuda in (True, False)] == [13, 1]
+    assert pooling.images_at_once((0, 40, 81), True) == 1
+
+
+def kind(weights=torch.float32):
+    """Of a call that is tried on a CPU, as if that were CUDA."""
+    dtypes = torch.float32, weights, weights
+    return normalization._Kind(torch.device("cpu"), torch.Size((6, 20, 9, 7)), dtypes, 1e-5, (True, False, False))
+
+
+@pytest.mark.parametrize("weights", [torch.float32, None])
+def test_a_kind_of_batch_norm_is_tried_whole_and_in_parts(weights):
+    assert normalization._is_bitwise_on_cuda(kind(weights))
+
+
+def other_bits(*args):
+    found = GRADIENTS(*args)
+    return (found[0] * (1 + 1e-6 * args[3].shape[1]), *found[1:])
+
+
+def no_room(*args):
+    raise torch.cuda.OutOfMemoryError("for the test")
+
+
+def with_reserve(*args):
+    raise NotImplementedError("for the test")
+
+
+GRADIENTS = normalization._gradients
+
+
+@pytest.mark.parametrize("kernels", [other_bits, no_room, with_reserve])
+def test_other_bits_in_parts_or_no_room_for_a_trial_leave_it_as_it_is(kernels, monkeypatch):
+    monkeypatch.setattr(normalization, "_gradients", kernels)
+    assert not normalization._is_bitwise_on_cuda(kind())
+
+
+def test_a_reserve_of_cudnns_is_no_form(monkeypatch):
+    def cudnn(*args):
+        return [*torch.ops.aten.native_batch_norm.default(*args), torch.zeros(4, dtype=torch.uint8)]
+
+    monkeypatch.setattr(normalization, "_is_cudnns", lambda *args: True)
+    monkeypatch.setattr(normalization.aten.cudnn_batch_norm, "default", cudnn)
+    assert not normalization._is_bitwise_on_cuda(kind())
+
+
+WIDE = {
+    "batch_norm": lambda: torchvision.models.resnet18(),
+    "max_pool2d": lambda: nn.Sequential(
+        nn.Conv2d(3, 64, 5, stride=2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(64, 64, 3, stride=4), nn.Flatten(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("wish", [{}, {"max_overhead": 0.5}])
+def test_where_one_operation_bounds_the_peak_it_runs_in_its_form(name, wish):
+    with torch.device("meta"):
+        model = WIDE[name]()
+    graph = ogc.parse(model, torch.empty(64, 3, 128, 128, device="meta"), device="cuda", profile="estimate", gpu=GPU)
+    plan = ogc.solve(graph, **wish)
+    assert f"aten.{name}.default" in {graph.operations[t].target for t in plan.low_memory}
+    assert plan.peak_bytes < max(graph.with_forms(()).operation_bounds)
+    assert hollow_run(model, graph, plan, gpu=GPU).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
