@@ -19,6 +19,8 @@ from ...collecting import collecting_new_only
 from ...errors import ParseError
 from ...graph import Graph
 from ...operators.convolution.parts import Trials, trials_put_off
+from ...operators.cuda.gpus import gpu_of
+from ...operators.cuda.on_meta import as_on_cuda
 from ...program.leaf import Leaf
 from ...program.program import Program
 from ...program.step import Loss
@@ -108,9 +110,11 @@ class OtherSizes:
         profiler = self._profiler(is_timed, runs)
         run = partial(_run, has_numbers=isinstance(profiler, Measurer))
         visit = partial(visited, self.model, profiler, Leaves(self.model, ()))
+        device = torch.device(self.graph.device)
+        there = as_on_cuda(gpu_of(device, None) if device.type != self.home.type else None)
         try:
-            with untouched(self.model), trials_put_off() if puts_off else nullcontext(Trials()) as trials:
-                traced, observation, _ = settled(sample, traced, torch.device(self.graph.device), visit, run=run)
+            with there, untouched(self.model), trials_put_off() if puts_off else nullcontext(Trials()) as trials:
+                traced, observation, _ = settled(sample, traced, device, visit, run=run)
                 found = self._graph_of(sample, traced, observation)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             raise ParseError(f"the program cannot be run without content: {error}") from error
