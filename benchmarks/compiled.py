@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torchvision
 from torch import nn
-from torch.nn.functional import gelu, scaled_dot_product_attention
 
 import ogc
 
+from .networks.transformers import Attention, feed_forward
 from .side_by_side import Forward, Row, Way, compiled, main, rows
 
 BUDGETS = (0.7, 0.5, 0.3, 0.1)
@@ -35,15 +35,12 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.heads = heads
+        self.attention = Attention(width, heads, dropout=0.0, causal=False)
+        self.feed_forward = feed_forward(width, "none")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.norms[0](x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        x = x + self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        result: torch.Tensor = x + self.down(gelu(self.up(self.norms[1](x))))
+        x = x + self.attention(self.norms[0](x))
+        result: torch.Tensor = x + self.feed_forward(self.norms[1](x))
         return result
 
 

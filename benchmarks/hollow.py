@@ -76,15 +76,13 @@ def row_of(name: str) -> HollowRow:
     inputs = architecture.input.sample(architecture.batch_size, None)
     loss: dict[str, Any] = {"loss": cross_entropy} if name in TRANSFORMERS else {}
     graph = ogc.parse(model, inputs, device="cuda", profile="estimate", gpu=GPU, **loss)
-    least = ogc.solve(graph)
-    plans = ogc.solve(graph, solver="none"), least, least
+    plain, least = ogc.solve(graph, solver="none"), ogc.solve(graph)
+    ours = least
     if architecture.published is not None:
         ours = within_published_overhead(
             lambda overhead: ogc.solve(graph, max_overhead=overhead), architecture.published.overhead, lambda plan: plan
         )
-        plans = *plans[:2], ours
-    plain, least, ours = plans
-    reached = [hollow_run(model, graph, plan, gpu=GPU).peak_bytes for plan in plans]
+    reached = [hollow_run(model, graph, plan, gpu=GPU).peak_bytes for plan in (plain, least, ours)]
     return HollowRow(
         name, len(inputs), plain.peak_bytes, reached[0], least.peak_bytes, reached[1], ours.peak_bytes, reached[2],
         ours.overhead, ours.flops_overhead, len(ours.low_memory),

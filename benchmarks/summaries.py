@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
 
+from .hollow import HollowRow
 from .timing.aims import findings
 from .timing.row import Items, TimeRow
 
@@ -179,11 +180,10 @@ def predicted(runs: Sequence[Data]) -> str:
     header = (
         "model | batch | plain | published | off | least | ogc | more time | more FLOPs | published | ogc / published"
     )
-    cells, ratios, errors = [], [], []
+    cells, ratios, errors = [], [], list[float]()
     for row in (row for run in runs for row in run["rows"]):
         known = row["published"]
-        kinds = ("plain", "least", "ours")
-        errors += [row[f"{kind}_bytes"] / row[f"hollow_{kind}_bytes"] - 1 for kind in kinds]
+        errors += HollowRow(**row).errors
         ratios += [row["ours_bytes"] / MIB / known["theirs"]] if known else []
         off = f"{row['plain_bytes'] / MIB / known['plain'] - 1:+.1%}" if known else "–"
         cells.append(

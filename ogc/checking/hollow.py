@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,12 +105,10 @@ class _HollowStep:
         bound = [get_attribute(self.model, constants, name) for name in self.code.bound]
         self.bound = [*bound, *(torch.zeros_like(attribute(self.model, name)) for name in self.code.copied)]
         self.inputs = [_like(spec) for spec in self.program.inputs.tensors]
-        self.gradients = []
-        for tensor in held.values():
-            if tensor.requires_grad:
-                tensor.grad = torch.zeros_like(tensor)
-                self.gradients.append(tensor.grad)
-        known = (*self.inputs, *self.gradients, *tensor_leaves(self.bound), *held.values())
+        gradients = {tensor: torch.zeros_like(tensor) for tensor in held.values() if tensor.requires_grad}
+        for tensor, gradient in gradients.items():
+            tensor.grad = gradient
+        known = (*self.inputs, *gradients.values(), *tensor_leaves(self.bound), *held.values())
         self.allocations = _Allocations(known, gpu)
 
     @contextmanager
@@ -129,23 +127,15 @@ class _HollowStep:
 
     def on_another_thread(self, backward: Callable[[], None]) -> None:
         """Where autograd runs the backward of tensors on a GPU."""
-        failed: list[BaseException] = []
 
         def run() -> None:
-            try:
-                with ExitStack() as stack:
-                    with _Allocations((), self.gpu):
-                        stack.enter_context(counted_here())
-                    stack.enter_context(self.inside())
-                    backward()
-            except BaseException as error:
-                failed.append(error)
+            with _Allocations((), self.gpu):
+                counted = counted_here()
+            with counted, self.inside():
+                backward()
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if failed:
-            raise failed[0]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run).result()
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

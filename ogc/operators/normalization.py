@@ -70,11 +70,12 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, bias: Any, *settings: Any) -> torch.Tensor:
         statistics: Sequence[torch.Tensor] = settings[6:]
+        is_cudnns = _is_cudnns(x, weight, bias, *settings[:5])
         if statistics and repeats_exactly(x, weight, bias):
             result = _normalized(x, weight, bias, *statistics)
         else:
-            result, *statistics = _normalize(x, weight, bias, *settings[:5])
-        ctx.eps, ctx.is_cudnns = settings[4], _is_cudnns(x, weight, bias, *settings[:5])
+            result, *statistics = _normalize(is_cudnns, x, weight, bias, *settings[:5])
+        ctx.eps, ctx.is_cudnns = settings[4], is_cudnns
         ctx.save_for_backward(x, weight, *statistics)
         return result
 
@@ -113,12 +114,12 @@ def _is_cudnns(x: torch.Tensor, *settings: Any) -> bool:
     return runs_kernels_of_cuda(x) and cudnn_normalizes(x, *settings)
 
 
-def _normalize(x: torch.Tensor, *settings: Any) -> Sequence[torch.Tensor]:
+def _normalize(is_cudnns: bool, *settings: Any) -> Sequence[torch.Tensor]:
     """The result, mean and deviation; cuDNN keeps nothing else of what has its channels first."""
-    if not _is_cudnns(x, *settings):
-        found: Sequence[torch.Tensor] = aten.native_batch_norm.default(x, *settings)
+    if not is_cudnns:
+        found: Sequence[torch.Tensor] = aten.native_batch_norm.default(*settings)
         return found
-    *found, reserve = aten.cudnn_batch_norm.default(x, *settings)
+    *found, reserve = aten.cudnn_batch_norm.default(*settings)
     if reserve.numel():
         raise NotImplementedError("cuDNN keeps a reserve for batch norm here")
     return found
@@ -149,7 +150,7 @@ class _Kind(NamedTuple):
     def of(x: torch.Tensor, weight: Any, bias: Any, *settings: Any) -> _Kind:
         dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias))
         cudnn = torch.backends.cudnn
-        return _Kind(x.device, x.shape, dtypes, settings[4], (cudnn.enabled, cudnn.deterministic, cudnn.benchmark))
+        return _Kind(x.device, x.shape, dtypes, settings[4], (cudnn.enabled, cudnn.deterministic))
 
 
 @cache
@@ -165,8 +166,9 @@ def _is_bitwise_on_cuda(kind: _Kind) -> bool:
             x, gradient = (numbers(kind.shape, kind.dtypes[0]) for _ in range(2))
             weight, bias = (numbers(kind.shape[1:2], dtype) for dtype in kind.dtypes[1:])
             settings = x, weight, bias, None, None, True, 0.1, kind.eps
-            statistics = _normalize(*settings)[1:]
-            found = partial(_gradients, _is_cudnns(*settings), [True, weight is not None, bias is not None])
+            is_cudnns = _is_cudnns(*settings)
+            statistics = _normalize(is_cudnns, *settings)[1:]
+            found = partial(_gradients, is_cudnns, [True, weight is not None, bias is not None])
             by_channel = weight, *statistics
             whole = found(gradient, x, *by_channel, kind.eps)
             ours = _in_parts(lambda *given: found(*given, kind.eps), gradient, gradient, x, *by_channel)

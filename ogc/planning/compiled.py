@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import DependencyError, InputError, SolveError
-from ..graph import Graph
+from ..graph import Graph, Operation
 from ..operators.registry import of, out_of_place
 from ..operators.slices import Compiled, Compiler
 from ..parser import parse
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 
 Stretch = tuple[str, ...]
 """Names of operations."""
-
-NOTHING = "nothing is compiled: no two operations lie together between cuts that meet the wish, and gain by it"
 
 GRADIENTS = 0.02
 """A stretch takes in no more parameters where those that it has are a larger share of the plan's peak."""
@@ -92,12 +90,8 @@ def compile_plan(
     budget = Wish(memory_budget).budget_bytes(plain_peak(graph))
 
     def with_these(stretches: tuple[Stretch, ...]) -> tuple[Graph, Plan]:
-        if not stretches:
-            log.warning(NOTHING)
-        compilation = Compilation(stretches, compiler)
-        compiled = parse(
-            model, sample_input, profile=graph.profile, compiled=compilation, leaf_modules=leaves, **parsing
-        )
+        given = {"compiled": Compilation(stretches, compiler), "leaf_modules": leaves, **parsing}
+        compiled = parse(model, sample_input, profile=graph.profile, **given)
         found = solve(replace(compiled, plain_peak_bytes=None), memory_budget=budget, max_overhead=max_overhead)
         decisions = Decisions((saved(0, len(compiled)),)) if found.is_plain else found.decisions
         return compiled, replace(make_plan(compiled, decisions, found.solver), budget_bytes=found.budget_bytes)
@@ -114,14 +108,22 @@ def compile_plan(
             return compiled, found
         return (compiled, found) if _cost(found) <= _cost(other) else (fewer, other)
 
-    cuts = set(cuts_of(plan.segments))
-    heavy = {t for t, node in enumerate(graph.program.operations) if of(node.target).is_heavy}
-    for some in (cuts, cuts | heavy):
-        try:
-            return between(some)
-        except SolveError as error:
-            log.info("smaller stretches are tried: %s", error)
-    return between(graph.cuts)
+    def between_as_few_as_fit() -> tuple[Graph, Plan]:
+        cuts = set(cuts_of(plan.segments))
+        heavy = {t for t, node in enumerate(graph.program.operations) if of(node.target).is_heavy}
+        for some in (cuts, cuts | heavy):
+            try:
+                return between(some)
+            except SolveError as error:
+                log.info("smaller stretches are tried: %s", error)
+        return between(graph.cuts)
+
+    chosen = between_as_few_as_fit()
+    if not _code_of(chosen[0]):
+        log.warning(
+            "nothing is compiled: no two operations lie together between cuts that meet the wish, and gain by it"
+        )
+    return chosen
 
 
 def stretches_between(model: torch.nn.Module, graph: Graph, cuts: Iterable[int], most: int) -> Iterator[Stretch]:
@@ -146,15 +148,20 @@ def stretches_between(model: torch.nn.Module, graph: Graph, cuts: Iterable[int],
 
 def those_that_gain(stretches: Iterable[Stretch], graph: Graph, compiled: Graph) -> Iterator[Stretch]:
     """The stretches that take less time compiled than their operations take."""
-    taken = {op.name: op.forward_seconds + op.backward_seconds for op in graph.operations}
-    code = {
-        node.target.name: op.forward_seconds + op.backward_seconds
-        for node, op in zip(compiled.program.operations, compiled.operations, strict=False)
-        if isinstance(node.target, Compiled)
-    }
+    taken, code = {op.name: op for op in graph.operations}, _code_of(compiled)
     for names in stretches:
-        if code.get(name_of(names), 0.0) < sum(taken[name] for name in names):
+        if (op := code.get(name_of(names))) is None or _seconds(op) < sum(_seconds(taken[name]) for name in names):
             yield names
+
+
+def _code_of(graph: Graph) -> dict[str, Operation]:
+    """The operations that are compiled stretches, by the names of these."""
+    nodes = zip(graph.program.operations, graph.operations, strict=False)  # a loss comes behind
+    return {node.target.name: op for node, op in nodes if isinstance(node.target, Compiled)}
+
+
+def _seconds(op: Operation) -> float:
+    return op.forward_seconds + op.backward_seconds
 
 
 def _cost(plan: Plan) -> float:

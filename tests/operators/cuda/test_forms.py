@@ -61,7 +61,7 @@ def test_there_are_no_more_parts_than_a_few():
 def kind(weights=torch.float32):
     """Of a call that is tried on a CPU, as if that were CUDA."""
     dtypes = torch.float32, weights, weights
-    return normalization._Kind(torch.device("cpu"), torch.Size((6, 20, 9, 7)), dtypes, 1e-5, (True, False, False))
+    return normalization._Kind(torch.device("cpu"), torch.Size((6, 20, 9, 7)), dtypes, 1e-5, (True, False))
 
 
 @pytest.mark.parametrize("weights", [torch.float32, None])
