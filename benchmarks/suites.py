@@ -88,7 +88,7 @@ FULL = (
     Run("zoo_transformers", f"{ZOO} transformers", "zoo/transformers.json"),
     Run("sliced", f"{PUBLISHED} vgg11 vgg16 --batch-slices 8", "cpu_sliced.json"),
     Run("logits", "-m benchmarks.logits", "logits.json"),
-    Run("compiled", "-m benchmarks.compiled", "compiled.json"),
+    Run("compiled", "-m benchmarks.compiled --rounds 41", "compiled.json"),
     Run("hollow", "-m benchmarks.hollow", "hollow.json"),
     Run(
         "devices",
