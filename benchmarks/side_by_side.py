@@ -94,6 +94,7 @@ def _gradients(model: nn.Module, forward: Forward) -> dict[str, torch.Tensor]:
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
+    torch.manual_seed(0)  # for dropout
     _step(forward)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

@@ -89,6 +89,7 @@ FULL = (
     Run("sliced", f"{PUBLISHED} vgg11 vgg16 --batch-slices 8", "cpu_sliced.json"),
     Run("logits", "-m benchmarks.logits", "logits.json"),
     Run("compiled", "-m benchmarks.compiled --rounds 41", "compiled.json"),
+    Run("families", "-m benchmarks.families", "families.json"),
     Run("hollow", "-m benchmarks.hollow", "hollow.json"),
     Run(
         "devices",
@@ -121,6 +122,7 @@ QUICK = (
     Run("sliced", f"{SMALL} alexnet --batch-slices 4", "cpu_sliced.json"),
     Run("logits", "-m benchmarks.logits 500 --rounds 1", "logits.json"),
     Run("compiled", "-m benchmarks.compiled pointwise --rounds 1", "compiled.json"),
+    Run("families", "-m benchmarks.families fno_3d --rounds 1", "families.json"),
     Run("hollow", "-m benchmarks.hollow --arch resnet18", "hollow.json"),
     Run("largest", f"{LARGEST} resnet18 --size 64".replace("2GiB", "128MiB"), "largest/cpu.json"),
     Run("time", "-m benchmarks.timing --device cpu --seconds 2 small_blocks lstm", "time/cpu.json"),

@@ -6,8 +6,9 @@ from statistics import geometric_mean
 
 import pytest
 
+from benchmarks.cells import more_time
 from benchmarks.suites import FULL, RESULTS, ROOT
-from benchmarks.summaries import largest, more_time, reason, zoo
+from benchmarks.summaries import families, largest, quicker_within, reason, zoo
 from benchmarks.tables import document, files, inserted, predicted, rows
 
 TEXT = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -114,12 +115,32 @@ def test_other_tools_have_their_place(on_cpus):
     found = document(on_cpus).split(place)[1].split("\n## ")[0]
     assert "| tiny | 2×3 | 8 | blocks | 6 at 1.50× | – | 4 at 1.20× |" in found
     assert "No peer beats a plan of ours in bytes and FLOPs." in found
+    assert "as little time: none is." in found
     comparison["rows"].append(ours | {"name": "ogc: FLOPs of blocks", "peak_bytes": 5 << 20, "flops": 120})
     comparison["rows"][1] |= {"dominated_by": "blocks"}
     (on_cpus / "compare" / "cpu_tiny.json").write_text(json.dumps(file | {"rows": [comparison]}))
     found = document(on_cpus).split(place)[1].split("\n## ")[0]
     assert "| tiny | 2×3 | 8 | blocks | 6 at 1.50× | 5 at 1.20× | 4 at 1.20× |" in found
     assert "**Plans of ours are beaten by a peer**: blocks of tiny" in found
+    comparison["rows"][2] |= {"seconds": 1.17}
+    assert quicker_within(comparison["rows"][:3]) == ["blocks"]
+    comparison["rows"][2] |= {"seconds": 1.18}  # within the noise
+    assert quicker_within(comparison["rows"][:3]) == []
+    comparison["rows"][2] |= {"peak_bytes": 3 << 20}
+    assert quicker_within(comparison["rows"][:3]) == ["blocks"]
+
+
+def test_families_are_compared_by_their_ways():
+    ways = {"plain": (8, 0.0), "ogc, +10%": (4, 0.1), "ogc, +20%": (2, 0.2)}
+    found = [
+        {"subject": subject, "way": way, "peak_bytes": size * factor << 20, "paid": paid}
+        for subject, factor in (("a", 1), ("b", 3))
+        for way, (size, paid) in ways.items()
+    ]
+    table = families([{"rows": found}])
+    assert "| b | 24 | 12 (-50%), +10.0% | 6 (-75%), +20.0% |" in table
+    assert "| geometric mean |  | **-50%**, +10.0% | **-75%**, +20.0% |" in table
+    assert families([]) == ""
 
 
 def test_rows_that_failed_and_tensors_that_were_not_compared_are_named(on_cpus):

@@ -1,0 +1,89 @@
+"""Eight families of models at small overheads: what plans that promise +10, +15 and +20 % take, in memory and in time.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.families [SUBJECT ...] --json FILE
+
+The families are those that HiRemate reports on (Gusak et al., ICML 2025: 50 to 70 % less memory at 10 to 15 % more
+time), at sizes that a computer without a GPU trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+
+import ogc
+
+from .networks.mixer import Mixer
+from .networks.neural_operators import FourierNeuralOperator
+from .networks.transformers import Gpt2
+from .networks.unet import UNet
+from .side_by_side import Forward, Row, Way, main, rows
+
+OVERHEADS = (0.1, 0.15, 0.2)
+
+Inputs = tuple[torch.Tensor, ...]
+
+
+def _images(batch: int, size: int = 224) -> Inputs:
+    return (torch.randn(batch, 3, size, size),)
+
+
+def _words(batch: int, tokens: int) -> Inputs:
+    return (torch.randint(0, 50257, (batch, tokens)),)
+
+
+SUBJECTS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+    "resnet101": lambda: (torchvision.models.resnet101(), _images(4)),
+    "regnet_x_32gf": lambda: (torchvision.models.regnet_x_32gf(), _images(2)),
+    "unet": lambda: (UNet(), _images(1)),
+    "mixer_b_16": lambda: (Mixer(), _images(4)),
+    "transformer": lambda: (
+        nn.Transformer(512, 8, 6, 6, batch_first=True, dropout=0.1),
+        (torch.randn(4, 128, 512), torch.randn(4, 128, 512)),
+    ),
+    "gpt2_small": lambda: (Gpt2(), _words(1, 512)),
+    "fno_1d": lambda: (FourierNeuralOperator(1, width=64, modes=16), (torch.randn(32, 1, 2048),)),
+    "fno_3d": lambda: (FourierNeuralOperator(3, width=20, modes=8), (torch.randn(2, 1, 32, 32, 32),)),
+}
+
+
+def loss_of(model: nn.Module, inputs: Inputs) -> Callable[[Any], torch.Tensor]:
+    """Next words for a language model, squares for all others."""
+    if isinstance(model, Gpt2):
+        words = inputs[0][:, 1:].flatten()
+        return lambda scores: F.cross_entropy(scores[:, :-1].flatten(0, 1), words)
+    return lambda result: result.square().mean()
+
+
+def ways_of(model: nn.Module, inputs: Inputs) -> dict[str, Way]:
+    """The plain model, and plans by what they promise."""
+    loss = loss_of(model, inputs)
+
+    def forward(run: Callable[..., Any]) -> argparse.Namespace:
+        output = run(*inputs)
+        return argparse.Namespace(loss=loss(output), output=output)
+
+    def plan(overhead: float) -> tuple[Forward, ogc.Plan]:
+        optimized: Any = ogc.optimize(model, inputs, max_overhead=overhead, loss=loss)
+        return partial(forward, optimized), optimized.plan
+
+    ours: dict[str, Way] = {f"ogc, {overhead:+.0%}": partial(plan, overhead) for overhead in OVERHEADS}
+    return {"plain": lambda: (partial(forward, model), None), **ours}
+
+
+def _measure(subject: str, rounds: int) -> list[Row]:
+    torch.manual_seed(0)
+    model, inputs = SUBJECTS[subject]()
+    return rows(subject, model.train(), ways_of(model, inputs), rounds)
+
+
+if __name__ == "__main__":
+    sys.exit(main("benchmarks.families", __doc__, tuple(SUBJECTS), _measure))
