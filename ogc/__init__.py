@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .planning.slicing import slice_batch
     from .solver import frontier, solve
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "builder": ("GraphBuilder",),

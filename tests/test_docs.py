@@ -1,9 +1,12 @@
-"""Pages that name tests name tests that there are."""
+"""Pages that name tests name tests that there are; that of public names has them all, as they are."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
+
+import ogc
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,3 +19,18 @@ def test_a_page_names_tests_that_there_are(page, least):
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / f"{page}.md").read_text("utf-8")))
     assert len(named) >= least
     assert not named - defined
+
+
+def test_every_public_name_is_on_its_page_as_it_is():
+    made = runpy.run_path(str(ROOT / "docs" / "make_api.py"))
+    assert sorted(name for names in made["PARTS"].values() for name in names) == ogc.__all__
+    assert made["PAGE"].read_text("utf-8") == made["page"](), "run python docs/make_api.py"
+
+
+def test_every_public_function_says_what_it_takes_and_raises():
+    page = (ROOT / "docs" / "api.md").read_text("utf-8")
+    for section in re.split(r"\n### ", page)[1:]:
+        name = section.split("`")[1]
+        if name[0].islower() and name not in ("saved", "recomputed"):
+            assert "Args:" in section, name
+            assert "Raises:" in section or name in ("frontier",), name
