@@ -1,7 +1,11 @@
 """What a backward reaches is found out without a word about it to the caller, and without taking his stack."""
 
-import torch
+import threading
 
+import torch
+from helpers import Function, run_apart
+
+import ogc
 from ogc.parser.forward.flat import gradient_targets
 
 
@@ -31,3 +35,27 @@ def test_a_long_chain_can_be_let_go_of():
     found, nodes = gradient_targets([y], [w])
     assert found == {0} and len(nodes) == 100_002
     del y  # and the nodes after it
+
+
+def test_a_long_program_is_parsed_on_a_small_stack():
+    run_apart(parse_on_a_small_stack)
+
+
+def parse_on_a_small_stack():
+    """Nodes that are let go of one within the other take stack each; where there is none left, the process ends."""
+
+    def added(x):
+        for _ in range(6000):
+            x = x + 1
+        return x
+
+    found = []
+
+    def parse():
+        found.append(ogc.parse(Function(added), torch.ones((), requires_grad=True), profile="estimate"))
+
+    threading.stack_size(2**19)
+    thread = threading.Thread(target=parse)
+    thread.start()
+    thread.join()
+    assert len(found[0]) == 6000

@@ -52,6 +52,7 @@ def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_car
     recorder.graph.lint()
     assert flat.output_spec is not None
     graph, constants = recorder.graph, recorder.tensors.constants
+    del outputs  # before the nodes that ``flat`` holds
     return Traced(graph, constants, flat.output_spec, flat.outputs, flat.requires_grad, flat.grad_targets, guards)
 
 

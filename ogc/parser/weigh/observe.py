@@ -76,6 +76,7 @@ class _Observer:
             result.outputs = [t.detach() for t in outputs]
             result.grad_targets, self.graph = gradient_targets(outputs, self.inputs)
             result.output_values = {n for n in map(self.memory.value, outputs) if n is not None}
+        del outputs  # before this observer, which the caller may have let go of
         return result
 
     def _attribute(self, target: str) -> Any:
