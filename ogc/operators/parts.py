@@ -15,11 +15,15 @@ def even_parts(samples: int, count: int) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in pairwise(samples * k // count for k in range(count + 1)))
 
 
-def part_by_part(parts: Sequence[slice], run: Callable[[slice], torch.Tensor]) -> torch.Tensor:
-    """What ``run`` gives for each part, joined along the first axis: one part's lives beside the whole."""
+def part_by_part(
+    parts: Sequence[slice], run: Callable[[slice], torch.Tensor], result: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What ``run`` gives for each part, joined along the first axis: one part's lives beside the whole.
+
+    That is ``result`` where there are several parts and it is given: it may be what they are made from.
+    """
     if len(parts) == 1:
         return run(parts[0])
-    result: torch.Tensor | None = None
     for part in parts:
         found = run(part)
         if result is None:
@@ -35,7 +39,7 @@ def untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
     Some gradients depend on the shape of an operator's input alone, but their operators ask for a tensor.
     """
-    if device.type == "meta":
+    if device.type != "cpu":
         return torch.empty(1, dtype=dtype, device=device).expand(shape)
     pages = mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize))
     return torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape)

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InputError
 from ..program.program import device_of_model
-from ..program.structures import Call, InputSpec
+from ..program.structures import Call, InputSpec, autocast_state
 from ..torch_state.hooks import is_compiled
 from ..torch_state.ranks.shards import is_spread
 from .forward.contents import Contents, has_content, lacks_content, on_meta
@@ -91,23 +91,22 @@ def sample_of(model: torch.nn.Module, sample_input: Any, contents: Contents | No
 
 
 def contents_of(model: torch.nn.Module, device: torch.device | str | None) -> Contents | None:
-    """What a model without content is run in, to be planned for ``device``; None for one that has its content.
+    """What a model is run in without content, to be planned for ``device``; None where it runs with its content.
+
+    It has none, or it is to be planned for CUDA under autocast, which casts otherwise where the model is.
 
     Raises:
-        InputError: kernels of that device take what shapes do not tell, or autocast is on, which casts nothing there.
+        InputError: kernels of that device take what shapes do not tell.
     """
+    is_for_cuda = device is not None and device_of(device).type == "cuda"
     if not lacks_content(model):
-        return None
-    if device is None or device_of(device).type != "cuda":
+        is_elsewhere = not any(t.is_cuda for t in chain(model.parameters(), model.buffers()))
+        return Contents() if is_for_cuda and is_elsewhere and autocast_state() else None
+    if not is_for_cuda:
         name = next(name for name, t in chain(model.named_parameters(), model.named_buffers()) if not has_content(t))
         raise InputError(
             f'{name} has no content, and what such a model takes is known for device="cuda" alone, not for {device}; '
             "give the model content with model.to_empty(device=...), and initialize it"
-        )
-    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-        raise InputError(
-            "autocast casts no tensor without content; parse a model with content under torch.autocast('cpu'), or one "
-            "of the type that it is to compute in, outside of autocast"
         )
     return Contents()
 

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..program.leaf import called_leaves
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
 from ..torch_state.compare import difference, fingerprint, same_bits
+from ..torch_state.dispatch import run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode, id_of_storage
@@ -139,7 +140,7 @@ class _Run:
         with untouched(model):
             inputs = sample.copies()
             self.log = log = _Log([*inputs, *model.parameters(), *model.buffers()])
-            with seen_as_recorded(model, leaves, log.saved, log.paused), nothing_saved(log.saved), log:
+            with seen_as_recorded(model, leaves, log.saved, log.paused), nothing_saved(log.saved), run_in(log):
                 outputs = forward(log, inputs)
             self.outputs = [tensor.detach() for tensor in outputs]
             _, self._nodes = gradient_targets(outputs, inputs)  # held until the outputs are gone

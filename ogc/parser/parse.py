@@ -13,6 +13,7 @@ import torch
 from ..collecting import collecting_new_only
 from ..errors import ParseError
 from ..graph import Graph
+from ..operators.cuda.autocast import autocast_of_cuda
 from ..operators.cuda.gpus import gpu_of
 from ..operators.cuda.on_meta import as_on_cuda
 from ..operators.registry import out_of_place
@@ -20,6 +21,7 @@ from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
 from ..program.program import OUTSIDE
 from ..program.step import Loss, Rest
+from ..program.structures import autocast_state
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.dispatch import run_in
 from ..torch_state.forwards import plain_forward
@@ -142,6 +144,7 @@ def parse(
     gpu_there = gpu_of(target, gpu) if contents or home.type != target.type else None
     with (
         run_in(contents) if contents else nullcontext(),
+        autocast_of_cuda() if contents and autocast_state() else nullcontext(),
         as_on_cuda(gpu_there),
         untouched(*modules_of(loss), given=sample.spec.constants),
         parameters_apart(model),

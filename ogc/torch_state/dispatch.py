@@ -8,7 +8,7 @@ is cast, differentiated or taken apart. Nothing else about PyTorch changes: size
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ..on_thread import OnThread
 from .private import AUTOCAST, RECORDING, OpOverload, TorchDispatchMode, has_kernel, not_recording, recording, schema_of
 
 _handler: OnThread[Handler | None] = OnThread(None)
-_mode: OnThread[TorchDispatchMode | None] = OnThread(None)
+_modes: OnThread[tuple[TorchDispatchMode, ...]] = OnThread(())
 
 
 class Call(NamedTuple):
@@ -52,6 +52,10 @@ class Call(NamedTuple):
         with unseen(), in_mode():
             return self.operator(*self.args, **self.kwargs)
 
+    def made(self) -> Any:
+        """The result; operators that autocast casts for are handed to the handler, in whatever they are called."""
+        return self.open() if self.is_cast or self.is_composite else self.run()
+
     def open(self) -> Any:
         """The result; each operator that this one is made of is handed to the handler in its turn."""
         if self.takes_numbers:  # which redispatch does not take
@@ -73,6 +77,20 @@ def complete(
     return tuple(positional), named
 
 
+_kind: OnThread[type[Call]] = OnThread(Call)
+
+
+def calls_are(kind: type[Call]) -> AbstractContextManager[None]:
+    """Inside, on this thread, calls that are handed on are of another class; see :func:`made_as_they_are`."""
+    return _kind.set_to(kind)
+
+
+def made_as_they_are() -> AbstractContextManager[None]:
+    """Inside, calls of a class of their own run as it says, whether a handler wants them or not."""
+    is_ordinary = _kind.value is Call or _handler.value is not None
+    return nullcontext() if is_ordinary else dispatched_to(lambda call: call.made())
+
+
 Handler = Callable[[Call], Any]
 """Runs each call in its place and returns its result."""
 
@@ -92,27 +110,30 @@ def run_in(mode: TorchDispatchMode) -> Iterator[None]:
 
     The mode itself is off there, as PyTorch finds no fallbacks that are written in Python while one is on.
     """
-    with _mode.set_to(mode), mode:
+    with _modes.set_to((*_modes.value, mode)), mode:
         yield
 
 
 @contextmanager
 def out_of_mode() -> Iterator[None]:
-    """Run operators as if :func:`run_in` were not, which must be the innermost mode."""
-    mode = _mode.value
-    if mode is None:
-        yield
-        return
-    mode.__exit__(None, None, None)
+    """Run operators as if :func:`run_in` were not; its modes must be the innermost ones."""
+    modes = _modes.value
+    for mode in reversed(modes):
+        mode.__exit__(None, None, None)
     try:
         yield
     finally:
-        mode.__enter__()
+        for mode in modes:
+            mode.__enter__()
 
 
-def in_mode() -> AbstractContextManager[Any]:
-    """Run operators in the mode of :func:`run_in` where it is off, if there is one."""
-    return _mode.value or nullcontext()
+@contextmanager
+def in_mode() -> Iterator[None]:
+    """Run operators in the modes of :func:`run_in` where they are off."""
+    with ExitStack() as stack:
+        for mode in _modes.value:
+            stack.enter_context(mode)
+        yield
 
 
 unseen: Callable[[], AbstractContextManager[None]] = not_recording
@@ -127,6 +148,6 @@ def _install() -> torch.library.Library:
 
 
 def _dispatch(keys: Any, operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    call = Call(operator, args, kwargs, keys.remove(RECORDING))
+    call = _kind.value(operator, args, kwargs, keys.remove(RECORDING))
     handler = _handler.value
     return call.run() if handler is None else handler(call)  # none on a thread that was started inside

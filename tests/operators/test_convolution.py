@@ -156,3 +156,36 @@ def test_another_number_of_threads_gives_what_it_gives_the_plain_model(threads):
     for other in (1, threads, 3):
         torch.set_num_threads(other)
         assert_same_training(model, optimised, (x,))
+
+
+class Between(nn.Module):
+    """A frozen convolution, the gradient of whose result nobody else has, or somebody does."""
+
+    def __init__(self, is_shared):
+        super().__init__()
+        self.first = nn.Conv2d(32, 32, 3, padding=1, bias=False)
+        self.frozen = nn.Conv2d(32, 32, 3, padding=1, bias=False).requires_grad_(False)
+        self.is_shared = is_shared
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.frozen(x)
+        return ((x + y if self.is_shared else y) * 2).sin().mean((2, 3))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_gradient_of_the_images_takes_the_place_of_one_that_nobody_else_has(is_shared):
+    model, x = Between(is_shared), torch.randn(40, 32, 32, 32)
+    graph = ogc.parse(model, x, profile="estimate")
+    plan = ogc.make_plan(graph, [ogc.saved(0, len(graph))], low_memory=graph.low_memory)
+    assert_same_training(model, ogc.apply(model, graph, plan), (x,))
+    images = x.clone().requires_grad_()
+    result = of(aten.convolution.default).low_memory(images, model.frozen.weight, None, *SETTINGS)
+    last = (result + images if is_shared else result) * 2
+    peak = peak_bytes(lambda: torch.autograd.grad(last, images, x), "cpu")
+    assert peak == pytest.approx(form_of(graph, "convolution_default_1").backward_bytes, rel=0.01)
+    assert peak < (2.3 if is_shared else 1.3) * x.nbytes
+
+
+def form_of(graph, name):
+    return next(op.low_memory for op in graph.operations if op.name == name)

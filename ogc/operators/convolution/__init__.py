@@ -1,7 +1,8 @@
-"""Convolution, and on a CPU its low-memory form.
+"""Convolution and its low-memory form.
 
-That takes a few images at a time, but for the weights' gradient, which it computes first, and lets go of its saved
-input before it allocates the input's gradient.
+That computes the weights' gradient first and lets go of its saved input. The input's gradient is made for a few images
+at a time, in the place of the result's where both have one shape and nobody else holds that. On a CPU the forward goes
+by images, too. On CUDA it runs where the input's gradient may take that place. Not measured on CUDA yet.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import Any
 import torch
 
 from ...torch_state.private import untraced
+from ..cuda.on_meta import is_for_cuda
+from ..holders import is_ours
 from ..low_memory import Extra, LowMemory
 from ..parts import has_usual_strides
 from ..registry import Operator, register
 from ..slices.axes import of_first
 from ..weights import Use, Weights
-from .parts import convolved, gradient_of_images, parts_of
+from .parts import convolved, gradient_of_images, is_written_over, parts_of
 from .workspace import hidden_bytes, hidden_bytes_of_backward, weigh, weigh_in_parts
 
 aten = torch.ops.aten
@@ -25,11 +28,12 @@ aten = torch.ops.aten
 class Convolution(LowMemory):
     """Convolution by images."""
 
+    cpu_only = False
     starts = 2
     has_two_phases = True
 
     def suits(self, *args: Any) -> bool:
-        return has_usual_strides(args[0])
+        return has_usual_strides(args[0]) and (not is_for_cuda(args[0]) or is_written_over(*args[:9]))
 
     def weights(self, use: Use, plain: Weights) -> Weights:
         return weigh_in_parts(use, plain)
@@ -38,9 +42,10 @@ class Convolution(LowMemory):
         parts = len(parts_of(*use.args[:9]))
         image = use.args[0].numel() * use.args[0].element_size()
         # Part by part, results are copied into the whole; the gradients of weight and input are two calls.
-        return Extra(2 * (parts - 1), 2 * use.result_bytes * (parts > 1)), Extra(
-            1 + 2 * (parts - 1), 2 * image * (parts > 1)
-        )
+        backward = Extra(1 + 2 * (parts - 1), 2 * image * (parts > 1))
+        if is_for_cuda(use.args[0]):
+            return Extra(), backward
+        return Extra(2 * (parts - 1), 2 * use.result_bytes * (parts > 1)), backward
 
 
 class _Function(torch.autograd.Function):
@@ -52,11 +57,13 @@ class _Function(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.settings = (None if bias is None else list(bias.shape), *settings)
         ctx.save_for_backward(x, weight)
-        return convolved(parts_of(x, weight, bias, *settings), x, weight, bias, *settings)
+        parts = (slice(0, len(x)),) if is_for_cuda(x) else parts_of(x, weight, bias, *settings)
+        return convolved(parts, x, weight, bias, *settings)
 
     @staticmethod
     @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        in_place = is_ours(gradient)
         of_input, *of_weights = ctx.needs_input_grad[:3]
         nothing = (None,) * (len(ctx.settings) - 1)
         x, weight = ctx.saved_tensors
@@ -67,9 +74,10 @@ class _Function(torch.autograd.Function):
         if any(of_weights):
             weights = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [False, *of_weights])[1:]
         parts, like = parts_of(x, weight, *ctx.settings), (x.shape, x.dtype, x.device)
+        over = in_place and gradient.shape == x.shape
         ctx.maybe_clear_saved_tensors()  # not where the graph is retained
         del x
-        images = gradient_of_images(parts, gradient, like, weight, *ctx.settings) if of_input else None
+        images = gradient_of_images(parts, gradient, like, weight, *ctx.settings, over=over) if of_input else None
         return (images, *weights, *nothing)
 
 

@@ -8,7 +8,7 @@ dilation, groups, few channels, images of a few positions) have no rule: they ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from ...torch_state.allocator import allocated_bytes, peak_bytes
+from ..cuda.on_meta import is_for_cuda
 from ..weights import Use, Weights
-from .parts import is_product, parts_of
+from .parts import is_product, is_written_over, parts_of
 
 aten = torch.ops.aten
 
@@ -65,9 +66,14 @@ def weigh(use: Use) -> Weights:
 
 def weigh_in_parts(use: Use, plain: Weights) -> Weights:
     """The weights of a low-memory convolution: the gradient of the weight first, then that of the input in parts."""
-    sizes = _in_parts(use.once(_of_the_whole), use.args, use.result_bytes, use.weights.forward_flops, use.can_run)
-    weights = replace(plain, scratch_bytes=sizes.scratch)
     wanted = {gradient.argument for gradient in plain.gradients}
+    if is_for_cuda(use.args[0]):
+        sizes = _in_parts_on_cuda(use, plain, wanted)
+    else:
+        sizes = _in_parts(use.once(_of_the_whole), use.args, use.result_bytes, use.weights.forward_flops, use.can_run)
+    weights = replace(plain, scratch_bytes=sizes.scratch)
+    if is_written_over(*use.args[:9]):
+        weights = weights.written_over()
     if 0 not in wanted:
         return weights
     if 1 not in wanted:
@@ -127,6 +133,14 @@ def _in_parts(
     part = _sizes((args[0][:samples], *args[1:]), of_part, flops * samples // len(args[0]), can_run)
     inputs = whole.image + part.input_phase if whole.input_phase else 0
     return replace(whole, scratch=of_part + part.scratch, input_phase=inputs)
+
+
+def _in_parts_on_cuda(use: Use, plain: Weights, wanted: Collection[int]) -> ConvolutionBytes:
+    """The same on CUDA, where the forward is PyTorch's; without what cuDNN works in."""
+    parts = parts_of(*use.args[:9])
+    image, weights = _bytes_of(use.args[:1]), _bytes_of([use.args[n] for n in (1, 2) if n in wanted])
+    of_part = image * max(part.stop - part.start for part in parts) // len(use.args[0])
+    return ConvolutionBytes(image, plain.scratch_bytes, weights, image + of_part)
 
 
 def _estimated(image: torch.Tensor, kernel: torch.Tensor, result: int, settings: Any) -> ConvolutionBytes:

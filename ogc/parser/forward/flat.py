@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...errors import OgcError, ParseError, add_note
 from ...program.structures import Given, InputSpec, OutputSpec
 from ...torch_state.compare import difference, same_bits
+from ...torch_state.dispatch import made_as_they_are
 from ...torch_state.private import untraced
 from ..traced import OpaqueError
 from .location import entry
@@ -40,7 +41,8 @@ class FlatForward:
         args, kwargs = self.spec.rebuild(list(tensors))
         given = Given(args, kwargs)
         try:
-            result = self.forward(*args, **kwargs)
+            with made_as_they_are():
+                result = self.forward(*args, **kwargs)
         except OgcError:
             raise
         except Exception as error:

@@ -209,8 +209,10 @@ class _Engine:
         strided = sum(op.output_bytes[n] for n, g in incoming.items() if not g.dense) if op.copies_strided else 0
         reused = {g.argument: mine for g in op.gradients if (mine := self._written_over(incoming, g)) is not None}
         saved = sum(self.bytes[g.storage] for g in reused.values())
-        self.most = max(self.most, self.live + op.working_bytes - saved + strided)
-        late = self.live + op.late_bytes + strided if op.late_bytes else 0
+        self.most = max(self.most, self.live + op.working_bytes + strided - (0 if op.late_bytes else saved))
+        early = self.most
+        if op.late_bytes:  # what it hands out is made once it has let go of what it saved
+            self.most = self.live + op.late_bytes + strided - saved
         handed = self._hand_out(op, incoming, reused, is_exact)
         for gradient in incoming.values():
             self.release(gradient.storage)
@@ -219,7 +221,9 @@ class _Engine:
             if tensor is not None:
                 self.receive(tensor, gradient, sizes[tensor])
         self._hand_to_parameters(op, handed)
-        return LiveGradients(before, max(before, self.most - op.ready_bytes), late)
+        if op.late_bytes:
+            return LiveGradients(before, early, self.most)
+        return LiveGradients(before, max(before, self.most - op.ready_bytes), 0)
 
     def _keep(self, size: int, gradient: _Gradient, before: int) -> LiveGradients:
         """A gradient becomes a ``.grad`` that stays, itself or, if somebody else holds it or has gaps, as a copy.

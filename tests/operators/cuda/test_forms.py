@@ -8,6 +8,7 @@ from torch import nn
 import ogc
 from ogc.checking.hollow import hollow_run
 from ogc.operators import normalization, pooling
+from ogc.operators.convolution import parts as convolution
 from ogc.operators.cuda.gpus import gpu_named
 from ogc.operators.cuda.on_meta import as_on_cuda
 from ogc.operators.registry import of
@@ -20,6 +21,7 @@ GPU = "RTX 2080 Ti"
 def small_parts(monkeypatch):
     monkeypatch.setattr(normalization, "CHUNK_BYTES", 64)
     monkeypatch.setattr(pooling, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(convolution, "PART_BYTES", 64)
     normalization._is_bitwise_on_cuda.cache_clear()
 
 
@@ -49,10 +51,59 @@ def test_max_pool2d(device, samples):
     assert_same_bits(aten.max_pool2d.default, [x], [3, 3], [2, 2], [1, 1])
 
 
+CONVOLUTIONS = {
+    "3x3": ((12, 12, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)),
+    "dilated": ((12, 12, 3, 3), ([1, 1], [2, 2], [2, 2], False, [0, 0], 1)),
+    "in groups": ((12, 4, 3, 3), ([1, 1], [1, 1], [1, 1], False, [0, 0], 3)),
+    "of another shape": ((12, 12, 3, 3), ([2, 2], [1, 1], [1, 1], False, [0, 0], 1)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("samples", [1, 5, 40])
+def test_convolution(device, samples, name):
+    shape, settings = CONVOLUTIONS[name]
+    tensors = [torch.randn(one, device=device) for one in ((samples, 12, 48, 48), shape, (12,))]
+    assert_same_bits(aten.convolution.default, tensors, *settings)
+
+
+def convolution_kind(biased=True):
+    """Of a call that is tried on a CPU, as if that were CUDA."""
+    shape, settings = CONVOLUTIONS["3x3"]
+    images, kernel = torch.empty(32, 12, 16, 16), torch.empty(shape)
+    return convolution._Kind(
+        device=torch.device("cpu"),
+        is_for_cuda=True,
+        shapes=(tuple(images.shape), tuple(kernel.shape)),
+        strides=(images.stride(), kernel.stride()),
+        dtypes=(torch.float32, torch.float32),
+        biased=biased,
+        settings=tuple(tuple(s) if isinstance(s, list) else s for s in settings),
+        threads=1,
+        backend=(),
+    )
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_kind_of_convolution_is_tried_whole_and_in_parts(biased, monkeypatch):
+    kind = convolution_kind(biased)
+    convolution._parts.cache_clear()
+    assert len(convolution._parts(kind, 64)) == convolution.CUDA_PARTS
+    of_images = convolution.gradient_of_images
+    for wrong in (lambda *args, **how: of_images(*args, **how) * (1 + 1e-6), no_room):
+        monkeypatch.setattr(convolution, "gradient_of_images", wrong)
+        convolution._parts.cache_clear()
+        assert convolution._parts(kind, 64) == (slice(0, 32),)
+    convolution._parts.cache_clear()
+
+
 def test_there_are_no_more_parts_than_a_few():
     images = torch.empty(200, 40, 9, 9)
+    kernel, settings = torch.empty(40, 40, 3, 3), CONVOLUTIONS["3x3"][1]
     with as_on_cuda(gpu_named(GPU)):
         assert normalization.channels_at_once(images) == 3
+        assert len(convolution.parts_of(images, kernel, None, *settings)) == 15
+        assert len(convolution.parts_of(images, kernel, None, [2, 2], *settings[1:])) == 1
     assert normalization.channels_at_once(images) == 1
     assert [pooling.images_at_once((200, 40, 81), on_cuda) for on_cuda in (True, False)] == [13, 1]
     assert pooling.images_at_once((0, 40, 81), True) == 1
@@ -74,7 +125,7 @@ def other_bits(*args):
     return (found[0] * (1 + 1e-6 * args[3].shape[1]), *found[1:])
 
 
-def no_room(*args):
+def no_room(*args, **how):
     raise torch.cuda.OutOfMemoryError("for the test")
 
 
@@ -105,6 +156,7 @@ WIDE = {
     "max_pool2d": lambda: nn.Sequential(
         nn.Conv2d(3, 64, 5, stride=2), nn.ReLU(), nn.MaxPool2d(3, 2), nn.Conv2d(64, 64, 3, stride=4), nn.Flatten(1)
     ),
+    "convolution": lambda: torchvision.models.vgg13().features[:5],
 }
 
 
