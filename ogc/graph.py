@@ -178,8 +178,12 @@ class Graph:
 
     @cached_property
     def first_uses(self) -> tuple[int, ...]:
-        """For each value, the first operation after its last write that reads or saves it, or N."""
-        used = ((v, t) for t, op in self._backwards for v in (*op.reads, *op.saves))
+        """For each value, the first operation after its last write that reads or saves it, or N.
+
+        What makes a mere view is never run again, and needs nothing then.
+        """
+        runs = ((t, op) for t, op in self._backwards if op.writes or op.saves or op.internal_bytes)
+        used = ((v, t) for t, op in runs for v in (*op.reads, *op.saves))
         return self._by_value(
             ((v, t) for v, t in used if t > self.last_writes[v] or v in self.operations[t].saves), len(self)
         )

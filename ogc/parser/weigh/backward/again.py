@@ -21,7 +21,7 @@ from ....program.layouts import Layout
 from ....program.program import tensor_leaves, without_autocast
 from ....torch_state.private import OpOverload
 
-_LONG_FLOPS = 2e9
+LONG_FLOPS = 2e9
 """A call with more is not run where its operator is known to copy what is laid out in another way."""
 
 Layouts = Mapping[int, Layout]
@@ -100,7 +100,7 @@ class Again:
             more = found.working_bytes - usual.working_bytes
             if self.measure is None or _shows_all(self.target):
                 return Backward(found.gradients, more)
-            if usual.forward_flops > _LONG_FLOPS and copies_strided_gradients(self.target):
+            if usual.forward_flops > LONG_FLOPS and copies_strided_gradients(self.target):
                 more = sum(prod(layout.shape) * self.dtype.itemsize for layout in layouts.values())
                 return Backward(found.gradients, more, has_copies=True)
             given = map_aggregate((self.args, self.kwargs), self._filled)
