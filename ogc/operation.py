@@ -49,7 +49,7 @@ class Operation:
     saves: tuple[int, ...] = ()  # values that its backward reads
     internal_bytes: int = 0  # tensors saved for its backward that are no value (statistics, masks)
     scratch_bytes: int = 0  # temporaries of its forward
-    gradient_bytes: int = 0  # gradients alive when its backward is about to start
+    gradient_bytes: int = 0  # gradients alive, copies of them too, when its backward asks for what it saved
     backward_bytes: int = 0  # most gradients and temporaries alive while its backward runs
     late_bytes: int = 0  # of these, once it has let go of what it saved, if it does so before it is done
     forward_seconds: float = 0.0

@@ -219,7 +219,7 @@ def _operation(
         internal_bytes=weights.ready_bytes
         + (record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes),
         scratch_bytes=weights.scratch_bytes,
-        gradient_bytes=live.before,
+        gradient_bytes=live.first,
         backward_bytes=live.during,
         late_bytes=live.late,
         forward_seconds=weights.forward_seconds,
@@ -248,15 +248,18 @@ def _gradients_of_plain(record: Record) -> OperationGradients:
 
 
 def _gradients(record: Record, weights: Weights, target: Any = None) -> OperationGradients:
-    def again(layouts: Layouts) -> OperationGradients | None:
+    def again(layouts: Layouts, are_held: bool) -> OperationGradients | None:
         usual = {n: record.usual[n] for n in layouts}
-        found = None if record.again is None else record.again(layouts, usual, target is not None)
+        found = None if record.again is None else record.again(layouts, usual, target is not None, are_held)
         if found is None:
             return None
         new = found.weights(weights)
         changed = replace(gradients, gradients=new.gradients, working_bytes=new.working_bytes, again=None)
         return replace(
-            changed, late_bytes=new.late_bytes, copies_strided=changed.copies_strided and not found.has_copies
+            changed,
+            first_bytes=found.first,
+            late_bytes=new.late_bytes,
+            copies_strided=changed.copies_strided and not found.has_copies,
         )
 
     gradients = OperationGradients(
