@@ -73,9 +73,10 @@ class Estimator:
             return None
         key = call_key(target, args, kwargs), record.form is None
         if key not in self.backwards:
+            in_place = record.in_place  # now: its result may become a value of its own
 
             def run(args: Any, kwargs: Any, layouts: Layouts) -> Weights:
-                return self._run_on(pretended, target, args, kwargs, record.in_place, False, layouts)
+                return self._run_on(pretended, target, args, kwargs, in_place, False, layouts)
 
             measure = partial(backward_measured, record, self.device) if can_measure or self._can_measure() else None
             self.backwards[key] = Again(target, args, kwargs, run, measure)
