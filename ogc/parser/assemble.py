@@ -230,6 +230,7 @@ def _operation(
         again_flops=weights.again_flops,
         repeat_seconds=weights.repeat_seconds,
         low_memory=form,
+        plain_scratch_bytes=weights.plain_scratch_bytes,
         plain_backward_bytes=None if weights.plain_working_bytes is None else of_plain.during,
         **seen,
     )

@@ -6,15 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.weights import Weights
 from ...program.leaf import Leaf
 from ...program.program import device_of_model, has_history, storage_bytes, storage_of, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
+from ...torch_state.compare import fingerprint
 from ...torch_state.no_trace import untouched
-from ...torch_state.private import storage_id
+from ...torch_state.private import storage_id, untraced
 from ...torch_state.ranks.collectives import are_several
 from ...torch_state.ranks.shards import own_parameters
 from ..forward.flat import gradient_targets, saved_until_done
@@ -52,6 +53,10 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
             forward_seconds=forward.seconds,
             forward_flops=forward.flops,
         )
+        if leaf.repeatable and can_measure(home):
+            compared, _ = allocated_bytes(call.forward_compared, home, call.prepare)
+            scratch = max(weights.scratch_bytes, compared - held)
+            weights = replace(weights, scratch_bytes=scratch, plain_scratch_bytes=weights.scratch_bytes)
         if isinstance(profiler, Measurer):
             weights = replace(weights, forward_seconds=profiler.measure(call.prepare, call.forward)[1])
         if not call.prepare_backward():
@@ -155,6 +160,23 @@ class _Call:
     def forward(self) -> None:
         with torch.enable_grad():
             self.results = tensor_leaves(self.leaf(self.module, self.inputs))
+
+    def forward_compared(self) -> None:
+        """The forward as plans run it that call the leaf again: all that it saved is compared once it has returned."""
+        saved: list[torch.Tensor] = []
+
+        @untraced
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor.detach())
+            return saved[-1]
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.forward()
+        state = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
+        known = {storage_id(t) for t in (*self.inputs, *state) if storage_of(t) is not None}
+        made = [t for t in saved if storage_of(t) is not None and storage_id(t) not in known]
+        prints = [fingerprint(t) for t in (*made, *self.results)]
+        prints.clear()
 
     def backward(self) -> None:
         root, self.root = self.root, None
