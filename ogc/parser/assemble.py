@@ -15,7 +15,7 @@ from ..program.leaf import runs_once
 from ..program.program import OUTSIDE, SHARED, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
-from .passes.lifetimes import forget_unreached, note_lifetimes
+from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
 from .traced import StepEnd, Traced
 from .weigh.backward.again import Layouts
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
@@ -34,11 +34,11 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     of_plain = gradient_bytes([_gradients_of_plain(r) for r in records], returned)
     seen = memory_of(observation, taken)
     each = zip(records, live, in_forms, of_plain, seen, strict=True)
-    operations = tuple(_operation(*of_one) for of_one in each)
+    values = values_of(traced, observation)
+    operations = tuple(with_unused([_operation(*of_one) for of_one in each], values, observation))
     program = program_of(spec, traced, observation, taken)
     outside = outside_of(records)
     costs = runtime_costs(kind != "estimate", traced.python_calls - (len(operations) - outside))
-    values = values_of(traced, observation)
     return Graph(operations, values, program, device, kind, runtime=costs, outside=outside)
 
 
