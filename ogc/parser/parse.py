@@ -228,8 +228,8 @@ def settled(
 
     ``visit`` is shown each operation as it runs, from the start as often as the program changes.
     """
-    unused = unused_memory(recorded.graph)
     program = without_unused(recorded.graph)
+    unused = unused_memory(recorded.graph, program)
     run_out_of_place(program)
     share_casts(program)
     unfolding, forms, bindings = Unfolding(), Forms(device), Bindings()

@@ -20,35 +20,38 @@ import torch
 from ...graph import Operation, Value
 from ...program.leaf import Leaf
 from ...program.program import TensorRef
-from ..traced import ALIVE, BYTES, CALL, HISTORY, History, used
+from ..traced import ALIVE, BYTES, CALL, HISTORY, History
 from ..weigh.gradients import OperationGradients, reached
 from ..weigh.record import Observation, Record, Span
 
 
-def unused_memory(graph: torch.fx.Graph) -> list[Span]:
-    """What calls of a recorded forward make that nothing uses.
+def unused_memory(recorded: torch.fx.Graph, program: torch.fx.Graph) -> list[Span]:
+    """What calls of a recorded forward make that nothing uses, so that the ``program`` has none of them.
 
-    What autograd holds for them of other memory is noted in the ``meta`` of the nodes that made that.
+    What autograd holds for them of other memory is noted in the ``meta`` of the program's nodes that made that.
     """
-    found: list[Span] = []
-    needed, named = used(graph), {node.name: node for node in graph.nodes}
-    unused = [node for node in graph.nodes if node not in needed and node.op == "call_function"]
+    made = {node.name for node in program.nodes}
+    alive = {node.name: node.meta.get(ALIVE, 0) for node in recorded.nodes}
+    unused = [node for node in recorded.nodes if node.op == "call_function" and node.name not in made]
     ends: dict[torch.fx.Node, int] = {}  # the last call during which autograd has a node for it
+    found: list[Span] = []
     for node in reversed(unused):
         ends[node] = max((ends[user] for user in node.users), default=0)
         history: History | None = node.meta.get(HISTORY)
         if history is None:
             ends[node] *= node.target is operator.getitem
             continue
-        ends[node] = max(ends[node], *(named[name].meta.get(ALIVE, 0) for name in history.results), node.meta[CALL])
-        for name in history.saved:
-            named[name].meta[ALIVE] = max(ends[node], named[name].meta.get(ALIVE, 0))
+        ends[node] = max(ends[node], node.meta[CALL], *map(alive.__getitem__, history.results))
+        alive.update((name, max(ends[node], alive[name])) for name in history.saved)
         if history.bytes:
             found.append(Span(node.meta[CALL], ends[node], history.bytes))
+    for node in program.nodes:
+        if ALIVE in node.meta:
+            node.meta[ALIVE] = alive[node.name]
     for node in unused:
-        maker = node if CALL in node.meta else node.all_input_nodes[0]
-        if BYTES in node.meta and CALL in maker.meta:
-            found.append(Span(maker.meta[CALL], node.meta.get(ALIVE, maker.meta[CALL]), node.meta[BYTES]))
+        call = (node if CALL in node.meta else node.all_input_nodes[0]).meta.get(CALL)
+        if BYTES in node.meta and call is not None:
+            found.append(Span(call, max(call, alive[node.name]), node.meta[BYTES]))
     return found
 
 
