@@ -21,7 +21,7 @@ from ...torch_state.ranks.shards import own_parameters
 from ..forward.flat import gradient_targets, saved_until_done
 from .estimate import Estimator, input_gradients
 from .measure import Measurer
-from .meter import metered
+from .meter import Reading, metered
 from .record import Record
 
 Profiler = Estimator | Measurer
@@ -44,19 +44,14 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
         call.prepare()
         forward = metered(seconds, call.forward)
         call.prepare()
-        peak, held = forward.peak_bytes, forward.held_bytes
-        if can_measure(home):  # else what PyTorch's operators allocate has to do
-            peak, held = allocated_bytes(call.forward, home, call.prepare)
+        peak, compared, held = _peaks(call, home, forward)
         weights = Weights(
-            scratch_bytes=max(0, peak - held),
+            scratch_bytes=max(0, peak - held, compared - held),
+            plain_scratch_bytes=max(0, peak - held),
             internal_bytes=max(0, held - call.result_bytes()) + _bytes_aside(record, leaf, args),
             forward_seconds=forward.seconds,
             forward_flops=forward.flops,
         )
-        if leaf.repeatable and can_measure(home):
-            compared, _ = allocated_bytes(call.forward_compared, home, call.prepare)
-            scratch = max(weights.scratch_bytes, compared - held)
-            weights = replace(weights, scratch_bytes=scratch, plain_scratch_bytes=weights.scratch_bytes)
         if isinstance(profiler, Measurer):
             weights = replace(weights, forward_seconds=profiler.measure(call.prepare, call.forward)[1])
         if not call.prepare_backward():
@@ -77,6 +72,15 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
         if isinstance(profiler, Measurer):
             weights = replace(weights, backward_seconds=profiler.measure(call.prepare_backward, call.backward)[1])
         return weights
+
+
+def _peaks(call: _Call, home: torch.device, forward: Reading) -> tuple[int, int, int]:
+    """The most bytes of a call, of one that is compared with another, and those that stay."""
+    if not can_measure(home):  # what PyTorch's operators allocate has to do
+        return forward.peak_bytes, forward.peak_bytes, forward.held_bytes
+    peak, held = allocated_bytes(call.forward, home, call.prepare)
+    compared = allocated_bytes(call.forward_compared, home, call.prepare)[0] if call.leaf.repeatable else peak
+    return peak, compared, held
 
 
 def _of_operator(profiler: Profiler, record: Record, args: Any, kwargs: Any) -> Weights:
