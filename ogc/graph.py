@@ -158,13 +158,11 @@ class Graph:
         for v, value in enumerate(self.values):
             if value.held_until is not None:
                 held[value.held_until] = (*held.get(value.held_until, ()), v)
-        if not held and all(op.plain_backward_bytes is None for op in rest.operations):
+        if not held and all(op.as_plain is op for op in rest.operations):
             return rest
-        operations = []
-        for t, op in enumerate(rest.operations):
-            backward = op.backward_bytes if op.plain_backward_bytes is None else op.plain_backward_bytes
-            operations.append(replace(op, backward_bytes=backward, reads=op.reads + held.get(t, ())))
-        return replace(rest, operations=tuple(operations))
+        operations = (op.as_plain for op in rest.operations)
+        read = (replace(op, reads=op.reads + held[t]) if t in held else op for t, op in enumerate(operations))
+        return replace(rest, operations=tuple(read))
 
     @cached_property
     def producers(self) -> tuple[int, ...]:
@@ -178,8 +176,12 @@ class Graph:
 
     @cached_property
     def first_uses(self) -> tuple[int, ...]:
-        """For each value, the first operation after its last write that reads or saves it, or N."""
-        used = ((v, t) for t, op in self._backwards for v in (*op.reads, *op.saves))
+        """For each value, the first operation after its last write that reads or saves it, or N.
+
+        What makes a mere view is never run again, and needs nothing then.
+        """
+        runs = ((t, op) for t, op in self._backwards if op.writes or op.saves or op.internal_bytes)
+        used = ((v, t) for t, op in runs for v in (*op.reads, *op.saves))
         return self._by_value(
             ((v, t) for v, t in used if t > self.last_writes[v] or v in self.operations[t].saves), len(self)
         )

@@ -49,7 +49,7 @@ class Operation:
     saves: tuple[int, ...] = ()  # values that its backward reads
     internal_bytes: int = 0  # tensors saved for its backward that are no value (statistics, masks)
     scratch_bytes: int = 0  # temporaries of its forward
-    gradient_bytes: int = 0  # gradients alive when its backward is about to start
+    gradient_bytes: int = 0  # gradients alive, copies of them too, when its backward asks for what it saved
     backward_bytes: int = 0  # most gradients and temporaries alive while its backward runs
     late_bytes: int = 0  # of these, once it has let go of what it saved, if it does so before it is done
     forward_seconds: float = 0.0
@@ -63,6 +63,7 @@ class Operation:
     replayable: bool = True  # False: running it twice would change the model or the numbers
     takes_over: int | None = None  # a value whose storage its result takes where no cut separates the two
     low_memory: Form | None = None  # its low-memory form, if it has one; a plan decides which of the two runs
+    plain_scratch_bytes: int | None = None  # of the plain model, where that takes less, or runs what nothing uses
     plain_backward_bytes: int | None = None  # of the plain model, where that runs another operator there
 
     def in_form(self, is_low_memory: bool) -> Operation:
@@ -70,6 +71,15 @@ class Operation:
         if self.low_memory is None:
             return self
         return replace(self, low_memory=None, **(vars(self.low_memory) if is_low_memory else {}))
+
+    @property
+    def as_plain(self) -> Operation:
+        """The operation as the plain model runs it."""
+        if self.plain_scratch_bytes is None and self.plain_backward_bytes is None:
+            return self
+        scratch = self.scratch_bytes if self.plain_scratch_bytes is None else self.plain_scratch_bytes
+        backward = self.backward_bytes if self.plain_backward_bytes is None else self.plain_backward_bytes
+        return replace(self, scratch_bytes=scratch, backward_bytes=backward)
 
     def scaled(self, share: float) -> Operation:
         """The operation with so many times the bytes, seconds and FLOPs; one without a low-memory form."""

@@ -56,6 +56,19 @@ def test_operations_that_touch_no_value_add_no_cut():
     assert graph.cuts == (0, 1, 3)
 
 
+def test_a_mere_view_is_no_use_of_what_it_sees():
+    graph = Graph(
+        (
+            Operation("a", writes=(0,)),
+            Operation("view", reads=(0,)),
+            Operation("b", reads=(0,), writes=(1,)),
+            Operation("c", reads=(0, 1), writes=(2,), saves=(0,)),
+        ),
+        (Value("a", 1), Value("b", 1), Value("c", 1, is_output=True)),
+    )
+    assert graph.first_uses == (2, 3, 4)
+
+
 @pytest.mark.parametrize(
     ("operations", "values", "message"),
     [

@@ -110,6 +110,11 @@ class Operator:
     hidden_on_cuda: Callable[[Arguments], tuple[int, int]] = lambda args: (0, 0)
     unfolded: Callable[[Arguments, dict[str, Any]], Callable[..., Any] | None] | None = None
 
+    @property
+    def has_rule(self) -> bool:
+        """Whether there is a rule for what its kernels on a CPU allocate."""
+        return self.weigh is not _ORDINARY.weigh
+
     def kernel_on_cuda(self, args: Arguments, kwargs: dict[str, Any], gpu: Gpu) -> CudaKernel | None:
         """What a GPU runs in its place, if that is another."""
         return None if self.on_cuda is None else self.on_cuda(args, kwargs, gpu)

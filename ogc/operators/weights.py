@@ -53,6 +53,7 @@ class Weights:
     saves: tuple[Place | None, ...] | None = None  # where each saved tensor lies; None: as observed
     ready_bytes: int = 0  # of gradients that its forward makes and its backward hands out
     low_memory: Weights | None = None  # of its low-memory form
+    plain_scratch_bytes: int | None = None  # of the plain model, where that takes less
     plain_working_bytes: int | None = None  # of the plain model, where that runs another operator
 
     def written_over(self) -> Weights:

@@ -15,7 +15,7 @@ from ..program.leaf import runs_once
 from ..program.program import OUTSIDE, SHARED, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.in_place import separate_versions
-from .passes.lifetimes import forget_unreached, note_lifetimes
+from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
 from .traced import StepEnd, Traced
 from .weigh.backward.again import Layouts
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
@@ -34,11 +34,11 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     of_plain = gradient_bytes([_gradients_of_plain(r) for r in records], returned)
     seen = memory_of(observation, taken)
     each = zip(records, live, in_forms, of_plain, seen, strict=True)
-    operations = tuple(_operation(*of_one) for of_one in each)
+    values = values_of(traced, observation)
+    operations = tuple(with_unused([_operation(*of_one) for of_one in each], values, observation))
     program = program_of(spec, traced, observation, taken)
     outside = outside_of(records)
     costs = runtime_costs(kind != "estimate", traced.python_calls - (len(operations) - outside))
-    values = values_of(traced, observation)
     return Graph(operations, values, program, device, kind, runtime=costs, outside=outside)
 
 
@@ -219,7 +219,7 @@ def _operation(
         internal_bytes=weights.ready_bytes
         + (record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes),
         scratch_bytes=weights.scratch_bytes,
-        gradient_bytes=live.before,
+        gradient_bytes=live.first,
         backward_bytes=live.during,
         late_bytes=live.late,
         forward_seconds=weights.forward_seconds,
@@ -230,6 +230,7 @@ def _operation(
         again_flops=weights.again_flops,
         repeat_seconds=weights.repeat_seconds,
         low_memory=form,
+        plain_scratch_bytes=weights.plain_scratch_bytes,
         plain_backward_bytes=None if weights.plain_working_bytes is None else of_plain.during,
         **seen,
     )
@@ -248,15 +249,18 @@ def _gradients_of_plain(record: Record) -> OperationGradients:
 
 
 def _gradients(record: Record, weights: Weights, target: Any = None) -> OperationGradients:
-    def again(layouts: Layouts) -> OperationGradients | None:
+    def again(layouts: Layouts, are_held: bool) -> OperationGradients | None:
         usual = {n: record.usual[n] for n in layouts}
-        found = None if record.again is None else record.again(layouts, usual, target is not None)
+        found = None if record.again is None else record.again(layouts, usual, target is not None, are_held)
         if found is None:
             return None
         new = found.weights(weights)
         changed = replace(gradients, gradients=new.gradients, working_bytes=new.working_bytes, again=None)
         return replace(
-            changed, late_bytes=new.late_bytes, copies_strided=changed.copies_strided and not found.has_copies
+            changed,
+            first_bytes=found.first,
+            late_bytes=new.late_bytes,
+            copies_strided=changed.copies_strided and not found.has_copies,
         )
 
     gradients = OperationGradients(

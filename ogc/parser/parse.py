@@ -40,6 +40,7 @@ from .passes.casts import share_casts
 from .passes.compiled import Compilation, compile_stretches
 from .passes.in_place import run_out_of_place
 from .passes.last_writes import copy_after_last_write
+from .passes.lifetimes import unused_memory
 from .passes.stretches import Stretch, find_stretches, slice_stretches
 from .passes.unfold import Unfolding
 from .repeatable import refuse_chance, why_not_repeatable
@@ -231,6 +232,7 @@ def settled(
     ``visit`` is shown each operation as it runs, from the start as often as the program changes.
     """
     program = without_unused(recorded.graph)
+    unused = unused_memory(recorded.graph, program)
     run_out_of_place(program)
     share_casts(program)
     unfolding, forms, bindings = Unfolding(), Forms(device), Bindings()
@@ -257,6 +259,7 @@ def settled(
         has_copies = copy_after_last_write(program, observation)
         if not unfolding.carry_out(program) and not has_copies:
             observation.take_saves()
+            observation.unused = unused
             return traced, observation, state
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,8 +25,26 @@ CALL, ALIVE = "call", "alive"
 """In a node's ``meta``, if the front end knows: the number of its call, and that of the last call during which the
 forward held the memory that its result was the first to be in."""
 
+BYTES, HISTORY = "bytes", "history"
+"""In a node's ``meta``, if the front end knows: the bytes of the memory that its result was the first to be in; and, of
+a call that autograd has a node for, its :class:`History`."""
+
 ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.default}
 """Calls by PyTorch on a tensor that it makes of Python's data: nothing comes of them, and no program has them."""
+
+
+class History(NamedTuple):
+    """What autograd's node for a call holds, as long as something differentiable comes of its results.
+
+    Attributes:
+        results, saved: names of the nodes whose results were the first in the memory of its own results, and of what it
+            saves.
+        bytes: of what it saves besides.
+    """
+
+    results: tuple[str, ...]
+    saved: tuple[str, ...]
+    bytes: int
 
 
 class FrontEnd(Protocol):
@@ -134,6 +152,17 @@ def without_unused(graph: torch.fx.Graph) -> torch.fx.Graph:
 
     An operator's own results all stay, each by its number: its backward may need those that the forward does not.
     """
+    needed = used(graph)
+    result = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        if node in needed:
+            copies[node] = result.node_copy(node, copies.__getitem__)
+    return result
+
+
+def used(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes of a program that something uses, or that have an effect."""
     needed: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
         acts = node.op == "call_function" and has_effects(node.target)
@@ -141,12 +170,7 @@ def without_unused(graph: torch.fx.Graph) -> torch.fx.Graph:
             needed.add(node)
             needed.update(node.all_input_nodes)
     needed.update(node for node in graph.nodes if _is_own_result(node) and node.args[0] in needed)
-    result = torch.fx.Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    for node in graph.nodes:
-        if node in needed:
-            copies[node] = result.node_copy(node, copies.__getitem__)
-    return result
+    return needed
 
 
 def _is_own_result(node: torch.fx.Node) -> bool:

@@ -86,6 +86,23 @@ class Attention(nn.Module):
         return F.linear(x, self.tokens.weight)
 
 
+class Unused(nn.Module):
+    """Computes what nothing uses, the widest it has: N, 3, 32, 32 to N, 10."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = self.first(x)
+        unused = x.repeat(1, 16, 1, 1).exp().sin() * 2
+        places = torch.arange(x.numel()).expand(4, -1).contiguous()
+        places.view(4, len(x), -1).flip(1)
+        x = self.last(x.mean((2, 3)))
+        del unused
+        return x.tanh()
+
+
 def labels_for(number):
     """A loss with its targets bound in, of classes or of tokens."""
     labels = torch.arange(number) % 10
@@ -111,6 +128,7 @@ NETWORKS = {
     "attention": (lambda: Attention(0.0), tokens),
     "resnet18": (lambda: torchvision.models.resnet18(num_classes=10), lambda n: torch.randn(n, 3, 64, 64)),
     "swin": (small_swin, images),
+    "unused": (Unused, images),
     "sequence": (Attention, lambda number: torch.randint(50, (2, 8 * number))),
 }
 

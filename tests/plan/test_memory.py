@@ -6,6 +6,7 @@ from helpers import assert_same_training, loss_of, measured_peak
 from torch import nn
 
 import ogc
+from ogc.torch_state.allocator import peak_bytes
 
 
 def assert_as_simulated(model, inputs, rel=0.01, shares=(0.7,), **settings):
@@ -257,3 +258,137 @@ class Gathered(nn.Module):
 )
 def test_gradients_of_what_is_picked_are_made_once(pick):
     assert_as_simulated(Gathered(pick), (torch.randn(256, 32),), shares=())
+
+
+class Turned(nn.Module):
+    """Works along the other axis of what it is given, which its kernel copies first; nothing of it needs a gradient."""
+
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.last = body, nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.last(self.body(x.transpose(1, 3)).flatten(1)[:, :32])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: x.softmax(-1),
+        lambda x: x.log_softmax(1),
+        lambda x: nn.functional.layer_norm(x, x.shape[-1:]),
+        lambda x: nn.functional.max_pool2d(x, 2),
+        lambda x: nn.functional.avg_pool2d(x, 2),
+        lambda x: nn.functional.pad(x, (1, 1, 1, 1), mode="reflect"),
+        lambda x: x.tril(),
+    ],
+    ids=["softmax", "log_softmax", "layer norm", "max", "mean", "pad", "tril"],
+)
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+def test_operands_that_kernels_first_make_contiguous_are_there_twice(body, profile):
+    assert_as_simulated(Turned(body), (torch.randn(4, 32, 16, 16),), rel=0.001, shares=(), profile=profile)
+
+
+class Positions(nn.Module):
+    """Attention whose scores are sums: of a plain product, and of one with positions that einsum is made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x, positions):
+        query, key, value = (
+            layer(x).unflatten(2, (4, 8)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        scores = query @ key.transpose(2, 3) + torch.einsum("bnid,bijd->bnij", query, positions)
+        return x + (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+class InPositions(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.places, self.layers = nn.Linear(4, 8), nn.ModuleList(Positions() for _ in range(depth))
+
+    def forward(self, x, places):
+        positions = self.places(places).permute(2, 0, 1, 3)
+        for layer in self.layers:
+            x = layer(x, positions)
+        return x
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_gradient_that_is_copied_stays_while_others_wait_for_it(depth):
+    torch.manual_seed(0)
+    model, inputs = InPositions(depth), (torch.randn(2, 48, 32), torch.randn(48, 48, 2, 4))
+    assert_as_simulated(model, inputs, rel=0.001, shares=())
+
+
+class AddsInPlace(nn.Module):
+    """Adds a convolution to a product in place; the gradient of both has its heads next to last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.mix = nn.Conv2d(4, 4, (33, 1), padding=(16, 0), groups=4, bias=False)
+
+    def forward(self, x):
+        heads = self.first(x).unflatten(2, (4, 16)).transpose(1, 2)
+        scores = (heads / 4 @ heads.transpose(2, 3)).softmax(-1) @ heads
+        scores += self.mix(heads)
+        return x + self.last(scores.transpose(1, 2).flatten(2))
+
+
+def test_gradients_keep_their_layout_through_what_is_written_in_place():
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(AddsInPlace(), AddsInPlace()), (torch.randn(2, 48, 64),)
+    assert_as_simulated(model, inputs, rel=0.001)
+
+
+class Unused(nn.Module):
+    """Computes what nothing uses, with and without a history, and goes on while some of it is there."""
+
+    def __init__(self, has_history):
+        super().__init__()
+        self.first, self.last, self.has_history = nn.Linear(16, 16), nn.Linear(16, 16), has_history
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.has_history:
+            wide = x.repeat(1, 512)
+            unused = wide.exp().sin() * 2  # autograd holds three of these
+            del wide
+        else:
+            unused = torch.arange(60000.0).reshape(200, 300).flip(0)
+            unused.square().cos().sum()
+        return self.last(x.tanh()) * 2
+
+
+@pytest.mark.parametrize("has_history", [False, True])
+def test_what_the_plain_forward_makes_and_nothing_uses_counts_there_alone(has_history):
+    torch.manual_seed(0)
+    model, inputs = Unused(has_history), (torch.randn(16, 16),)
+    assert_as_simulated(model, inputs, rel=0.001, shares=())
+    plan = ogc.solve(ogc.parse(model, inputs, loss=loss_of))
+    assert not plan.is_plain and plan.peak_bytes < 0.1 * plan.plain_peak_bytes
+    assert_same_training(model, ogc.optimize(model, inputs), inputs)
+
+
+class SavesSlices(nn.Module):
+    """Saves slices of what is wider; comparing them with those of another call takes a copy."""
+
+    def forward(self, x):
+        if x.tolist():  # so that it is no part of any program
+            wide = x.exp()
+            return wide[:, :128].t() @ wide[:, :128]
+
+
+def test_what_comparing_the_calls_of_a_leaf_takes_counts():
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(16, 256), SavesSlices(), nn.Linear(128, 8)), (torch.randn(256, 16),)
+    graph = ogc.parse(model, inputs, leaf_modules=["1"], repeatable_leaves=["1"])
+    plain = ogc.solve(graph, solver="none")
+    assert plain.peak_bytes == pytest.approx(measured_peak(model, inputs, holds_outputs=True), rel=0.001)
+    plan = ogc.make_plan(graph, [ogc.recomputed(0, len(graph))])
+    forward = max(event.bytes for event in ogc.simulate(graph, plan).timeline if event.phase == "forward")
+    run = ogc.apply(model, graph, plan)
+    assert forward == pytest.approx(peak_bytes(lambda: run(*inputs), "cpu"), rel=0.001)

@@ -19,7 +19,7 @@ from ...errors import ParseError
 from ...program.program import SHAPE
 from ...torch_state.compare import same_bits
 from ..carry_over import check_same_program
-from ..traced import ALIVE, CALL, Traced
+from ..traced import ALIVE, BYTES, CALL, HISTORY, Traced
 
 
 def foretold_program(known: Sequence[Traced], sizes: Sequence[int], size: int) -> Traced:
@@ -41,6 +41,11 @@ def foretold_program(known: Sequence[Traced], sizes: Sequence[int], size: int) -
         node.args, node.kwargs = map_arg((args, kwargs), copies.__getitem__)
         if SHAPE in node.meta:
             node.meta[SHAPE] = at.of([tuple(one.meta[SHAPE]) for one in nodes])
+        if BYTES in node.meta:
+            node.meta[BYTES] = at.of([one.meta[BYTES] for one in nodes])
+        if HISTORY in node.meta:
+            size = at.of([one.meta[HISTORY].bytes for one in nodes])
+            node.meta[HISTORY] = node.meta[HISTORY]._replace(bytes=size)
     constants = {name: at.tensor([traced.constants[name] for traced in known]) for name in first.constants}
     outputs = [at.tensor(list(each)) for each in zip(*(traced.outputs for traced in known), strict=True)]
     return replace(first, graph=graph, constants=constants, outputs=outputs)
@@ -110,7 +115,7 @@ def same_program(ours: Traced, theirs: Traced) -> bool:
 
 def _noted(node: torch.fx.Node) -> tuple[Any, ...]:
     """What was noted of a node that decides what is weighed."""
-    return tuple(node.meta.get(SHAPE, ())), node.meta.get(CALL), node.meta.get(ALIVE)
+    return tuple(node.meta.get(SHAPE, ())), *map(node.meta.get, (CALL, ALIVE, BYTES, HISTORY))
 
 
 def _named(arguments: Any) -> Any:

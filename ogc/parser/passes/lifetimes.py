@@ -1,21 +1,86 @@
 """How long values live in the plain forward that nothing uses any more: what holds them is Python or autograd.
 
-The frames of Python hold arguments and variables until they return. A part of autograd's graph that no backward comes
-to goes with the last result that it belongs to; until then it holds what it saved. A plan's code does neither.
+It also runs calls that nothing uses, which no program has. The frames of Python hold arguments and variables until they
+return. A part of autograd's graph that no backward comes to goes with the last result that it belongs to; until then it
+holds what it saved. A plan's code does neither.
 """
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
+import torch
+
+from ...graph import Operation, Value
 from ...program.leaf import Leaf
 from ...program.program import TensorRef
-from ..traced import ALIVE, CALL
+from ..traced import ALIVE, BYTES, CALL, HISTORY, History
 from ..weigh.gradients import OperationGradients, reached
-from ..weigh.record import Observation, Record
+from ..weigh.record import Observation, Record, Span
+
+
+def unused_memory(recorded: torch.fx.Graph, program: torch.fx.Graph) -> list[Span]:
+    """What calls of a recorded forward make that nothing uses, so that the ``program`` has none of them.
+
+    What autograd holds for them of other memory is noted in the ``meta`` of the program's nodes that made that.
+    """
+    made = {node.name for node in program.nodes}
+    alive = {node.name: node.meta.get(ALIVE, 0) for node in recorded.nodes}
+    unused = [node for node in recorded.nodes if node.op == "call_function" and node.name not in made]
+    ends: dict[torch.fx.Node, int] = {}  # the last call during which autograd has a node for it
+    found: list[Span] = []
+    for node in reversed(unused):
+        ends[node] = max((ends[user] for user in node.users), default=0)
+        history: History | None = node.meta.get(HISTORY)
+        if history is None:
+            ends[node] *= node.target is operator.getitem
+            continue
+        ends[node] = max(ends[node], node.meta[CALL], *map(alive.__getitem__, history.results))
+        alive.update((name, max(ends[node], alive[name])) for name in history.saved)
+        if history.bytes:
+            found.append(Span(node.meta[CALL], ends[node], history.bytes))
+    for node in program.nodes:
+        if ALIVE in node.meta:
+            node.meta[ALIVE] = alive[node.name]
+    for node in unused:
+        call = (node if CALL in node.meta else node.all_input_nodes[0]).meta.get(CALL)
+        if BYTES in node.meta and call is not None:
+            found.append(Span(call, max(call, alive[node.name]), node.meta[BYTES]))
+    return found
+
+
+def with_unused(operations: Sequence[Operation], values: Sequence[Value], observation: Observation) -> list[Operation]:
+    """The operations, with what the plain forward has in memory that nothing uses among its temporaries."""
+    if not observation.unused:
+        return list(operations)
+    end = 1 + max(span.last for span in observation.unused)
+    change = [0] * (end + 1)
+    for span in observation.unused:
+        change[span.first] += span.bytes
+        change[span.last + 1] -= span.bytes
+    alive = list(accumulate(change))  # by call
+    calls: list[int] = []  # of each operation, or of the next that has one
+    for record in reversed(observation.records):
+        calls.append(record.node.meta.get(CALL, calls[-1] if calls else end))
+    starts, stops = [0, *(call + 1 for call in calls[:0:-1])], [*(call + 1 for call in calls[:0:-1]), end]
+    known: set[int] = set()
+    found = []
+    for op, start, call, stop in zip(operations, starts, reversed(calls), stops, strict=True):
+        new = set(op.writes) - known
+        known |= new
+        plain = op.as_plain.scratch_bytes
+        # Before the operation makes anything, and while it runs; after the last one, too.
+        made = sum(values[v].bytes for v in new) + op.internal_bytes + plain
+        more = max(max(alive[start:call], default=0) - made, max(alive[call:stop], default=0))
+        found.append(replace(op, plain_scratch_bytes=plain + more) if more > 0 else op)
+    return found
+
 
 Dead = dict[int, list[int]]
 """Positions of operations that no backward comes to, and the values that each saves."""
@@ -63,6 +128,8 @@ def _held_by_frames(observation: Observation, heirs: dict[int, int], uses: dict[
     records = observation.records
     calls = [(call, t) for t, record in enumerate(records) if (call := record.node.meta.get(CALL)) is not None]
     held: dict[int, int] = {}
+    kept = observation.output_values.union(*(record.saved_values for record in records))
+    tails = []
     aside = {observation.storages[ref] for record in records for ref in record.aside}  # which counts where it is held
     for record in records:
         value, alive = observation.storages.get(TensorRef(record.node.name, 0)), record.node.meta.get(ALIVE)
@@ -70,9 +137,13 @@ def _held_by_frames(observation: Observation, heirs: dict[int, int], uses: dict[
             continue
         while value in heirs:
             value = heirs[value]
-        end = calls[bisect(calls, alive, key=itemgetter(0)) - 1][1]
+        call, end = calls[bisect(calls, alive, key=itemgetter(0)) - 1]
         if end > max(uses[value], held.get(value, 0)):
             held[value] = end
+        if call < alive and end >= uses[value] and value not in kept:
+            tails.append(Span(call + 1, alive, observation.value_bytes[value]))
+    if observation.unused:  # calls that are no operations, during which these are held
+        observation.unused = [*observation.unused, *tails]
     return held
 
 

@@ -17,7 +17,7 @@ from ...torch_state.ranks.collectives import told_of_collectives
 from ..arguments import Sample
 from ..forward.flat import FlatForward, nothing_saved
 from ..forward.location import scopes_in_use
-from ..traced import OpaqueError, RecordAgain, Traced
+from ..traced import BYTES, HISTORY, OpaqueError, RecordAgain, Traced, used
 from .guards import guards_of
 from .python_calls import python_watched
 from .recorder import Recorder
@@ -50,6 +50,9 @@ def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_car
     _give_each_call_its_own(recorder)
     recorder.graph.output(tuple(nodes))
     recorder.graph.lint()
+    for node in used(recorder.graph):  # which is observed where it runs as a program
+        node.meta.pop(BYTES, None)
+        node.meta.pop(HISTORY, None)
     assert flat.output_spec is not None
     graph, constants = recorder.graph, recorder.tensors.constants
     del outputs  # before the nodes that ``flat`` holds
@@ -61,7 +64,7 @@ def _run(
 ) -> tuple[list[torch.Tensor], bool]:
     """The outputs of the recorded forward, and whether it drew random numbers past torch."""
     with (
-        nothing_saved(where=lambda: recorder.scopes.current),
+        nothing_saved(recorder.saved.append, where=lambda: recorder.scopes.current),
         python_watched(recorder) as calls,
         scopes_in_use(recorder.scopes),
         dispatched_to(recorder),

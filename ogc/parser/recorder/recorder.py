@@ -16,7 +16,7 @@ from ...program.structures import autocast_kinds
 from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
 from ...torch_state.private import OpOverload, schema_of, version_of
 from ..forward.location import Scopes, user_line
-from ..traced import ON_CONSTANTS, OpaqueError
+from ..traced import HISTORY, ON_CONSTANTS, OpaqueError
 from .operators import OPENED, deciding, tells_content, usual_name
 from .tensors import Tensors
 
@@ -72,6 +72,7 @@ class Recorder:
         self.leaf: str | None = None  # that we are inside of
         self.shares_casts = False  # with whatever else runs in the caller's region
         self.casting = 0  # calls that we are inside of and that autocast makes casts for
+        self.saved: list[torch.Tensor] = []  # by the call that runs, for its backward
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
         self._given: set[int] = set()  # numbers of the storages that it was given
 
@@ -121,9 +122,11 @@ class Recorder:
             states = [Before(t, writes_of(t), t.requires_grad, has_history(t)) for t in tensors]
             if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
                 self.refuse(f"draws from a torch.Generator of its own at {user_line()}")
+        self.saved.clear()
         result = self._run(call)
         with unseen():
             self._write_down(call, given, states, result)
+            self.saved.clear()
         return result
 
     def _open(self, call: Call) -> Any:
@@ -192,6 +195,8 @@ class Recorder:
         if changes and not torch.is_grad_enabled() and any(before.requires_grad for before in states):
             node.target = WithoutGrad(operator)
         self._note_result(node, result)
+        if any(map(has_history, results)):
+            node.meta[HISTORY] = self.tensors.history(results, self.saved)
         self._note_touched(node, [before.tensor for before in states], [before.tensor for before in written])
         name = operator_name(operator)
         if is_number:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...program.program import CONSTANT, SHAPE, storage_of
 from ...torch_state.private import id_of_storage
 from ..forward.location import user_line
-from ..traced import ALIVE, CALL
+from ..traced import ALIVE, BYTES, CALL, History
 from ..weigh.record import layout_of
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -74,6 +74,7 @@ class Tensors:
         storage = self.storage(tensor)
         if storage is not None and storage.node is None:
             storage.node, storage.layout, storage.dtype = node, layout_of(tensor), tensor.dtype
+            node.meta[BYTES] = tensor.untyped_storage().nbytes()
 
     def note_call(self, node: torch.fx.Node) -> None:
         """Number a call, and note which storages the forward holds during it."""
@@ -83,6 +84,17 @@ class Tensors:
         for storage in self._alive:
             if storage.node is not None:
                 storage.node.meta[ALIVE] = self._calls
+
+    def history(self, results: list[torch.Tensor], saved: list[torch.Tensor]) -> History:
+        """That of a call with these results, which saves these tensors."""
+        raws = {id_of_storage(raw): raw for raw in map(storage_of, saved) if raw is not None}
+        entries = [(raw, self._entry(raw)) for raw in raws.values()]
+        own = [storage for storage in map(self.storage, results) if storage is not None]
+        return History(
+            results=tuple(storage.node.name for storage in own if storage.node is not None),
+            saved=tuple(entry.node.name for _, entry in entries if entry is not None and entry.node is not None),
+            bytes=sum(raw.nbytes() for raw, entry in entries if entry is None),
+        )
 
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """The node of ``tensor``, made now if it has none."""

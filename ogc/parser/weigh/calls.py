@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -14,7 +14,7 @@ from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
 from ...program.layouts import Layout
 from ...program.program import has_history, storage_bytes, tensor_leaves
-from ...torch_state.allocator import allocated_bytes, peak_bytes
+from ...torch_state.allocator import allocated_bytes, marked_bytes, peak_bytes
 from ...torch_state.private import pytree, untraced
 from ...torch_state.random_state import cuda_devices
 from .backward.again import Layouts
@@ -34,6 +34,7 @@ class Call:
         gradients: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = ones_like,
     ) -> None:
         self.make_gradients = gradients
+        self.when_asked: Callable[[], None] = lambda: None
         self.target: Any = record.node.target if target is None else target
         self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
         live = live_arguments(record.node.target, args)
@@ -56,7 +57,7 @@ class Call:
         """Run it, again if it is given the internal tensors that it saved."""
         args, kwargs = pytree.tree_unflatten(self.inputs, self.tree)
         self.edges = [torch.autograd.graph.get_gradient_edge(t) for t in self.starts]
-        with torch.enable_grad(), saved_tensors_hooks(self._pack, lambda tensor: tensor):
+        with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
             self.result = self.target(*args, *internal, **kwargs)
 
     def backward(self) -> Any:
@@ -75,6 +76,10 @@ class Call:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.saved.append(tensor.detach())
         return tensor.detach()
+
+    def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.when_asked()
+        return tensor
 
 
 def own_argument(leaf: Any, copied: bool) -> Any:
@@ -100,47 +105,76 @@ def with_measured_bytes(weights: Weights, call: Call) -> Weights:
     return replace(weights, scratch_bytes=scratch, working_bytes=working)
 
 
-def backward_measured(
-    record: Record, device: torch.device, args: Any, kwargs: Any, layouts: Layouts, is_low_memory: bool
-) -> tuple[int, dict[int, Layout]]:
-    """Most bytes that the backward of a recorded call allocates at once, run on these arguments.
+@dataclass
+class _Seeds:
+    """The gradients that a backward is given: their bytes, and themselves if others hold them, too."""
 
-    And how the gradients that it gives are laid out, by the numbers of the arguments. Those that it is given are made
-    on the way, so that they go as early as in a step, and do not count.
+    are_held: bool
+    bytes: int = 0
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+
+class BackwardBytes(NamedTuple):
+    """What the backward of a call allocates beside the gradients that it is given, and how its results are laid out.
+
+    ``first`` are the bytes until it asks for what it saved; layouts are by the numbers of the arguments.
+    """
+
+    most: int
+    first: int
+    layouts: dict[int, Layout]
+
+
+def backward_measured(
+    record: Record, device: torch.device, args: Any, kwargs: Any, layouts: Layouts, is_low_memory: bool, are_held: bool
+) -> BackwardBytes:
+    """The bytes of the backward of a recorded call, run on these arguments.
+
+    The gradients that it is given are made on the way, so that they go as early as in a step, unless they ``are_held``
+    by somebody else, too.
     """
     ends = [n for n, flag in enumerate(record.differentiable) if flag]
     target = record.form.target if is_low_memory and record.form else None
-    call, found, given = Call(record, args, kwargs, target), dict[int, Layout](), [0]
+    call, found, seeds = Call(record, args, kwargs, target), dict[int, Layout](), _Seeds(are_held)
 
     def prepare() -> None:
+        seeds.tensors.clear()
         call.prepare()
         call.forward()
         call.saved = []
         results = {n: end for n, end in zip(ends, call.ends(), strict=True) if n in layouts}
-        call.result = _Given.apply([layouts[n] for n in results], given, *results.values())
+        call.result = _Given.apply([layouts[n] for n in results], seeds, *results.values())
 
-    def run() -> None:
+    def run(mark: Callable[[str], None]) -> None:
+        call.when_asked = lambda: mark(_ASKED)
         starts = [n for n, tensor in enumerate(tensor_leaves(call.inputs)) if tensor.requires_grad]
         results = torch.autograd.grad(call.result, call.edges, allow_unused=True)
         found.update((n, Layout.of(t)) for n, t in zip(starts, results, strict=True) if t is not None)
 
     with torch.random.fork_rng(cuda_devices()):
-        peak, _ = allocated_bytes(run, device, prepare)
-    return max(0, peak - given[0]), found
+        marks = marked_bytes(run, device, prepare)
+    first = next((mark.bytes for mark in marks if mark.label == _ASKED), 0)
+    most = max(mark.peak_bytes for mark in marks[1:])
+    return BackwardBytes(max(0, most - seeds.bytes), max(0, first - seeds.bytes), found)
+
+
+_ASKED = "asked"
 
 
 class _Given(torch.autograd.Function):
-    """Makes the gradients of a call's results when its backward starts, and holds on to none."""
+    """Makes the gradients of a call's results when its backward starts."""
 
     @staticmethod
-    def forward(ctx: Any, layouts: list[Layout], made: list[int], *ends: torch.Tensor) -> torch.Tensor:
-        ctx.layouts, ctx.kinds, ctx.made = layouts, [(end.dtype, end.device) for end in ends], made
+    def forward(ctx: Any, layouts: list[Layout], seeds: _Seeds, *ends: torch.Tensor) -> torch.Tensor:
+        ctx.layouts, ctx.kinds, ctx.seeds = layouts, [(end.dtype, end.device) for end in ends], seeds
         return ends[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         gradients = [layout.zeros(*kind) for layout, kind in zip(ctx.layouts, ctx.kinds, strict=True)]
-        ctx.made[0] = storage_bytes(gradients) + gradient.nbytes
+        ctx.seeds.bytes = storage_bytes(gradients) + gradient.nbytes
+        if ctx.seeds.are_held:
+            ctx.seeds.tensors.extend(gradients)
         return None, None, *gradients
 
 

@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 
 from ...operators.cuda.gpus import gpu_of
 from ...operators.low_memory import Extra
-from ...operators.registry import Operator, like, of
+from ...operators.registry import Operator, is_elementwise, like, of, ones_like
 from ...operators.slices import Compiled, Sliced, SlicedLoss
 from ...operators.weights import InputGradient, Use, Weights
 from ...program.layouts import Layout
@@ -34,7 +34,7 @@ from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_p
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from ..passes.in_place import COPIES, REBASED
-from .backward.again import Again, Layouts
+from .backward.again import LONG_FLOPS, Again, Layouts
 from .calls import Call, backward_measured, call_key, own_argument, with_measured_bytes
 from .forms import pretended, saved_places
 from .meter import Meter, rates_of
@@ -73,9 +73,10 @@ class Estimator:
             return None
         key = call_key(target, args, kwargs), record.form is None
         if key not in self.backwards:
+            in_place = record.in_place  # now: its result may become a value of its own
 
             def run(args: Any, kwargs: Any, layouts: Layouts) -> Weights:
-                return self._run_on(pretended, target, args, kwargs, record.in_place, False, layouts)
+                return self._run_on(pretended, target, args, kwargs, in_place, False, layouts)
 
             measure = partial(backward_measured, record, self.device) if can_measure or self._can_measure() else None
             self.backwards[key] = Again(target, args, kwargs, run, measure)
@@ -98,6 +99,8 @@ class Estimator:
             there = self._elsewhere(record, args, kwargs) if self.elsewhere else None
             weights = there or self._run(operator, args, kwargs, record.in_place)
             gradients = of(kernel).to_run_with
+            if gradients is None and _may_copy_operands(kernel, weights, args, kwargs):
+                gradients = ones_like
             if gradients and self._can_measure():
                 weights = with_measured_bytes(weights, Call(record, args, kwargs, gradients=gradients))
             use = Use(args, record.output_bytes[0], weights, self._can_measure())
@@ -259,6 +262,17 @@ def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[
             )
         )
     return tuple(gradients)
+
+
+def _may_copy_operands(operator: OpOverload, weights: Weights, args: Any, kwargs: Any) -> bool:
+    """Whether kernels may first make an operand contiguous, which shapes do not show.
+
+    Not so of what goes entry by entry, moves entries, or has a rule of its own; nor is a long product run for it.
+    """
+    special = of(operator)
+    is_seen = is_elementwise(operator) or operator.is_view or special.moves or special.has_rule
+    is_long = weights.forward_flops > LONG_FLOPS
+    return not (is_seen or is_long or all(t.is_contiguous() for t in tensor_leaves(args, kwargs)))
 
 
 def _with_plain_copies(node: torch.fx.Node, record: Record, weights: Weights) -> Weights:

@@ -50,12 +50,13 @@ class OperationGradients:
     working_bytes: int  # most bytes that its backward allocates, results included
     late_bytes: int = 0  # the same once it has let go of what it saved, if it does so before it is done
     ready_bytes: int = 0  # of its gradients, those that are there before
+    first_bytes: int = 0  # what its backward has allocated once it asks for what was saved
     copies_strided: bool = False  # its backward first copies a gradient that is not dense
     sources: tuple[TensorRef, ...] = ()  # what each argument is, be it made by the program or not
     base: int | None = None  # the output that stands for the whole tensor that the first output is a view of
     is_start: bool = False  # its output starts autograd's graph: its gradient is the ``.grad`` of that
     usual: tuple[Layout, ...] = ()  # how gradients of its outputs are laid out unless there is a reason
-    again: Callable[[Layouts], OperationGradients | None] | None = None  # the same for others
+    again: Callable[[Layouts, bool], OperationGradients | None] | None = None  # the same for others, held or not
 
     def parameter(self, argument: int) -> TensorRef | None:
         """What an argument is that the program did not make."""
@@ -99,7 +100,7 @@ class OperationGradients:
 class LiveGradients:
     """Bytes of gradients and temporaries around one operation's backward."""
 
-    before: int
+    first: int  # once it asks for what was saved
     during: int
     late: int  # once it has let go of what it saved
 
@@ -205,7 +206,7 @@ class _Engine:
             return LiveGradients(before, before, 0)
         if op.is_start:
             return self._keep(op.output_bytes[0], incoming[0], before)
-        op, is_exact = _as_given(op, incoming)
+        op, is_exact = _as_given(op, incoming, any(self.owners[g.storage] > 1 for g in incoming.values()))
         strided = sum(op.output_bytes[n] for n, g in incoming.items() if not g.dense) if op.copies_strided else 0
         reused = {g.argument: mine for g in op.gradients if (mine := self._written_over(incoming, g)) is not None}
         saved = sum(self.bytes[g.storage] for g in reused.values())
@@ -221,9 +222,10 @@ class _Engine:
             if tensor is not None:
                 self.receive(tensor, gradient, sizes[tensor])
         self._hand_to_parameters(op, handed)
+        first = before + op.first_bytes
         if op.late_bytes:
-            return LiveGradients(before, early, self.most)
-        return LiveGradients(before, max(before, self.most - op.ready_bytes), 0)
+            return LiveGradients(first, max(first, early), self.most)
+        return LiveGradients(first, max(first, self.most - op.ready_bytes), 0)
 
     def _keep(self, size: int, gradient: _Gradient, before: int) -> LiveGradients:
         """A gradient becomes a ``.grad`` that stays, itself or, if somebody else holds it or has gaps, as a copy.
@@ -299,10 +301,12 @@ class _Engine:
         return handed
 
 
-def _as_given(op: OperationGradients, incoming: dict[int, _Gradient]) -> tuple[OperationGradients, bool]:
-    """The operation's backward from gradients that are laid out as these, and whether it is known."""
+def _as_given(
+    op: OperationGradients, incoming: dict[int, _Gradient], are_held: bool
+) -> tuple[OperationGradients, bool]:
+    """The operation's backward from gradients that are laid out as these, and held, and whether it is known."""
     if not op.usual or all(g.layout is None or g.layout.is_like(op.usual[n]) for n, g in incoming.items()):
         return op, all(g.dense for g in incoming.values())
     layouts = {n: g.layout or op.usual[n] for n, g in incoming.items()}
-    found = None if op.again is None else op.again(layouts)
+    found = None if op.again is None else op.again(layouts, are_held)
     return (op, False) if found is None else (found, True)

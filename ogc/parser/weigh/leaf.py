@@ -6,21 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.weights import Weights
 from ...program.leaf import Leaf
 from ...program.program import device_of_model, has_history, storage_bytes, storage_of, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
+from ...torch_state.compare import fingerprint
 from ...torch_state.no_trace import untouched
-from ...torch_state.private import storage_id
+from ...torch_state.private import storage_id, untraced
 from ...torch_state.ranks.collectives import are_several
 from ...torch_state.ranks.shards import own_parameters
 from ..forward.flat import gradient_targets, saved_until_done
 from .estimate import Estimator, input_gradients
 from .measure import Measurer
-from .meter import metered
+from .meter import Reading, metered
 from .record import Record
 
 Profiler = Estimator | Measurer
@@ -43,11 +44,10 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
         call.prepare()
         forward = metered(seconds, call.forward)
         call.prepare()
-        peak, held = forward.peak_bytes, forward.held_bytes
-        if can_measure(home):  # else what PyTorch's operators allocate has to do
-            peak, held = allocated_bytes(call.forward, home, call.prepare)
+        peak, compared, held = _peaks(call, home, forward)
         weights = Weights(
-            scratch_bytes=max(0, peak - held),
+            scratch_bytes=max(0, peak - held, compared - held),
+            plain_scratch_bytes=max(0, peak - held),
             internal_bytes=max(0, held - call.result_bytes()) + _bytes_aside(record, leaf, args),
             forward_seconds=forward.seconds,
             forward_flops=forward.flops,
@@ -72,6 +72,15 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
         if isinstance(profiler, Measurer):
             weights = replace(weights, backward_seconds=profiler.measure(call.prepare_backward, call.backward)[1])
         return weights
+
+
+def _peaks(call: _Call, home: torch.device, forward: Reading) -> tuple[int, int, int]:
+    """The most bytes of a call, of one that is compared with another, and those that stay."""
+    if not can_measure(home):  # what PyTorch's operators allocate has to do
+        return forward.peak_bytes, forward.peak_bytes, forward.held_bytes
+    peak, held = allocated_bytes(call.forward, home, call.prepare)
+    compared = allocated_bytes(call.forward_compared, home, call.prepare)[0] if call.leaf.repeatable else peak
+    return peak, compared, held
 
 
 def _of_operator(profiler: Profiler, record: Record, args: Any, kwargs: Any) -> Weights:
@@ -155,6 +164,23 @@ class _Call:
     def forward(self) -> None:
         with torch.enable_grad():
             self.results = tensor_leaves(self.leaf(self.module, self.inputs))
+
+    def forward_compared(self) -> None:
+        """The forward as plans run it that call the leaf again: all that it saved is compared once it has returned."""
+        saved: list[torch.Tensor] = []
+
+        @untraced
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor.detach())
+            return saved[-1]
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.forward()
+        state = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
+        known = {storage_id(t) for t in (*self.inputs, *state) if storage_of(t) is not None}
+        made = [t for t in saved if storage_of(t) is not None and storage_id(t) not in known]
+        prints = [fingerprint(t) for t in (*made, *self.results)]
+        prints.clear()
 
     def backward(self) -> None:
         root, self.root = self.root, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -91,6 +91,14 @@ def _saved(record: Record, place: Place | None) -> Saved:
     return Saved(external=True) if ref is None else Saved(ref, layout)
 
 
+class Span(NamedTuple):
+    """Memory that the plain forward has, and no program, from one of its calls to another."""
+
+    first: int
+    last: int
+    bytes: int
+
+
 @dataclass
 class Observation:
     """One record per operation, and what the program made."""
@@ -103,6 +111,7 @@ class Observation:
     output_values: set[int]
     rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
     grad_targets: frozenset[Any] = frozenset()
+    unused: Sequence[Span] = ()  # what the plain forward makes besides, and nothing uses
     held: dict[int, int] = field(default_factory=dict)  # the last operation during which the plain forward does
 
     def take_saves(self) -> None:

@@ -21,7 +21,7 @@ from ....program.layouts import Layout
 from ....program.program import tensor_leaves, without_autocast
 from ....torch_state.private import OpOverload
 
-_LONG_FLOPS = 2e9
+LONG_FLOPS = 2e9
 """A call with more is not run where its operator is known to copy what is laid out in another way."""
 
 Layouts = Mapping[int, Layout]
@@ -37,12 +37,14 @@ class Backward:
         more: bytes at most allocated beyond what usual gradients take; less than none if it is less.
         working: bytes at most allocated, of PyTorch's operator, if that was measured.
         has_copies: whether the copies that kernels make unseen are in these.
+        first: bytes allocated until it asks for what the forward saved.
     """
 
     gradients: tuple[InputGradient, ...]
     more: int
     working: int | None = None
     has_copies: bool = False
+    first: int = 0
 
     def weights(self, usual: Weights) -> Weights:
         """The weights of the call in this form."""
@@ -60,10 +62,11 @@ class Backward:
 Run = Callable[[Any, Any, Layouts], Weights]
 """Runs a call on shapes alone, from arguments without memory."""
 
-Measure = Callable[[Any, Any, Layouts, bool], tuple[int, Mapping[int, Layout]]]
-"""Most bytes that the backward of a call allocates at once, run on these arguments, and its results' layouts.
+Measure = Callable[[Any, Any, Layouts, bool, bool], tuple[int, int, Mapping[int, Layout]]]
+"""What the backward of a call allocates, run on these arguments: most bytes, those until it asks for what was saved,
+and its results' layouts.
 
-The last argument says whether it is that of the operator's low-memory form."""
+The last two say whether it is that of the operator's low-memory form, and whether others hold the gradients, too."""
 
 
 class Again:
@@ -80,16 +83,19 @@ class Again:
         first = next(iter(tensor_leaves(args, kwargs)))
         self.device, self.dtype = first.device, first.dtype
         self.args, self.kwargs = map_aggregate((args, kwargs), self._shadow)
-        self.found: dict[tuple[frozenset[tuple[int, Layout]], bool], Backward | None] = {}
+        self.found: dict[Any, Backward | None] = {}
 
-    def __call__(self, layouts: Layouts, usual: Layouts, is_low_memory: bool) -> Backward | None:
-        """The backward, in one form, for gradients laid out so, where others are usual; None if that cannot be told."""
-        key = frozenset(layouts.items()), is_low_memory
+    def __call__(self, layouts: Layouts, usual: Layouts, is_low_memory: bool, are_held: bool) -> Backward | None:
+        """The backward, in one form, for gradients laid out so, where others are usual; None if that cannot be told.
+
+        What copies a gradient, and then goes on, may let go of it, unless gradients ``are_held`` by others, too.
+        """
+        key = frozenset(layouts.items()), is_low_memory, are_held
         if key not in self.found:
-            self.found[key] = self._weighed(layouts, usual, is_low_memory)
+            self.found[key] = self._weighed(layouts, usual, is_low_memory, are_held)
         return self.found[key]
 
-    def _weighed(self, layouts: Layouts, ordinary: Layouts, is_low_memory: bool) -> Backward | None:
+    def _weighed(self, layouts: Layouts, ordinary: Layouts, is_low_memory: bool, are_held: bool) -> Backward | None:
         if of(self.target).needs_data(tensor_leaves(self.args, self.kwargs)):
             return None
         with torch.enable_grad(), without_autocast():
@@ -100,17 +106,18 @@ class Again:
             more = found.working_bytes - usual.working_bytes
             if self.measure is None or _shows_all(self.target):
                 return Backward(found.gradients, more)
-            if usual.forward_flops > _LONG_FLOPS and copies_strided_gradients(self.target):
+            if usual.forward_flops > LONG_FLOPS and copies_strided_gradients(self.target):
                 more = sum(prod(layout.shape) * self.dtype.itemsize for layout in layouts.values())
                 return Backward(found.gradients, more, has_copies=True)
             given = map_aggregate((self.args, self.kwargs), self._filled)
             try:
-                before, _ = self.measure(*given, ordinary, is_low_memory)
-                working, results = self.measure(*given, layouts, is_low_memory)
+                before, _, _ = self.measure(*given, ordinary, is_low_memory, are_held)
+                working, first, results = self.measure(*given, layouts, is_low_memory, are_held)
             except RuntimeError:  # it does not take zeros
                 return Backward(found.gradients, more)
             gradients = tuple(_laid_out(gradient, results.get(gradient.argument)) for gradient in found.gradients)
-            return Backward(gradients, working - before, None if is_low_memory else working, has_copies=True)
+            more, measured = working - before, None if is_low_memory else working
+            return Backward(gradients, more, measured, has_copies=True, first=first)
 
     def _shadow(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
