@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..parser import Loss
@@ -108,6 +109,7 @@ def largest_batch(
     return found
 
 
+@collecting_new_only()
 def largest_batches(
     model: torch.nn.Module,
     make_sample: Callable[[int], Any],

@@ -1,4 +1,4 @@
-"""Losses over classes, which add up what they give for rows."""
+"""Losses: over classes, which add up what they give for rows, and by distance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .registry import Arguments, Operator, Summed, register
+from .registry import Arguments, Operator, Summed, ones_like, register
 
 aten = torch.ops.aten
 
@@ -27,4 +27,12 @@ register(
     Operator(aten.cross_entropy_loss.default, summed=_over_classes),
     Operator(aten.nll_loss_nd.default, summed=_over_classes),
     Operator(aten.nll_loss.default, summed=_over_classes),
+    # A CPU has all distances at once.
+    *(
+        Operator(target, to_run_with=ones_like)
+        for target in (
+            *(aten.mse_loss.default, aten.smooth_l1_loss.default),
+            *(aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default),
+        )
+    ),
 )

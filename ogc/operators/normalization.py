@@ -260,6 +260,13 @@ register(
     Operator(aten.layer_norm.default, along=_rows),
     Operator(aten.rms_norm.default, along=_rows, on_cuda=rms_norm_on_cuda),
     *(Operator(target, along=over(1, True), dims=1) for target in (aten.softmax.int, aten.log_softmax.int)),
+    *(
+        Operator(target, to_run_with=ones_like)
+        for target in (
+            *(aten.prod.dim_int, aten.cumprod.default, aten.kthvalue.default, aten.quantile.scalar),
+            *(aten.cosine_similarity.default, aten.bilinear.default),
+        )
+    ),
     Operator(aten.mean.dim, along=over(1, 2), dims=1),
     Operator(aten.sum.dim_IntList, along=over(1, 2), dims=1),
 )

@@ -1,5 +1,7 @@
 """Hollow runs: what they count is what the allocator measures, and what plans for a GPU promise."""
 
+from functools import cache
+
 import pytest
 import torch
 import torchvision
@@ -58,12 +60,17 @@ NETWORKS = {
 WISHES = {"plain": {"solver": "none"}, "least": {}, "quick": {"max_overhead": 0.1}}
 
 
+@cache
+def parsed(name):
+    make, x = NETWORKS[name]
+    model = on_meta(make)
+    return model, ogc.parse(model, x, device="cuda", profile="estimate", gpu=GPU)
+
+
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_plans_for_cuda_peak_as_promised(name, wish):
-    make, x = NETWORKS[name]
-    model = on_meta(make)
-    graph = ogc.parse(model, x, device="cuda", profile="estimate", gpu=GPU)
+    model, graph = parsed(name)
     plan = ogc.solve(graph, **WISHES[wish])
     assert wish == "plain" or plan.segments
     assert hollow_run(model, graph, plan, gpu=GPU).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)

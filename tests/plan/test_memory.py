@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from helpers import assert_same_training, loss_of, measured_peak
+from helpers import Function, assert_same_training, loss_of, measured_peak
 from torch import nn
+from torch.nn import functional as F
 
 import ogc
 from ogc.torch_state.allocator import peak_bytes
@@ -392,3 +393,24 @@ def test_what_comparing_the_calls_of_a_leaf_takes_counts():
     forward = max(event.bytes for event in ogc.simulate(graph, plan).timeline if event.phase == "forward")
     run = ogc.apply(model, graph, plan)
     assert forward == pytest.approx(peak_bytes(lambda: run(*inputs), "cpu"), rel=0.001)
+
+
+OTHERS = torch.rand(64, 96)
+KERNELS = {
+    "distances": lambda x: F.mse_loss(x, OTHERS) + F.smooth_l1_loss(x, OTHERS),
+    "cosines": lambda x: F.cosine_similarity(x, OTHERS),
+    "cosines of pairs": lambda x: F.cosine_embedding_loss(x, OTHERS, torch.ones(64)),
+    "triplets": lambda x: F.triplet_margin_loss(x, OTHERS, OTHERS.flip(0)),
+    "mish": F.mish,
+    "larger": lambda x: torch.maximum(x, OTHERS) * torch.minimum(x, OTHERS),
+    "product": lambda x: x.prod(1),
+    "products": lambda x: x.cumprod(1),
+    "order": lambda x: x.kthvalue(3, 1)[0] + x.quantile(0.3, 1),
+    "bilinear": lambda x: F.bilinear(x, x, torch.ones(8, 96, 96)),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_that_take_more_or_less_than_shapes_tell(name):
+    model = Function(KERNELS[name])
+    assert_as_simulated(nn.Sequential(nn.Linear(48, 96), model), (torch.rand(64, 48),), shares=())
