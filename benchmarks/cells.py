@@ -35,8 +35,8 @@ def cut(row: Data) -> str:
     return f"{1 - row['ogc_bytes'] / row['plain_bytes']:.0%}"
 
 
-def more_flops(row: Data) -> str:
-    return f"{row['ogc_flops'] / row['plain_flops'] - 1:.1%}"
+def more_flops(row: Data, digits: int = 1) -> str:
+    return f"{row['ogc_flops'] / row['plain_flops'] - 1:.{digits}%}"
 
 
 def more_time(row: Data) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def _words(batch: int, tokens: int) -> Inputs:
 
 SUBJECTS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     "resnet101": lambda: (torchvision.models.resnet101(), _images(4)),
-    "regnet_x_32gf": lambda: (torchvision.models.regnet_x_32gf(), _images(2)),
+    "regnet_x_32gf": lambda: (torchvision.models.regnet_x_32gf(), _images(1)),
     "unet": lambda: (UNet(), _images(1)),
     "mixer_b_16": lambda: (Mixer(), _images(4)),
     "transformer": lambda: (
@@ -71,9 +71,11 @@ def ways_of(model: nn.Module, inputs: Inputs) -> dict[str, Way]:
         output = run(*inputs)
         return argparse.Namespace(loss=loss(output), output=output)
 
+    graph = cache(lambda: ogc.parse(model, inputs, loss=loss))
+
     def plan(overhead: float) -> tuple[Forward, ogc.Plan]:
-        optimized: Any = ogc.optimize(model, inputs, max_overhead=overhead, loss=loss)
-        return partial(forward, optimized), optimized.plan
+        found = ogc.solve(graph(), max_overhead=overhead)
+        return partial(forward, ogc.apply(model, graph(), found)), found
 
     ours: dict[str, Way] = {f"ogc, {overhead:+.0%}": partial(plan, overhead) for overhead in OVERHEADS}
     return {"plain": lambda: (partial(forward, model), None), **ours}

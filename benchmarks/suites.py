@@ -89,7 +89,7 @@ FULL = (
     Run("sliced", f"{PUBLISHED} vgg11 vgg16 --batch-slices 8", "cpu_sliced.json"),
     Run("logits", "-m benchmarks.logits", "logits.json"),
     Run("compiled", "-m benchmarks.compiled --rounds 41", "compiled.json"),
-    Run("families", "-m benchmarks.families", "families.json"),
+    Run("families", "-m benchmarks.families --rounds 5", "families.json"),
     Run("hollow", "-m benchmarks.hollow", "hollow.json"),
     Run(
         "devices",

@@ -15,13 +15,13 @@ from .timing.row import Items, TimeRow
 
 def published(runs: Sequence[Data]) -> str:
     header = (
-        "model | batch | plain | ogc | cut | more FLOPs | recomputed | published | ours / published "
+        "model | batch | plain | ogc | more FLOPs | recomputed | published | ours / published "
         "| published overhead | recomputed at the published memory"
     )
     found = in_order(runs)
     cells = [
         [
-            *(row["arch"], row["batch_size"], mib(row["plain_bytes"]), mib(row["ogc_bytes"]), cut(row)),
+            *(row["arch"], row["batch_size"], mib(row["plain_bytes"]), mib(row["ogc_bytes"])),
             *(more_flops(row), f"{row['predicted_overhead']:.1%}", row["published"]["theirs"]),
             f"{row['ogc_bytes'] / MIB / row['published']['theirs']:.2f}",
             *(f"{row['published']['overhead']:.0%}", f"{row['overhead_at_theirs']:.1%}"),
@@ -45,7 +45,7 @@ def _overhead_ratio(found: Sequence[Data], kind: str) -> str:
 
 
 def solvers(runs: Sequence[Data]) -> str:
-    """A row for each network, with its plans side by side and what the first of them took."""
+    """A row for each network, with its plans side by side."""
     found = in_order(runs)
     names = list(dict.fromkeys(row["solver"] for row in found))
     by_name: dict[str, dict[str, Data]] = {}
@@ -56,14 +56,10 @@ def solvers(runs: Sequence[Data]) -> str:
         if solver not in of:
             return "–"
         row = of[solver]
-        return mib(row["ogc_bytes"]) + ("" if solver == "none" else f" at {more_flops(row)}")
+        return mib(row["ogc_bytes"]) + ("" if solver == "none" else f" at {more_flops(row, digits=0)}")
 
-    cells = []
-    for name, of in by_name.items():
-        first = of.get(names[0])
-        seconds = "–" if first is None else f"{first['parse_seconds']:.1f} + {first['solve_seconds']:.1f}"
-        cells.append([name, *(cell(of, solver) for solver in names), seconds])
-    return table(" | ".join(["model", *names, "parse + solve s"]), cells)
+    cells = [[name, *(cell(of, solver) for solver in names)] for name, of in by_name.items()]
+    return table(" | ".join(["model", *names]), cells)
 
 
 def compared(runs: Sequence[Data]) -> str:
@@ -187,12 +183,11 @@ def side_by_side(runs: Sequence[Data]) -> str:
     found = [row for run in runs for row in run["rows"]]
     subjects = list(dict.fromkeys(row["subject"] for row in found))
     of = {(row["subject"], row["way"]): row for row in found}
-    header = " | ".join(["way", *(f"{subject} | promised | paid" for subject in subjects), "most a gradient is off"])
+    header = " | ".join(["way", *subjects, "most a gradient is off"])
     cells = []
     for way in dict.fromkeys(row["way"] for row in found):
         each = [of[subject, way] for subject in subjects if (subject, way) in of]
-        figures = [cell for row in each for cell in _figures(row)]
-        cells.append([way, *figures, f"{max(row['distance'] for row in each):.0e}"])
+        cells.append([way, *map(_figures, each), f"{max(row['distance'] for row in each):.0e}"])
     return table(header, cells) if cells else ""
 
 
@@ -206,7 +201,7 @@ def families(runs: Sequence[Data]) -> str:
     paid = {way: [of[s, way]["paid"] for s in subjects] for way in ways}
     cells: list[list[object]] = [
         [subject, mib(of[subject, "plain"]["peak_bytes"]),
-         *(f"{mib(of[subject, way]['peak_bytes'])} ({shares[way][n]:.0%}), {paid[way][n]:+.1%}" for way in ways)]
+         *(f"{mib(of[subject, way]['peak_bytes'])} ({shares[way][n]:.0%}), {paid[way][n]:+.0%}" for way in ways)]
         for n, subject in enumerate(subjects)
     ]  # fmt: skip
     means = (
@@ -248,11 +243,11 @@ def predicted(runs: Sequence[Data]) -> str:
     )
 
 
-def _figures(row: Data) -> list[str]:
+def _figures(row: Data) -> str:
     if row["reason"]:
-        return [str(row["reason"]), "", ""]
-    promised = "" if row["promised"] is None else f"{row['promised']:+.1%}"
-    return [mib(row["peak_bytes"]), promised, f"{row['paid']:+.1%}"]
+        return str(row["reason"])
+    promised = "" if row["promised"] is None else f" ({row['promised']:.1%})"
+    return f"{mib(row['peak_bytes'])}, {row['paid']:+.1%}{promised}"
 
 
 def _is_same(whole: Data | None, row: Data) -> bool:
@@ -326,15 +321,13 @@ def reason(error: str) -> str:
 
 def timing(runs: Sequence[Data]) -> str:
     """A row for each question, of each device; below it what misses the aims, and the picture."""
-    header = "device | question | of | found | aim | misses it"
     cells = []
     for run in runs:
-        items = run.get("items")
+        items, device = run.get("items"), run["machine"]["device"]
         answers = findings([TimeRow.read(row) for row in run["rows"]], items and Items.read(items))
-        cells += [
-            [run["machine"]["device"], a.question, a.of, a.found, a.aim or "–", _first(a.missed)] for a in answers
-        ]
-    return table(header, cells)
+        where = "" if len(runs) == 1 else f"{device}: "
+        cells += [[f"{where}{a.question}", a.of, a.found, a.aim or "–", _first(a.missed)] for a in answers]
+    return table("question | of | found | aim | misses it", cells)
 
 
 MISSES = 4

@@ -69,10 +69,11 @@ def inserted(text: str, table: str) -> str:
 def document(folder: Path = RESULTS, suite: str = "full") -> str:
     """docs/results.md, whole: of results that this suite makes, or the one for CUDA."""
     parts = [(title, text, writer, files(pattern, folder)) for title, pattern, text, writer in PARTS]
+    machines = list(dict.fromkeys(_machine(run) for *_, runs in parts for run in runs))
     lines = [
         "# Results",
         "",
-        "Written by `python -m benchmarks.tables` from `benchmarks/results`, where every row has all its figures.",
+        "Written by `python -m benchmarks.tables` from the rows in `benchmarks/results`.",
         f"`python benchmark.py --suite {suite}` makes all of them again, `--only` with the names below these alone.",
         "Memory is the allocator's peak over one step (forward, `sum().backward()`, gradients already there) above",
         "what was allocated before it, in MiB (2^20 bytes). *More FLOPs* are those of the whole step, by",
@@ -81,11 +82,14 @@ def document(folder: Path = RESULTS, suite: str = "full") -> str:
         "otherwise.",
         "",
         _cuda([run for *_, runs in parts for run in runs]),
+        *([f"All on {machines[0]}."] if len(machines) == 1 else []),
         "",
     ]
     for title, text, writer, runs in parts:
+        if not runs and title.endswith("on CUDA"):
+            continue
         lines += [f"## {title}", "", text, "", writer(runs) or "Not measured yet.\n"]
-        lines += [*_notes(runs), _made_by(runs, suite), ""] if runs else []
+        lines += [*_notes(runs), _made_by(runs, suite, len(machines) > 1), ""] if runs else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -108,7 +112,7 @@ def _notes(runs: Sequence[Data]) -> list[str]:
     return [*failed, *unrepeatable, ""] if failed or unrepeatable else []
 
 
-def _made_by(runs: Sequence[Data], suite: str) -> str:
+def _made_by(runs: Sequence[Data], suite: str, names_machines: bool) -> str:
     """The command that makes the files again, and what they were measured with."""
     told = []
     for name in dict.fromkeys((suite, "cuda")):
@@ -120,7 +124,7 @@ def _made_by(runs: Sequence[Data], suite: str) -> str:
         for name, version in run["versions"].items():
             versions.setdefault(name, []).append(version)
     told += [f"{name} {', '.join(dict.fromkeys(found))}" for name, found in versions.items() if name != "python"]
-    told += dict.fromkeys(_machine(run) for run in runs)
+    told += dict.fromkeys(_machine(run) for run in runs if names_machines)
     return f"{'; '.join(told)}."
 
 
@@ -153,29 +157,29 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "Other tools side by side",
         "compare/cpu*.json",
         "Of `--compare`: the way to save activation memory that people use and that peaks least, the plan of ours with "
-        "no more FLOPs that peaks least, and our least peak; with step times as multiples of a plain step's, in which "
-        "a compiled model may be ahead, for it fuses operations.",
+        "no more FLOPs that peaks least, and our least peak; with step times as multiples of a plain step's.",
         summaries.compared,
     ),
     (
         "In slices of the batch",
         "cpu_sliced.json",
-        "With `batch_slices=`, where single operations bound the peak. Equal up to rounding: the last column is the "
-        "most by which any tensor differs, as a share of its largest entry.",
+        "With `batch_slices=`, where single operations bound the peak. The last column is the most by which a "
+        "tensor differs, as a share of its largest entry.",
         lambda runs: summaries.sliced(runs, rows()),
     ),
     (
         "Where logits are the widest tensor",
         "logits.json",
-        "A Llama of 8 layers and width 256, with labels, on 2×512 tokens. Slices are an eighth of the tokens "
-        '(`outputs="loss"`); `linear_cross_entropy` is PyTorch\'s own.',
+        "A Llama of 8 layers and width 256, with labels, on 2×512 tokens: the peak, and what a step paid (a plan "
+        'promised). Slices are an eighth of the tokens (`outputs="loss"`); `linear_cross_entropy` is PyTorch\'s own.',
         summaries.side_by_side,
     ),
     (
         "At small overheads",
         "families.json",
         "Eight families of models (those of HiRemate, ICML 2025, which reports 50 to 70 % less at 10 to 15 %), by the "
-        "overhead that a plan may promise: the peak, and what a step paid.",
+        "overhead that a plan may promise: the peak, and what a step paid. U-Net and FNO are bound by their widest "
+        "operations, GPT-2 by its logits.",
         summaries.families,
     ),
     (
@@ -190,7 +194,7 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "largest/cpu*.json",
         "What fits on a device of so much memory, of a step with SGD and cross-entropy: the plain model, "
         "`torch.utils.checkpoint` around every block, and ours by how much more time a plan may promise. In brackets: "
-        "MiB by the allocator, of all that is there; how much longer a sample takes.",
+        "MiB by the allocator, of all there is; how much longer a sample takes.",
         summaries.largest,
     ),
     (
@@ -205,21 +209,20 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "Other people's models",
         "zoo/*.json",
         "The least peak, without any limit to what is recomputed, of models built from their configurations with small "
-        "inputs; three training steps compared bit by bit. *Plain cannot* says nothing of us: the plain model does not "
-        "train, or differs from itself.",
+        "inputs; three training steps compared bit by bit. *Plain cannot*: the plain model does not train, or "
+        "differs from itself.",
         summaries.zoo,
     ),
     (
         "Time: promised and paid",
         "time/*.json",
-        "What plans promise to recompute and what a step then takes longer, as shares of the plain step: CPU seconds "
-        "on one thread, all ways to run a network in turn, the median of the ratios within a round. *Blocks* and "
-        "*selective* are `torch.utils.checkpoint` and its selective form on every block. A picture lies beside the "
-        "data.",
+        "What plans promise and what a step then takes longer, as shares of the plain step: CPU seconds on one thread, "
+        "all ways to run a network in turn, the median of the ratios within a round. *Blocks* and *selective* are "
+        "`torch.utils.checkpoint` and its selective form on every block. A picture lies beside the data.",
         summaries.timing,
     ),
     (
-        "On CUDA",
+        "The published figures on CUDA",
         "cuda_published*.json",
         "The published table where it was measured: what the simulator and the profiler predict, and what the "
         "allocator and the clock say. By `python benchmark.py --suite cuda`.",

@@ -77,7 +77,7 @@ def test_it_says_where_it_was_measured(on_cpus):
 
 
 def test_cuda_has_its_place(on_cpus):
-    assert document(on_cpus).split("## On CUDA")[1].split("\n## ")[0].rstrip().endswith("Not measured yet.")
+    assert "on CUDA\n" not in document(on_cpus)
     (run,) = files("cpu_published_1.json")
     found = run["rows"][0] | {"device": "NVIDIA H200", "plain_seconds": 1.0, "ogc_seconds": 1.2}
     (on_cpus / "cuda_published.json").write_text(json.dumps(run | {"rows": [found]}))
@@ -138,7 +138,7 @@ def test_families_are_compared_by_their_ways():
         for way, (size, paid) in ways.items()
     ]
     table = families([{"rows": found}])
-    assert "| b | 24 | 12 (-50%), +10.0% | 6 (-75%), +20.0% |" in table
+    assert "| b | 24 | 12 (-50%), +10% | 6 (-75%), +20% |" in table
     assert "| geometric mean |  | **-50%**, +10.0% | **-75%**, +20.0% |" in table
     assert families([]) == ""
 
