@@ -135,9 +135,8 @@ class Estimate:
         lines = [table([f"on {self.device}", "MiB"], rows)]
         if self.least is not None:
             plain, least = self.plain_bytes / 2**20, self.least_bytes / 2**20
-            lines.append(
-                f"a plain step needs {plain:.1f} MiB, at least {least:.1f} MiB at +{self.least.overhead:.0%} time"
-            )
+            others = f"at least {least:.1f} MiB at +{self.least.overhead:.0%} time" if least < plain else "no plan less"
+            lines.append(f"a plain step needs {plain:.1f} MiB, {others}")
             if self.device in CACHING and (memory := self.memory()) is not None:
                 lines.append(f"{memory}, {ROOMY}")
         return "\n".join(lines)

@@ -137,6 +137,14 @@ def test_a_device_that_is_not_there_has_allowances():
     assert needs.optimizer_step > here.working  # all parameters at once
 
 
+def test_where_no_plan_needs_less_it_says_so():
+    needs = ogc.estimate(Network(), IMAGES, loss=loss, device="cuda")
+    vars(needs)["_needed"] = 2**20, 2**19
+    assert "a plain step needs 1.0 MiB, at least 0.5 MiB at +" in str(needs)
+    vars(needs)["_needed"] = 2**20, 2**20 + 100  # each is known to a percent
+    assert "a plain step needs 1.0 MiB, no plan less" in str(needs)
+
+
 def test_shared_and_frozen_parameters_count_for_what_they_are():
     model = Network()
     model.stem.requires_grad_(False)
