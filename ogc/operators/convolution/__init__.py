@@ -74,7 +74,7 @@ class _Function(torch.autograd.Function):
         if any(of_weights):
             weights = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [False, *of_weights])[1:]
         parts, like = parts_of(x, weight, *ctx.settings), (x.shape, x.dtype, x.device)
-        over = in_place and gradient.shape == x.shape
+        over = in_place and gradient.shape == x.shape and gradient.stride() == x.stride()
         ctx.maybe_clear_saved_tensors()  # not where the graph is retained
         del x
         images = gradient_of_images(parts, gradient, like, weight, *ctx.settings, over=over) if of_input else None

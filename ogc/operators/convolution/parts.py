@@ -68,7 +68,7 @@ def parts_of(images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings
     is_known = on_cuda or images.device.type in ("cpu", "meta")
     if not is_known or not all(type(t) in _TYPES for t in given):
         return (slice(0, len(images)),)
-    cudnn = torch.backends.cudnn
+    backend = torch.backends.cudnn if on_cuda else mkldnn
     kind = _Kind(
         device=images.device if images.is_cuda else torch.device("cpu"),
         is_for_cuda=on_cuda,
@@ -78,9 +78,7 @@ def parts_of(images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings
         biased=bias is not None,
         settings=tuple(tuple(s) if isinstance(s, (list, tuple)) else s for s in settings),
         threads=1 if on_cuda else torch.get_num_threads(),
-        backend=(cudnn.enabled, cudnn.deterministic, cudnn.conv.fp32_precision)  # type: ignore[attr-defined]
-        if on_cuda
-        else (mkldnn.enabled, mkldnn.deterministic, mkldnn.conv.fp32_precision),  # type: ignore[attr-defined]
+        backend=(backend.enabled, backend.deterministic, backend.conv.fp32_precision),  # type: ignore[attr-defined]
     )
     if on_cuda and not images.is_cuda:  # a GPU that is not there
         return _untried_parts(kind, PART_BYTES)
