@@ -7,7 +7,6 @@ It needs what torch.compile needs, on a CPU a C++ compiler.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +19,7 @@ from torch import nn
 import ogc
 
 from .networks.transformers import Attention, feed_forward
-from .side_by_side import Forward, Row, Way, compiled, main, rows
+from .side_by_side import Forward, Inputs, Way, compiled, main, measured, with_loss
 
 BUDGETS = (0.7, 0.5, 0.3, 0.1)
 """torch.compile's own."""
@@ -57,32 +56,31 @@ class Pointwise(nn.Module):
         return result
 
 
-SUBJECTS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
-    "transformer": lambda: (nn.Sequential(*(Block(128) for _ in range(8))), torch.randn(16, 128, 128)),
-    "pointwise": lambda: (nn.Sequential(*(Pointwise(128) for _ in range(10))), torch.randn(4096, 128)),
-    "resnet18": lambda: (torchvision.models.resnet18(), torch.randn(4, 3, 160, 160)),
+SUBJECTS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+    "transformer": lambda: (nn.Sequential(*(Block(128) for _ in range(8))), (torch.randn(16, 128, 128),)),
+    "pointwise": lambda: (nn.Sequential(*(Pointwise(128) for _ in range(10))), (torch.randn(4096, 128),)),
+    "resnet18": lambda: (torchvision.models.resnet18(), (torch.randn(4, 3, 160, 160),)),
 }
 
 
-def ways_of(model: nn.Module, x: torch.Tensor) -> dict[str, Way]:
+def ways_of(model: nn.Module, inputs: Inputs) -> dict[str, Way]:
     """By name."""
 
     def loss(output: torch.Tensor) -> torch.Tensor:
         return output.square().mean()
 
-    def forward(run: Callable[..., Any]) -> argparse.Namespace:
-        output = run(x)
-        return argparse.Namespace(loss=loss(output), output=output)
+    def forward(run: Callable[..., Any]) -> Forward:
+        return partial(with_loss, run, inputs, loss)
 
     def compile(**budget: float) -> tuple[Forward, None]:
-        return partial(forward, compiled(model, **budget)), None
+        return forward(compiled(model, **budget)), None
 
     def plan(**wish: Any) -> tuple[Forward, ogc.Plan]:
-        optimized: Any = ogc.optimize(model, x, memory_budget=BUDGET, loss=loss, **wish)
-        return partial(forward, optimized), optimized.plan
+        optimized: Any = ogc.optimize(model, inputs, memory_budget=BUDGET, loss=loss, **wish)
+        return forward(optimized), optimized.plan
 
     return {
-        "plain": lambda: (partial(forward, model), None),
+        "plain": lambda: (forward(model), None),
         "compiled": compile,
         **{f"compiled, budget {budget:g}": partial(compile, budget=budget) for budget in BUDGETS},
         "ogc": plan,
@@ -90,11 +88,5 @@ def ways_of(model: nn.Module, x: torch.Tensor) -> dict[str, Way]:
     }
 
 
-def _measure(subject: str, rounds: int) -> list[Row]:
-    torch.manual_seed(0)
-    model, x = SUBJECTS[subject]()
-    return rows(subject, model.train(), ways_of(model, x), rounds)
-
-
 if __name__ == "__main__":
-    sys.exit(main("benchmarks.compiled", __doc__, tuple(SUBJECTS), _measure))
+    sys.exit(main("benchmarks.compiled", __doc__, tuple(SUBJECTS), measured(SUBJECTS, ways_of)))

@@ -8,7 +8,6 @@ time), at sizes that a computer without a GPU trains.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -25,11 +24,9 @@ from .networks.mixer import Mixer
 from .networks.neural_operators import FourierNeuralOperator
 from .networks.transformers import Gpt2
 from .networks.unet import UNet
-from .side_by_side import Forward, Row, Way, main, rows
+from .side_by_side import Forward, Inputs, Way, main, measured, with_loss
 
 OVERHEADS = (0.1, 0.15, 0.2)
-
-Inputs = tuple[torch.Tensor, ...]
 
 
 def _images(batch: int, size: int = 224) -> Inputs:
@@ -67,25 +64,15 @@ def ways_of(model: nn.Module, inputs: Inputs) -> dict[str, Way]:
     """The plain model, and plans by what they promise."""
     loss = loss_of(model, inputs)
 
-    def forward(run: Callable[..., Any]) -> argparse.Namespace:
-        output = run(*inputs)
-        return argparse.Namespace(loss=loss(output), output=output)
-
     graph = cache(lambda: ogc.parse(model, inputs, loss=loss))
 
     def plan(overhead: float) -> tuple[Forward, ogc.Plan]:
         found = ogc.solve(graph(), max_overhead=overhead)
-        return partial(forward, ogc.apply(model, graph(), found)), found
+        return partial(with_loss, ogc.apply(model, graph(), found), inputs, loss), found
 
     ours: dict[str, Way] = {f"ogc, {overhead:+.0%}": partial(plan, overhead) for overhead in OVERHEADS}
-    return {"plain": lambda: (partial(forward, model), None), **ours}
-
-
-def _measure(subject: str, rounds: int) -> list[Row]:
-    torch.manual_seed(0)
-    model, inputs = SUBJECTS[subject]()
-    return rows(subject, model.train(), ways_of(model, inputs), rounds)
+    return {"plain": lambda: (partial(with_loss, model, inputs, loss), None), **ours}
 
 
 if __name__ == "__main__":
-    sys.exit(main("benchmarks.families", __doc__, tuple(SUBJECTS), _measure))
+    sys.exit(main("benchmarks.families", __doc__, tuple(SUBJECTS), measured(SUBJECTS, ways_of)))

@@ -27,6 +27,7 @@ from ogc.torch_state.allocator import peak_bytes
 from .measuring import allocate_gradients, environment, write_json
 from .timing.rounds import in_turn, one_thread
 
+Inputs = tuple[torch.Tensor, ...]
 Forward = Callable[[], Any]
 Way = Callable[[], tuple[Forward, "ogc.Plan | None"]]
 
@@ -109,6 +110,26 @@ def _timed(forward: Forward) -> float:
     start = time.process_time()
     _step(forward)
     return time.process_time() - start
+
+
+def with_loss(run: Callable[..., Any], inputs: Inputs, loss: Callable[[Any], torch.Tensor]) -> argparse.Namespace:
+    """What a forward returns: the output of ``run``, and its loss."""
+    output = run(*inputs)
+    return argparse.Namespace(loss=loss(output), output=output)
+
+
+def measured(
+    subjects: Mapping[str, Callable[[], tuple[nn.Module, Inputs]]],
+    ways_of: Callable[[nn.Module, Inputs], Mapping[str, Way]],
+) -> Callable[[str, int], list[Row]]:
+    """For :func:`main`: the rows of a subject, which is a model and its inputs, by all its ways."""
+
+    def measure(subject: str, rounds: int) -> list[Row]:
+        torch.manual_seed(0)
+        model, inputs = subjects[subject]()
+        return rows(subject, model.train(), ways_of(model, inputs), rounds)
+
+    return measure
 
 
 def compiled(model: nn.Module, budget: float = 1.0) -> Callable[..., Any]:

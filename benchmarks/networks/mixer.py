@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-
-def mlp(width: int, hidden: int) -> nn.Sequential:
-    """Two linear layers with GELU between them."""
-    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+from .transformers import feed_forward
 
 
 class MixerLayer(nn.Module):
@@ -16,7 +13,7 @@ class MixerLayer(nn.Module):
     def __init__(self, patches: int, width: int) -> None:
         super().__init__()
         self.patch_norm, self.channel_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.patches, self.channels = mlp(patches, width // 2), mlp(width, 4 * width)
+        self.patches, self.channels = feed_forward(patches, "none", width // 2), feed_forward(width, "none")
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.patches(self.patch_norm(x).transpose(1, 2)).transpose(1, 2)

@@ -29,9 +29,10 @@ class Attention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
 
-def feed_forward(width: int, approximate: str) -> nn.Sequential:
-    """Two linear layers, the hidden one four times as wide."""
-    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate), nn.Linear(4 * width, width))
+def feed_forward(width: int, approximate: str, hidden: int | None = None) -> nn.Sequential:
+    """Two linear layers, the hidden one four times as wide unless its width is given."""
+    hidden = 4 * width if hidden is None else hidden
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(approximate), nn.Linear(hidden, width))
 
 
 class BertLayer(nn.Module):

@@ -13,7 +13,7 @@ from ..torch_state.private import OpOverload, is_view, schema_of, untraced
 from .cuda.composites import dropout_on_cuda, log_sigmoid_on_cuda
 from .holders import is_ours
 from .low_memory import LowMemory
-from .registry import Arguments, Operator, like, ones_like, register
+from .registry import Arguments, Operator, like, register, run_for_bytes
 from .slices.axes import Along, Axes, elementwise
 from .weights import Use, Weights
 
@@ -100,10 +100,7 @@ register(
     *map(_unary, (aten.silu_.default, aten.elu.default, aten.leaky_relu_.default, aten.hardtanh_.default)),
     *map(_unary, (aten.hardswish_.default, aten.hardsigmoid.default, aten.softplus.default)),
     _unary(aten.hardswish.default, is_elementwise=True),
-    *(
-        _unary(target, to_run_with=ones_like)
-        for target in (aten.mish.default, aten.maximum.default, aten.minimum.default)
-    ),
+    *run_for_bytes(aten.mish.default, aten.maximum.default, aten.minimum.default),
     # Of these two only whether it is in a range counts, and operand and result are in it together.
     _unary(aten.leaky_relu.default, is_elementwise=True, from_either=True),
     _unary(aten.hardtanh.default, from_either=True),

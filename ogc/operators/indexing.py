@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .cuda.hidden import of_embedding
-from .registry import Operator, ones_like, register
+from .registry import Operator, register, run_for_bytes
 from .slices.axes import joined, moved, of_first
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ register(
     *(Operator(one, along=moved(one), moves=True) for one in _MOVING),
     *(Operator(one, along=of_first(lambda args, axis: axis)) for one in _overloads(aten.to, aten._to_copy)),
     # Under a dispatch mode their backwards add up out of place.
-    *(Operator(one, to_run_with=ones_like) for one in (aten.gather.default, aten.index_select.default)),
+    *run_for_bytes(aten.gather.default, aten.index_select.default),
     Operator(aten.embedding.default, hidden_on_cuda=of_embedding),
     Operator(aten.requires_grad_.default, begins_graph=True),
 )

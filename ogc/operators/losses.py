@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .registry import Arguments, Operator, Summed, ones_like, register
+from .registry import Arguments, Operator, Summed, register, run_for_bytes
 
 aten = torch.ops.aten
 
@@ -28,11 +28,6 @@ register(
     Operator(aten.nll_loss_nd.default, summed=_over_classes),
     Operator(aten.nll_loss.default, summed=_over_classes),
     # A CPU has all distances at once.
-    *(
-        Operator(target, to_run_with=ones_like)
-        for target in (
-            *(aten.mse_loss.default, aten.smooth_l1_loss.default),
-            *(aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default),
-        )
-    ),
+    *run_for_bytes(aten.mse_loss.default, aten.smooth_l1_loss.default),
+    *run_for_bytes(aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default),
 )

@@ -21,7 +21,7 @@ from .cuda.hidden import of_group_norm
 from .cuda.on_meta import is_for_cuda, runs_kernels_of_cuda
 from .holders import is_ours
 from .low_memory import Extra, LowMemory
-from .registry import Operator, like, ones_like, register
+from .registry import Operator, like, ones_like, register, run_for_bytes
 from .slices.axes import before_last, of_first, over
 from .weights import Use, Weights
 
@@ -260,13 +260,8 @@ register(
     Operator(aten.layer_norm.default, along=_rows),
     Operator(aten.rms_norm.default, along=_rows, on_cuda=rms_norm_on_cuda),
     *(Operator(target, along=over(1, True), dims=1) for target in (aten.softmax.int, aten.log_softmax.int)),
-    *(
-        Operator(target, to_run_with=ones_like)
-        for target in (
-            *(aten.prod.dim_int, aten.cumprod.default, aten.kthvalue.default, aten.quantile.scalar),
-            *(aten.cosine_similarity.default, aten.bilinear.default),
-        )
-    ),
+    *run_for_bytes(aten.prod.dim_int, aten.cumprod.default, aten.kthvalue.default, aten.quantile.scalar),
+    *run_for_bytes(aten.cosine_similarity.default, aten.bilinear.default),
     Operator(aten.mean.dim, along=over(1, 2), dims=1),
     Operator(aten.sum.dim_IntList, along=over(1, 2), dims=1),
 )

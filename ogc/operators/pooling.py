@@ -18,7 +18,7 @@ from ..torch_state.private import untraced
 from .cuda.on_meta import is_for_cuda
 from .low_memory import Extra, LowMemory
 from .parts import has_usual_strides, untouched
-from .registry import Operator, ones_like, register
+from .registry import Operator, register, run_for_bytes
 from .slices.axes import images, of_first
 from .weights import Use, Weights
 
@@ -153,14 +153,10 @@ register(
         copies_strided_gradients=True,
     ),
     # What their kernels copy depends on how images are laid out.
-    *(
-        Operator(target, to_run_with=ones_like)
-        for target in (
-            aten.im2col.default,
-            aten.col2im.default,
-            *(getattr(aten, f"upsample_nearest{n}d").vec for n in (1, 2, 3)),
-            *(getattr(aten, f"upsample_{kind}").vec for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
-        )
+    *run_for_bytes(aten.im2col.default, aten.col2im.default),
+    *run_for_bytes(*(getattr(aten, f"upsample_nearest{n}d").vec for n in (1, 2, 3))),
+    *run_for_bytes(
+        *(getattr(aten, f"upsample_{kind}").vec for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d"))
     ),
     Operator(aten.avg_pool2d.default, along=of_first(images), copies_strided_gradients=True),
     Operator(aten.adaptive_avg_pool2d.default, along=of_first(images), copies_strided_gradients=True),

@@ -17,7 +17,7 @@ import torch
 
 from .cuda.attention import attention_on_cuda
 from .cuda.recurrent import GRU, LSTM, PLAIN, recurrent_on_cuda
-from .registry import Arguments, Operator, ones_like, register
+from .registry import Arguments, Operator, ones_like, register, run_for_bytes
 from .slices.axes import added_to_products, batched_products, before_last, of_first, rows_of_products
 from .weights import Use, Weights
 
@@ -113,7 +113,7 @@ register(
         is_heavy=True,
         layer=lambda args: (args[1], args[2], args[0], True) if len(args) == 3 else None,
     ),
-    Operator(aten.cdist.default, to_run_with=ones_like),
+    *run_for_bytes(aten.cdist.default),
     Operator(
         aten.scaled_dot_product_attention.default,
         along=batched_products,

@@ -212,6 +212,11 @@ def ones_like(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.ones_like(result) for result in results]
 
 
+def run_for_bytes(*targets: Any) -> tuple[Operator, ...]:
+    """Operators of which nothing is special but that shapes do not tell what a CPU takes; see ``to_run_with``."""
+    return tuple(Operator(target, to_run_with=ones_like) for target in targets)
+
+
 def like(tensor: torch.Tensor, *rest: Any) -> torch.Tensor:
     """What ``empty_like`` gives, sooner; the result of many operators for meta tensors."""
     return tensor.new_empty(tensor.shape) if tensor.is_contiguous() else torch.empty_like(tensor)

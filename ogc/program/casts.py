@@ -7,6 +7,8 @@ runs in the region.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..torch_state.private import base_of, is_view
 from .structures import EACH_BY_ITSELF, InputSpec
+
+
+@contextmanager
+def autocast_to(kind: str, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, autocast is on for a type of device, be it there or not. Its cache stays, unlike after torch.autocast."""
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    torch.set_autocast_enabled(kind, True)
+    torch.set_autocast_dtype(kind, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_dtype(kind, before[1])
 
 
 def is_shared(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -35,7 +50,6 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, *rest: Any) -> torch.Tensor:
     if not is_shared(tensor, dtype) or not tensor.dim() or not torch.is_grad_enabled():
         return tensor.to(dtype)
     kind = tensor.device.type
-    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     saved: list[torch.Tensor] = []
 
     def see(one: torch.Tensor) -> torch.Tensor:
@@ -43,14 +57,8 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, *rest: Any) -> torch.Tensor:
         return one.detach()
 
     nothing = torch.zeros(tensor.shape[-1], 0, dtype=dtype, device=tensor.device, requires_grad=True)
-    torch.set_autocast_enabled(kind, True)
-    torch.set_autocast_dtype(kind, dtype)
-    try:
-        with saved_tensors_hooks(see, lambda one: one):
-            torch.matmul(tensor, nothing)
-    finally:
-        torch.set_autocast_enabled(kind, before[0])
-        torch.set_autocast_dtype(kind, before[1])
+    with autocast_to(kind, dtype), saved_tensors_hooks(see, lambda one: one):
+        torch.matmul(tensor, nothing)
     for one in saved:
         base = base_of(one)
         whole = one if base is None else base

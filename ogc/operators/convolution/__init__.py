@@ -15,7 +15,7 @@ from ...torch_state.private import untraced
 from ..cuda.on_meta import is_for_cuda
 from ..holders import is_ours
 from ..low_memory import Extra, LowMemory
-from ..parts import has_usual_strides
+from ..parts import even_parts, has_usual_strides
 from ..registry import Operator, register
 from ..slices.axes import of_first
 from ..weights import Use, Weights
@@ -57,7 +57,7 @@ class _Function(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.settings = (None if bias is None else list(bias.shape), *settings)
         ctx.save_for_backward(x, weight)
-        parts = (slice(0, len(x)),) if is_for_cuda(x) else parts_of(x, weight, bias, *settings)
+        parts = even_parts(len(x), 1) if is_for_cuda(x) else parts_of(x, weight, bias, *settings)
         return convolved(parts, x, weight, bias, *settings)
 
     @staticmethod

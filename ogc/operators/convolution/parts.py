@@ -67,7 +67,7 @@ def parts_of(images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings
     given, on_cuda = (images, kernel), is_for_cuda(images)
     is_known = on_cuda or images.device.type in ("cpu", "meta")
     if not is_known or not all(type(t) in _TYPES for t in given):
-        return (slice(0, len(images)),)
+        return even_parts(len(images), 1)
     backend = torch.backends.cudnn if on_cuda else mkldnn
     kind = _Kind(
         device=images.device if images.is_cuda else torch.device("cpu"),
@@ -181,15 +181,15 @@ def _is_pointwise(images: tuple[int, ...], kernel: tuple[int, ...], settings: Se
 @cache
 def _parts(kind: _Kind, part_bytes: int) -> tuple[slice, ...]:
     parts = _untried_parts(kind, part_bytes)
-    is_tried = _are_bitwise_on_cuda if kind.is_for_cuda else _give_the_same_bits
-    return parts if len(parts) == 1 or is_tried(kind, parts) else (slice(0, kind.shapes[0][0]),)
+    give_the_same_bits = _give_the_same_bits_on_cuda if kind.is_for_cuda else _give_the_same_bits
+    return parts if len(parts) == 1 or give_the_same_bits(kind, parts) else even_parts(kind.shapes[0][0], 1)
 
 
 @cache
 def _untried_parts(kind: _Kind, part_bytes: int) -> tuple[slice, ...]:
     samples = kind.shapes[0][0]
     if kind.is_for_cuda and not _keeps_shape(kind.shapes[0], kind.shapes[1], kind.settings):
-        return (slice(0, samples),)
+        return even_parts(samples, 1)
     images, kernel = (
         torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         for shape, stride, dtype in zip(kind.shapes, kind.strides, kind.dtypes, strict=True)
@@ -208,7 +208,7 @@ def _give_the_same_bits(kind: _Kind, parts: Sequence[slice]) -> bool:
     """Tried on numbers of its own, forward and backward."""
     with torch.no_grad(), without_autocast():
         images, kernel, bias = _operands(kind)
-        whole = (slice(0, len(images)),)
+        whole = even_parts(len(images), 1)
         result, ours = (convolved(way, images, kernel, bias, *kind.settings) for way in (whole, parts))
         if not torch.equal(result, ours) or result.stride() != ours.stride():
             return False
@@ -220,7 +220,7 @@ def _give_the_same_bits(kind: _Kind, parts: Sequence[slice]) -> bool:
         return torch.equal(theirs, ours) and theirs.stride() == ours.stride()
 
 
-def _are_bitwise_on_cuda(kind: _Kind, parts: Sequence[slice]) -> bool:
+def _give_the_same_bits_on_cuda(kind: _Kind, parts: Sequence[slice]) -> bool:
     """Tried on numbers of its own, all gradients at once and one after another; not where there is no room for that."""
     try:
         with torch.no_grad(), without_autocast(), flags_held(without_benchmark(flags())):

@@ -7,12 +7,12 @@ its casts.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx.node import map_aggregate
 
+from ...program.casts import autocast_to
 from ...program.program import tensor_leaves, without_autocast
 from ...program.structures import autocast_state
 from ...torch_state.dispatch import Call, calls_are, in_mode, unseen
@@ -113,18 +113,11 @@ def _asked(call: Call, dtype: torch.dtype) -> _Cast:
         is_tensor = isinstance(leaf, torch.Tensor)
         return torch.empty((1,) * leaf.dim(), dtype=leaf.dtype, device="cuda") if is_tensor else leaf
 
-    is_enabled, set_enabled = torch.is_autocast_enabled("cuda"), partial(torch.set_autocast_enabled, "cuda")
-    before = torch.get_autocast_dtype("cuda")
-    set_enabled(True)  # torch.autocast refuses where there is no CUDA
-    torch.set_autocast_dtype("cuda", dtype)
     try:
         with unseen(), torch.inference_mode(), FakeTensorMode():  # in inference mode no call is taken apart
             args, kwargs = map_aggregate((call.args, call.kwargs), fake)
-            with _Asking():
+            with autocast_to("cuda", dtype), _Asking():
                 call.operator(*args, **kwargs)
     except _Reached as reached:
         return reached.cast
-    finally:
-        set_enabled(is_enabled)
-        torch.set_autocast_dtype("cuda", before)
     raise AssertionError(f"autocast makes no call of {call.operator}")

@@ -44,8 +44,8 @@ def foretold_program(known: Sequence[Traced], sizes: Sequence[int], size: int) -
         if BYTES in node.meta:
             node.meta[BYTES] = at.of([one.meta[BYTES] for one in nodes])
         if HISTORY in node.meta:
-            size = at.of([one.meta[HISTORY].bytes for one in nodes])
-            node.meta[HISTORY] = node.meta[HISTORY]._replace(bytes=size)
+            saved = at.of([one.meta[HISTORY].bytes for one in nodes])
+            node.meta[HISTORY] = node.meta[HISTORY]._replace(bytes=saved)
     constants = {name: at.tensor([traced.constants[name] for traced in known]) for name in first.constants}
     outputs = [at.tensor(list(each)) for each in zip(*(traced.outputs for traced in known), strict=True)]
     return replace(first, graph=graph, constants=constants, outputs=outputs)

@@ -68,7 +68,8 @@ def with_unused(operations: Sequence[Operation], values: Sequence[Value], observ
     calls: list[int] = []  # of each operation, or of the next that has one
     for record in reversed(observation.records):
         calls.append(record.node.meta.get(CALL, calls[-1] if calls else end))
-    starts, stops = [0, *(call + 1 for call in calls[:0:-1])], [*(call + 1 for call in calls[:0:-1]), end]
+    after = [call + 1 for call in calls[:0:-1]]
+    starts, stops = [0, *after], [*after, end]
     known: set[int] = set()
     found = []
     for op, start, call, stop in zip(operations, starts, reversed(calls), stops, strict=True):

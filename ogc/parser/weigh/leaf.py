@@ -165,8 +165,12 @@ class _Call:
         with torch.enable_grad():
             self.results = tensor_leaves(self.leaf(self.module, self.inputs))
 
-    def forward_compared(self) -> None:
-        """The forward as plans run it that call the leaf again: all that it saved is compared once it has returned."""
+    def forward_compared(self) -> list[Any]:
+        """The forward as plans run it that call the leaf again: all that it saved is compared once it has returned.
+
+        Returns:
+            What it is compared by.
+        """
         saved: list[torch.Tensor] = []
 
         @untraced
@@ -179,8 +183,7 @@ class _Call:
         state = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
         known = {storage_id(t) for t in (*self.inputs, *state) if storage_of(t) is not None}
         made = [t for t in saved if storage_of(t) is not None and storage_id(t) not in known]
-        prints = [fingerprint(t) for t in (*made, *self.results)]
-        prints.clear()
+        return [fingerprint(t) for t in (*made, *self.results)]
 
     def backward(self) -> None:
         root, self.root = self.root, None
