@@ -195,20 +195,35 @@ def families(runs: Sequence[Data]) -> str:
     """A row for each subject, with what each way leaves of the plain peak, and what it paid."""
     found = [row for run in runs for row in run["rows"]]
     of = {(row["subject"], row["way"]): row for row in found}
-    subjects = list(dict.fromkeys(row["subject"] for row in found))
-    ways = [way for way in dict.fromkeys(row["way"] for row in found) if way != "plain"]
-    shares = {way: [of[s, way]["peak_bytes"] / of[s, "plain"]["peak_bytes"] - 1 for s in subjects] for way in ways}
-    paid = {way: [of[s, way]["paid"] for s in subjects] for way in ways}
+    plain = {row["subject"]: row["peak_bytes"] for row in found if row["way"] == "plain"}
+    means = family_means(runs)
     cells: list[list[object]] = [
-        [subject, mib(of[subject, "plain"]["peak_bytes"]),
-         *(f"{mib(of[subject, way]['peak_bytes'])} ({shares[way][n]:.0%}), {paid[way][n]:+.0%}" for way in ways)]
-        for n, subject in enumerate(subjects)
-    ]  # fmt: skip
-    means = (
-        f"**{geometric_mean(1 + s for s in shares[way]) - 1:.0%}**, {geometric_mean(1 + p for p in paid[way]) - 1:+.1%}"
-        for way in ways
-    )
-    return table(" | ".join(["model", "plain", *ways]), [*cells, ["geometric mean", "", *means]]) if cells else ""
+        [subject, mib(peak), *(f"{_less(of[subject, way], peak)}, {of[subject, way]['paid']:+.0%}" for way in means)]
+        for subject, peak in plain.items()
+    ]
+    cells.append(["geometric mean", "", *(f"**{share:.0%}**, {paid:+.1%}" for share, paid in means.values())])
+    return table(" | ".join(["model", "plain", *means]), cells) if found else ""
+
+
+def family_means(runs: Sequence[Data]) -> dict[str, tuple[float, float]]:
+    """For each way but the plain one: what it takes more than the plain peak, and what it paid; geometric means."""
+    found = [row for run in runs for row in run["rows"]]
+    plain = {row["subject"]: row["peak_bytes"] for row in found if row["way"] == "plain"}
+    ways: dict[str, list[Data]] = {}
+    for row in found:
+        ways.setdefault(row["way"], []).append(row)
+    return {
+        way: (
+            geometric_mean(row["peak_bytes"] / plain[row["subject"]] for row in of_way) - 1,
+            geometric_mean(1 + row["paid"] for row in of_way) - 1,
+        )
+        for way, of_way in ways.items()
+        if way != "plain"
+    }
+
+
+def _less(row: Data, plain: float) -> str:
+    return f"{mib(row['peak_bytes'])} ({row['peak_bytes'] / plain - 1:.0%})"
 
 
 def predicted(runs: Sequence[Data]) -> str:

@@ -1,6 +1,7 @@
 """Fourier neural operators of Li et al., ICLR 2021 (arXiv 2010.08895), in one and in three dimensions.
 
-Shapes are written N, C, *S: samples, channels, points of a grid in each dimension.
+As their authors' code has them today, with two pointwise layers behind each spectral convolution. Shapes are written
+N, C, *S: samples, channels, points of a grid in each dimension.
 """
 
 from __future__ import annotations
@@ -34,15 +35,24 @@ class SpectralConvolution(nn.Module):
 
 
 class FourierNeuralOperator(nn.Module):
-    """Four spectral convolutions, each beside a pointwise one: N, 1, *S, values on a grid, to N, 1, *S."""
+    """Spectral convolutions, each beside a pointwise one: N, C, *S, values and places on a grid, to N, 1, *S.
 
-    def __init__(self, dims: int, width: int, modes: int, depth: int = 4) -> None:
+    ``hidden`` is how much wider the layer before the last one is.
+    """
+
+    def __init__(self, dims: int, channels: int, width: int, modes: int, hidden: int, depth: int = 4) -> None:
         super().__init__()
         pointwise = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
-        self.lift = pointwise(1, width, 1)
-        self.spectral = nn.ModuleList(SpectralConvolution(width, modes, dims) for _ in range(depth))
+
+        def layers(middle: int, out: int) -> nn.Sequential:
+            return nn.Sequential(pointwise(width, middle, 1), nn.GELU(), pointwise(middle, out, 1))
+
+        self.lift = pointwise(channels, width, 1)
+        self.spectral = nn.ModuleList(
+            nn.Sequential(SpectralConvolution(width, modes, dims), layers(width, width)) for _ in range(depth)
+        )
         self.beside = nn.ModuleList(pointwise(width, width, 1) for _ in range(depth))
-        self.project = nn.Sequential(pointwise(width, 128, 1), nn.GELU(), pointwise(128, 1, 1))
+        self.project = layers(hidden * width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.lift(x)

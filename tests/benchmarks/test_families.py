@@ -11,8 +11,8 @@ from benchmarks.networks.neural_operators import FourierNeuralOperator, Spectral
 
 SMALL = {
     "mixer": (lambda: Mixer(size=32, patch=8, width=16, depth=3), (2, 3, 32, 32)),
-    "fno_1d": (lambda: FourierNeuralOperator(1, width=4, modes=3, depth=3), (2, 1, 16)),
-    "fno_3d": (lambda: FourierNeuralOperator(3, width=4, modes=2, depth=3), (2, 1, 8, 8, 6)),
+    "fno_1d": (lambda: FourierNeuralOperator(1, 2, width=4, modes=3, hidden=2, depth=3), (2, 2, 16)),
+    "fno_3d": (lambda: FourierNeuralOperator(3, 5, width=4, modes=2, hidden=4, depth=3), (2, 5, 8, 8, 6)),
 }
 
 

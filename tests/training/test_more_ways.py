@@ -63,7 +63,7 @@ def gradients_with_respect_to_inputs(training):
 
 
 @way()
-def products_with_the_hessian(training):
+def hessian_vector_products(training):
     run = training.optimize(layers(3, drop=0.0), torch.randn(64, 32))
     optimizer = sgd(run)
     for x, y in data(2, 64):
@@ -77,7 +77,7 @@ def products_with_the_hessian(training):
 
 
 class Encoder(nn.Module):
-    """A variational autoencoder: draws inside, and several outputs."""
+    """A variational_autoencoder autoencoder: draws inside, and several outputs."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class Encoder(nn.Module):
 
 
 @way(0.8)
-def variational(training):
+def variational_autoencoder(training):
     run = training.optimize(Encoder(), torch.randn(BATCH, 32))
 
     def loss(found, x):
@@ -151,7 +151,7 @@ def policy_gradients(training):
 
 
 @way(0.8)
-def a_queue_of_negatives(training):
+def moco_queue(training):
     """MoCo: keys of a slow copy in a buffer of the wrapper."""
     run = training.optimize(layers(out=16), torch.randn(BATCH, 32))
     slow, queue = copy.deepcopy(run).requires_grad_(False), F.normalize(torch.randn(64, 16), dim=1)
@@ -268,7 +268,7 @@ def mixture_of_experts(training):
 
 
 @way(0.9)
-def messages_in_graphs(training):
+def message_passing(training):
     class Messages(nn.Module):
         def __init__(self):
             super().__init__()
@@ -293,7 +293,7 @@ def messages_in_graphs(training):
 
 
 @way()
-def masked_words(training):
+def masked_language_modelling(training):
     """The loss is of those rows alone that a mask picks."""
 
     class Masked(nn.Module):
@@ -316,7 +316,7 @@ def masked_words(training):
 
 
 @way(0.8)
-def connectionist_loss(training):
+def ctc_loss(training):
     """CTC, with lengths."""
     run = training.optimize(layers(out=12), torch.randn(20, 8, 32))
 
@@ -339,7 +339,7 @@ class Reversed(torch.autograd.Function):
 
 
 @way(0.9)
-def domains_told_apart_by_a_reversed_gradient(training):
+def gradient_reversal(training):
     class Domains(nn.Module):
         def __init__(self):
             super().__init__()
@@ -386,7 +386,7 @@ def a_checkpoint_of_torch_around(training):
 
 
 @way()
-def saved_tensors_on_the_host(training):
+def saved_tensors_on_cpu(training):
     run = training.optimize(layers(), torch.randn(BATCH, 32))
     optimizer = sgd(run)
     for x, y in data():
@@ -398,7 +398,7 @@ def saved_tensors_on_the_host(training):
 
 
 @way(0.8)
-def anomalies_detected(training):
+def anomaly_detection(training):
     run = training.optimize(layers(), torch.randn(BATCH, 32))
     with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
         steps(training, run, data(), sgd(run))
@@ -462,7 +462,7 @@ def metrics_inside_the_model(training):
 
 
 @way(0.8)
-def groups_with_rates_of_their_own(training):
+def parameter_groups(training):
     """Layer-wise rates, decay for weights alone, a schedule for each, noise in gradients."""
     run = training.optimize(layers(), torch.randn(BATCH, 32))
     groups = [
@@ -603,7 +603,7 @@ def optimizers_fused_and_foreach(training):
 
 
 @way()
-def a_conditional_gan_with_spectral_norm(training):
+def conditional_gan_with_spectral_norm(training):
     """Hinge losses, a discriminator with spectral norm, a generator's copy averaged."""
 
     class Judge(nn.Module):
@@ -657,7 +657,7 @@ def two_forwards_of_a_model_that_counts(training):
 
 
 @way()
-def cyclic_translation(training):
+def cyclegan(training):
     """CycleGAN: two generators, each after the other, one backward through four calls."""
     there, back = layers(4, out=32), layers(4, out=32)
     x = torch.randn(BATCH, 32, requires_grad=True)
@@ -685,7 +685,7 @@ def forward_forward(training):
 
 
 @way()
-def langevin_noise_and_a_sampler_of_batches(training):
+def langevin_noise_and_a_batch_sampler(training):
     """SGLD, and hard examples found by a pass without gradients first."""
     run = training.optimize(layers(), torch.randn(64, 32))
     for x, y in data(3):
@@ -699,7 +699,7 @@ def langevin_noise_and_a_sampler_of_batches(training):
 
 
 @way()
-def gradients_penalised_by_their_size(training):
+def double_backward_through_everything(training):
     """Double backward through everything: convolutions, batch norm, dropout."""
     run = training.optimize(Images(), torch.randn(8, 3, 16, 16))
     optimizer = sgd(run)

@@ -66,7 +66,7 @@ def gradient_scaler_and_autocast(training):
 
 
 @way(0.8)
-def average_of_weights_at_the_end(training):
+def stochastic_weight_averaging(training):
     run = training.optimize(Images(), torch.randn(8, 3, 16, 16))
     optimizer, average = sgd(run), AveragedModel(run)
     schedule = SWALR(optimizer, swa_lr=0.01, anneal_epochs=2)
@@ -79,7 +79,7 @@ def average_of_weights_at_the_end(training):
 
 
 @way(0.8)
-def teacher_and_student(training):
+def distillation(training):
     teacher, student = layers(4), layers()
     sample = torch.randn(BATCH, 32)
     steps(training, training.optimize(teacher, sample), data(2), sgd(teacher))
@@ -97,7 +97,7 @@ def teacher_and_student(training):
 
 
 @way(0.8)
-def teacher_with_gradients_through_it(training):
+def a_frozen_teacher_behind_the_student(training):
     """Frozen, in eval mode, and optimized: the gradient goes to its input."""
     teacher, student = layers(6).requires_grad_(False), layers(4, out=32)
     x = torch.randn(BATCH, 32)
@@ -107,7 +107,7 @@ def teacher_with_gradients_through_it(training):
 
 
 @way(0.8)
-def adversaries(training):
+def gan(training):
     """A GAN: two optimizers, the discriminator runs on real and made images, the generator through it."""
     make, judge = layers(out=32), layers(out=1)
     x = torch.randn(BATCH, 32)
@@ -129,7 +129,7 @@ def adversaries(training):
 
 
 @way()
-def adversaries_with_a_gradient_penalty(training):
+def gan_with_a_gradient_penalty(training):
     make, judge = layers(4, out=32), layers(4, out=1, drop=0.0)
     x = torch.randn(BATCH, 32)
     G, D = training.optimize(make, x), training.optimize(judge, x)
@@ -158,7 +158,7 @@ class TwoHeads(nn.Module):
 
 
 @way(0.8)
-def several_tasks(training):
+def multi_task(training):
     run = training.optimize(TwoHeads(), torch.randn(BATCH, 32))
 
     def loss(found, y):
@@ -169,7 +169,7 @@ def several_tasks(training):
 
 
 @way()
-def several_tasks_in_turn(training):
+def multi_task_in_turn(training):
     """Another head's loss in each step: the backward goes through a part of the graph."""
     run = training.optimize(TwoHeads(), torch.randn(BATCH, 32))
     optimizer = sgd(run)
@@ -182,7 +182,7 @@ def several_tasks_in_turn(training):
 
 
 @way()
-def balanced_gradients(training):
+def gradnorm(training):
     """GradNorm: norms of the tasks' gradients in a shared layer are differentiated again."""
     model = TwoHeads()
     run = training.optimize(model, torch.randn(BATCH, 32))
@@ -201,7 +201,7 @@ def balanced_gradients(training):
 
 
 @way()
-def gradients_projected_between_tasks(training):
+def pcgrad(training):
     """PCGrad: one backward for each task, and gradients that conflict are projected."""
     run = training.optimize(TwoHeads(), torch.randn(BATCH, 32))
     optimizer = sgd(run)
@@ -259,7 +259,7 @@ def tied_weights(training):
 
 
 @way(0.9)
-def layers_thawed_one_by_one(training):
+def gradual_unfreezing(training):
     model = layers()
     run = training.optimize(model, torch.randn(BATCH, 32))
     model[:-1].requires_grad_(False)
@@ -285,7 +285,7 @@ def flags_toggled_between_steps(training):
 
 
 @way(0.8)
-def growing_images(training):
+def progressive_resizing(training):
     run = training.optimize(Images(), torch.randn(8, 3, 24, 24))
     optimizer = sgd(run)
     for side in (8, 12, 16, 24):
@@ -337,7 +337,7 @@ def stochastic_depth(training):
 
 
 @way()
-def layers_dropped_at_random(training):
+def layerdrop(training):
     """LayerDrop: Python's own random numbers choose the layers."""
 
     class Dropped(nn.Module):
@@ -356,7 +356,7 @@ def layers_dropped_at_random(training):
 
 
 @way(0.8)
-def brain_floats(training):
+def bfloat16_weights(training):
     run = training.optimize(layers().bfloat16(), torch.randn(BATCH, 32).bfloat16())
     steps(training, run, [(x.bfloat16(), y) for x, y in data()], sgd(run))
 
@@ -371,7 +371,7 @@ def cast_after_optimizing(training):
 
 
 @way(0.8)
-def doubles_by_default(training):
+def float64_by_default(training):
     torch.set_default_dtype(torch.float64)
     try:
         run = training.optimize(layers(), torch.randn(BATCH, 32))
@@ -407,7 +407,7 @@ def closures(training):
 
 
 @way(0.8)
-def sharpness_aware(training):
+def sharpness_aware_minimization(training):
     """SAM: forward and backward twice in a step, at changed weights the second time."""
     run = training.optimize(Images(), torch.randn(8, 3, 16, 16))
     optimizer = sgd(run)
@@ -496,7 +496,7 @@ def pruned_after_optimizing(training):
 
 
 @way()
-def normed_weights(training):
+def weight_norm_and_spectral_norm(training):
     model = nn.Sequential(
         *(parametrizations.weight_norm(nn.Linear(32, 32)) for _ in range(3)),
         nn.Tanh(),
@@ -535,13 +535,13 @@ class Quantised(nn.Module):
 
 
 @way()
-def aware_of_quantisation(training):
+def quantization_aware(training):
     run = training.optimize(nn.Sequential(*(Quantised() for _ in range(6)), layers()), torch.randn(BATCH, 32))
     steps(training, run, data(), sgd(run))
 
 
 @way(0.9)
-def dropout_at_test_time(training):
+def monte_carlo_dropout(training):
     """MC dropout: eval mode but for dropout, many samples, in training and beside it."""
     model = layers()
     run = training.optimize(model, torch.randn(BATCH, 32))
@@ -558,7 +558,7 @@ def dropout_at_test_time(training):
 
 
 @way(0.8)
-def two_views_and_a_contrast(training):
+def simclr(training):
     """SimCLR: the model twice before one backward."""
     run = training.optimize(layers(out=16), torch.randn(BATCH, 32))
     optimizer = sgd(run)
@@ -574,7 +574,7 @@ def two_views_and_a_contrast(training):
 
 
 @way(0.8)
-def views_with_a_momentum_encoder(training):
+def momentum_encoder(training):
     """BYOL: a deep copy of the optimized model follows it."""
     run = training.optimize(Images(classes=16), torch.randn(8, 3, 16, 16))
     slow = copy.deepcopy(run).requires_grad_(False)
@@ -645,7 +645,7 @@ def packed_sequences(training):
 
 
 @way()
-def states_carried_over_truncated_backward(training):
+def truncated_backpropagation_through_time(training):
     run = training.optimize(Recurrent(), torch.randint(40, (12, 8)))
     optimizer = sgd(run)
     ids, state = torch.randint(40, (60, 8)), None
@@ -659,7 +659,7 @@ def states_carried_over_truncated_backward(training):
 
 
 @way()
-def learning_to_learn(training):
+def maml(training):
     """MAML: inner steps by functional_call, differentiated through."""
     model = layers(4, drop=0.0)
     run = training.optimize(model, torch.randn(64, 32))
@@ -677,7 +677,7 @@ def learning_to_learn(training):
 
 
 @way()
-def functional_losses(training):
+def torch_func_losses(training):
     """torch.func: gradients of a loss as a function of the weights, per sample too."""
     run = training.optimize(layers(3, drop=0.0), torch.randn(64, 32))
     weights = {name: p.detach().clone() for name, p in run.named_parameters()}

@@ -84,7 +84,7 @@ def jacobians(training):
 
 
 @way()
-def a_differential_equation(training):
+def neural_ode(training):
     """Heun's method: the model twice in each of several time steps, one backward."""
     run = training.optimize(layers(2, out=32, drop=0.0), torch.randn(64, 32, requires_grad=True))
     optimizer = sgd(run)
@@ -149,7 +149,7 @@ def settings_in_an_object(training):
 
 
 @way()
-def embeddings_of_limited_norm(training):
+def embeddings_with_max_norm(training):
     """The forward writes its own weights."""
 
     class Words(nn.Module):
