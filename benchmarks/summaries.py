@@ -72,14 +72,15 @@ def compared(runs: Sequence[Data]) -> str:
         peer = min((row for row in rows[1:] if row["recomputed_share"] is None), key=_peak, default=None)
         within = min((row for row in ours if peer and row["flops"] <= peer["flops"]), key=_peak, default=None)
         better += [f"{name} of {comparison['arch']}" for name in sorted(beating(rows))]
-        quicker += [f"{name} of {comparison['arch']}" for name in quicker_within(rows)]
+        if ahead := quicker_within(rows):
+            quicker.append(f"{', '.join(ahead)} of {comparison['arch']}")
         cells.append([
             *(comparison["arch"], "×".join(map(str, comparison["input_shape"])), mib(rows[0]["peak_bytes"])),
             *(peer["name"] if peer else "–", _measured(peer), _measured(within)),
             _measured(min(ours, key=_peak, default=None)),
         ])  # fmt: skip
     said = "**Plans of ours are beaten by a peer**: " + ", ".join(better) if better else "No peer beats a plan of ours"
-    clock = f"these are {', '.join(quicker)}" if quicker else "none is"
+    clock = f"these are {'; '.join(quicker)}" if quicker else "none is"
     text = (
         f"{said} in bytes and FLOPs. By the clock a peer is ahead where no plan of ours takes as little memory and, "
         f"but for {NOISE:.0%}, as little time: {clock}."
