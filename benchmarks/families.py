@@ -4,7 +4,8 @@
 
 The families are those that HiRemate reports on (Gusak et al., ICML 2025: 50 to 70 % less memory at 10 to 15 % more
 time), with the widths and sizes of its code (github.com/topal-team/rockmate, models/), where a computer without a GPU
-trains them: batches are smaller, ``fno_3d`` is half in each dimension. GPT-2 reads 512 tokens instead of 100 times 20.
+trains them: batches are smaller, ``fno_3d`` has half the width, modes and points in each dimension. GPT-2 reads 512
+tokens instead of 100 times 20.
 """
 
 from __future__ import annotations

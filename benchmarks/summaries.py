@@ -194,37 +194,33 @@ def side_by_side(runs: Sequence[Data]) -> str:
 
 def families(runs: Sequence[Data]) -> str:
     """A row for each subject, with what each way leaves of the plain peak, and what it paid."""
-    found = [row for run in runs for row in run["rows"]]
-    of = {(row["subject"], row["way"]): row for row in found}
-    plain = {row["subject"]: row["peak_bytes"] for row in found if row["way"] == "plain"}
-    means = family_means(runs)
-    cells: list[list[object]] = [
-        [subject, mib(peak), *(f"{_less(of[subject, way], peak)}, {of[subject, way]['paid']:+.0%}" for way in means)]
-        for subject, peak in plain.items()
-    ]
-    cells.append(["geometric mean", "", *(f"**{share:.0%}**, {paid:+.1%}" for share, paid in means.values())])
-    return table(" | ".join(["model", "plain", *means]), cells) if found else ""
+    ways = _shares_and_paid(runs)
+    plain = {row["subject"]: row["peak_bytes"] for run in runs for row in run["rows"] if row["way"] == "plain"}
+    cells: list[list[object]] = [[subject, mib(peak)] for subject, peak in plain.items()]
+    for of_way in ways.values():
+        for cell, peak, (share, paid) in zip(cells, plain.values(), of_way, strict=True):
+            cell.append(f"{mib(share * peak)} ({share - 1:.0%}), {paid - 1:+.0%}")
+    means = (f"**{share:.0%}**, {paid:+.1%}" for share, paid in family_means(runs).values())
+    return table(" | ".join(["model", "plain", *ways]), [*cells, ["geometric mean", "", *means]]) if cells else ""
 
 
 def family_means(runs: Sequence[Data]) -> dict[str, tuple[float, float]]:
     """For each way but the plain one: what it takes more than the plain peak, and what it paid; geometric means."""
-    found = [row for run in runs for row in run["rows"]]
-    plain = {row["subject"]: row["peak_bytes"] for row in found if row["way"] == "plain"}
-    ways: dict[str, list[Data]] = {}
-    for row in found:
-        ways.setdefault(row["way"], []).append(row)
     return {
-        way: (
-            geometric_mean(row["peak_bytes"] / plain[row["subject"]] for row in of_way) - 1,
-            geometric_mean(1 + row["paid"] for row in of_way) - 1,
-        )
-        for way, of_way in ways.items()
-        if way != "plain"
+        way: (geometric_mean(share for share, _ in of_way) - 1, geometric_mean(paid for _, paid in of_way) - 1)
+        for way, of_way in _shares_and_paid(runs).items()
     }
 
 
-def _less(row: Data, plain: float) -> str:
-    return f"{mib(row['peak_bytes'])} ({row['peak_bytes'] / plain - 1:.0%})"
+def _shares_and_paid(runs: Sequence[Data]) -> dict[str, list[tuple[float, float]]]:
+    """For each way but the plain one, subject by subject: its peak and its time, by those of the plain model."""
+    found = [row for run in runs for row in run["rows"]]
+    plain = {row["subject"]: row["peak_bytes"] for row in found if row["way"] == "plain"}
+    ways: dict[str, list[tuple[float, float]]] = {}
+    for row in found:
+        if row["way"] != "plain":
+            ways.setdefault(row["way"], []).append((row["peak_bytes"] / plain[row["subject"]], 1 + row["paid"]))
+    return ways
 
 
 def predicted(runs: Sequence[Data]) -> str:

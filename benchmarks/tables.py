@@ -54,8 +54,8 @@ def markdown() -> str:
 
 def _at_small_overheads() -> str:
     means = summaries.family_means(files("families.json")).values()
-    told = " and ".join(f"{-share:.0%} where it takes {paid:.0%} longer" for share, paid in (*means,)[:2])
-    return f" Over eight other models, memory falls by {told}." if told else ""
+    told = " and ".join(f"{-share:.0%} where a step takes {paid:.0%} longer" for share, paid in (*means,)[:2])
+    return f" Over eight families of models, memory falls by {told}." if told else ""
 
 
 def _devices(found: Sequence[Data]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -197,14 +196,9 @@ def registering(ways: dict[str, Way]) -> Callable[..., Any]:
 
 def unnamed(ways: dict[str, Way]) -> list[str]:
     """The ways that docs/training.md does not name; in bold, those whose memory is measured."""
-    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text("utf-8")
-    page = " ".join(page.split())
+    page = " ".join((Path(__file__).parent.parent / "docs" / "training.md").read_text("utf-8").split())
     words = {name: name.replace("_", " ") for name in ways}
-    return [
-        name
-        for name, text in words.items()
-        if not re.search(rf"\*\*{text}\*\*" if ways[name].share else rf" {text}[,.]", page)
-    ]
+    return [n for n, text in words.items() if (f"**{text}**" if ways[n].share else f" {text},") not in page]
 
 
 def data(count: int = 3, size: int = BATCH, width: int = 32, classes: int = 5) -> list[tuple[Any, Any]]:

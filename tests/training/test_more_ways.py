@@ -77,7 +77,7 @@ def hessian_vector_products(training):
 
 
 class Encoder(nn.Module):
-    """A variational_autoencoder autoencoder: draws inside, and several outputs."""
+    """A variational autoencoder: draws inside, and several outputs."""
 
     def __init__(self):
         super().__init__()
