@@ -26,6 +26,7 @@ from .measuring import (
     Measured,
     allocate_gradients,
     as_before,
+    deterministic_if_possible,
     device_name,
     measure,
     timed,
@@ -64,8 +65,9 @@ class Bench:
         total = 1 + len(options.solver) * (2 + options.iterations) + bool(options.plot)
         self.progress = tqdm(total=total, desc=f"{name}: parse", leave=False, disable=None)
         self.model, self.inputs = build(name, device, options)
-        start = time.perf_counter()
         self.loss = LOSSES[options.loss]
+        deterministic_if_possible(self.model, self.inputs, self.loss)
+        start = time.perf_counter()
         self.graph = ogc.parse(self.model, self.inputs, loss=planned_as(options.loss), profile=options.profile)
         self.parse_seconds = time.perf_counter() - start
         allocate_gradients(self.model)

@@ -76,7 +76,8 @@ def deterministic(device: torch.device) -> Iterator[None]:
     """Deterministic kernels where there are any, as before afterwards.
 
     On CUDA the backward of adaptive average pooling has none: there PyTorch warns where it would raise, and that one
-    warning is left out. What differs from step to step then, :func:`unrepeatable` finds out.
+    warning is left out. What differs from step to step then, :func:`unrepeatable` finds out. See
+    :func:`deterministic_if_possible` for networks without one.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=device.type == "cuda")
@@ -86,6 +87,25 @@ def deterministic(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def deterministic_if_possible(model: torch.nn.Module, inputs: torch.Tensor, loss: Loss | None = None) -> None:
+    """On CUDA, insist on deterministic kernels if the model's step runs with them, else prefer them; for what follows.
+
+    Where they are preferred alone, attention takes a kernel that adds up in any order. The model's parameters have
+    gradients afterwards, which are zero.
+    """
+    if not inputs.is_cuda:
+        return
+    allocate_gradients(model)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with as_before(model):
+            step(model, inputs, loss)
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @contextmanager

@@ -23,7 +23,17 @@ from torch import nn
 from tqdm import tqdm
 
 import ogc
-from benchmarks.measuring import CheckFailed, Measured, Run, allocate_gradients, as_before, measure, timed, unrepeatable
+from benchmarks.measuring import (
+    CheckFailed,
+    Measured,
+    Run,
+    allocate_gradients,
+    as_before,
+    deterministic_if_possible,
+    measure,
+    timed,
+    unrepeatable,
+)
 from benchmarks.networks import Architecture
 from ogc.solver import SOLVERS
 from ogc.torch_state.compare import same_bits
@@ -62,6 +72,7 @@ def compare(
 
     A plan that fails when ogc runs it, or that is not bitwise the plain model, is a row that says so.
     """
+    deterministic_if_possible(model, inputs)
     start = time.perf_counter()
     graph = ogc.parse(model, inputs, profile=profile)
     parse_seconds = time.perf_counter() - start

@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 import ogc
-from benchmarks.measuring import Measured, Run, allocate_gradients, as_before, device_name, measure, unrepeatable
+from benchmarks.measuring import (
+    Measured,
+    Run,
+    allocate_gradients,
+    as_before,
+    deterministic_if_possible,
+    device_name,
+    measure,
+    unrepeatable,
+)
 from benchmarks.peers.comparing import differences
 from benchmarks.peers.ways import Impossible, around_blocks, checkpointed, selectively_checkpointed
 
@@ -50,6 +59,7 @@ class Timing:
         torch.manual_seed(options.seed)
         self.model: nn.Module = subject.architecture.build().to(options.device).train()
         self.inputs = subject.architecture.input.sample(subject.batch_size, subject.size).to(options.device)
+        deterministic_if_possible(self.model, self.inputs)
         self.graph = ogc.parse(self.model, self.inputs, profile=options.profile)
         allocate_gradients(self.model)
         self.plain = measure(self.model, self.model, self.inputs, options.seed)

@@ -19,7 +19,7 @@ from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
 from .traced import StepEnd, Traced
 from .weigh.backward.again import Layouts
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
-from .weigh.host import runtime_costs
+from .weigh.host import beside_device, runtime_costs
 from .weigh.record import Observation, Record, SeenForm
 
 
@@ -39,6 +39,8 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     program = program_of(spec, traced, observation, taken)
     outside = outside_of(records)
     costs = runtime_costs(kind != "estimate", traced.python_calls - (len(operations) - outside))
+    if kind == "measure" and torch.device(device).type == "cuda":
+        operations, costs = beside_device(operations, costs)
     return Graph(operations, values, program, device, kind, runtime=costs, outside=outside)
 
 

@@ -25,8 +25,9 @@ def can_measure(device: torch.device) -> bool:
 def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
     """Most bytes allocated at once while ``step()`` runs, above what was allocated before it.
 
-    On CUDA these are the caching allocator's own statistics. On CPU they are added up from its events,
-    which the profiler records; memory that libraries take past torch's allocator is not among them.
+    On CUDA these are the caching allocator's own statistics: bytes that were asked for, as blocks are larger by up to a
+    mebibyte each, which depends on what was there before. On CPU they are added up from its events, which the profiler
+    records; memory that libraries take past torch's allocator is not among them.
     """
     return allocated_bytes(step, device)[0]
 
@@ -72,18 +73,28 @@ def marked_bytes(step: Step, device: torch.device | str, prepare: Callable[[], o
 
 def _marked_on_cuda(step: Step, device: torch.device, prepare: Callable[[], object]) -> list[Mark]:
     marks: list[Mark] = []
+    # That of cudaMallocAsync does not count what was asked for.
+    kind = "requested_bytes" if torch.cuda.get_allocator_backend() == "native" else "allocated_bytes"
 
     def mark(label: str) -> None:
         torch.cuda.synchronize(device)
-        found = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-        marks.append(Mark(label, *found, time.perf_counter()))
+        found = torch.cuda.memory_stats_as_nested_dict(device)[kind]["all"]
+        marks.append(Mark(label, found["current"], found["peak"], time.perf_counter()))
         torch.cuda.reset_peak_memory_stats(device)
 
     prepare()
+    _finish_backwards(device)
     mark("begin")
     step(mark)
     mark("end")
     return marks
+
+
+def _finish_backwards(device: torch.device) -> None:
+    """Wait until the device's thread for backwards holds nothing of those before: it may let go later than they end."""
+    with torch.enable_grad():
+        start = torch.zeros(1, device=device, requires_grad=True)
+        torch.autograd.grad(start.neg(), start)
 
 
 def _marked_on_cpu(step: Step, prepare: Callable[[], object]) -> list[Mark]:

@@ -29,6 +29,8 @@ id_of_storage = attrgetter("_cdata")
 """The address of a storage object. Without it tensors that share memory cannot be told: no value has a size."""
 tensor_holders: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 """How many in C++ hold a tensor. Without it low-memory operators never write over a gradient: the peak is higher."""
+sleep_on_cuda: Any = torch.cuda._sleep
+"""Keeps a CUDA device busy for some cycles. Without it operations are timed with the host's pauses between kernels."""
 MAKE_SUBCLASS = "_make_subclass"
 """The method of tensors that makes parameters. Without it a parameter made in a forward is recorded wrongly."""
 

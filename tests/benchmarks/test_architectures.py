@@ -239,7 +239,8 @@ def test_less_memory_and_no_more_flops_than_hand_placed_checkpoints(name):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_resnet_on_cuda_trains_bitwise():
+def test_resnet_on_cuda_trains_bitwise(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     model = PUBLISHED["resnet18"].build().cuda()
     x = images("resnet18", 8, 64).cuda()
     optimised = ogc.optimize(model, x)

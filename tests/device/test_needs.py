@@ -52,8 +52,15 @@ OPTIMIZERS = {
 }
 
 
+def named(*names):
+    """Parameters of a test, but for what torch itself cannot run."""
+    is_broken = torch.cuda.is_available() and "capturable" not in torch.optim.Adafactor([torch.ones(1)]).defaults
+    skip = pytest.mark.skipif(is_broken, reason="torch's own step of Adafactor raises KeyError where there is a GPU")
+    return [pytest.param(name, marks=skip if name == "Adafactor" else ()) for name in names]
+
+
 @pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", named(*OPTIMIZERS))
 def test_an_optimizer_takes_what_the_allocator_says(name, foreach):
     model = nn.Sequential(nn.Linear(200, 300), nn.Linear(300, 100), nn.LayerNorm(100))
     for parameter in model.parameters():
@@ -90,7 +97,7 @@ def test_what_is_no_optimizer_is_refused():
         ogc.estimate(Network(), IMAGES, optimizer=torch.optim.LBFGS)
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adafactor"])
+@pytest.mark.parametrize("name", named("SGD", "Adam", "AdamW", "Adafactor"))
 def test_each_line_is_that_of_a_real_step(name):
     model = Network()
     needs = ogc.estimate(model, IMAGES, loss=loss, optimizer=OPTIMIZERS[name])

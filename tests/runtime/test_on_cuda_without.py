@@ -1,5 +1,7 @@
 """What would be wrong on CUDA, by what can be replaced of it on a machine that has none."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import ogc
 from ogc.errors import InputError, ReplayError
 from ogc.parser.arguments import _check_one_device
+from ogc.parser.weigh import measure
 from ogc.parser.weigh.measure import Measurer, seconds_of
 from ogc.runtime import frame, marks
 from ogc.runtime.marks import Marks, raise_what_is_known
@@ -133,13 +136,18 @@ def test_a_model_on_two_devices_is_refused():
 
 
 class Device:
-    """A stand-in for torch.cuda: work takes what it says on the device, and none of the host's time."""
+    """A stand-in for torch.cuda: work takes the host and the device what it says of each, one behind the other."""
 
-    def __init__(self):
-        self.now = 0.0
+    def __init__(self, monkeypatch):
+        self.host = self.now = 0.0
         self.is_idle = True
+        for name in ("synchronize", "current_stream", "Event"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+        monkeypatch.setattr(measure, "sleep_on_cuda", lambda cycles: self.work(cycles / 2e9))
 
     def synchronize(self, device=None):
+        self.host = self.now = max(self.host, self.now)
         self.is_idle = True
 
     def current_stream(self, device=None):
@@ -150,7 +158,7 @@ class Device:
 
         class Event:
             def record(self, stream):
-                self.at = device.now
+                self.at = max(device.host, device.now)
 
             def elapsed_time(self, other):
                 assert device.is_idle, "read before the device was waited for"
@@ -158,26 +166,40 @@ class Device:
 
         return Event()
 
-    def work(self, seconds):
-        self.now += seconds
+    def work(self, seconds, host=0.0):
+        self.host += host
+        self.now = max(self.host, self.now) + seconds
         self.is_idle = False
 
 
 def test_seconds_on_cuda_are_the_devices(monkeypatch):
-    device = Device()
-    for name in ("synchronize", "current_stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    device = Device(monkeypatch)
     assert seconds_of(lambda: device.work(0.25), torch.device("cuda")) == 0.25
+
+
+def test_pauses_of_the_host_between_kernels_do_not_count(monkeypatch):
+    device = Device(monkeypatch)
+
+    def run():
+        for _ in range(4):
+            device.work(5e-6, host=1e-4)
+
+    assert seconds_of(run, torch.device("cuda")) == pytest.approx(2e-5)
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_one_slow_run_does_not_count(slow, monkeypatch):
     """The first loads kernels and makes workspaces; any other may meet a busy machine."""
-    device, times = Device(), [0.002] * 10
-    for name in ("synchronize", "current_stream", "Event"):
-        monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+    device, times = Device(monkeypatch), [0.002] * 10
     times[slow] = 0.6
     left = iter(times)
-    monkeypatch.setattr("ogc.parser.weigh.measure.can_measure", lambda _: False)
+    monkeypatch.setattr(measure, "can_measure", lambda _: False)
     measurer = Measurer(torch.device("cuda"))
     assert measurer.measure(lambda: None, lambda: device.work(next(left)))[1] == pytest.approx(0.002)
+
+
+def test_the_most_bytes_of_all_runs_count_on_cuda(monkeypatch):
+    """A run may begin while gradients of the one before it are still alive, and then seems to take less."""
+    device, bytes_of_runs = Device(monkeypatch), iter([5, 9, 9, 9])
+    monkeypatch.setattr(measure, "allocated_bytes", lambda run, *_: (run(), next(bytes_of_runs))[1:])
+    assert Measurer(torch.device("cuda")).measure(lambda: None, lambda: device.work(0.002))[0] == 9

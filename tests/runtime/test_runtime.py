@@ -26,6 +26,8 @@ from ogc.runtime import frame
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_bitwise_the_plain_models(name, device):
+    if device.type == "cuda" and name == "written result":
+        pytest.skip("cuDNN's GRU saves its result, so that the plain model's own backward fails where that is written")
     make, inputs = CASES[name]
     model, given = make().to(device), tuple(t.to(device) for t in inputs())
     assert_same_training(model, ogc.optimize(model, given), given)

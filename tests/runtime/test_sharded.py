@@ -25,6 +25,7 @@ WIDTH = 32
 def sharded(model, how, options, optimize=lambda module, x: module, rows=32):
     """The model in units: its blocks and itself, optimized before or after that, as a whole or unit by unit."""
     x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0))
+    options = {**options, "mesh": init_device_mesh("cpu", (dist.get_world_size(),))}  # where there are GPUs, too
     if how == "before":
         model = optimize(model, x)
     for number, block in enumerate(model.blocks):

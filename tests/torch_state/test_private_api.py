@@ -66,6 +66,21 @@ def keeps_graph(keeps):
     return seen == [True, True, False]
 
 
+def keeps_busy(sleep):
+    """Where there is no device, that it asks for one has to do."""
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AssertionError, AttributeError)):
+            sleep(1)
+        return True
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    sleep(3_000_000)
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) > 0.5
+
+
 def makes_parameters(name):
     seen, own = [], getattr(torch.Tensor, name)
     with pytest.MonkeyPatch.context() as patch:
@@ -374,6 +389,7 @@ CHECKS = {
     "tensor_holders": counts_holders,
     "storage_holders": counts_holders,
     "sparse_parts": lambda parts: [list(t.shape) for t in parts(X.to_sparse())] == [[2, 6], [6]],
+    "sleep_on_cuda": keeps_busy,
     "MAKE_SUBCLASS": makes_parameters,
     "OpOverload": lambda kind: isinstance(aten.add.Tensor, kind) and not isinstance(aten.add, kind),
     "overload_name": lambda name: name(aten.add.Tensor) == "Tensor",

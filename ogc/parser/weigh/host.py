@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from statistics import median
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...graph import RuntimeCosts
+from ...operation import Operation
 
 LENGTH, REPEATS = 64, 15
 """Operations of the chain, and how often it runs: some 20 ms in all."""
@@ -27,12 +30,55 @@ OF_CALL = 0.27
 """What a function takes that the plain forward calls, and the generated one does not: that network's forward calls 1700
 more, and on the EPYC a step in which nothing is recomputed took 1.5 ms less."""
 
+OF_FORWARD, OF_BACKWARD = 12.0, 15.0
+"""What handing an operation to a GPU takes, forward and backward, by the same: that network's step on an H200 was the
+host's, with 4.3 and 5.4 ms, of which its kernels took 0.8 in all."""
+
+AHEAD = 1.5
+"""Where kernels take so many times as long as the host takes to hand them over, it has time for all that a plan adds:
+hardly a plan doubles what the host does."""
+
 
 def runtime_costs(is_measured: bool, calls_left_out: int) -> RuntimeCosts:
     """The costs on this host; estimated, nothing is taken off for what is left out."""
     hooked = _hook_seconds() if is_measured else HOOK_SECONDS
     left_out = OF_CALL * hooked * max(0, calls_left_out) if is_measured else 0.0
     return RuntimeCosts(run=OF_RUN * hooked, saved_tensor=OF_TENSOR * hooked, left_out=left_out)
+
+
+def beside_device(operations: Sequence[Operation], costs: RuntimeCosts) -> tuple[tuple[Operation, ...], RuntimeCosts]:
+    """Operations that were measured on a GPU's clock, and the runtime's costs, as they add up to a step.
+
+    Host and GPU work side by side, and the slower one is what a step takes. Where that is the host, an operation takes
+    at least what handing it over does. Where it is the GPU, by ``AHEAD`` or more, the runtime's work costs nothing, and
+    in between a part of it.
+    """
+    hooked = _hook_seconds()
+    forward, backward = OF_FORWARD * hooked, OF_BACKWARD * hooked
+    host = sum(forward + (op.backward_bytes > 0) * backward for op in operations)
+    device = sum(op.forward_seconds + op.backward_seconds for op in operations)
+    if host > device:
+        return tuple(_at_least(op, forward, backward) for op in operations), costs
+    share = max(0.0, 1.0 - (device / host - 1.0) / (AHEAD - 1.0)) if host else 1.0
+    waited = RuntimeCosts(share * costs.run, share * costs.saved_tensor, share * costs.left_out)
+    return tuple(operations), waited
+
+
+def _at_least(operation: Operation, forward: float, backward: float) -> Operation:
+    """The operation, in both forms, with no less seconds than these, where it has a backward."""
+    if not operation.backward_bytes:
+        backward = 0.0
+
+    def raised(weights: Any) -> dict[str, Any]:
+        repeat = weights.repeat_seconds
+        return {
+            "forward_seconds": max(forward, weights.forward_seconds),
+            "backward_seconds": max(backward, weights.backward_seconds),
+            "repeat_seconds": None if repeat is None else max(forward, repeat),
+        }
+
+    form = operation.low_memory
+    return replace(operation, low_memory=form and replace(form, **raised(form)), **raised(operation))
 
 
 @cache
