@@ -11,8 +11,9 @@ from torch import nn
 
 import ogc
 from ogc.graph import RuntimeCosts
-from ogc.parser.weigh import timing
-from ogc.parser.weigh.host import runtime_costs
+from ogc.operation import Form, Operation
+from ogc.parser.weigh import host, timing
+from ogc.parser.weigh.host import beside_device, runtime_costs
 
 pytestmark = pytest.mark.usefixtures("measured_times")
 
@@ -72,6 +73,33 @@ def test_the_runtimes_work_has_a_price():
     plan = ogc.make_plan(graph, [ogc.recomputed(0, cut), ogc.recomputed(cut, len(graph))])
     assert plan.runtime_seconds == 2.0
     assert plan.added_seconds == plan.recomputed_seconds + 2.0
+
+
+def beside(forward, backward, monkeypatch):
+    """Two operations of a GPU, the second without a backward, beside a host that takes 18 and 20 us for each."""
+    monkeypatch.setattr(host, "_hook_seconds", lambda: 1e-6)
+    form = Form(forward_seconds=2 * forward, backward_seconds=backward, repeat_seconds=forward)
+    trained = Operation("a", backward_bytes=4, forward_seconds=forward, backward_seconds=backward, low_memory=form)
+    return beside_device((trained, Operation("b", forward_seconds=forward)), RuntimeCosts(1.0, 2.0, 3.0))
+
+
+def test_on_a_gpu_an_operation_takes_what_the_host_takes_where_that_is_slower(monkeypatch):
+    (a, b), costs = beside(1e-6, 30e-6, monkeypatch)
+    assert [a.forward_seconds, a.backward_seconds, b.forward_seconds, b.backward_seconds] == [18e-6, 30e-6, 18e-6, 0.0]
+    assert a.low_memory.forward_seconds == a.low_memory.repeat_seconds == 18e-6
+    assert costs == RuntimeCosts(1.0, 2.0, 3.0)
+
+
+def test_where_the_gpu_is_slower_the_host_has_time_for_the_runtime(monkeypatch):
+    (a, b), costs = beside(1e-3, 1e-3, monkeypatch)
+    assert [a.forward_seconds, a.backward_seconds, b.forward_seconds, b.backward_seconds] == [1e-3, 1e-3, 1e-3, 0.0]
+    assert costs == RuntimeCosts()
+
+
+def test_where_both_take_about_as_long_a_part_counts(monkeypatch):
+    (a, _), costs = beside(10e-6, 50e-6, monkeypatch)  # 70 of the GPU, 56 of the host: half way to 1.5
+    assert a.forward_seconds == pytest.approx(14e-6) and a.backward_seconds == 50e-6
+    assert (costs.run, costs.saved_tensor, costs.left_out) == pytest.approx((0.5, 1.0, 1.5))
 
 
 class Wrapped(nn.Module):

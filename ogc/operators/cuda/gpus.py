@@ -22,6 +22,7 @@ class Gpu:
         capability: CUDA's compute capability.
         fp32, tf32, half: FLOPs per second in float32, in TF32, and in float16 or bfloat16 on tensor cores.
         bytes: of memory read or written per second.
+        processors: multiprocessors.
     """
 
     name: str
@@ -30,6 +31,12 @@ class Gpu:
     tf32: float
     half: float
     bytes: float
+    processors: int
+
+    @property
+    def threads(self) -> int:
+        """The most that run on a multiprocessor. Source: CUDA C++ Programming Guide, compute capabilities."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}.get(self.capability, 2048)
 
     def flops(self, dtype: torch.dtype, is_tf32: bool) -> float:
         """Peak FLOPs per second of products of matrices of a type."""
@@ -38,40 +45,41 @@ class Gpu:
         return self.tf32 if is_tf32 and dtype == torch.float32 else self.fp32
 
 
-# TFLOP/s in float32, TF32 and float16, and GB/s, from NVIDIA's data sheets of each name. Where a sheet states tensor
-# cores with sparsity alone, half of that. Turing and Volta have no TF32, and bfloat16 is emulated there.
+# TFLOP/s in float32, TF32 and float16, GB/s, and multiprocessors, from NVIDIA's data sheets of each name and its white
+# papers on architectures. Where a sheet states tensor cores with sparsity alone, half of that. Turing and Volta have no
+# TF32, and bfloat16 is emulated there.
 _STATED = (
     # "NVIDIA H100 Tensor Core GPU" data sheet: SXM and PCIe; "NVIDIA H200": SXM; "NVIDIA Blackwell" (HGX B200).
-    ("H100 SXM", (9, 0), 67, 494, 989, 3350),
-    ("H100 PCIe", (9, 0), 51, 378, 756, 2000),
-    ("H200", (9, 0), 67, 494, 989, 4800),
-    ("B200", (10, 0), 75, 1100, 2250, 7700),
+    ("H100 SXM", (9, 0), 67, 494, 989, 3350, 132),
+    ("H100 PCIe", (9, 0), 51, 378, 756, 2000, 114),
+    ("H200", (9, 0), 67, 494, 989, 4800, 132),
+    ("B200", (10, 0), 75, 1100, 2250, 7700, 148),
     # "NVIDIA A100 Tensor Core GPU" data sheet: 40 GB, 80 GB SXM and PCIe.
-    ("A100 40GB", (8, 0), 19.5, 156, 312, 1555),
-    ("A100 80GB SXM", (8, 0), 19.5, 156, 312, 2039),
-    ("A100 80GB PCIe", (8, 0), 19.5, 156, 312, 1935),
+    ("A100 40GB", (8, 0), 19.5, 156, 312, 1555, 108),
+    ("A100 80GB SXM", (8, 0), 19.5, 156, 312, 2039, 108),
+    ("A100 80GB PCIe", (8, 0), 19.5, 156, 312, 1935, 108),
     # Data sheets "NVIDIA A10G" (AWS g5; NVIDIA A10's has 31.2, 62.5, 125), "A10", "A30", "A40", "A6000", "L4", "L40S".
-    ("A10G", (8, 6), 31.5, 35, 70, 600),
-    ("A10", (8, 6), 31.2, 62.5, 125, 600),
-    ("A30", (8, 0), 10.3, 82, 165, 933),
-    ("A40", (8, 6), 37.4, 74.8, 149.7, 696),
-    ("RTX A6000", (8, 6), 38.7, 77.4, 154.8, 768),
-    ("L4", (8, 9), 30.3, 60, 121, 300),
-    ("L40S", (8, 9), 91.6, 183, 362, 864),
+    ("A10G", (8, 6), 31.5, 35, 70, 600, 80),
+    ("A10", (8, 6), 31.2, 62.5, 125, 600, 72),
+    ("A30", (8, 0), 10.3, 82, 165, 933, 56),
+    ("A40", (8, 6), 37.4, 74.8, 149.7, 696, 84),
+    ("RTX A6000", (8, 6), 38.7, 77.4, 154.8, 768, 84),
+    ("L4", (8, 9), 30.3, 60, 121, 300, 58),
+    ("L40S", (8, 9), 91.6, 183, 362, 864, 142),
     # "NVIDIA T4 Tensor Core GPU" and "NVIDIA Tesla V100" data sheets; V100: SXM2, PCIe.
-    ("T4", (7, 5), 8.1, 8.1, 65, 320),
-    ("V100 SXM2", (7, 0), 15.7, 15.7, 125, 900),
-    ("V100 PCIe", (7, 0), 14, 14, 112, 900),
+    ("T4", (7, 5), 8.1, 8.1, 65, 320, 40),
+    ("V100 SXM2", (7, 0), 15.7, 15.7, 125, 900, 80),
+    ("V100 PCIe", (7, 0), 14, 14, 112, 900, 80),
     # NVIDIA's architecture white papers "Turing" (reference specification), "Ampere GA102", "Ada" and "RTX Blackwell",
     # with accumulation in float32.
-    ("RTX 2080 Ti", (7, 5), 13.4, 13.4, 53.8, 616),
-    ("RTX 3090", (8, 6), 35.6, 35.6, 71, 936),
-    ("RTX 4090", (8, 9), 82.6, 82.6, 165.2, 1008),
-    ("RTX 5090", (12, 0), 104.8, 104.8, 209.5, 1792),
+    ("RTX 2080 Ti", (7, 5), 13.4, 13.4, 53.8, 616, 68),
+    ("RTX 3090", (8, 6), 35.6, 35.6, 71, 936, 82),
+    ("RTX 4090", (8, 9), 82.6, 82.6, 165.2, 1008, 128),
+    ("RTX 5090", (12, 0), 104.8, 104.8, 209.5, 1792, 170),
 )
 GPUS = tuple(
-    Gpu(name, capability, fp32 * 1e12, tf32 * 1e12, half * 1e12, gigabytes * 1e9)
-    for name, capability, fp32, tf32, half, gigabytes in _STATED
+    Gpu(name, capability, fp32 * 1e12, tf32 * 1e12, half * 1e12, gigabytes * 1e9, processors)
+    for name, capability, fp32, tf32, half, gigabytes, processors in _STATED
 )
 DEFAULT = "A100 40GB"
 """What ``device="cuda"`` means where nothing says which GPU."""

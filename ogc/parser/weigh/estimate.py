@@ -52,14 +52,22 @@ class Estimator:
     """Estimates operations for ``device``, which this machine may lack; the model is on ``home``.
 
     Without ``runs`` no call is run for the bytes of its kernels: rules have to do, right or wrong. ``gpu`` names the
-    one that is meant by a CUDA device.
+    one that is meant by a CUDA device. Where bytes ``are_measured``, rules for what its kernels take are left out.
     """
 
-    def __init__(self, device: torch.device, home: torch.device, runs: bool = True, gpu: str | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        home: torch.device,
+        runs: bool = True,
+        gpu: str | None = None,
+        are_measured: bool = False,
+    ) -> None:
         self.device, self.runs = device, runs
         self.elsewhere = device.type != home.type
         self.gpu = gpu_of(device, gpu)
         self.rates = rates_of(device.type, self.gpu)
+        self.by_rules = None if are_measured else self.gpu
         self.seen: dict[Any, Weights] = {}
         self.backwards: dict[Any, Again] = {}
 
@@ -96,8 +104,7 @@ class Estimator:
             return Weights(gradients=_pass_through(record))
         key = call_key(node.target, args, kwargs), record.form is None
         if key not in self.seen:
-            there = self._elsewhere(record, args, kwargs) if self.elsewhere else None
-            weights = there or self._run(operator, args, kwargs, record.in_place)
+            weights = self._by_kernel(record, args, kwargs)
             gradients = of(kernel).to_run_with
             if gradients is None and _may_copy_operands(kernel, weights, args, kwargs):
                 gradients = ones_like
@@ -144,30 +151,33 @@ class Estimator:
             again_flops=weights.forward_flops,
         )
 
-    def _elsewhere(self, record: Record, args: Any, kwargs: Any) -> Weights:
-        """The weights of a call on a device that the model is not on, by the kernel that runs there."""
+    def _by_kernel(self, record: Record, args: Any, kwargs: Any) -> Weights:
+        """The weights of a call, by the kernel that runs on the device, and if the model is not there what it saves."""
         target = record.node.target
-        kernel = None
-        if self.gpu is not None and isinstance(target, OpOverload):
-            kernel = of(target).kernel_on_cuda(args, kwargs, self.gpu)
+        kernel, hidden = None, (0, 0)
+        if self.by_rules is not None and isinstance(target, OpOverload):
+            kernel, hidden = of(target).kernel_on_cuda(args, kwargs, self.by_rules), of(target).hidden_on_cuda(args)
         run = target if kernel is None else kernel.run
         weights = self._run(run, args, kwargs, record.in_place)
+        forward, backward = hidden
+        if kernel is not None:
+            backward += kernel.working_bytes
+        weights = replace(
+            weights,
+            scratch_bytes=weights.scratch_bytes + forward,
+            working_bytes=weights.working_bytes + (backward if weights.gradients else 0),
+        )
+        return self._with_what_it_saves(weights, run, record, args, kwargs) if self.elsewhere else weights
+
+    def _with_what_it_saves(self, weights: Weights, run: Any, record: Record, args: Any, kwargs: Any) -> Weights:
         try:
             with out_of_mode(), FakeTensorMode():
                 places, internal = saved_places(run, args, kwargs, record.in_place, self.device)
         except (NotImplementedError, RuntimeError) as error:
+            target = record.node.target
             log.warning("%s is taken to save on %s what it saves here: %r", target, self.device, error)
             places, internal = None, record.internal_bytes
-        forward, backward = of(target).hidden_on_cuda(args) if self.gpu is not None else (0, 0)
-        if kernel is not None:
-            backward += kernel.working_bytes
-        return replace(
-            weights,
-            internal_bytes=internal,
-            saves=places,
-            scratch_bytes=weights.scratch_bytes + forward,
-            working_bytes=weights.working_bytes + (backward if weights.gradients else 0),
-        )
+        return replace(weights, internal_bytes=internal, saves=places)
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
         # With a mask, shapes depend on data, which meta tensors do not have.
@@ -191,7 +201,8 @@ class Estimator:
         copies: bool,
         layouts: Layouts | None = None,
     ) -> Weights:
-        meter = Meter(self.rates.seconds, copies, self.device.type == "cpu", on_meta=pretend is pretended)
+        is_cpu, on_meta = self.device.type == "cpu", pretend is pretended
+        meter = Meter(self.rates.seconds, copies, is_cpu, on_meta, self.by_rules)
         with out_of_mode(), torch.enable_grad():
             given = map_aggregate((args, kwargs), lambda leaf: pretend(leaf, in_place))
             saved: list[torch.Tensor] = []

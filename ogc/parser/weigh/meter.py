@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from ...operators.cuda.gpus import Gpu, gpu_named
+from ...operators.cuda.hidden import hidden_in_sums
 from ...operators.registry import of
 from ...program.program import storage_of, tensor_leaves
 from ...torch_state.private import OpOverload, TorchDispatchMode, decomposes, id_of_storage, schema_of, storage_id
@@ -90,13 +91,19 @@ class Meter(TorchDispatchMode):
     """Adds up the cost of every operator that runs inside, and the fresh bytes alive at once.
 
     With ``kernel_copies``, also what low-memory forms on a CPU allocate underneath the dispatcher; ``on_cpu``, what
-    elementwise operators do.
+    elementwise operators do; with a ``gpu``, what sums do there.
     """
 
     def __init__(
-        self, seconds: Seconds, kernel_copies: bool = False, on_cpu: bool = False, on_meta: bool = True
+        self,
+        seconds: Seconds,
+        kernel_copies: bool = False,
+        on_cpu: bool = False,
+        on_meta: bool = True,
+        gpu: Gpu | None = None,
     ) -> None:
         super().__init__()
+        self.gpu = gpu
         self.seconds_of = seconds
         self.on_meta = on_meta
         self.kernel_copies = kernel_copies
@@ -142,6 +149,7 @@ class Meter(TorchDispatchMode):
         self.fresh = {key: entry for key, entry in self.fresh.items() if not entry[1].expired()}
         copies = special.hidden_bytes(args, outputs) if self.kernel_copies else 0
         copies += _converted_bytes(function, inputs) if self.on_cpu else 0
+        copies += hidden_in_sums(function, args, self.gpu)
         self.peak = max(self.peak, sum(size for size, _ in self.fresh.values()) + copies)
         return result
 

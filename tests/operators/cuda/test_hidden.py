@@ -1,10 +1,19 @@
 """What operators save and allocate on CUDA, worked out by hand from PyTorch's sources."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import ogc
+from ogc.operators.cuda.gpus import gpu_named
+from ogc.operators.cuda.hidden import of_sum
+from ogc.parser.weigh.estimate import Estimator
+from ogc.parser.weigh.record import Record
+from ogc.program.program import TensorRef
+
+aten = torch.ops.aten
 
 
 def operation(model, x, name, dtype=torch.float32):
@@ -65,3 +74,52 @@ def test_many_words_are_sorted_for_the_gradient_of_an_embedding(words):
     gradient, parts = 4 * 100 * 16, words // 10 + 100
     more = 0 if words == 3072 else 8 * (2 * words + 300 + parts) + 4 * parts * 16
     assert found.backward_bytes - found.gradient_bytes == gradient + more
+
+
+# What an H200 allocated beside the results, torch 2.11: rows, columns, MiB. For biases of BERT, AlexNet and VGG-16.
+SUMS = [
+    (8192, 768, 48.0),
+    (8192, 3072, 132.0),
+    (1024, 4096, 32.0),
+    (1024, 1000, 7.8125),
+    (64, 4096, 0.0),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "size"), SUMS)
+def test_sums_of_rows_take_what_an_h200_took(rows, columns, size):
+    x = torch.empty(rows, columns, device="meta")
+    assert of_sum((x, [0], True), gpu_named("H200")) == size * 2**20
+    assert of_sum((x.view(4, rows // 4, columns), [0, 1], True), gpu_named("H200")) == size * 2**20
+
+
+def test_other_sums_take_nothing():
+    gpu, x = gpu_named("H200"), torch.empty(8192, 768, device="meta")
+    for args in ((x, [1]), (x, None), (x, [0, 1]), (x.t(), [0]), (x.new_empty(0, 4), [0]), (x.new_empty(()), None)):
+        assert of_sum(args, gpu) == 0
+
+
+def test_the_gradient_of_a_bias_is_weighed_with_its_partial_sums():
+    x = torch.empty(8192, 768, device="meta")
+    made = []
+    for bias in (False, True):
+        layer = nn.Linear(768, 3072, bias=bias, device="meta")
+        (found,) = ogc.parse(layer, x, device="cuda", profile="estimate", gpu="H200").operations
+        made.append(found.backward_bytes)
+    assert made[1] - made[0] == 132 * 2**20 + 4 * 3072
+
+
+def test_estimates_are_those_of_the_kernel_wherever_the_model_is():
+    """Attention in float32, which runs as one kernel there, and the gradient of an embedding."""
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    q = torch.randn(2, 2, 128, 32, requires_grad=True)
+    weight, indices = torch.randn(9000, 8, requires_grad=True), torch.zeros(4000, dtype=torch.int64)
+    for target, args in (
+        (aten.scaled_dot_product_attention.default, (q, q, q)),
+        (aten.embedding.default, (weight, indices)),
+    ):
+        node = torch.fx.Graph().call_function(target, ())
+        record = Record(node)
+        record.outputs, record.output_bytes = [TensorRef("x", 0)], [q.nbytes]
+        there, here = (Estimator(cuda, home, gpu="H200").weigh(record, args, {}) for home in (cpu, cuda))
+        assert here == replace(there, internal_bytes=here.internal_bytes, saves=here.saves)
