@@ -62,11 +62,11 @@ def _devices(found: Sequence[Data]) -> str:
     return ", ".join(sorted({row["device"].replace("cpu", "on a CPU") for row in found}))
 
 
-def inserted(text: str, table: str) -> str:
-    """A page with the table in its place."""
-    before, rest = text.split(START)
-    _, after = rest.split(END)
-    return f"{before}{START}{table}{END}{after}"
+def inserted(text: str, *tables: str) -> str:
+    """A page with the tables in their places, in this order."""
+    before, *places = text.split(START)
+    each = zip(tables, places, strict=True)
+    return before + "".join(f"{START}{table}{END}{place.split(END)[1]}" for table, place in each)
 
 
 # -- docs/results.md ------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def _cuda(runs: Sequence[Data]) -> str:
     devices = {row["device"] for run in runs for row in run["rows"] if "device" in row}
     devices |= {run["machine"]["device"] for run in runs if isinstance(run.get("machine"), dict)}
     others = sorted(devices - {"cpu"})
-    return f"Measured on {', '.join(['CPU', *others])}." if others else "Measured on CPUs; not measured on CUDA yet."
+    return f"Measured on {', '.join(['CPU', *others])}." if others else "Measured on CPUs; [on a GPU](cuda.md)."
 
 
 def _notes(runs: Sequence[Data]) -> list[str]:
@@ -228,13 +228,6 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         summaries.timing,
     ),
     (
-        "The published figures on CUDA",
-        "cuda_published*.json",
-        "The published table where it was measured: what the simulator and the profiler predict, and what the "
-        "allocator and the clock say. By `python benchmark.py --suite cuda`.",
-        summaries.on_cuda,
-    ),
-    (
         "Other tools on CUDA",
         "compare/cuda*.json",
         "By `python benchmark.py --suite cuda --only compare`.",
@@ -251,16 +244,19 @@ def write(folder: Path = RESULTS, suite: str = "full") -> Iterable[Path]:
         return [folder / "results.md"]
     results = ROOT / "docs" / "results.md"
     results.write_text(document(), encoding="utf-8")
-    pages = {ROOT / "README.md": markdown if rows() else None, ROOT / "docs" / "cuda.md": predicted}
-    written = {page: make for page, make in pages.items() if make}  # without one every run of it failed
-    for page, make in written.items():
-        page.write_text(inserted(page.read_text(encoding="utf-8"), make()), encoding="utf-8")
-    return [results, *written]
+    pages = {ROOT / "docs" / "cuda.md": on_gpus()}
+    if rows():  # without one every run of it failed
+        pages[ROOT / "README.md"] = (markdown(),)
+    for page, tables in pages.items():
+        page.write_text(inserted(page.read_text(encoding="utf-8"), *tables), encoding="utf-8")
+    return [results, *pages]
 
 
-def predicted() -> str:
-    """The table of docs/cuda.md."""
-    return summaries.predicted(files("hollow.json"))
+def on_gpus() -> tuple[str, ...]:
+    """The tables of docs/cuda.md: what was measured, and what is predicted."""
+    measured = files("cuda_published*.json")
+    made_by = f"\n{_made_by(measured, 'cuda', True)}\n" if measured else "Not measured yet.\n"
+    return summaries.on_cuda(measured) + made_by, summaries.predicted(files("hollow.json"))
 
 
 if __name__ == "__main__":

@@ -31,11 +31,13 @@ class RuntimeCosts:
         run: for each run again, to open it, close it, and carry it out.
         saved_tensor: for each tensor that autograd saves where a run will supply it.
         left_out: of the plain model's own Python, calls of modules above all, which no plan runs.
+        choice: for each call, to see that the plan is for it.
     """
 
     run: float = 0.0
     saved_tensor: float = 0.0
     left_out: float = 0.0
+    choice: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,13 @@ from .weigh.host import beside_device, runtime_costs
 from .weigh.record import Observation, Record, SeenForm
 
 
-def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: str, kind: str) -> Graph:
-    """The graph of a program that was observed and weighed for ``device``; ``kind`` is the profile's."""
+def graph_of(
+    spec: InputSpec, traced: Traced, observation: Observation, device: str, kind: str, choice: float = 0.0
+) -> Graph:
+    """The graph of a program that was observed and weighed for ``device``; ``kind`` is the profile's.
+
+    ``choice`` are the seconds that it takes to see that a plan of it is for a call.
+    """
     records = observation.records
     taken = versions_of(traced.graph, observation)
     ends = refs_of_outputs(traced.graph)
@@ -38,7 +43,7 @@ def graph_of(spec: InputSpec, traced: Traced, observation: Observation, device: 
     operations = tuple(with_unused([_operation(*of_one) for of_one in each], values, observation))
     program = program_of(spec, traced, observation, taken)
     outside = outside_of(records)
-    costs = runtime_costs(kind != "estimate", traced.python_calls - (len(operations) - outside))
+    costs = runtime_costs(kind != "estimate", traced.python_calls - (len(operations) - outside), choice)
     if kind == "measure" and torch.device(device).type == "cuda":
         operations, costs = beside_device(operations, costs)
     return Graph(operations, values, program, device, kind, runtime=costs, outside=outside)

@@ -71,7 +71,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         recorded, has_loss = _with_step_end(sample, recorded, program)
         traced, observation = lower(sample, recorded, home, partial(_visit, model, leaves, profiler))
     if weighed:
-        found = graph_of(sample.spec, traced, observation, graph.device, graph.profile)
+        found = graph_of(sample.spec, traced, observation, graph.device, graph.profile, graph.runtime.choice)
         check_same_program(program.graph, found.program.graph)
     else:
         taken = versions_of(traced.graph, observation)

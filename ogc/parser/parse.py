@@ -47,6 +47,7 @@ from .repeatable import refuse_chance, why_not_repeatable
 from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
 from .weigh.estimate import Estimator
 from .weigh.forms import Forms
+from .weigh.host import choice_seconds
 from .weigh.leaf import Profiler, weigh
 from .weigh.measure import Measurer
 from .weigh.observe import Visit, observe
@@ -159,7 +160,8 @@ def parse(
                 break
             except OpaqueError as problem:
                 leaves.cover(problem)
-        graph = graph_of(sample.spec, traced, observation, str(target), kind)
+        choice = 0.0 if kind == "estimate" else choice_seconds(model)
+        graph = graph_of(sample.spec, traced, observation, str(target), kind, choice)
         is_another = outputs == "loss" or stretches or compiled  # the plain model has all outputs, whole
         if plain_peak_bytes is None and is_another:
             whole = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)

@@ -108,13 +108,13 @@ def simulate(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Sim
 
 
 def runtime_seconds(schedule: Schedule) -> float:
-    """Time of the host that a plan takes beside its operators: for its runs, and for tensors whose saving it sees.
+    """Time of the host that a plan takes beside its operators: its choice, its runs, and tensors that it sees saved.
 
     Less than nothing where the plain model's own Python, which it leaves out, takes more.
     """
     costs, ops = schedule.graph.runtime, schedule.graph.operations
     seen = sum(ops[t].saved_tensors for run in schedule.runs[1:] for a, b in run.leaves for t in range(a, b))
-    return costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen - costs.left_out
+    return costs.choice + costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen - costs.left_out
 
 
 def replay(memory: AnyMemory) -> AnyMemory:

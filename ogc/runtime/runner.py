@@ -25,7 +25,7 @@ from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.attributes import WatchedAttributes
 from ..torch_state.flags import Flags, flags, flags_held, without_benchmark
 from ..torch_state.forwards import is_as_assigned
-from ..torch_state.module_state import WatchedModule
+from ..torch_state.module_state import State, WatchedModule
 from ..torch_state.no_trace import is_plain
 from ..torch_state.private import (
     has_global_hooks,
@@ -46,6 +46,8 @@ PLANS = 8
 """How many kinds of calls are planned for beside the sample's; the least recently used makes room."""
 SHAPES = 64
 """Over how many other sizes and numbers plans are carried; the least recently used makes room."""
+LOOKS = 16
+"""At every so many calls in a row that need no plan, all of the model is looked at."""
 EVICTIONS = 3
 """How many plans may make room for others before no more are made."""
 
@@ -117,7 +119,8 @@ class Runner:
         self.sample = _variant(model, kind, "like the sample", graph, plan, self.generated)
         self.variants = [self.sample]  # most recently used first
         self.calls: Counter[tuple[str, str]] = Counter()  # by what kind of calls, and what ran them
-        self.evictions = 0
+        self.evictions = self.unseen = 0
+        self.last_state: State | None = None  # of the module that was called last
         self.is_planning = False
         self.told: set[str] = set()
         self.apart: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
@@ -158,6 +161,9 @@ class Runner:
             self.calls[self.sample.words, self.sample.runs] += 1
             return None
         inputs, tensors = InputSpec.of(args, kwargs)
+        if self._stays_plain(model, inputs):
+            self.calls[self.variants[0].words, self.variants[0].runs] += 1
+            return None
         kind = self._kind(model, inputs)
         alike = [variant for variant in self.variants if variant.kind.fits(kind)]
         alike.sort(key=lambda variant: variant.graph is None)  # of those without one nothing is known
@@ -171,8 +177,22 @@ class Runner:
         variant = known or self._make(model, Call(args, kwargs), kind)
         if variant is not self.variants[0]:
             self._put_first(variant)
+        self.last_state = kind.state
         self.calls[variant.words, variant.runs] += 1
         return variant if variant.code is not None else None
+
+    def _stays_plain(self, model: torch.nn.Module, inputs: InputSpec) -> bool:
+        """Whether the call is like the last one, which ran plain as it needed no plan.
+
+        The plain model is right whatever has changed. What may make it need more memory is looked at each time, but for
+        parts of the model that are replaced: these at every ``LOOKS``-th call.
+        """
+        last, watched = self.variants[0], self.watched.get(model)
+        if last.plan is None or not last.plan.is_plain or watched is None:
+            return False
+        self.unseen = (self.unseen + 1) % LOOKS
+        is_alike = watched.description is self.last_state and last.kind.flags == flags()
+        return bool(self.unseen) and is_alike and last.kind.inputs.fits(inputs) and watched.trains_as_before()
 
     def ran_plain(self, why: str, is_told: bool) -> None:
         """Count a call that runs the plain model whatever its kind; with ``is_told``, log the reason once."""

@@ -20,6 +20,7 @@ from .private import HOOKS, MEMBERS, parameters_of, submodules_of
 from .ranks.shards import is_flat, is_spread
 
 _training = itemgetter("training")
+_requires_grad = attrgetter("requires_grad")
 _LOOK = ("requires_grad", "dtype", "device", "shape")
 _look = attrgetter(*_LOOK)
 
@@ -110,6 +111,16 @@ class WatchedModule:
             self._remember(model)
         return self.description
 
+    def trains_as_before(self) -> bool:
+        """Whether modes, and which parameters require grad, are as when it was last described.
+
+        Far quicker than :meth:`state`: a forward goes through all that is looked at anyway.
+        """
+        return (
+            list(map(_training, self.attributes)) == self.training
+            and list(map(_requires_grad, self.parameters)) == self.required
+        )
+
     def bound(self, key: Any, bind: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """What ``bind`` returned for a key since something changed last, be it by :meth:`state` or now."""
         if self.bound_to is not self.description or self.is_flat:
@@ -143,6 +154,7 @@ class WatchedModule:
         self.sizes = list(map(len, self.attributes))
         self.training = list(map(_training, self.attributes))
         self.looks = list(map(_look, self.parameters))
+        self.required = list(map(_requires_grad, self.parameters))
         self.scripts = _describe_scripted(self.scripted)
         self.is_flat = any(map(is_flat, self.parameters))
         self.description = self._describe(hooks)

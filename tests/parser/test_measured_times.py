@@ -1,7 +1,7 @@
 """Times that are measured on the device at hand."""
 
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -65,9 +65,9 @@ def test_what_is_not_affordable_is_estimated_at_the_same_pace(monkeypatch):
 
 
 def test_the_runtimes_work_has_a_price():
-    costs = runtime_costs(is_measured=True, calls_left_out=100)
+    costs = runtime_costs(is_measured=True, calls_left_out=100, choice=0.5)
     assert 0 < costs.saved_tensor < costs.run < 0.01
-    assert 0 < costs.left_out < 0.01
+    assert 0 < costs.left_out < 0.01 and costs.choice == 0.5
     graph = replace(ogc.parse(Residual(), images()), runtime=RuntimeCosts(run=1.0))
     cut = graph.cuts[len(graph.cuts) // 2]
     plan = ogc.make_plan(graph, [ogc.recomputed(0, cut), ogc.recomputed(cut, len(graph))])
@@ -80,14 +80,14 @@ def beside(forward, backward, monkeypatch):
     monkeypatch.setattr(host, "_hook_seconds", lambda: 1e-6)
     form = Form(forward_seconds=2 * forward, backward_seconds=backward, repeat_seconds=forward)
     trained = Operation("a", backward_bytes=4, forward_seconds=forward, backward_seconds=backward, low_memory=form)
-    return beside_device((trained, Operation("b", forward_seconds=forward)), RuntimeCosts(1.0, 2.0, 3.0))
+    return beside_device((trained, Operation("b", forward_seconds=forward)), RuntimeCosts(1.0, 2.0, 3.0, 4.0))
 
 
 def test_on_a_gpu_an_operation_takes_what_the_host_takes_where_that_is_slower(monkeypatch):
     (a, b), costs = beside(1e-6, 30e-6, monkeypatch)
     assert [a.forward_seconds, a.backward_seconds, b.forward_seconds, b.backward_seconds] == [18e-6, 30e-6, 18e-6, 0.0]
     assert a.low_memory.forward_seconds == a.low_memory.repeat_seconds == 18e-6
-    assert costs == RuntimeCosts(1.0, 2.0, 3.0)
+    assert costs == RuntimeCosts(1.0, 2.0, 3.0, 4.0)
 
 
 def test_where_the_gpu_is_slower_the_host_has_time_for_the_runtime(monkeypatch):
@@ -99,7 +99,7 @@ def test_where_the_gpu_is_slower_the_host_has_time_for_the_runtime(monkeypatch):
 def test_where_both_take_about_as_long_a_part_counts(monkeypatch):
     (a, _), costs = beside(10e-6, 50e-6, monkeypatch)  # 70 of the GPU, 56 of the host: half way to 1.5
     assert a.forward_seconds == pytest.approx(14e-6) and a.backward_seconds == 50e-6
-    assert (costs.run, costs.saved_tensor, costs.left_out) == pytest.approx((0.5, 1.0, 1.5))
+    assert astuple(costs) == pytest.approx((0.5, 1.0, 1.5, 2.0))
 
 
 class Wrapped(nn.Module):
@@ -115,8 +115,9 @@ def test_a_plan_is_quicker_than_the_plain_model_by_the_calls_of_modules_that_it_
     shallow, deep = (ogc.parse(Wrapped(nn.Linear(8, 8), depth), torch.randn(4, 8)) for depth in (2, 60))
     assert deep.runtime.left_out > 5 * shallow.runtime.left_out > 0
     plan = ogc.make_plan(deep, [ogc.saved(0, len(deep))])
-    assert plan.overhead == -deep.runtime.left_out / deep.step_seconds
+    assert plan.overhead == (deep.runtime.choice - deep.runtime.left_out) / deep.step_seconds
     assert -1 < plan.overhead < 0
+    assert deep.runtime.choice > 2 * shallow.runtime.choice > 0
 
 
 def test_calls_are_not_counted_where_somebody_else_profiles():

@@ -2,7 +2,8 @@
 
 That computes the weights' gradient first and lets go of its saved input. The input's gradient is made for a few images
 at a time, in the place of the result's where both have one shape and nobody else holds that. On a CPU the forward goes
-by images, too. On CUDA it runs where the input's gradient may take that place. Not measured on CUDA yet.
+by images, too. On CUDA it runs where the input's gradient may take that place. On an H200 half of the kinds that were
+tried gave other bits in parts, and run whole.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Source of the rules: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h; of what is done around a
 kernel: attention.cpp beside them; of what kernels allocate unseen: flash_attn/flash_api.cpp, attention_backward.cu,
-mem_eff_attention/kernel_backward.h. Not measured on CUDA yet.
+mem_eff_attention/kernel_backward.h. The efficient kernel's bytes are those that an H200 allocated for BERT and GPT-2;
+those of flash and cuDNN were not measured.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Sources, in aten/src/ATen/native: Normalization.cpp (``_select_batch_norm_backend``), Dropout.cpp
 (``is_fused_kernel_acceptable``), layer_norm.cpp (``rms_norm_symint``), cuda/layer_norm_kernel.cu, cuda/Activation.cpp
-(``log_sigmoid_forward``). Meta tensors are held against fake ones on CUDA in the tests; not measured on CUDA yet.
+(``log_sigmoid_forward``). Meta tensors are held against fake ones on CUDA in the tests.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What autograd saves is PyTorch's: tools/autograd/derivatives.yaml, ``_cudnn_rnn``. How many bytes cuDNN reserves and
 works with, it does not state; counted is what the equations need: in the reserve, of each layer, direction and step,
 gates, cell and hidden state, between layers a mask of dropout; as workspace, the gates of one layer. The buffer of
-weights is the parameters' own, as ``flatten_parameters`` leaves them. Not measured on CUDA yet.
+weights is the parameters' own, as ``flatten_parameters`` leaves them. Not measured on CUDA.
 """
 
 from __future__ import annotations

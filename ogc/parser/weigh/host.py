@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
+from itertools import count
 from statistics import median
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...graph import RuntimeCosts
 from ...operation import Operation
+from ...torch_state.attributes import WatchedAttributes
+from ...torch_state.module_state import WatchedModule
+from .timing import evict
 
 LENGTH, REPEATS = 64, 15
 """Operations of the chain, and how often it runs: some 20 ms in all."""
@@ -30,6 +34,9 @@ OF_CALL = 0.27
 """What a function takes that the plain forward calls, and the generated one does not: that network's forward calls 1700
 more, and on the EPYC a step in which nothing is recomputed took 1.5 ms less."""
 
+CHOICES = 5
+"""Times that the choice of a plan is measured. Most of it is waiting for memory: what a step leaves in the caches."""
+
 OF_FORWARD, OF_BACKWARD = 18.0, 20.0
 """What handing an operation to a GPU takes, forward and backward, by the same: beside an H200 a hooked tensor took
 2.4 us, and steps of ten networks of 208 to 890 operations, which the host bounds there, 60 to 115 us for each."""
@@ -39,11 +46,25 @@ AHEAD = 1.5
 hardly a plan makes the host do half as much again."""
 
 
-def runtime_costs(is_measured: bool, calls_left_out: int) -> RuntimeCosts:
-    """The costs on this host; estimated, nothing is taken off for what is left out."""
+def runtime_costs(is_measured: bool, calls_left_out: int, choice: float) -> RuntimeCosts:
+    """The costs on this host, ``choice`` among them; estimated, nothing is taken off for what is left out."""
     hooked = _hook_seconds() if is_measured else HOOK_SECONDS
     left_out = OF_CALL * hooked * max(0, calls_left_out) if is_measured else 0.0
-    return RuntimeCosts(run=OF_RUN * hooked, saved_tensor=OF_TENSOR * hooked, left_out=left_out)
+    return RuntimeCosts(OF_RUN * hooked, OF_TENSOR * hooked, left_out, choice)
+
+
+def choice_seconds(model: torch.nn.Module) -> float:
+    """What it takes before a call to see that a module, in all its tables, is what it was."""
+    module, attributes = WatchedModule(model, count(1)), WatchedAttributes(model)
+
+    def seconds() -> float:
+        evict()
+        begin = time.perf_counter()
+        module.state(model)
+        attributes.first_changed(model)
+        return time.perf_counter() - begin
+
+    return median(seconds() for _ in range(CHOICES))
 
 
 def beside_device(operations: Sequence[Operation], costs: RuntimeCosts) -> tuple[tuple[Operation, ...], RuntimeCosts]:
@@ -58,7 +79,7 @@ def beside_device(operations: Sequence[Operation], costs: RuntimeCosts) -> tuple
     host = sum(forward + (op.backward_bytes > 0) * backward for op in operations)
     device = sum(op.forward_seconds + op.backward_seconds for op in operations)
     part = min(1.0, max(0.0, (AHEAD - device / host) / (AHEAD - 1.0))) if host else 0.0
-    counted = RuntimeCosts(part * costs.run, part * costs.saved_tensor, part * costs.left_out)
+    counted = RuntimeCosts(*(part * seconds for seconds in astuple(costs)))
     return tuple(_waited_for(op, part, forward, backward) for op in operations), counted
 
 

@@ -249,7 +249,7 @@ class _TimedCall(Call):
     def prepare_forward(self) -> None:
         """Fresh inputs."""
         self._fresh()
-        _evict()
+        evict()
 
     def prepare_backward(self, times: int = 1) -> None:
         """The forward of so many calls. What they saved is in no cache, the gradients of their results are."""
@@ -259,7 +259,7 @@ class _TimedCall(Call):
             self.edges += [get_gradient_edge(t) for t in self.starts]
             self.forward()
             self.found += self.ends()
-        _evict()
+        evict()
         self.gradients = [torch.ones_like(end) for end in self.found]
 
     def _fresh(self) -> None:
@@ -306,7 +306,7 @@ def _aged(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     return cycle([parameter.detach().clone().requires_grad_(parameter.requires_grad) for _ in range(number)])
 
 
-def _evict() -> None:
+def evict() -> None:
     """Read and write so many bytes that what was used before is not in a core's cache."""
     _block(_at_most(EVICTING_BYTES)).add_(1)
 
