@@ -122,6 +122,23 @@ def test_a_result_takes_over_the_block_of_what_ends():
     assert [size for _, size in moves][:3] == [64, 8, -64]
 
 
+@pytest.mark.parametrize(
+    ("device", "profile", "target", "blocks"),
+    [
+        ("cuda", "measure", "aten.convolution.default", [70]),
+        ("cuda", "measure", "aten.mul.Tensor", [32, 32, 6]),
+        ("cuda", "estimate", "aten.convolution.default", [32, 32, 6]),
+        ("cpu", "measure", "aten.convolution.default", [32, 32, 6]),
+    ],
+)
+def test_a_workspace_is_one_block(device, profile, target, blocks):
+    """As VGG-16's second convolution takes 1568 MiB at once on an H200, beside operands of 784."""
+    operation = Operation("op", target=target, writes=(0,), scratch_bytes=70, backward_bytes=1)
+    graph = Graph((operation,), (Value("a", 32),), device=device, profile=profile)
+    moves = [size for _, size in requests(graph, [ogc.saved(0, 1)]).moves]
+    assert moves[1 : 1 + len(blocks)] == blocks and moves[1 + len(blocks)] == -blocks[0]
+
+
 def test_values_without_bytes_are_not_requested():
     graph = chain([0, 8, 0])
     assert {abs(size) for _, size in requests(graph, [ogc.saved(0, 3)]).moves} == {8}

@@ -3,7 +3,8 @@
 At each event of :func:`ogc.simulate` the blocks that are alive add up to what that counts there, to the byte. Values
 and internal tensors are born and die as there, each as one block. Of gradients the graph has sums alone, when each
 backward begins, at its peak and behind it: they are blocks of the sizes of the values that they belong to, as far as
-these sums leave room for them. Temporaries are blocks no larger than what the operation works on.
+these sums leave room for them. Temporaries are blocks no larger than what the operation works on, but for workspaces of
+convolutions on CUDA, which are one block each.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class _Requesting(Memory):
         self.blocks: dict[tuple[int, int], int] = {}  # of copies of values (run, value)
         self.internal_blocks: dict[int, int] = {}
         self.sizes: list[int] = []  # by block
+        self.has_workspaces = self.graph.profile == "measure" and self.graph.device.startswith("cuda")
         self.gradients = _Gradients(self)
         self.targets = _gradients_behind(schedule)
 
@@ -84,10 +86,10 @@ class _Requesting(Memory):
             self.moves.append(Move(block, -self.sizes[block]))
 
     def pieces(self, op: Operation, size: int) -> Iterator[int]:
-        """Sizes of the temporaries of an operation that together have ``size``: none is above what it works on."""
+        """Sizes of the temporaries of an operation that together have ``size``."""
         values = self.graph.values
         most = max((values[v].bytes for v in (*op.reads, *op.writes)), default=0)
-        if size > PIECES * most:
+        if size > PIECES * most or (self.has_workspaces and "convolution" in op.target):
             most = size
         while size:
             yield min(size, most)
