@@ -1,6 +1,7 @@
 """Times that are measured on the device at hand."""
 
 import sys
+import time
 from dataclasses import astuple, replace
 
 import pytest
@@ -14,6 +15,7 @@ from ogc.graph import RuntimeCosts
 from ogc.operation import Form, Operation
 from ogc.parser.weigh import host, timing
 from ogc.parser.weigh.host import beside_device, runtime_costs
+from ogc.parser.weigh.measure import seconds_of
 
 pytestmark = pytest.mark.usefixtures("measured_times")
 
@@ -73,6 +75,12 @@ def test_the_runtimes_work_has_a_price():
     plan = ogc.make_plan(graph, [ogc.recomputed(0, cut), ogc.recomputed(cut, len(graph))])
     assert plan.runtime_seconds == 2.0
     assert plan.added_seconds == plan.recomputed_seconds + 2.0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there threads are counted in steps of 16 ms")
+@pytest.mark.parametrize("threads", [1], indirect=True)
+def test_on_one_thread_what_others_take_does_not_count(threads):
+    assert seconds_of(lambda: time.sleep(0.05), torch.device("cpu")) < 0.01
 
 
 def beside(forward, backward, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from functools import cache
@@ -17,6 +16,7 @@ from ...graph import RuntimeCosts
 from ...operation import Operation
 from ...torch_state.attributes import WatchedAttributes
 from ...torch_state.module_state import WatchedModule
+from .measure import own_clock
 from .timing import evict
 
 LENGTH, REPEATS = 64, 15
@@ -59,10 +59,10 @@ def choice_seconds(model: torch.nn.Module) -> float:
 
     def seconds() -> float:
         evict()
-        begin = time.perf_counter()
+        begin = own_clock()
         module.state(model)
         attributes.first_changed(model)
-        return time.perf_counter() - begin
+        return own_clock() - begin
 
     return median(seconds() for _ in range(CHOICES))
 
@@ -128,14 +128,14 @@ class _Hooks:
 
 def _timed(hooks: _Hooks | None) -> float:
     start = torch.zeros(4, requires_grad=True)
-    begin = time.perf_counter()
+    begin = own_clock()
     if hooks is None:
         end = _chain(start)
     else:
         with saved_tensors_hooks(hooks.pack, lambda packed: packed[0].fetch(packed[1])):
             end = _chain(start)
     torch.autograd.grad(end, start)
-    return time.perf_counter() - begin
+    return own_clock() - begin
 
 
 def _chain(x: torch.Tensor) -> torch.Tensor:

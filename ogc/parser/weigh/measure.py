@@ -6,6 +6,7 @@ it was seen with. What it needs beyond inference is the memory of one operation.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,9 @@ from .record import Record
 
 REPEATS = 3
 LONG_SECONDS = 0.05
+
+own_clock = time.perf_counter if sys.platform == "win32" else time.thread_time
+"""Seconds of this thread, which others on the machine do not add to; Windows counts them in steps of 16 ms."""
 
 HEAD_START_CYCLES = 3_000_000
 """Of the device's clock, some 2 ms: more than the host takes to hand one operation to it."""
@@ -127,7 +131,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     the host runs ahead: on an H200, operations of some microseconds seemed to take fifteen times as long.
     """
     if device.type != "cuda":
-        clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        clock = own_clock if torch.get_num_threads() == 1 else time.perf_counter
         start = clock()
         run()
         return clock() - start
