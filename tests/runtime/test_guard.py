@@ -17,6 +17,8 @@ from torch.nn import functional as F
 import ogc
 from ogc.errors import OgcError
 from ogc.runtime import runner
+from ogc.runtime.runner import LOOKS
+from ogc.torch_state.module_state import WatchedModule
 
 optimize_module = importlib.import_module("ogc.planned")
 
@@ -658,3 +660,51 @@ def fastest(function, times):
 @pytest.fixture(autouse=True)
 def logged(caplog):
     caplog.set_level(logging.INFO)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """How often all of a module is looked at."""
+    seen, own = [], WatchedModule.state
+    monkeypatch.setattr(WatchedModule, "state", lambda *args: seen.append(1) or own(*args))
+    return seen
+
+
+def frozen_chain():
+    """A model whose plan for half of what it needs unfrozen is the plain model."""
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())))
+    whole = ogc.solve(ogc.parse(model, torch.randn(64, 32)), solver="none").peak_bytes
+    model[:-2].requires_grad_(False)
+    x = torch.randn(64, 32)
+    optimised = ogc.optimize(model, x, memory_budget=whole // 2)
+    assert optimised.plan.is_plain
+    return model, optimised, x
+
+
+def test_a_call_like_the_last_one_that_needed_no_plan_is_known_at_a_glance(watched):
+    _, optimised, x = frozen_chain()
+    watched.clear()
+    for _ in range(2 * LOOKS):
+        optimised(x)
+    assert len(watched) <= 3
+    assert optimised.report().calls[0].count == 2 * LOOKS
+
+
+def test_what_may_need_more_memory_is_seen_at_once(opened):
+    model, optimised, x = frozen_chain()
+    for _ in range(3):
+        optimised(x)
+    assert not opened
+    model.requires_grad_(True)
+    optimised(x).sum().backward()
+    assert opened
+
+
+def test_replaced_parts_are_seen_after_some_calls():
+    model, optimised, x = frozen_chain()
+    for _ in range(3):
+        optimised(x)
+    model[0] = nn.Linear(32, 32)
+    for _ in range(LOOKS):
+        assert torch.equal(optimised(x), model(x))
+    assert any("parameter" in call.kind or "submodule" in call.kind for call in optimised.report().calls)
