@@ -1,5 +1,6 @@
 """Times that are measured on the device at hand."""
 
+import copy
 import sys
 import time
 from dataclasses import astuple, replace
@@ -125,7 +126,12 @@ def test_a_plan_is_quicker_than_the_plain_model_by_the_calls_of_modules_that_it_
     plan = ogc.make_plan(deep, [ogc.saved(0, len(deep))])
     assert plan.overhead == (deep.runtime.choice - deep.runtime.left_out) / deep.step_seconds
     assert -1 < plan.overhead < 0
-    assert deep.runtime.choice > 2 * shallow.runtime.choice > 0
+
+
+def test_choosing_a_plan_has_the_price_of_a_look_at_each_module():
+    few, many = (nn.Sequential(*(nn.Tanh() for _ in range(number))) for number in (2, 2000))
+    assert host.choice_seconds(many) > 5 * host.choice_seconds(few) > 0
+    assert host.choice_seconds(many) == host.choice_seconds(copy.deepcopy(many))
 
 
 def test_calls_are_not_counted_where_somebody_else_profiles():
