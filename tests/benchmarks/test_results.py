@@ -118,11 +118,19 @@ def test_all_that_is_said_of_plans_without_a_gpu():
     assert "13 of the 20 plain peaks" in CUDA and "up to 4.2 % below" in CUDA
 
 
-def test_promises_hold_on_cuda_but_where_the_host_bounds_the_step():
-    """Which is told with their names."""
-    off = {row["arch"] for row in ON_CUDA if abs(row["predicted_overhead"] - more_time(row)) > 0.05}
-    told = re.search(r"the host bounds the step: ([^.]*)\.", " ".join(CUDA.split()))
-    assert off == set(re.findall(r"`(\w+)`", told[1])) and len(off) <= len(ON_CUDA) // 2
+BOUND_BY_HOST = re.findall(r"`(\w+)`", re.search(r"the host bounds the step: ([^.]*)\.", " ".join(CUDA.split()))[1])
+"""As docs/cuda.md names them: there promises do not hold yet."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=pytest.mark.xfail(strict=True) if row["arch"] in BOUND_BY_HOST else (), id=row["arch"])
+        for row in ON_CUDA
+    ],
+)
+def test_promises_hold_on_cuda(row):
+    assert row["predicted_overhead"] == pytest.approx(more_time(row), abs=0.05)
 
 
 def test_other_tools_have_their_place(on_cpus):

@@ -75,7 +75,7 @@ def of_sum(args: Sequence[Any], gpu: Gpu) -> int:
     height = min(height, most // min(width, _WARP))
     width = min(width, most // height)
     fewest, shared_from = _VALUES
-    if rows < min(_VALUES[0] * height, shared_from):
+    if rows < min(fewest * height, shared_from):
         return 0
     values, grid = -(-rows // height), -(-columns // vector // width)
     blocks_at_once = gpu.processors * (gpu.threads // (width * height))
