@@ -11,6 +11,7 @@ from ogc.errors import InputError, ReplayError
 from ogc.parser.arguments import _check_one_device
 from ogc.parser.weigh import measure
 from ogc.parser.weigh.measure import Measurer, seconds_of
+from ogc.parser.weigh.timing import Timer
 from ogc.runtime import frame, marks
 from ogc.runtime.marks import Marks, raise_what_is_known
 from ogc.torch_state.private import TorchDispatchMode
@@ -196,6 +197,12 @@ def test_one_slow_run_does_not_count(slow, monkeypatch):
     monkeypatch.setattr(measure, "can_measure", lambda _: False)
     measurer = Measurer(torch.device("cuda"))
     assert measurer.measure(lambda: None, lambda: device.work(next(left)))[1] == pytest.approx(0.002)
+
+
+def test_bytes_that_are_not_measured_are_estimated_by_the_rules_of_cuda():
+    cuda = torch.device("cuda")
+    assert Timer(cuda).estimator.by_rules is not None
+    assert Measurer(cuda).estimator.by_rules is None
 
 
 def test_the_most_bytes_of_all_runs_count_on_cuda(monkeypatch):

@@ -38,9 +38,11 @@ HEAD_START_CYCLES = 3_000_000
 class Measurer:
     """Measures operations on the device that the model lives on; gradients' layout and FLOPs are estimated."""
 
+    measures_bytes = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.estimator = Estimator(device, device, are_measured=True)
+        self.estimator = Estimator(device, device, are_measured=self.measures_bytes)
         self.seen: dict[Any, Weights] = {}
 
     def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:

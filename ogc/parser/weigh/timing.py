@@ -154,6 +154,8 @@ def _write(path: Path, times: dict[str, Seconds]) -> None:
 class Timer(Measurer):
     """Measures times on the device that the model lives on, and estimates all else."""
 
+    measures_bytes = False
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.spent = self.estimated = self.measured = 0.0
