@@ -30,7 +30,8 @@ class RuntimeCosts:
     Attributes:
         run: for each run again, to open it, close it, and carry it out.
         saved_tensor: for each tensor that autograd saves where a run will supply it.
-        left_out: of the plain model's own Python, calls of modules above all, which no plan runs.
+        left_out: of the plain model's own Python, calls of modules above all, which no plan runs, and of copies that it
+            makes of what it writes over.
         choice: for each call, to see that the plan is for it.
     """
 

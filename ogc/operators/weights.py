@@ -55,6 +55,7 @@ class Weights:
     low_memory: Weights | None = None  # of its low-memory form
     plain_scratch_bytes: int | None = None  # of the plain model, where that takes less
     plain_working_bytes: int | None = None  # of the plain model, where that runs another operator
+    plain_seconds: float = 0.0  # that the plain model's forward takes more, as it copies what it writes over
 
     def written_over(self) -> Weights:
         """The same with the first argument's gradient written over the result's, where that is possible."""

@@ -21,6 +21,7 @@ from .weigh.backward.again import Layouts
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
 from .weigh.host import beside_device, runtime_costs
 from .weigh.record import Observation, Record, SeenForm
+from .weigh.timing import EVICTING_BYTES
 
 
 def graph_of(
@@ -43,9 +44,13 @@ def graph_of(
     operations = tuple(with_unused([_operation(*of_one) for of_one in each], values, observation))
     program = program_of(spec, traced, observation, taken)
     outside = outside_of(records)
-    costs = runtime_costs(kind != "estimate", traced.python_calls - (len(operations) - outside), choice)
+    calls = traced.python_calls - (len(operations) - outside)
+    evicts = torch.device(device).type == "cpu" and sum(observation.value_bytes) > EVICTING_BYTES
+    costs = runtime_costs(kind != "estimate", calls, choice, evicts)
     if kind == "measure" and torch.device(device).type == "cuda":
         operations, costs = beside_device(operations, costs)
+    copies = sum(record.weights.plain_seconds for record in records)
+    costs = replace(costs, left_out=costs.left_out + copies)
     return Graph(operations, values, program, device, kind, runtime=costs, outside=outside)
 
 

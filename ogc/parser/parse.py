@@ -38,7 +38,7 @@ from .loss import modules_of, with_step_end
 from .passes.bindings import Bindings
 from .passes.casts import share_casts
 from .passes.compiled import Compilation, compile_stretches
-from .passes.in_place import run_out_of_place
+from .passes.in_place import run_out_of_place, save_operands
 from .passes.last_writes import copy_after_last_write
 from .passes.lifetimes import unused_memory
 from .passes.stretches import Stretch, find_stretches, slice_stretches
@@ -259,7 +259,8 @@ def settled(
             observation = run(sample.model, traced, sample.copies(), visit_and_meet)
             state = state_of(sample.model)
         has_copies = copy_after_last_write(program, observation)
-        if not unfolding.carry_out(program) and not has_copies:
+        has_twins = save_operands(observation)
+        if not unfolding.carry_out(program) and not has_copies and not has_twins:
             observation.take_saves()
             observation.unused = unused
             return traced, observation, state

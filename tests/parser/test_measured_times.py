@@ -78,6 +78,45 @@ def test_the_runtimes_work_has_a_price():
     assert plan.added_seconds == plan.recomputed_seconds + 2.0
 
 
+def test_coming_back_from_kernels_that_use_the_caches_has_a_price(monkeypatch):
+    monkeypatch.setattr(host, "_return_seconds", lambda: 1.0)
+    model = nn.Sequential(*(nn.Tanh() for _ in range(4)))
+    small, large = (ogc.parse(model, torch.randn(size, requires_grad=True)) for size in (8, 2**20))
+    assert large.runtime.run == pytest.approx(1.0 + small.runtime.run)
+    assert large.runtime.saved_tensor == pytest.approx(host.RETURN_OF_TENSOR + small.runtime.saved_tensor)
+
+
+def test_coming_back_from_a_kernel_is_measured_once():
+    assert 0 <= host._return_seconds() == host._return_seconds() < 0.01
+
+
+def test_runs_that_meet_new_memory_do_not_count_unless_all_do():
+    assert timing._in_known_memory([(5.0, 3000), (1.0, 0), (4.0, 1500), (1.1, 2)]) == [1.0, 1.1]
+    assert timing._in_known_memory([(5.0, 3000), (5.2, 3100)]) == [5.0, 5.2]
+
+
+def test_new_memory_is_waited_out(monkeypatch):
+    """The first eight runs write new pages, and are slow for it."""
+    runs = []
+
+    def seconds_of(run, device):
+        runs.append(run())
+        return 0.008 if len(runs) <= 8 else 0.001
+
+    monkeypatch.setattr(timing, "seconds_of", seconds_of)
+    monkeypatch.setattr(timing, "page_faults", lambda: 1000 * min(len(runs), 8))
+    assert timing.Timer(torch.device("cpu")).typical(lambda: None) == 0.001
+    assert len(runs) == 8 + timing.ENOUGH
+
+
+def test_memory_that_is_always_new_counts(monkeypatch):
+    runs = []
+    monkeypatch.setattr(timing, "seconds_of", lambda run, device: runs.append(run()) or 0.008)
+    monkeypatch.setattr(timing, "page_faults", lambda: 1000 * len(runs))
+    assert timing.Timer(torch.device("cpu")).typical(lambda: None) == 0.008
+    assert len(runs) == 1 + timing.MOST
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there threads are counted in steps of 16 ms")
 @pytest.mark.parametrize("threads", [1], indirect=True)
 def test_on_one_thread_what_others_take_does_not_count(threads):

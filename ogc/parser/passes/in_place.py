@@ -8,6 +8,8 @@ storage, and the runtime writes in place exactly where no cut separates the two.
 Instance norm returns a view of what batch norm made. Where such a view is written in place, autograd differentiates
 the write as one to the whole storage, which takes three more copies of it (``CopySlices`` in
 torch/csrc/autograd/functions/tensor.cpp), and a low-memory backward cannot take its place.
+
+``silu_`` saves a copy of what it writes over. ``silu`` keeps as many bytes, and copies nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from ..weigh.record import Observation, Record
 
 REBASED = "rebased"
 """In a node's ``meta``: the plain model runs it in place, on a view."""
+
+COPIED = "copied"
+"""In a node's ``meta``: the plain model runs it in place, and copies what it writes over."""
 
 COPIES = 3
 """Most copies of what was written that are made in the backward, beside the gradient that it is given."""
@@ -45,6 +50,37 @@ def run_out_of_place(graph: torch.fx.Graph) -> None:
         node.meta[REBASED] = True
         if len(given.users) == 1 and _saves_result(node, twin) == _saves_result(node, node.target):
             node.target = twin
+
+
+def save_operands(observation: Observation) -> bool:
+    """Put operators without underscore in the places of those that save a copy of what they write over; whether any.
+
+    Only of what an operation has just made, which nothing else uses or saves.
+    """
+    records, users = observation.records, _users(observation)
+    places = {record.node: t for t, record in enumerate(records)}
+    found = []
+    for t, record in enumerate(records):
+        twin = _twin_that_copies_nothing(record)
+        if twin is None:
+            continue
+        (value,), (operand,) = record.writes, record.node.all_input_nodes
+        before = [user for user in users[value] if user < t]
+        if before == [places.get(operand)] and len(operand.users) == 1 and value not in records[before[0]].saved_values:
+            found.append((record.node, twin))
+    for node, twin in found:
+        node.target, node.meta[COPIED] = twin, True
+    return bool(found)
+
+
+def _twin_that_copies_nothing(record: Record) -> Any:
+    """The operator without its underscore, where that saves its operand and this one a copy; else None."""
+    copies = len(record.saves) == 1 and record.internal_bytes and not record.saved_values
+    if not copies or len(record.writes) != 1 or not {REBASED, OUTSIDE}.isdisjoint(record.node.meta):
+        return None
+    twin = _out_of_place(record, record.writes[0])
+    is_of_one = twin is not None and len(record.node.all_input_nodes) == 1
+    return twin if is_of_one and _saves_operand(record.node, twin) else None
 
 
 def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:
@@ -107,13 +143,25 @@ def _has_same_backward(node: torch.fx.Node, twin: Any) -> bool:
 
 def _saves_result(node: torch.fx.Node, target: Any) -> bool:
     """Whether the backward of such a call of ``target`` needs what it returns."""
-    saved: list[torch.Tensor] = []
+    _, result, saved = _tried(node, target)
+    return result in saved
+
+
+def _saves_operand(node: torch.fx.Node, target: Any) -> bool:
+    """Whether the backward of such a call of ``target`` needs what it is given, and nothing else."""
+    given, _, saved = _tried(node, target)
+    return saved == {given}
+
+
+def _tried(node: torch.fx.Node, target: Any) -> tuple[int, int, set[int]]:
+    """Of such a call of ``target``, the storages that it is given, returns and saves."""
+    kept: list[torch.Tensor] = []
     with torch.enable_grad():
         given = torch.ones(2, requires_grad=True).clone()
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda _: given)
-        with saving(saved):
+        with saving(kept):
             result = target(*args, **kwargs)
-    return storage_id(result) in {storage_id(tensor) for tensor in saved}
+    return storage_id(given), storage_id(result), {storage_id(tensor) for tensor in kept}
 
 
 def _only_the_chain(

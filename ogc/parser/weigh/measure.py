@@ -19,11 +19,16 @@ from ...operators.low_memory import LowMemory
 from ...operators.weights import Weights
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.private import sleep_on_cuda
-from ..passes.in_place import REBASED
+from ..passes.in_place import COPIED, REBASED
 from .backward.again import Again
 from .calls import Call, call_key
 from .estimate import Estimator
 from .record import Record
+
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
 
 REPEATS = 3
 LONG_SECONDS = 0.05
@@ -50,11 +55,15 @@ class Measurer:
         node, estimate = record.node, self.estimator.weigh(record, args, kwargs)
         if not (record.writes or record.saves) or not can_measure(self.device):
             return estimate
-        key = call_key(node.target, args, kwargs), REBASED in node.meta, record.form is None
+        key = call_key(node.target, args, kwargs), REBASED in node.meta, COPIED in node.meta, record.form is None
         if key not in self.seen:
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
                 self.seen[key] = self._run(Call(record, args, kwargs), estimate)
+                if COPIED in node.meta:
+                    copy = Call(record, args[:1], {}, torch.clone)
+                    _, seconds = self.measure(copy.prepare, copy.forward)
+                    self.seen[key] = replace(self.seen[key], plain_seconds=seconds)
                 if record.form is not None:
                     assert estimate.low_memory is not None
                     call = Call(record, args, kwargs, record.form.target)
@@ -124,6 +133,11 @@ class Measurer:
         for _ in range(1 if first > LONG_SECONDS else REPEATS):
             once()
         return max(peaks, default=0), min(first, *times) if first > LONG_SECONDS else median(times)
+
+
+def page_faults() -> int:
+    """Pages that this process has met for the first time; 0 where nobody counts."""
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
