@@ -246,7 +246,7 @@ def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, 
 
 
 def plain_plan(graph: Graph) -> Plan:
-    """The plan that runs the model as it is."""
+    """The plan that runs the model as it is, once it has looked whether a call needs no other."""
     peak = plain_peak(graph)
     return Plan(
         decisions=Decisions((saved(0, len(graph)),) if len(graph) else (), is_plain=True),
@@ -257,6 +257,7 @@ def plain_plan(graph: Graph) -> Plan:
         step_flops=graph.step_flops,
         recomputed_seconds=0.0,
         recomputed_flops=0,
+        runtime_seconds=graph.runtime.choice,
         solver="none",
         graph=graph,
     )

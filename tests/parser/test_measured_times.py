@@ -173,6 +173,12 @@ def test_choosing_a_plan_has_the_price_of_a_look_at_each_module():
     assert host.choice_seconds(many) == host.choice_seconds(copy.deepcopy(many))
 
 
+def test_the_plain_model_has_the_price_of_a_look_too():
+    graph = replace(ogc.parse(Residual(), images()), runtime=RuntimeCosts(choice=0.5))
+    plain = ogc.solve(graph, memory_budget=1.0)
+    assert plain.is_plain and plain.added_seconds == plain.runtime_seconds == 0.5
+
+
 def test_calls_are_not_counted_where_somebody_else_profiles():
     events = []
     sys.setprofile(lambda *event: events.append(event))

@@ -163,7 +163,10 @@ def test_the_frontier_shows_its_plans_and_the_peers(resnet):
     ours, plain, bound, chen = ax.lines
     assert ours.get_xdata().tolist() == [plan.peak_bytes / MIB for plan in curve.plans]
     assert ours.get_ydata().tolist() == [plan.overhead * 100 for plan in curve.plans]
-    assert (plain.get_xdata()[0], plain.get_ydata()[0]) == (curve.plans[-1].plain_peak_bytes / MIB, 0)
+    assert (plain.get_xdata()[0], plain.get_ydata()[0]) == (
+        curve.plans[-1].plain_peak_bytes / MIB,
+        curve.plans[-1].overhead * 100,
+    )
     assert bound.get_xdata()[0] == curve.plans[0].lower_bound / MIB
     assert (chen.get_xdata()[0], chen.get_ydata()[0], chen.get_label()) == (5, 25, "chen, 5 MiB at 25%")
 
