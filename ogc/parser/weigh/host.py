@@ -19,7 +19,7 @@ from ...torch_state.attributes import WatchedAttributes
 from ...torch_state.flags import flags, flags_held
 from ...torch_state.module_state import WatchedModule
 from .measure import own_clock
-from .timing import evict
+from .timing import Caches
 
 LENGTH, REPEATS = 64, 15
 """Operations of the chain, and how often it runs: some 20 ms in all."""
@@ -78,10 +78,10 @@ _choices: dict[tuple[int, int], float] = {}
 
 
 def _choice_seconds(model: torch.nn.Module) -> float:
-    module, attributes = WatchedModule(model, count(1)), WatchedAttributes(model)
+    module, attributes, caches = WatchedModule(model, count(1)), WatchedAttributes(model), Caches()
 
     def seconds() -> float:
-        evict()
+        caches.evict()
         begin = own_clock()
         module.state(model)
         attributes.first_changed(model)
@@ -140,22 +140,17 @@ def _hook_seconds() -> float:
 @cache
 def _return_seconds() -> float:
     """Seconds that what a run does first takes more after a convolution than after itself."""
-    settings, start, differences = flags(), torch.zeros(4), list[float]()
+    settings, start, caches, differences = flags(), torch.zeros(4), Caches(), list[float]()
     images, weight = torch.zeros(2, 64, 56, 56), torch.zeros(64, 64, 3, 3)
 
     def seconds() -> float:
-        begin, hooks = own_clock(), _Hooks()
-        with (
-            torch.enable_grad(),
-            without_autocast(),
-            flags_held(settings),
-            saved_tensors_hooks(hooks.pack, hooks.fetch),
-        ):
+        begin, hooks = own_clock(), saved_tensors_hooks(_Hooks().pack, _unpack)
+        with torch.enable_grad(), without_autocast(), flags_held(settings), hooks:
             start.detach().requires_grad_().sigmoid()
         return own_clock() - begin
 
     for _ in range(REPEATS):
-        evict()
+        caches.evict()
         torch.conv2d(images, weight, padding=1)
         first, second = seconds(), seconds()
         differences.append(first - second)
@@ -174,13 +169,19 @@ class _Hooks:
         return self.held[number]
 
 
+def _unpack(packed: Any) -> torch.Tensor:
+    hooks, number = packed
+    found: torch.Tensor = hooks.fetch(number)
+    return found
+
+
 def _timed(hooks: _Hooks | None) -> float:
     start = torch.zeros(4, requires_grad=True)
     begin = own_clock()
     if hooks is None:
         end = _chain(start)
     else:
-        with saved_tensors_hooks(hooks.pack, lambda packed: packed[0].fetch(packed[1])):
+        with saved_tensors_hooks(hooks.pack, _unpack):
             end = _chain(start)
     torch.autograd.grad(end, start)
     return own_clock() - begin

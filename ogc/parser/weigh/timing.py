@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from itertools import cycle
 from operator import attrgetter
@@ -52,7 +52,7 @@ SHORT_SECONDS = 0.01
 LEAST, MOST = 5, 12
 
 ENOUGH, FEW_FAULTS = 3, 2
-"""Runs that are waited for which meet so few new pages; they are not waited for any longer than ``MOST`` runs."""
+"""How many runs are waited for, until ``MOST`` are over, that meet no more pages which are new to the process."""
 
 MORE_BACKWARDS = 4
 """Calls by which the two backwards differ that tell what a short one takes."""
@@ -166,6 +166,10 @@ class Timer(Measurer):
         self.held: deque[torch.Tensor] = deque()
         self.held_bytes = 0
 
+    @cached_property
+    def caches(self) -> Caches:
+        return Caches()
+
     def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:
         """The weights of a call of an operator with these arguments."""
         weights = self.estimator.weigh(record, args, kwargs)
@@ -272,7 +276,7 @@ class _TimedCall(Call):
     def prepare_forward(self) -> None:
         """Fresh inputs."""
         self._fresh()
-        evict()
+        self.timer.caches.evict()
 
     def prepare_backward(self, times: int = 1) -> None:
         """The forward of so many calls. What they saved is in no cache, the gradients of their results are."""
@@ -282,7 +286,7 @@ class _TimedCall(Call):
             self.edges += [get_gradient_edge(t) for t in self.starts]
             self.forward()
             self.found += self.ends()
-        evict()
+        self.timer.caches.evict()
         self.gradients = [torch.ones_like(end) for end in self.found]
 
     def _fresh(self) -> None:
@@ -329,15 +333,16 @@ def _aged(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     return cycle([parameter.detach().clone().requires_grad_(parameter.requires_grad) for _ in range(number)])
 
 
-def evict() -> None:
-    """Read and write so many bytes that what was used before is not in a core's cache; each time others."""
-    next(_pieces(_at_most(EVICTING_BYTES), _at_most(AGED_BYTES))).add_(1)
+class Caches:
+    """The processor's, which what was used last is in."""
 
+    def __init__(self) -> None:
+        size, total = _at_most(EVICTING_BYTES), _at_most(AGED_BYTES)
+        self.others = cycle(torch.zeros(1 + total // 4).split(1 + size // 4))
 
-@cache
-def _pieces(size: int, total: int) -> Iterator[torch.Tensor]:
-    """Of a block of so many bytes, in turn."""
-    return cycle(torch.zeros(total // 4).split(size // 4))
+    def evict(self) -> None:
+        """Read and write so many bytes that what was used before is not in a core's cache; each time others."""
+        next(self.others).add_(1)
 
 
 def _at_most(size: int) -> int:
