@@ -28,7 +28,7 @@ REBASED = "rebased"
 """In a node's ``meta``: the plain model runs it in place, on a view."""
 
 COPIED = "copied"
-"""In a node's ``meta``: the plain model runs it in place, and copies what it writes over."""
+"""In a node's ``meta``: the operator that the plain model runs there, in place, and copies what it writes over."""
 
 COPIES = 3
 """Most copies of what was written that are made in the backward, beside the gradient that it is given."""
@@ -69,7 +69,7 @@ def save_operands(observation: Observation) -> bool:
         if before == [places.get(operand)] and len(operand.users) == 1 and value not in records[before[0]].saved_values:
             found.append((record.node, twin))
     for node, twin in found:
-        node.target, node.meta[COPIED] = twin, True
+        node.meta[COPIED], node.target = node.target, twin
     return bool(found)
 
 

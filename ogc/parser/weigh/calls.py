@@ -17,6 +17,7 @@ from ...program.program import has_history, storage_bytes, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, marked_bytes, peak_bytes
 from ...torch_state.private import pytree, untraced
 from ...torch_state.random_state import cuda_devices
+from ..passes.in_place import COPIED
 from .backward.again import Layouts
 from .record import Record
 
@@ -38,7 +39,8 @@ class Call:
         self.target: Any = record.node.target if target is None else target
         self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
         live = live_arguments(record.node.target, args)
-        self.copied = [any(leaf is one for one in live) or record.in_place for leaf in self.leaves]
+        writes = record.in_place or self.target is record.node.meta.get(COPIED)
+        self.copied = [any(leaf is one for one in live) or writes for leaf in self.leaves]
         self.result: Any = None
         self.saved: list[torch.Tensor] = []
         self.gradients: list[torch.Tensor] = []

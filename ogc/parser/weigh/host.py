@@ -32,13 +32,17 @@ OF_TENSOR, OF_RUN = 1.7, 26.0
 tiny operations, cut into 1, 2, 4, 8 and 16 runs, a tensor took 2.9 us on a Xeon where that took 1.7, and 5.5 on an EPYC
 where it took 3.3; a run took 28 and 115, between which this is."""
 
-OF_CALL = 0.27
+OF_CALL = 0.33
 """What a function takes that the plain forward calls, and the generated one does not: that network's forward calls 1700
-more, and on the EPYC a step in which nothing is recomputed took 1.5 ms less."""
+more, and on the EPYC a step in which nothing is recomputed took 1.8 ms less, without the choice of its plan."""
 
 RETURN_OF_TENSOR = 0.03
 """The part that a saved tensor takes of a run's return from a kernel. On a virtual EPYC that was 0.17 ms. 25 plans of
 MobileNetV3, GhostNet, DenseNet-121 and ResNet-50 then promised what they paid, and 4 points less without returns."""
+
+OF_CHOICE = 100.0
+"""What stands between a call and its forward, whatever the model, by the same: it took 0.15 to 0.35 ms of that network's
+step where nothing was to be done, most of it for what a step has driven out of the caches."""
 
 CHOICES = 5
 """Times that the choice of a plan is measured. Most of it is waiting for memory: what a step leaves in the caches."""
@@ -70,7 +74,7 @@ def choice_seconds(model: torch.nn.Module) -> float:
     """
     size = sum(1 for _ in model.modules()), sum(1 for _ in model.parameters())
     if size not in _choices:
-        _choices[size] = _choice_seconds(model)
+        _choices[size] = OF_CHOICE * _hook_seconds() + _choice_seconds(model)
     return _choices[size]
 
 

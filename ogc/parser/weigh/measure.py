@@ -61,9 +61,10 @@ class Measurer:
             with torch.random.fork_rng(devices):
                 self.seen[key] = self._run(Call(record, args, kwargs), estimate)
                 if COPIED in node.meta:
-                    copy = Call(record, args[:1], {}, torch.clone)
-                    _, seconds = self.measure(copy.prepare, copy.forward)
-                    self.seen[key] = replace(self.seen[key], plain_seconds=seconds)
+                    call = Call(record, args, kwargs, node.meta[COPIED])
+                    _, seconds = self.measure(call.prepare, call.forward)
+                    more = max(0.0, seconds - self.seen[key].forward_seconds)
+                    self.seen[key] = replace(self.seen[key], plain_seconds=more)
                 if record.form is not None:
                     assert estimate.low_memory is not None
                     call = Call(record, args, kwargs, record.form.target)

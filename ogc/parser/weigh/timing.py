@@ -184,8 +184,9 @@ class Timer(Measurer):
             form = self._timed(record, record.form.target, args, kwargs, weights.low_memory)
             weights = replace(weights, low_memory=form)
         if COPIED in record.node.meta:
-            copy = self._timed(record, torch.clone, args[:1], {}, Weights())
-            weights = replace(weights, plain_seconds=copy.forward_seconds)
+            plain = self._timed(record, record.node.meta[COPIED], args, kwargs, Weights())
+            more = max(0.0, plain.forward_seconds - weights.forward_seconds)
+            weights = replace(weights, plain_seconds=more)
         return weights
 
     def _timed(self, record: Record, function: Any, args: Any, kwargs: Any, weights: Weights) -> Weights:
