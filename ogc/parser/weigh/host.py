@@ -41,8 +41,8 @@ RETURN_OF_TENSOR = 0.03
 MobileNetV3, GhostNet, DenseNet-121 and ResNet-50 then promised what they paid, and 4 points less without returns."""
 
 OF_CHOICE = 100.0
-"""What stands between a call and its forward, whatever the model, by the same: it took 0.15 to 0.35 ms of that network's
-step where nothing was to be done, most of it for what a step has driven out of the caches."""
+"""What stands between a call and its forward, whatever the model, by the same: it took 0.15 to 0.35 ms of that
+network's step where nothing was to be done, most of it for what a step has driven out of the caches."""
 
 CHOICES = 5
 """Times that the choice of a plan is measured. Most of it is waiting for memory: what a step leaves in the caches."""
