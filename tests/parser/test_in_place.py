@@ -45,6 +45,29 @@ class WithWhole(Network):
         return x
 
 
+class OfLeaf(Network):
+    """The activation writes what came from a module that is called as it is, which may have kept it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Kept(8)
+
+
+class Kept(nn.BatchNorm2d):
+    def forward(self, x):
+        return Double.apply(super().forward(x))
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
 class WithoutGradients(Network):
     def activate(self, x):
         with torch.no_grad():
@@ -83,7 +106,7 @@ def test_the_operand_is_saved_in_the_place_of_a_copy(activation):
     assert_same_training(model, ogc.optimize(model, images()), (images(),))
 
 
-@pytest.mark.parametrize("kind", [WithView, WithWhole, WithoutGradients])
+@pytest.mark.parametrize("kind", [WithView, WithWhole, WithoutGradients, OfLeaf])
 def test_what_others_see_is_written_in_place(kind):
     model = kind()
     assert "aten.silu_.default" in targets(ogc.parse(model, images()))

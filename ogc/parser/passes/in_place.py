@@ -20,7 +20,7 @@ import torch
 
 from ...operators.registry import is_elementwise, of, out_of_place
 from ...program.program import OUTSIDE, TensorRef
-from ...torch_state.private import storage_id
+from ...torch_state.private import OpOverload, storage_id
 from ..forward.flat import saving
 from ..weigh.record import Observation, Record
 
@@ -55,10 +55,10 @@ def run_out_of_place(graph: torch.fx.Graph) -> None:
 def save_operands(observation: Observation) -> bool:
     """Put operators without underscore in the places of those that save a copy of what they write over; whether any.
 
-    Only of what an operation has just made, which nothing else uses or saves.
+    Only of what one of PyTorch's operators has just made, which nothing else uses or saves.
     """
     records, users = observation.records, _users(observation)
-    places = {record.node: t for t, record in enumerate(records)}
+    places = {record.node: t for t, record in enumerate(records) if isinstance(record.node.target, OpOverload)}
     found = []
     for t, record in enumerate(records):
         twin = _twin_that_copies_nothing(record)
