@@ -230,9 +230,9 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Time: promised and paid",
         "time/*.json",
-        "What plans promise and what a step then takes longer, as shares of the plain step: CPU seconds on one thread, "
-        "all ways to run a network in turn, the median of the ratios within a round. *Blocks* and *selective* are "
-        "`torch.utils.checkpoint` and its selective form on every block. A picture lies beside the data.",
+        "What plans promise and what a step then pays, as shares of the plain step: CPU seconds on one thread, "
+        "all ways in turn, the median of the ratios within a round. *Blocks* and *selective* are "
+        "`torch.utils.checkpoint` and its selective form on every block. The picture is beside the data.",
         summaries.timing,
     ),
     (

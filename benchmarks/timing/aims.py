@@ -71,7 +71,7 @@ def _promises(rows: Sequence[TimeRow]) -> list[Finding]:
         return []
     off = [abs(row.off) for row in rows]
     missed = [row for row in sorted(rows, key=lambda row: -abs(row.off)) if abs(row.off) > WORST_OFF]
-    said = tuple(f"{row.arch}, {row.way} ({row.promised:.1%} promised, {row.paid:.1%} paid)" for row in missed)
+    said = tuple(f"{row.arch}, {row.way} ({row.promised:.1%}, paid {row.paid:.1%})" for row in missed)
     others = tuple(f"{row.arch}, {row.way} ({', '.join(row.differs)})" for row in rows if row.differs)
     question = "promised and paid, apart in points of the plain step"
     return [

@@ -62,7 +62,7 @@ def test_promises():
     rows = [row("a", "w", 0.11, 0.1), row("b", "w", 0.12, 0.1), row("c", "w", 0.2, 0.1), row("c", PLAIN, 0.5)]
     found = {f.question.split(": ")[-1]: f for f in findings(rows, None)[:2]}
     assert (found["median"].found, found["median"].missed) == ("2.0", ("the median",))
-    assert found["worst"].missed == ("c, w (10.0% promised, 20.0% paid)",) and found["worst"].found == "10.0"
+    assert found["worst"].missed == ("c, w (10.0%, paid 20.0%)",) and found["worst"].found == "10.0"
 
 
 def test_nothing_recomputed():
@@ -111,7 +111,7 @@ def test_rows_come_back_from_json_into_the_table_of_results():
     rows = [row("a", "w", 0.2, 0.1, differs=("outputs",)), row("b", "w", 0.1, 0.1)]
     data = json.loads(json.dumps({"rows": [*map(asdict, rows)], "items": asdict(ITEMS), "machine": {"device": "cpu"}}))
     assert [TimeRow.read(found) for found in data["rows"]] == rows and Items.read(data["items"]) == ITEMS
-    assert "| ≤ 5.0 | a, w (10.0% promised, 20.0% paid) |" in summaries.timing([data])
+    assert "| ≤ 5.0 | a, w (10.0%, paid 20.0%) |" in summaries.timing([data])
 
 
 def test_a_row_without_figures_says_why():
