@@ -79,8 +79,9 @@ def _twin_that_copies_nothing(record: Record) -> Any:
     if not copies or len(record.writes) != 1 or not {REBASED, OUTSIDE}.isdisjoint(record.node.meta):
         return None
     twin = _out_of_place(record, record.writes[0])
-    is_of_one = twin is not None and len(record.node.all_input_nodes) == 1
-    return twin if is_of_one and _saves_operand(record.node, twin) else None
+    if twin is None or len(record.node.all_input_nodes) != 1:
+        return None
+    return twin if _saves_operand(record.node, twin) else None
 
 
 def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:

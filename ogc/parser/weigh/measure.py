@@ -63,8 +63,7 @@ class Measurer:
                 if COPIED in node.meta:
                     call = Call(record, args, kwargs, node.meta[COPIED])
                     _, seconds = self.measure(call.prepare, call.forward)
-                    more = max(0.0, seconds - self.seen[key].forward_seconds)
-                    self.seen[key] = replace(self.seen[key], plain_seconds=more)
+                    self.seen[key] = self.seen[key].beside_plain(seconds)
                 if record.form is not None:
                     assert estimate.low_memory is not None
                     call = Call(record, args, kwargs, record.form.target)

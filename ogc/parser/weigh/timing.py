@@ -185,8 +185,7 @@ class Timer(Measurer):
             weights = replace(weights, low_memory=form)
         if COPIED in record.node.meta:
             plain = self._timed(record, record.node.meta[COPIED], args, kwargs, Weights())
-            more = max(0.0, plain.forward_seconds - weights.forward_seconds)
-            weights = replace(weights, plain_seconds=more)
+            weights = weights.beside_plain(plain.forward_seconds)
         return weights
 
     def _timed(self, record: Record, function: Any, args: Any, kwargs: Any, weights: Weights) -> Weights:
