@@ -45,9 +45,10 @@ def graph_of(
     program = program_of(spec, traced, observation, taken)
     outside = outside_of(records)
     calls = traced.python_calls - (len(operations) - outside)
-    evicts = torch.device(device).type == "cpu" and sum(observation.value_bytes) > EVICTING_BYTES
+    is_cuda = torch.device(device).type == "cuda"
+    evicts = is_cuda or sum(observation.value_bytes) > EVICTING_BYTES
     costs = runtime_costs(kind != "estimate", calls, choice, evicts)
-    if kind == "measure" and torch.device(device).type == "cuda":
+    if kind == "measure" and is_cuda:
         operations, costs = beside_device(operations, costs)
     copies = sum(record.weights.plain_seconds for record in records)
     costs = replace(costs, left_out=costs.left_out + copies)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ..torch_state.private import OpOverload, is_view, pytree, storage_id
+from ..torch_state.private import OpOverload, is_any_autocast_enabled, is_view, pytree, storage_id
 from .step import Rest
 from .structures import InputSpec, OutputSpec, autocast_kinds
 
@@ -180,6 +180,9 @@ def shapes_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Casts are part of a recorded program: autocast must not add its own."""
+    if not is_any_autocast_enabled():
+        yield
+        return
     with ExitStack() as stack:
         for kind in autocast_kinds():
             stack.enter_context(torch.autocast(kind, enabled=False))

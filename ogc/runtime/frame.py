@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from threading import RLock
 from typing import Any
@@ -22,12 +23,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
+from ..program.again import run_saving
 from ..program.casts import cast
 from ..program.leaf import Leaf
-from ..program.program import attribute, storage_of, tensor_leaves, without_autocast
-from ..torch_state.flags import Flags, flags_held
-from ..torch_state.private import id_of_storage, is_view, keeps_graph, pytree, storage_id, untraced, version_of
+from ..program.program import attribute, storage_of, tensor_leaves
+from ..torch_state.flags import Flags
+from ..torch_state.private import id_of_storage, keeps_graph, storage_id, untraced, version_of
 from ..torch_state.random_state import State, random_states, set_random_states
+from .held import detached, differentiable
 from .marks import Marks
 from .packed import Argument, RepeatedCall, dropped, kept, unpack
 
@@ -132,13 +135,14 @@ class Frame:
         if next(self.expected, None) is not None:
             raise self._changed("fewer tensors")
         self.hold(values)
-        self.versions_of_bound = [version_of(self.step.bound[place]) for place in self.code.externals]
+        self.versions_of_bound = self._versions_of_bound()
 
     def hold(self, values: dict[str, Any]) -> None:
         """Hold values by name until the run is carried out."""
         for name, value in values.items():
-            self.held[name] = _detached(value)
-            self.versions[name] = [(tensor, version_of(tensor)) for tensor in _tensors(self.held[name])]
+            tensors: list[tuple[torch.Tensor, int]] = []
+            self.held[name] = detached(value, tensors)
+            self.versions[name] = tensors
 
     def give(self, number: int, **values: Any) -> None:
         """Hand values that the program made to a run inside this one, if anybody still waits for it."""
@@ -171,7 +175,7 @@ class Frame:
         They are let go of; where the graph is kept for another backward, but for those from the forward: the others can
         be made again.
         """
-        values = [_differentiable(self.held[name]) for name in names]
+        values = differentiable([self.held[name] for name in names])
         keeps = keeps_graph()
         for name in list(self.givers if keeps else self.held):
             del self.held[name], self.versions[name]
@@ -209,19 +213,19 @@ class Frame:
             if slot != KEEP:
                 slots[slot] = tensor.detach()
 
-        # Gradients are on, as in the forward: kernels may depend on it, and operations save the same.
-        hooks = saved_tensors_hooks(capture, unpack)
-        with torch.enable_grad(), without_autocast(), flags_held(self.step.flags), hooks:
-            self.code.program(self.step.bound, self)
+        run_saving(partial(self.code.program, self.step.bound, self), self.step.flags, capture, unpack)
         if next(expected, None) is not None:
             raise self._changed("fewer tensors when it ran again")
         self.is_done = True
+
+    def _versions_of_bound(self) -> list[int]:
+        return list(map(version_of, map(self.step.bound.__getitem__, self.code.externals)))
 
     def _check_versions(self) -> None:
         bound, code, model = self.step.bound, self.code, self.step.model
         held = chain.from_iterable(self.versions.values())
         changed = any(version_of(tensor) != version for tensor, version in held)
-        now = [version_of(bound[place]) for place in code.externals]
+        now = self._versions_of_bound()
         replaced = [name for place, name in code.of_leaves.items() if attribute(model, name) is not bound[place]]
         if not (changed or replaced or now != self.versions_of_bound):
             return
@@ -290,10 +294,14 @@ class Frame:
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds in the place of a tensor that it saves."""
-        slot = self._next_slot()
+        slot = next(self.expected, None)
+        if slot is None:
+            raise self._changed("more tensors")
+        if slot >= 0:
+            return self, slot
         if slot == DROP:
             return dropped(tensor)
-        return (self, slot) if slot >= 0 else kept(tensor) if slot == KEEP else self._note(slot, tensor)
+        return kept(tensor) if slot == KEEP else self._note(slot, tensor)
 
     def _note(self, slot: int, tensor: torch.Tensor) -> Any:
         held = kept(tensor)
@@ -311,51 +319,3 @@ class Frame:
             f"part {self.code.number} of the plan saved {what} for its backward than when the model was optimized: its "
             "kernels differ from those seen then; call ogc.optimize again under the present settings"
         )
-
-
-class _Start(torch.autograd.Function):
-    """Makes a tensor differentiable without a graph that holds it, as that of a leaf does."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
-        return None, None
-
-
-_anchor = torch.empty(0, requires_grad=True)
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A tensor that is no leaf, without its history."""
-
-    tensor: torch.Tensor
-    requires_grad: bool
-
-
-def _detached(value: Any) -> Any:
-    """What to hold of a value: a leaf as it is, any other tensor without its history."""
-    if isinstance(value, torch.Tensor):
-        is_own = value.is_leaf and not is_view(value)  # a view holds on to what it is a view of
-        return value if is_own else _Held(value.detach(), value.requires_grad)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_detached(item) for item in value)
-    return value
-
-
-def _tensors(held: Any) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(held)
-    return [x.tensor if isinstance(x, _Held) else x for x in leaves if isinstance(x, (_Held, torch.Tensor))]
-
-
-def _differentiable(held: Any) -> Any:
-    """The value that was held, differentiable as before."""
-    if isinstance(held, _Held):
-        return _Start.apply(_anchor, held.tensor) if held.requires_grad else held.tensor
-    if isinstance(held, (list, tuple)):
-        return type(held)(_differentiable(item) for item in held)
-    return held

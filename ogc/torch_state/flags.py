@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .private import FLAGS, get_fp32_precision, set_fp32_precision
+from .private import FLAGS, are_deterministic, get_fp32_precision, matmul_precision, set_fp32_precision
 
 Flags = tuple[Any, ...]
 """The value of each setting."""
@@ -60,7 +60,8 @@ def set_flags(wanted: Flags) -> None:
 
 
 def _deterministic() -> tuple[bool, bool]:
-    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    asked, only_warns = are_deterministic
+    return asked(), only_warns()
 
 
 def _set_deterministic(value: tuple[bool, bool]) -> None:
@@ -69,7 +70,8 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
 
 def _matmul_precision() -> str | None:
     try:
-        return torch.get_float32_matmul_precision()
+        precision: str = matmul_precision()
+        return precision
     except RuntimeError:  # PyTorch refuses to tell once it is set by kind of kernel, which is looked at too
         return None
 

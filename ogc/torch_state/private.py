@@ -35,9 +35,8 @@ MAKE_SUBCLASS = "_make_subclass"
 """The method of tensors that makes parameters. Without it a parameter made in a forward is recorded wrongly."""
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
-    return tensor._version
+version_of: Any = attrgetter("_version")
+"""How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -93,8 +92,18 @@ has_kernel: Any = cache(_C._dispatch_has_kernel_for_dispatch_key)
 """Whether an operator, by name, has a kernel for a dispatch key. Without it as without ``AUTOCAST``."""
 saved_tensors_hooks_in_use: Any = partial(_C._autograd._top_saved_tensors_default_hooks, True)
 """The innermost hooks for saved tensors, or None. Without it parts are planned in torch.utils.checkpoint."""
+enter_saved_tensors_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
+"""Puts hooks for saved tensors on. Without it nothing runs again."""
 leave_saved_tensors_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 """Takes the innermost hooks for saved tensors off. Without it an interrupt may leave some of the parser's on."""
+set_grad_enabled: Any = _C._set_grad_enabled
+"""Switches gradients on or off. Without it nothing runs again."""
+is_any_autocast_enabled: Any = _C._is_any_autocast_enabled
+"""Whether autocast is on for any type of device. Without it nothing runs again."""
+are_deterministic: Any = _C._get_deterministic_algorithms, _C._get_deterministic_algorithms_warn_only
+"""Whether deterministic algorithms are asked for, and by warnings alone. Without it as without ``FLAGS``."""
+matmul_precision: Any = _C._get_float32_matmul_precision
+"""How exact products of float32 are. Without it as without ``FLAGS``."""
 is_functorch_active: Any = _C._are_functorch_transforms_active
 """Whether a transform of torch.func runs. Without it custom functions inside one are made leaves, and fail."""
 

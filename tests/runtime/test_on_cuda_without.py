@@ -12,6 +12,7 @@ from ogc.parser.arguments import _check_one_device
 from ogc.parser.weigh import measure
 from ogc.parser.weigh.measure import Measurer, seconds_of
 from ogc.parser.weigh.timing import Timer
+from ogc.program import again
 from ogc.runtime import frame, marks
 from ogc.runtime.marks import Marks, raise_what_is_known
 from ogc.torch_state.private import TorchDispatchMode
@@ -110,8 +111,8 @@ def test_cudnn_benchmark_is_off_in_what_is_planned(monkeypatch, caplog):
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))), torch.randn(64, 16)
     optimised = ogc.optimize(model, x)
     monkeypatch.setattr("ogc.runtime.runner.CHOOSES_ALGORITHMS", ("cpu",))
-    own = frame.flags_held
-    monkeypatch.setattr(frame, "flags_held", lambda flags: seen.append(flags) or own(flags))
+    own = again.flags_held
+    monkeypatch.setattr(again, "flags_held", lambda flags: seen.append(flags) or own(flags))
     torch.backends.cudnn.benchmark = True
     try:
         for _ in range(2):

@@ -269,6 +269,32 @@ def left_in_use(leave):
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def entered(enter):
+    enter(id, id)
+    in_use = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    return in_use == (id, id)
+
+
+def switches(set_enabled):
+    with torch.no_grad():
+        set_enabled(True)
+        return torch.is_grad_enabled()
+
+
+def sees_autocast(is_enabled):
+    with torch.autocast("cpu"):
+        return is_enabled() and torch.is_autocast_enabled("cpu")
+
+
+def deterministic(both):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return [asked() for asked in both]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def in_use(hooks):
     def pack(tensor):
         return tensor
@@ -414,6 +440,11 @@ CHECKS = {
     "has_kernel": lambda has: has("aten::linear", "AutocastCPU") and not has("aten::relu", "AutocastCPU"),
     "saved_tensors_hooks_in_use": lambda hooks: hooks() is None and in_use(hooks),
     "leave_saved_tensors_hooks": lambda leave: not left_in_use(leave),
+    "enter_saved_tensors_hooks": entered,
+    "set_grad_enabled": switches,
+    "is_any_autocast_enabled": lambda is_enabled: not is_enabled() and sees_autocast(is_enabled),
+    "are_deterministic": lambda both: [asked() for asked in both] == [False] * 2 and deterministic(both) == [True] * 2,
+    "matmul_precision": lambda precision: precision() == torch.get_float32_matmul_precision(),
     "keeps_graph": keeps_graph,
     "CHECKPOINTS": runs_checkpoints,
     "is_profiled": profiled,

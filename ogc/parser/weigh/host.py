@@ -14,9 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...graph import RuntimeCosts
 from ...operation import Operation
-from ...program.program import without_autocast
+from ...program.again import run_saving
 from ...torch_state.attributes import WatchedAttributes
-from ...torch_state.flags import flags, flags_held
+from ...torch_state.flags import flags
 from ...torch_state.module_state import WatchedModule
 from .measure import own_clock
 from .timing import Caches
@@ -27,10 +27,10 @@ LENGTH, REPEATS = 64, 15
 HOOK_SECONDS = 1.7e-6
 """Of a hooked tensor of the chain, on a Xeon with torch 2.14: where nothing is measured."""
 
-OF_TENSOR, OF_RUN = 1.7, 26.0
+OF_TENSOR, OF_RUN = 1.7, 20.0
 """What a saved tensor and a run again take, by the time of a hooked tensor of the chain. In a residual network of 208
 tiny operations, cut into 1, 2, 4, 8 and 16 runs, a tensor took 2.9 us on a Xeon where that took 1.7, and 5.5 on an EPYC
-where it took 3.3; a run took 28 and 115, between which this is."""
+where it took 3.3; a run took 28 and 115, between which this is, and has come to take a quarter less."""
 
 OF_CALL = 0.33
 """What a function takes that the plain forward calls, and the generated one does not: that network's forward calls 1700
@@ -62,7 +62,8 @@ hardly a plan makes the host do half as much again."""
 def runtime_costs(is_measured: bool, calls_left_out: int, choice: float, kernels_evict: bool = False) -> RuntimeCosts:
     """The costs on this host, ``choice`` among them; estimated, nothing is taken off for what is left out.
 
-    ``kernels_evict`` says that the kernels of a step, between which the runtime runs, need the caches for themselves.
+    ``kernels_evict`` says that what a step does between the runtime's runs needs the caches for itself: kernels on a
+    CPU do where their tensors are large, and on CUDA what hands kernels over does.
     """
     hooked = _hook_seconds() if is_measured else HOOK_SECONDS
     left_out = OF_CALL * hooked * max(0, calls_left_out) if is_measured else 0.0
@@ -151,9 +152,8 @@ def _return_seconds() -> float:
     images, weight = torch.zeros(2, 64, 56, 56), torch.zeros(64, 64, 3, 3)
 
     def seconds() -> float:
-        begin, hooks = own_clock(), saved_tensors_hooks(_Hooks().pack, _unpack)
-        with torch.enable_grad(), without_autocast(), flags_held(settings), hooks:
-            start.detach().requires_grad_().sigmoid()
+        begin = own_clock()
+        run_saving(start.detach().requires_grad_().sigmoid, settings, _Hooks().pack, _unpack)
         return own_clock() - begin
 
     for _ in range(RETURNS):

@@ -1,0 +1,72 @@
+"""What a run again starts from, as it is held until then: tensors without their history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..torch_state.private import is_view, untraced, version_of
+
+
+class _Start(torch.autograd.Function):
+    """Makes tensors differentiable without a graph that holds them, as that of a leaf does."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        return (None, *(None for _ in gradients))
+
+
+_anchor = torch.empty(0, requires_grad=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor that is no leaf, without its history."""
+
+    tensor: torch.Tensor
+    requires_grad: bool
+
+
+def detached(value: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
+    """What to hold of a value: a leaf as it is, any other tensor without its history; adds to tensors and versions."""
+    if isinstance(value, torch.Tensor):
+        is_own = value.is_leaf and not is_view(value)  # a view holds on to what it is a view of
+        tensor = value if is_own else value.detach()
+        tensors.append((tensor, version_of(tensor)))
+        return value if is_own else _Held(tensor, value.requires_grad)
+    if isinstance(value, (list, tuple)):
+        return type(value)([detached(item, tensors) for item in value])
+    return value
+
+
+def differentiable(held: list[Any]) -> Any:
+    """The values that were held, differentiable as before."""
+    starts = list(_starts(held))
+    return _with(held, iter(_Start.apply(_anchor, *starts) if starts else ()))
+
+
+def _starts(held: Any) -> Iterator[torch.Tensor]:
+    """The tensors that are to be made differentiable."""
+    if isinstance(held, _Held):
+        if held.requires_grad:
+            yield held.tensor
+    elif isinstance(held, (list, tuple)):
+        for item in held:
+            yield from _starts(item)
+
+
+def _with(held: Any, made: Iterator[torch.Tensor]) -> Any:
+    """What was held, with what was made of these."""
+    if isinstance(held, _Held):
+        return next(made) if held.requires_grad else held.tensor
+    if isinstance(held, (list, tuple)):
+        return type(held)([_with(item, made) for item in held])
+    return held
