@@ -19,7 +19,8 @@ from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
 from .traced import StepEnd, Traced
 from .weigh.backward.again import Layouts
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
-from .weigh.host import beside_device, runtime_costs
+from .weigh.host.costs import hook_seconds, runtime_costs
+from .weigh.host.queue import beside_device
 from .weigh.record import Observation, Record, SeenForm
 from .weigh.timing import EVICTING_BYTES
 
@@ -49,7 +50,7 @@ def graph_of(
     evicts = is_cuda or sum(observation.value_bytes) > EVICTING_BYTES
     costs = runtime_costs(kind != "estimate", calls, choice, evicts)
     if kind == "measure" and is_cuda:
-        operations, costs = beside_device(operations, costs)
+        operations, costs = beside_device(operations, costs, hook_seconds())
     copies = sum(record.weights.plain_seconds for record in records)
     costs = replace(costs, left_out=costs.left_out + copies)
     return Graph(operations, values, program, device, kind, runtime=costs, outside=outside)

@@ -47,7 +47,7 @@ from .repeatable import refuse_chance, why_not_repeatable
 from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
 from .weigh.estimate import Estimator
 from .weigh.forms import Forms
-from .weigh.host import choice_seconds
+from .weigh.host.costs import choice_seconds
 from .weigh.leaf import Profiler, weigh
 from .weigh.measure import Measurer
 from .weigh.observe import Visit, observe

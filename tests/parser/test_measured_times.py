@@ -3,7 +3,7 @@
 import copy
 import sys
 import time
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from torch import nn
 
 import ogc
 from ogc.graph import RuntimeCosts
-from ogc.operation import Form, Operation
-from ogc.parser.weigh import host, timing
-from ogc.parser.weigh.host import beside_device, runtime_costs
+from ogc.parser.weigh import timing
+from ogc.parser.weigh.host import costs as host
+from ogc.parser.weigh.host.costs import runtime_costs
 from ogc.parser.weigh.measure import seconds_of
 
 pytestmark = pytest.mark.usefixtures("measured_times")
@@ -123,33 +123,6 @@ def test_on_one_thread_what_others_take_does_not_count(threads):
     assert seconds_of(lambda: time.sleep(0.05), torch.device("cpu")) < 0.01
 
 
-def beside(forward, backward, monkeypatch):
-    """Two operations of a GPU, the second without a backward, beside a host that takes 18 and 20 us for each."""
-    monkeypatch.setattr(host, "_hook_seconds", lambda: 1e-6)
-    form = Form(forward_seconds=2 * forward, backward_seconds=backward, repeat_seconds=forward)
-    trained = Operation("a", backward_bytes=4, forward_seconds=forward, backward_seconds=backward, low_memory=form)
-    return beside_device((trained, Operation("b", forward_seconds=forward)), RuntimeCosts(1.0, 2.0, 3.0, 4.0))
-
-
-def test_on_a_gpu_an_operation_takes_what_the_host_takes_where_that_is_slower(monkeypatch):
-    (a, b), costs = beside(1e-6, 30e-6, monkeypatch)
-    assert [a.forward_seconds, a.backward_seconds, b.forward_seconds, b.backward_seconds] == [18e-6, 30e-6, 18e-6, 0.0]
-    assert a.low_memory.forward_seconds == a.low_memory.repeat_seconds == 18e-6
-    assert costs == RuntimeCosts(1.0, 2.0, 3.0, 4.0)
-
-
-def test_where_the_gpu_is_slower_the_host_has_time_for_the_runtime(monkeypatch):
-    (a, b), costs = beside(1e-3, 1e-3, monkeypatch)
-    assert [a.forward_seconds, a.backward_seconds, b.forward_seconds, b.backward_seconds] == [1e-3, 1e-3, 1e-3, 0.0]
-    assert costs == RuntimeCosts()
-
-
-def test_where_both_take_about_as_long_a_part_counts(monkeypatch):
-    (a, _), costs = beside(10e-6, 50e-6, monkeypatch)  # 70 of the GPU, 56 of the host: half way to 1.5
-    assert a.forward_seconds == pytest.approx(14e-6) and a.backward_seconds == 50e-6
-    assert astuple(costs) == pytest.approx((0.5, 1.0, 1.5, 2.0))
-
-
 class Wrapped(nn.Module):
     def __init__(self, inner, depth):
         super().__init__()
@@ -170,7 +143,7 @@ def test_a_plan_is_quicker_than_the_plain_model_by_the_calls_of_modules_that_it_
 
 def test_choosing_a_plan_has_the_price_of_a_look_at_each_module():
     few, many = (nn.Sequential(*(nn.Tanh() for _ in range(number))) for number in (2, 2000))
-    for_any = host.OF_CHOICE * host._hook_seconds()
+    for_any = host.OF_CHOICE * host.hook_seconds()
     assert host.choice_seconds(many) - for_any > 5 * (host.choice_seconds(few) - for_any) > 0
     assert host.choice_seconds(many) == host.choice_seconds(copy.deepcopy(many))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, replace
 from functools import cache
 from itertools import count
 from statistics import median
@@ -12,14 +10,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...graph import RuntimeCosts
-from ...operation import Operation
-from ...program.again import run_saving
-from ...torch_state.attributes import WatchedAttributes
-from ...torch_state.flags import flags
-from ...torch_state.module_state import WatchedModule
-from .measure import own_clock
-from .timing import Caches
+from ....graph import RuntimeCosts
+from ....program.again import run_saving
+from ....torch_state.attributes import WatchedAttributes
+from ....torch_state.flags import flags
+from ....torch_state.module_state import WatchedModule
+from ..measure import own_clock
+from ..timing import Caches
 
 LENGTH, REPEATS = 64, 15
 """Operations of the chain, and how often it runs: some 20 ms in all."""
@@ -50,14 +47,6 @@ RETURNS = 45
 CHOICES = 5
 """Times that the choice of a plan is measured. Most of it is waiting for memory: what a step leaves in the caches."""
 
-OF_FORWARD, OF_BACKWARD = 18.0, 20.0
-"""What handing an operation to a GPU takes, forward and backward, by the same: beside an H200 a hooked tensor took
-2.4 us, and steps of ten networks of 208 to 890 operations, which the host bounds there, 60 to 115 us for each."""
-
-AHEAD = 1.5
-"""Where kernels take so many times as long as the host takes to hand them over, it has time for all that a plan adds:
-hardly a plan makes the host do half as much again."""
-
 
 def runtime_costs(is_measured: bool, calls_left_out: int, choice: float, kernels_evict: bool = False) -> RuntimeCosts:
     """The costs on this host, ``choice`` among them; estimated, nothing is taken off for what is left out.
@@ -65,7 +54,7 @@ def runtime_costs(is_measured: bool, calls_left_out: int, choice: float, kernels
     ``kernels_evict`` says that what a step does between the runtime's runs needs the caches for itself: kernels on a
     CPU do where their tensors are large, and on CUDA what hands kernels over does.
     """
-    hooked = _hook_seconds() if is_measured else HOOK_SECONDS
+    hooked = hook_seconds() if is_measured else HOOK_SECONDS
     left_out = OF_CALL * hooked * max(0, calls_left_out) if is_measured else 0.0
     return_ = _return_seconds() if is_measured and kernels_evict else 0.0
     return RuntimeCosts(OF_RUN * hooked + return_, OF_TENSOR * hooked + RETURN_OF_TENSOR * return_, left_out, choice)
@@ -78,7 +67,7 @@ def choice_seconds(model: torch.nn.Module) -> float:
     """
     size = sum(1 for _ in model.modules()), sum(1 for _ in model.parameters())
     if size not in _choices:
-        _choices[size] = OF_CHOICE * _hook_seconds() + _choice_seconds(model)
+        _choices[size] = OF_CHOICE * hook_seconds() + _choice_seconds(model)
     return _choices[size]
 
 
@@ -98,44 +87,8 @@ def _choice_seconds(model: torch.nn.Module) -> float:
     return median(seconds() for _ in range(CHOICES))
 
 
-def beside_device(operations: Sequence[Operation], costs: RuntimeCosts) -> tuple[tuple[Operation, ...], RuntimeCosts]:
-    """Operations that were measured on a GPU's clock, and the runtime's costs, as they add up to a step.
-
-    Host and GPU work side by side, and a step takes what the slower one does. Where that is the host, an operation
-    takes at least what handing it over does. Where it is the GPU, by ``AHEAD`` or more, what the host does costs
-    nothing. In between a part of it counts.
-    """
-    hooked = _hook_seconds()
-    forward, backward = OF_FORWARD * hooked, OF_BACKWARD * hooked
-    host = sum(forward + (op.backward_bytes > 0) * backward for op in operations)
-    device = sum(op.forward_seconds + op.backward_seconds for op in operations)
-    part = min(1.0, max(0.0, (AHEAD - device / host) / (AHEAD - 1.0))) if host else 0.0
-    counted = RuntimeCosts(*(part * seconds for seconds in astuple(costs)))
-    return tuple(_waited_for(op, part, forward, backward) for op in operations), counted
-
-
-def _waited_for(operation: Operation, part: float, forward: float, backward: float) -> Operation:
-    """The operation, in both forms, with this part of what the host takes longer than the device."""
-    if not operation.backward_bytes:
-        backward = 0.0
-
-    def raised(seconds: float, host: float) -> float:
-        return seconds + part * max(0.0, host - seconds)
-
-    def changed(weights: Any) -> dict[str, Any]:
-        repeat = weights.repeat_seconds
-        return {
-            "forward_seconds": raised(weights.forward_seconds, forward),
-            "backward_seconds": raised(weights.backward_seconds, backward),
-            "repeat_seconds": None if repeat is None else raised(repeat, forward),
-        }
-
-    form = operation.low_memory
-    return replace(operation, low_memory=form and replace(form, **changed(form)), **changed(operation))
-
-
 @cache
-def _hook_seconds() -> float:
+def hook_seconds() -> float:
     """Seconds that a saved tensor takes more where hooks in Python pack and unpack it."""
     differences = []
     with torch.enable_grad():
