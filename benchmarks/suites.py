@@ -137,7 +137,7 @@ QUICK = (
 CUDA = (
     Run(
         "published",
-        f"benchmark.py --device cuda:0 --iterations 15 --batch-size published --arch {ON_CUDA}",
+        f"benchmark.py --device cuda:0 --iterations 7 --batch-size published --arch {ON_CUDA}",
         "cuda_published.json",
     ),
     Run(

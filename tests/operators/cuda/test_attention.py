@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ogc
+from ogc.operators.cuda import attention
 from ogc.operators.cuda.attention import _SHARES_HEADS, CUDNN, EFFICIENT, FLASH, MATH, Attention, chosen
 from ogc.operators.cuda.gpus import gpu_named
 
@@ -77,6 +78,14 @@ def test_settings_choose():
         assert chosen(call(), gpu) == MATH
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         assert chosen(call(), gpu) == EFFICIENT
+
+
+@pytest.mark.parametrize(("is_at_hand", "kernel"), [(True, FLASH), (False, CUDNN)])
+def test_the_order_of_a_gpu_at_hand_is_not_that_of_another(monkeypatch, is_at_hand, kernel):
+    monkeypatch.setattr(attention, "sdp_order", lambda: [3, 1, 2, 0, 4])  # as PyTorch sets it on a Hopper
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_at_hand)
+    assert chosen(call(), gpu_named("A100")) == kernel
+    assert chosen(call(), gpu_named("H100")) == CUDNN
 
 
 class SelfAttention(nn.Module):
