@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import devices, making
-from benchmarks.arguments import batch_size, budget, optimizer, positive, share
+from benchmarks.arguments import batch_size, budget, not_negative, optimizer, positive, share
 from benchmarks.losses import LOSSES
 from benchmarks.networks import ARCHITECTURES, PUBLISHED, listed
 from benchmarks.probe import probe
@@ -76,7 +76,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         "--size", "--image-size", type=positive, metavar="N",
         help="height and width of images, or tokens in a sequence; default: see --arch list",
     )  # fmt: skip
-    add("--iterations", type=positive, default=3, help="timed steps of each model, interleaved")
+    add("--iterations", type=not_negative, default=3, help="timed steps of each model, interleaved; 0: none")
     add("--seed", type=int, default=0)
     add("--profile", choices=["auto", "estimate", "measure"], default="measure")
     add(
@@ -127,6 +127,8 @@ def _judge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--probe needs --json, where to write what it finds")
     if options.compare and (options.solver, options.batch_slices) != (["optimal"], 1):
         parser.error("--compare runs every solver by itself, and no slices; leave out --solver and --batch-slices")
+    if options.compare and not options.iterations:
+        parser.error("--compare judges by time, too; let --iterations be at least 1")
     if options.compare and wishes:
         parser.error("--compare plans at the memory and at the overhead of each peer; leave out the wish")
     if "optimal" not in options.solver and wishes:

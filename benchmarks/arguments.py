@@ -14,6 +14,13 @@ def positive(text: str) -> int:
     return number
 
 
+def not_negative(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
+    return number
+
+
 def share(text: str) -> float:
     number = float(text)
     if not 0 <= number <= 1:

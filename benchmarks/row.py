@@ -24,8 +24,8 @@ class Row:
     ogc_bytes: int
     predicted_plain_bytes: int
     predicted_bytes: int
-    plain_seconds: float
-    ogc_seconds: float
+    plain_seconds: float | None  # None where no step is timed
+    ogc_seconds: float | None
     predicted_overhead: float
     plain_flops: int
     ogc_flops: int
@@ -45,8 +45,8 @@ class Row:
         return 1 - self.ogc_bytes / self.plain_bytes
 
     @property
-    def overhead(self) -> float:
-        return self.ogc_seconds / self.plain_seconds - 1
+    def overhead(self) -> float | None:
+        return self.ogc_seconds / self.plain_seconds - 1 if self.ogc_seconds and self.plain_seconds else None
 
     @property
     def flops_overhead(self) -> float:
@@ -96,9 +96,8 @@ def _cells(row: Row) -> list[str]:
         f"{row.plain_bytes / MIB:.1f}",
         f"{row.ogc_bytes / MIB:.1f}",
         f"{row.cut:.1%}",
-        f"{row.plain_seconds:.3f}",
-        f"{row.ogc_seconds:.3f}",
-        f"{row.overhead:.1%}",
+        *("-" if seconds is None else f"{seconds:.3f}" for seconds in (row.plain_seconds, row.ogc_seconds)),
+        "-" if row.overhead is None else f"{row.overhead:.1%}",
         f"{row.flops_overhead:.1%}",
         f"{row.predicted_bytes / MIB:.1f}",
         f"{row.predicted_bytes / row.ogc_bytes - 1:+.2%}",

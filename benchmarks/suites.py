@@ -43,9 +43,9 @@ class Suite:
     folder: Path = RESULTS
 
 
-SMALL = "benchmark.py --device cpu --iterations 1 --arch"
-PUBLISHED = "benchmark.py --device cpu --iterations 1 --batch-size published --arch"
-COMPARE = "benchmark.py --device cpu --iterations 1 --compare --arch"
+SMALL = "benchmark.py --device cpu --iterations 0 --arch"
+PUBLISHED = "benchmark.py --device cpu --iterations 0 --batch-size published --arch"
+COMPARE = "benchmark.py --device cpu --iterations 3 --compare --arch"
 SOLVERS = "--solver optimal none chen uniform binomial feng-huang"
 LARGEST = (
     "benchmark.py --device cpu --device-memory 2GiB --optimizer SGD --loss cross-entropy --largest-batch "

@@ -35,6 +35,17 @@ def test_it_prints_a_table_and_writes_the_same_as_json(capsys, tmp_path):
     assert row["predicted_plain_bytes"] == pytest.approx(row["plain_bytes"], rel=0.03)
 
 
+def test_without_iterations_no_step_is_timed(capsys, tmp_path):
+    path = tmp_path / "out.json"
+    assert benchmark.main([*SMALL[:-1], "0", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["plain_seconds"] is row["ogc_seconds"] is None and row["ogc_bytes"] < row["plain_bytes"]
+    assert capsys.readouterr().out.splitlines()[-1].split()[6:9] == ["-", "-", "-"]
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main([*SMALL[:-1], "0", "--compare"])
+    assert "let --iterations be at least 1" in capsys.readouterr().err
+
+
 def test_solvers_side_by_side(capsys, tmp_path):
     path = tmp_path / "out.json"
     names = ["optimal", "none", "chen", "feng-huang"]
