@@ -19,8 +19,8 @@ from benchmarks.measuring import Run, timed
 Clock = Callable[[], float]
 
 LEAST_ROUNDS = 15
-"""Seven on each side of the median: what other work on the machine disturbs is left out. With seven in all, on a busy one,
-one of 164 plans seemed to pay 5 points more than it does."""
+"""Seven on each side of the median: what other work on the machine disturbs is left out. With seven in all, on a busy
+machine, one of 164 plans seemed to pay 5 points more than it does."""
 
 SECONDS = 20.0
 """How long a network's rounds go on at least, so that quick steps, which vary more, have more of them."""
@@ -78,9 +78,9 @@ class Seconds:
 def in_turn(steps: Mapping[str, Callable[[], float]], rounds: int, seconds: float) -> dict[str, list[float]]:
     """Seconds of every step in every round, after one that does not count.
 
-    There are at least ``rounds`` of them, and more until ``seconds`` are spent. Each has an order of its own: what memory
-    a step leaves behind is of use to the next one, and where the order went round, two plain steps of ResNet-101 were 3
-    points apart.
+    There are at least ``rounds`` of them, and more until ``seconds`` are spent. Each has an order of its own: a step
+    works in the memory that the one before it left, and where the order went round, two plain steps of ResNet-101 were
+    3 points apart.
     """
     gc.collect()
     start = time.perf_counter()
