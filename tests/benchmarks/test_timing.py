@@ -41,9 +41,11 @@ def test_the_median_of_ratios_is_not_the_ratio_of_medians():
 def test_steps_take_turns_after_one_that_does_not_count():
     seen = []
     steps = {name: lambda name=name: seen.append(name) or float(len(seen)) for name in "abc"}
-    found = in_turn(steps, rounds=4, seconds=0.0)
-    assert "".join(seen) == "abc" + "abc" + "bca" + "cab" + "abc"
-    assert found["a"] == [4.0, 9.0, 11.0, 13.0]
+    found = in_turn(steps, rounds=20, seconds=0.0)
+    first, *orders = ("".join(seen[n : n + 3]) for n in range(0, len(seen), 3))
+    assert first == "abc" and len(orders) == 20 and {"".join(sorted(order)) for order in orders} == {"abc"}
+    assert len(set(orders)) == 6  # so that none always follows the same one
+    assert found["a"] == [4.0 + 3 * n + order.index("a") for n, order in enumerate(orders)]
 
 
 def test_quick_steps_have_more_rounds_but_not_any_number(monkeypatch):
