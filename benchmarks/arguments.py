@@ -8,16 +8,17 @@ import torch
 
 
 def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return number
+    return _at_least(1, text)
 
 
 def not_negative(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, not {text}")
     return number
 
 

@@ -294,9 +294,7 @@ class Frame:
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd holds in the place of a tensor that it saves."""
-        slot = next(self.expected, None)
-        if slot is None:
-            raise self._changed("more tensors")
+        slot = self._next_slot()
         if slot >= 0:
             return self, slot
         if slot == DROP:
