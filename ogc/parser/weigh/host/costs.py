@@ -27,7 +27,7 @@ HOOK_SECONDS = 1.7e-6
 OF_TENSOR, OF_RUN = 1.7, 20.0
 """What a saved tensor and a run again take, by the time of a hooked tensor of the chain. In a residual network of 208
 tiny operations, cut into 1, 2, 4, 8 and 16 runs, a tensor took 2.9 us on a Xeon where that took 1.7, and 5.5 on an EPYC
-where it took 3.3; a run took 28 and 115, between which this is, and takes a seventh less since, 72 for 84 on the EPYC."""
+where it took 3.3; a run took 28 and 115, between which this is, and takes a seventh less since (72, not 84 there)."""
 
 OF_CALL = 0.33
 """What a function takes that the plain forward calls, and the generated one does not: that network's forward calls 1700
