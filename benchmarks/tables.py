@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from . import summaries
-from .cells import Data, cut, in_order, mib, ratio, table
+from .cells import MIB, Data, cut, in_order, mib, ratio, table
 from .suites import RESULTS, ROOT, SUITES
 
 START, END = "<!-- results -->\n", "<!-- end of results -->"
@@ -252,7 +252,7 @@ def write(folder: Path = RESULTS, suite: str = "full") -> Iterable[Path]:
         return [folder / "results.md"]
     results = ROOT / "docs" / "results.md"
     results.write_text(document(), encoding="utf-8")
-    pages = {ROOT / "docs" / "cuda.md": on_gpus()}
+    pages = {ROOT / "docs" / "cuda.md": on_gpus(), ROOT / "docs" / "devices.md": (on_many_devices(),)}
     if rows():  # without one every run of it failed
         pages[ROOT / "README.md"] = (markdown(),)
     for page, tables in pages.items():
@@ -265,6 +265,18 @@ def on_gpus() -> tuple[str, ...]:
     measured = files("cuda_published*.json")
     made_by = f"\n{_made_by(measured, 'cuda', True)}\n" if measured else "Not measured yet.\n"
     return summaries.on_cuda(measured) + made_by, summaries.predicted(files("hollow.json"))
+
+
+def on_many_devices() -> str:
+    """The table of docs/devices.md: of each way, the rank with most memory and the slowest one."""
+    return table(
+        "way | MiB per rank | seconds per step",
+        (
+            (row["way"], f"{max(row['peak_bytes']) / MIB:.1f}", f"{max(row['seconds']):.2f}")
+            for run in files("devices.json")
+            for row in run["rows"]
+        ),
+    )
 
 
 if __name__ == "__main__":

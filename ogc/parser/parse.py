@@ -205,12 +205,12 @@ def lower(
     slices: int = 1,
     compiled: Compilation | None = None,
 ) -> tuple[Traced, Observation]:
-    """The program in the form that is planned, and an observation of one run of it, as :func:`settled` gives them.
+    """The program in the form that is planned, and an observation of one run of it, as :func:`planned_form` gives them.
 
     Raises:
         ParseError: in that form it is not what the model computes.
     """
-    traced, observation, state = settled(sample, recorded, device, visit, stretches, slices, compiled)
+    traced, observation, state = planned_form(sample, recorded, device, visit, stretches, slices, compiled)
     _check_same(traced, observation, state, close if stretches or compiled else same_bits)
     wanted = traced.grad_targets
     if end_of(traced).rest.outputs == "loss":
@@ -219,7 +219,7 @@ def lower(
     return traced, observation
 
 
-def settled(
+def planned_form(
     sample: Sample,
     recorded: Traced,
     device: torch.device,

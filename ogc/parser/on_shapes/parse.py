@@ -33,7 +33,7 @@ from ..carry_over import check_same_program
 from ..faithful import front_end, with_expected
 from ..leaves import Leaves
 from ..loss import modules_of, with_step_end
-from ..parse import profiler_of, settled, visited, with_stretches
+from ..parse import planned_form, profiler_of, visited, with_stretches
 from ..traced import RecordAgain, Traced
 from ..weigh.estimate import Estimator
 from ..weigh.leaf import Profiler
@@ -114,7 +114,7 @@ class OtherSizes:
         there = as_on_cuda(gpu_of(device, None) if device.type != self.home.type else None)
         try:
             with there, untouched(self.model), trials_put_off() if puts_off else nullcontext(Trials()) as trials:
-                traced, observation, _ = settled(sample, traced, device, visit, run=run)
+                traced, observation, _ = planned_form(sample, traced, device, visit, run=run)
                 found = self._graph_of(sample, traced, observation)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             raise ParseError(f"the program cannot be run without content: {error}") from error
