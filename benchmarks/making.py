@@ -27,13 +27,19 @@ def make(name: str, only: Sequence[str] | None = None, folder: Path | None = Non
         return 2
     folder = (folder or suite.folder).resolve()
     start = time.perf_counter()
-    with ThreadPoolExecutor(suite.at_once) as pool:
-        statuses = list(pool.map(lambda run: _run(run, folder), runs))
+    failed = _failed([run for run in runs if run.is_alone], folder, at_once=1)
+    failed += _failed([run for run in runs if not run.is_alone], folder, suite.at_once)
     for path in tables.write(folder, name):
         print(f"written: {path}")
-    failed = [run.name for run, status in zip(runs, statuses, strict=True) if status]
     print(f"{len(runs)} runs in {time.perf_counter() - start:.0f} s{', failed: ' if failed else ''}{', '.join(failed)}")
     return 1 if failed else 0
+
+
+def _failed(runs: Sequence[Run], folder: Path, at_once: int) -> list[str]:
+    """Run them, so many at once; the names of those that failed."""
+    with ThreadPoolExecutor(at_once) as pool:
+        statuses = list(pool.map(lambda run: _run(run, folder), runs))
+    return [run.name for run, status in zip(runs, statuses, strict=True) if status]
 
 
 def _run(run: Run, folder: Path) -> int:

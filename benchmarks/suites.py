@@ -1,7 +1,7 @@
 """Lists of runs that make all results again from nothing; making.py runs them and writes the documents.
 
 A run is one process that writes one file. ``full`` writes what is committed in ``benchmarks/results``, docs/results.md
-and the README's table, in less than three hours on two cores. ``quick`` makes a little of every kind of result in
+and the README's table, in some three hours on two cores. ``quick`` makes a little of every kind of result in
 ``build/quick``, in less than ten minutes. ``cuda`` is for a machine with a GPU. ``time`` is the run
 of ``full`` that holds promised time against the clock, with nothing beside it.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,13 +21,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 @dataclass(frozen=True)
 class Run:
     """Attributes: ``name``; ``arguments`` of Python, without --json; the ``file`` that it writes into the results;
-    whether what it says is shown while it runs, or only where it fails.
+    whether what it says is shown while it runs, or only where it fails; whether it is alone, as what steps take is
+    measured.
     """
 
     name: str
     arguments: str
     file: str
     is_shown: bool = False
+    is_alone: bool = False
 
     def command(self, folder: Path) -> list[str]:
         path = folder / self.file
@@ -36,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Suite:
-    """Attributes: ``runs``, the longest first; how many run ``at_once``; the ``folder`` to write to."""
+    """Attributes: ``runs``, the longest first; how many of those that are not alone run ``at_once``; the ``folder``."""
 
     runs: tuple[Run, ...]
     at_once: int = 2
@@ -72,7 +75,9 @@ ON_CUDA = (
 )
 """The published rows, and two transformers."""
 
-TIME = Run("time", "-m benchmarks.timing --device cpu", "time/cpu.json")
+alone = partial(Run, is_alone=True)
+
+TIME = alone("time", "-m benchmarks.timing --device cpu", "time/cpu.json")
 
 FULL = (
     TIME,
@@ -93,25 +98,25 @@ FULL = (
     Run("largest_gpt2_small_128", f"{LARGEST} gpt2_small --size 128", "largest/cpu_gpt2_small_128.json"),
     Run("zoo_transformers", f"{ZOO} transformers", "zoo/transformers.json"),
     Run("sliced", f"{PUBLISHED} vgg11 vgg16 --batch-slices 8", "cpu_sliced.json"),
-    Run("logits", "-m benchmarks.logits", "logits.json"),
-    Run("compiled", "-m benchmarks.compiled --rounds 41", "compiled.json"),
-    Run("families", "-m benchmarks.families --rounds 5", "families.json"),
+    alone("logits", "-m benchmarks.logits", "logits.json"),
+    alone("compiled", "-m benchmarks.compiled --rounds 41", "compiled.json"),
+    alone("families", "-m benchmarks.families --rounds 5", "families.json"),
     Run("hollow", "-m benchmarks.hollow", "hollow.json"),
-    Run(
+    alone(
         "devices",
         "-m torch.distributed.run --nproc-per-node 2 benchmark.py --device cpu --batch-size 8 --arch densenet_cifar",
         "devices.json",
     ),
     Run("zoo_torchvision", f"{ZOO} torchvision {' '.join(TORCHVISION.split())}", "zoo/torchvision.json"),
-    Run("compare_resnet50", f"{COMPARE} resnet50 --batch-size 8", "compare/cpu_resnet50.json"),
+    alone("compare_resnet50", f"{COMPARE} resnet50 --batch-size 8", "compare/cpu_resnet50.json"),
     Run("zoo_timm", f"{ZOO} timm", "zoo/timm.json"),
-    Run("compare_gpt2_small", f"{COMPARE} gpt2_small --batch-size 4 --size 128", "compare/cpu_gpt2_small.json"),
-    Run("compare_unet", f"{COMPARE} unet --batch-size 1", "compare/cpu_unet.json"),
-    Run("compare_convnext_tiny", f"{COMPARE} convnext_tiny --batch-size 2", "compare/cpu_convnext_tiny.json"),
+    alone("compare_gpt2_small", f"{COMPARE} gpt2_small --batch-size 4 --size 128", "compare/cpu_gpt2_small.json"),
+    alone("compare_unet", f"{COMPARE} unet --batch-size 1", "compare/cpu_unet.json"),
+    alone("compare_convnext_tiny", f"{COMPARE} convnext_tiny --batch-size 2", "compare/cpu_convnext_tiny.json"),
     Run("zoo_others", f"{ZOO} others", "zoo/others.json"),
-    Run("compare_resnet18", f"{COMPARE} resnet18 --batch-size 8", "compare/cpu_resnet18.json"),
+    alone("compare_resnet18", f"{COMPARE} resnet18 --batch-size 8", "compare/cpu_resnet18.json"),
     Run("zoo_diffusers", f"{ZOO} diffusers", "zoo/diffusers.json"),
-    Run(
+    alone(
         "compare_mobilenet_v3_large",
         f"{COMPARE} mobilenet_v3_large --batch-size 4",
         "compare/cpu_mobilenet_v3_large.json",

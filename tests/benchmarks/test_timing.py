@@ -48,6 +48,21 @@ def test_steps_take_turns_after_one_that_does_not_count():
     assert found["a"] == [4.0 + 3 * n + order.index("a") for n, order in enumerate(orders)]
 
 
+def test_rounds_in_which_twins_are_apart_are_replaced():
+    """They are judged by the twins alone: what the others take in the rounds that count is what they took."""
+    seconds = iter([1.0, 1.3, 0.7, 1.0, 1.02, 1.0, 1.5, 1.0, 1.0])
+    taken = iter(range(9))
+    steps = {"plain": lambda: 1.0, "again": lambda: next(seconds), "ours": lambda: next(taken)}
+    found = in_turn(steps, rounds=3, seconds=0.0, twins=("plain", "again"))  # the first of them does not count
+    assert sorted(zip(found["again"], found["ours"], strict=True)) == [(1.0, 3), (1.0, 5), (1.02, 4)]
+
+
+def test_where_no_round_is_steady_the_steadiest_count():
+    seconds = iter([1.0, 1.5, 1.2, 1.4, 1.1, 1.3, 1.6])
+    steps = {"plain": lambda: 1.0, "again": lambda: next(seconds)}
+    assert sorted(in_turn(steps, rounds=2, seconds=0.0, twins=("plain", "again"))["again"]) == [1.1, 1.2]
+
+
 def test_quick_steps_have_more_rounds_but_not_any_number(monkeypatch):
     monkeypatch.setattr(rounds, "MOST_ROUNDS", 20)
     assert len(in_turn({"a": lambda: 1.0}, rounds=7, seconds=5.0)["a"]) == 20
