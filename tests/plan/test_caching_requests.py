@@ -73,7 +73,7 @@ NETWORKS = {
 def test_plans_of_networks_request_what_is_simulated(name, device):
     make, shape = NETWORKS[name]
     graph = ogc.parse(make(), torch.randn(shape), loss=lambda y: y.square().mean(), device=device, profile="estimate")
-    for plan in (ogc.solve(graph, solver="none"), ogc.solve(graph), ogc.solve(graph, memory_budget=0.85)):
+    for plan in (ogc.solve(graph, solver="none"), ogc.solve(graph), ogc.solve(graph, max_overhead=0.1)):
         found = assert_as_simulated(graph, plan)
         memory = plan.memory()
         assert memory.planned.requested == plan.peak_bytes
