@@ -88,6 +88,19 @@ def test_a_run_that_fails_loses_no_other_and_what_it_wrote_earlier_is_gone(suite
     assert "`python benchmark.py --suite full --only ablation`" in text
 
 
+def test_what_is_timed_runs_alone(monkeypatch, tmp_path, capsys):
+    after = f"import os; assert os.path.exists({str(tmp_path / 'done')!r})"
+    timed = f"import time; time.sleep(0.5); open({str(tmp_path / 'done')!r}, 'x')"
+    runs = (
+        Run("other", f"-c {shlex.quote(after)}", "other.json"),
+        Run("timed", f"-c {shlex.quote(timed)}", "timed.json", is_alone=True),
+    )
+    monkeypatch.setitem(SUITES, "full", Suite(runs, folder=tmp_path))
+    assert benchmark.main(["--suite", "full"]) == 0, capsys.readouterr().out
+    alone = {run.name for run in FULL if run.is_alone}
+    assert {"time", "families", "logits", "compiled"} < alone and "zoo_timm" not in alone
+
+
 def test_single_runs(suite, capsys, tmp_path):
     assert benchmark.main(["--only", "ablation", "--results", str(tmp_path / "elsewhere")]) == 0
     assert (tmp_path / "elsewhere" / "ablation.json").exists() and not suite.exists()
