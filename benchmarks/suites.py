@@ -1,9 +1,9 @@
 """Lists of runs that make all results again from nothing; making.py runs them and writes the documents.
 
 A run is one process that writes one file. ``full`` writes what is committed in ``benchmarks/results``, docs/results.md
-and the README's table, in some three hours on two cores. ``quick`` makes a little of every kind of result in
-``build/quick``, in less than ten minutes. ``cuda`` is for a machine with a GPU. ``time`` is the run
-of ``full`` that holds promised time against the clock, with nothing beside it.
+and the README's table, in three to five hours on two cores. ``quick`` makes a little of every kind of result in
+``build/quick``, in less than ten minutes. ``cuda`` is for a machine with a GPU. ``time`` is the run of ``full`` that
+holds promised time against the clock.
 """
 
 from __future__ import annotations
