@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_ways_on_two_ranks(tmp_path):
     path = tmp_path / "devices.json"
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "benchmark.py", "--device", "cpu"]
-    small = ["--arch", "resnet18", "--size", "64", "--batch-size", "4"]
+    small = ["--arch", "resnet18", "--size", "128", "--batch-size", "4"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*launch, *small, "--json", str(path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
