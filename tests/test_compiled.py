@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import measured_peak, run_apart
+from helpers import measured_peak, run_apart, tensors_of
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -120,6 +120,11 @@ def assert_equal(ours, plain):
         assert len(one) == len(other) and all(map(torch.equal, one, other))
 
 
+def total(result):
+    """A loss with no memory of its own, as is planned where none is given."""
+    return sum(output.sum() for output in tensors_of(result))
+
+
 def stretches(optimised):
     return [node.target for node in optimised.graph.program.operations if isinstance(node.target, Compiled)]
 
@@ -133,7 +138,7 @@ def test_numbers_and_memory_are_the_plans(make, wish):
     optimised = ogc.optimize(model, x, compile="aot_eager", **wish)
     assert stretches(optimised)
     assert_equal(steps(optimised, model, x), steps(model, model, x))  # that backend computes as eager does
-    assert measured_peak(optimised, (x,)) <= 1.05 * optimised.plan.peak_bytes
+    assert measured_peak(optimised, (x,), total) <= 1.03 * optimised.plan.peak_bytes
     if "memory_budget" in wish:
         assert optimised.plan.peak_bytes <= wish["memory_budget"] * optimised.plan.plain_peak_bytes
     else:
