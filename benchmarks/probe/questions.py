@@ -127,7 +127,7 @@ def memory(device: torch.device) -> Answer:
         (Encoder(), torch.randn(16, 128, 64, device=device)),
     ):
         model.to(device)
-        graph = ogc.parse(model, x, holds_outputs=False)
+        graph = ogc.parse(model, x, loss=torch.sum, holds_outputs=False)
         plan = ogc.solve(graph)
         for name, run, simulated in (
             ("plain", model, plain_peak(graph)), ("planned", ogc.apply(model, graph, plan), plan.peak_bytes)
