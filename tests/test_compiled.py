@@ -121,7 +121,7 @@ def assert_equal(ours, plain):
 
 
 def total(result):
-    """A loss with no memory of its own, as is planned where none is given."""
+    """A loss that adds no memory to a step; plans made without one count what the gradients of outputs take."""
     return sum(output.sum() for output in tensors_of(result))
 
 

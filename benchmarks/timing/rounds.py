@@ -31,8 +31,8 @@ MOST_ROUNDS = 201
 STEADY, MOST_TRIES = 0.05, 3
 """A round counts where the machine was steady, which is seen by two plain steps: they are not further apart than this,
 or, after so many times the rounds, it is one of those where they are closest. While another guest of the machine was
-busy, a plan of MobileNetV3 that promised 20 % paid 8 in the median, with plain steps 11 to 22 points apart in half of
-the rounds."""
+busy, a plan of MobileNetV3 that promised 20 % paid 8 in the median; in half of the rounds the plain steps were 11
+points apart or more."""
 
 
 @contextmanager
