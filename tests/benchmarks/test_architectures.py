@@ -176,7 +176,11 @@ def test_committed_peaks_are_three_fifths_of_the_published_and_half_of_it_in_sli
 
 @pytest.mark.parametrize(("kind", "most"), [("overhead", 0.19), ("flops", 0.08)])
 def test_committed_overheads_at_the_published_memory_are_a_fifth_of_the_published_and_less_by_flops(kind, most):
-    """Simulated time and FLOPs. What is run again there has few FLOPs: in DenseNet-121 2 %, and 16 % of the time."""
+    """Simulated time and FLOPs. What is run again there has few FLOPs.
+
+    DenseNet-121 runs all norms, ReLUs and concatenations again: 2 % of the FLOPs, and 15 % of the time. It was promised
+    16 % and paid 15 %.
+    """
     ratios = [max(0.01, row[f"{kind}_at_theirs"]) / row["published"]["overhead"] for row in rows()]
     assert max(ratios) <= 0.60
     assert geometric_mean(ratios) <= most
