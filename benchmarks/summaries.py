@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
+from textwrap import shorten
 
 from .cells import MIB, Data, cut, error, in_order, mib, more_flops, more_time, ratio, table
 from .hollow import HollowRow
@@ -319,12 +320,16 @@ def zoo(runs: Sequence[Data]) -> str:
     return f"{table(header, cells)}{listed}" if cells else ""
 
 
+REASON_WIDTH = 200
+"""Characters: what a leaf returned may be a list of forty tensors. The rows have all of it."""
+
 KINDS = ("equal", "different", "refused", "error", "not tried", "plain cannot")
 
 
 def reason(error: str) -> str:
-    """The first sentence, the first place of many, paths without the machine's folders."""
+    """The first sentence, the first place of many, not all of a long list, paths without the machine's folders."""
     text = re.sub(r"\S*site-packages/", "", error.split(". ")[0]).replace("|", "/").rstrip(".")
+    text = shorten(text, REASON_WIDTH, placeholder=" …")
     places = text.split("; ")
     if len(places) > 1 and " of a tensor at " in places[1]:
         return f"{places[0]} and {len(places) - 1} more place{'s' if len(places) > 2 else ''}"

@@ -457,3 +457,29 @@ def test_a_custom_function_whose_result_is_saved():
 
     model = nn.Sequential(nn.Linear(6, 6), Saves(), nn.Linear(6, 6))
     assert_same_training(model, wholly(model, X, repeatable_leaves=True), (X,))
+
+
+class HandedOn(nn.Module):
+    """A layer that also returns what it is given: a part of something wider, as layers that share keys do."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(7, 7)
+
+        def forward(self, x):
+            return self.linear(x).tanh(), x
+
+    def __init__(self):
+        super().__init__()
+        self.layer = self.Layer()
+
+    def forward(self, x):
+        result, given = self.layer(x.sigmoid()[:, 1:])
+        return result * given
+
+
+def test_parts_of_tensors_are_handed_on_as_they_lie():
+    model, x = HandedOn(), torch.randn(4, 8)
+    optimised = ogc.optimize(model, x, leaf_modules=["layer"])
+    assert_same_training(model, optimised, (x,))

@@ -96,8 +96,7 @@ def held_aside(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Ten
     A custom function may keep them in attributes of its context. A result that is one of them, or a view, does not
     count. The model may be changed by the call.
     """
-    with torch.enable_grad():
-        inputs = [t.detach().requires_grad_(t.requires_grad).clone() for t in given]
+    inputs = [_apart(tensor) for tensor in given]
     ids = [None if storage_of(t) is None else storage_id(t) for t in inputs]
     references = [None if storage_of(t) is None else StorageWeakRef(t.untyped_storage()) for t in inputs]
     with torch.enable_grad(), saved_until_done():
@@ -109,6 +108,17 @@ def held_aside(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Ten
         for n, reference in enumerate(references)
         if reference is not None and ids[n] not in returned and not reference.expired()
     ]
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in memory of its own as the tensor does in its: a leaf may return it, or a view of it."""
+    storage = storage_of(tensor)
+    with torch.enable_grad():
+        if storage is None or storage.nbytes() <= tensor.nbytes:
+            return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+        whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
+        copy = whole.requires_grad_(tensor.requires_grad).clone()
+        return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _bytes_aside(record: Record, leaf: Leaf, args: Any) -> int:
