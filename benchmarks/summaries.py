@@ -320,7 +320,7 @@ def zoo(runs: Sequence[Data]) -> str:
     return f"{table(header, cells)}{listed}" if cells else ""
 
 
-REASON_WIDTH = 60
+REASON_WIDTH = 200
 """Characters: what a leaf returned may be a list of forty tensors. The rows have all of it."""
 
 KINDS = ("equal", "different", "refused", "error", "not tried", "plain cannot")
