@@ -25,8 +25,8 @@ from ..operators.cuda.gpus import Gpu, gpu_of
 from ..operators.cuda.hidden import hidden_in_backward
 from ..operators.cuda.on_meta import as_on_cuda
 from ..operators.holders import counted_here
-from ..parser.weigh.record import is_dense
 from ..plan.plan import Plan
+from ..program.layouts import is_dense
 from ..program.program import attribute, get_attribute, tensor_leaves
 from ..program.step import Rest, losses_among
 from ..program.structures import TensorSpec

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..program.layouts import copies
 from ..program.program import tensor_leaves
 from ..program.step import losses_among
 from ..torch_state.compare import difference, distance, identical, same_bits
@@ -102,7 +103,7 @@ def _set_seed(seed: int, generators: Iterable[torch.Generator]) -> None:
 
 
 def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, loss_alone: bool) -> Results:
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _copy, call)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: copies([t])[0], call)
     given = tensor_leaves(args, kwargs)
     with torch.enable_grad():
         result = run(*args, **kwargs)
@@ -186,14 +187,6 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor elsewhere in memory, strides and all; an argument of its own for autograd."""
-    storage = tensor.untyped_storage().clone()
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    return copy.requires_grad_(tensor.requires_grad)
 
 
 def _random_states(tensors: list[torch.Tensor], generators: list[torch.Generator]) -> Results:

@@ -21,7 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import InputError, OgcError, ParseError, add_note
 from ..graph import Graph
 from ..parser import carry_over
-from ..parser.arguments import call_arguments, copies
+from ..parser.arguments import call_arguments
+from ..program.layouts import copies
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec
 from ..torch_state.attributes import changes, watched_attributes

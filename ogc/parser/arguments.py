@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InputError
+from ..program.layouts import copies
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec, autocast_state
 from ..torch_state.hooks import is_compiled
 from ..torch_state.ranks.shards import is_spread
 from .forward.contents import Contents, has_content, lacks_content, on_meta
-from .weigh.record import is_dense
 
 
 def check_model(model: Any, may_lack_content: bool = False) -> None:
@@ -185,16 +185,3 @@ def profile_kind(profile: str, home: torch.device, target: torch.device) -> str:
             raise InputError(f"cannot measure for {target} on a model that is on {home}")
         return "estimate"
     return AUTO.get(home.type, "time") if profile == "auto" else profile
-
-
-def copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of their own for a run on the side, of the same strides."""
-    return [_copy(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is not torch.strided or is_dense(tensor) or not tensor.numel():
-        return tensor.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    block = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
-    return block.as_strided(tensor.shape, tensor.stride())

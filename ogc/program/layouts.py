@@ -1,7 +1,8 @@
-"""How gradients are laid out in memory."""
+"""How tensors are laid out in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -47,3 +48,27 @@ class Layout(NamedTuple):
 def of_sum(one: Layout, other: Layout) -> Layout:
     """That of the sum of two tensors."""
     return Layout.of(one.zeros(torch.float32, "meta") + other.zeros(torch.float32, "meta"))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor covers a block of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Inputs of their own for a run on the side, of the same strides."""
+    return [copy_of(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, in memory that goes no further than it does; gradients go through it."""
+    if tensor.layout is not torch.strided or is_dense(tensor) or not tensor.numel():
+        return tensor.clone()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    block = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
+    return block.as_strided(tensor.shape, tensor.stride())

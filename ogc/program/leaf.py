@@ -28,13 +28,14 @@ class Returned:
         outputs: the structure of the result.
         tensors: what each tensor in it is like.
         same: for each, the number of the given tensor that it is, left as it was; None for any other.
-        views: for each, the number of a given tensor whose storage it shares, and its offset there.
+        views: for each, the number of a given tensor whose storage it shares, and its offset in entries from that
+            tensor's; None for an offset where it takes the memory for another type, or for conjugate or negative.
     """
 
     outputs: OutputSpec
     tensors: tuple[TensorSpec, ...]
     same: tuple[int | None, ...]
-    views: tuple[tuple[int, int] | None, ...]
+    views: tuple[tuple[int, int | None] | None, ...]
 
     @staticmethod
     def of(
@@ -50,7 +51,10 @@ class Returned:
             outputs,
             tuple(map(TensorSpec.of, tensors)),
             tuple(unchanged.get(id(tensor)) for tensor in tensors),
-            tuple(None if n is None else (n, int(t.storage_offset())) for n, t in zip(sources, tensors, strict=True)),
+            tuple(
+                None if n is None else (n, _offset(tensor, inputs[n]))
+                for n, tensor in zip(sources, tensors, strict=True)
+            ),
         ), tensors
 
     def holds_for(self, other: Returned) -> bool:
@@ -66,12 +70,20 @@ class Returned:
         return f"({', '.join(tensors + constants)})"
 
 
-def _text(tensor: TensorSpec, same: int | None, view: tuple[int, int] | None) -> str:
+def _offset(tensor: torch.Tensor, source: torch.Tensor) -> int | None:
+    kinds = [(t.dtype, t.is_conj(), t.is_neg()) for t in (tensor, source)]
+    return int(tensor.storage_offset() - source.storage_offset()) if kinds[0] == kinds[1] else None
+
+
+def _text(tensor: TensorSpec, same: int | None, view: tuple[int, int | None] | None) -> str:
     if same is not None:
         return f"its input {same}"
     kind = f"{tensor.dtype} of shape {list(tensor.shape)} and strides {list(tensor.stride)}"
     kind += "" if tensor.requires_grad else " without gradient"
-    return kind if view is None else f"{kind} in the memory of its input {view[0]}"
+    if view is None:
+        return kind
+    number, offset = view
+    return f"{kind} in the memory of its input {number}" + ("" if offset is None else f", {offset} entries on")
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,12 +161,16 @@ class Leaf:
         return [number for number, same in enumerate(self.returned.same) if same is None]
 
     @property
-    def view(self) -> tuple[int, tuple[Any, ...]] | None:
-        """If all that is new is one view: the number of the given tensor, and its (size, stride, offset) there."""
+    def view(self) -> tuple[int, tuple[Any, ...], int] | None:
+        """If all that is new is one view: the number of the given tensor, its (size, stride), and its offset in that.
+
+        None also for one that takes the memory for something else than the given tensor does.
+        """
         if len(self.new) != 1 or (found := self.returned.views[self.new[0]]) is None:
             return None
         spec = self.returned.tensors[self.new[0]]
-        return found[0], (spec.shape, spec.stride, found[1])
+        number, offset = found
+        return None if offset is None else (number, (spec.shape, spec.stride), offset)
 
 
 def runs_once(target: Any) -> bool:

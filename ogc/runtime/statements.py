@@ -24,10 +24,11 @@ def view_of(node: torch.fx.Node) -> str | None:
     """The statement that makes what a leaf returned, a view of an argument, anew."""
     if not isinstance(node.target, Leaf) or (view := node.target.view) is None:
         return None
-    number, layout = view
+    number, (size, stride), offset = view
     given = node.args[1]
     assert isinstance(given, list)
-    return f"{node.name} = {argument(given[number])}.as_strided{layout!r}"
+    source = argument(given[number])
+    return f"{node.name} = {source}.as_strided({size!r}, {stride!r}, {source}.storage_offset() + {offset})"
 
 
 def takes_notes(target: Any) -> bool:

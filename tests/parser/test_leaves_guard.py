@@ -192,3 +192,48 @@ def test_a_hook_that_goes_is_not_missed(opened):
     optimised = ogc.optimize(model, X)
     handle.remove()
     assert_same_training(model, optimised, (X,), steps=1)
+
+
+# -- what is handed on ---------------------------------------------------------------------------------------
+
+
+class HandsOn(nn.Module):
+    """A leaf that returns what it is given as another function of it sees the same memory."""
+
+    def __init__(self, seen_as):
+        super().__init__()
+        self.seen_as = seen_as
+
+    def forward(self, x):
+        return self.seen_as(x)
+
+
+WIDE = torch.rand(20, 8)
+
+
+@pytest.mark.parametrize("sample", [WIDE[:5, :7], WIDE[5:10, 1:], torch.rand(5, 7)], ids=["first", "later", "alone"])
+@pytest.mark.parametrize("rows", [0, 5, 10])
+def test_a_part_of_the_input_is_handed_on_wherever_the_input_lies(sample, rows):
+    model = nn.Sequential(HandsOn(lambda x: x[:, 1:]), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    optimised = forced(model, sample, leaf_modules=["0"])
+    given = WIDE[rows : rows + 5, :7] if sample.stride(0) == 8 else torch.rand(20, 7)[rows : rows + 5]
+    assert_same_training(model, optimised, (given,))
+
+
+class Complex(nn.Module):
+    def __init__(self, seen_as):
+        super().__init__()
+        self.real, self.imaginary, self.handed = nn.Linear(6, 6), nn.Linear(6, 6), HandsOn(seen_as)
+
+    def forward(self, x):
+        given = torch.complex(self.real(x).tanh(), self.imaginary(x).tanh())
+        seen = self.handed(given)
+        return torch.view_as_real(seen.exp() * given).sin() if seen.is_complex() else (seen.exp() * seen).sin()
+
+
+@pytest.mark.parametrize("seen_as", [torch.conj, torch.view_as_real, lambda x: x.T], ids=["conj", "real", "transposed"])
+def test_memory_that_is_taken_for_something_else_is_not_handed_on_as_it_is(seen_as):
+    model, x = Complex(seen_as), torch.rand(6, 6)
+    graph = ogc.parse(model, x, leaf_modules=["handed"])
+    plan = ogc.make_plan(graph, [ogc.recomputed(0, len(graph))])
+    assert_same_training(model, ogc.apply(model, graph, plan), (x,))

@@ -25,7 +25,7 @@ from ...operators.low_memory import Extra
 from ...operators.registry import Operator, is_elementwise, like, of, ones_like
 from ...operators.slices import Compiled, Sliced, SlicedLoss
 from ...operators.weights import InputGradient, Use, Weights
-from ...program.layouts import Layout
+from ...program.layouts import Layout, is_dense
 from ...program.leaf import runs_once
 from ...program.program import WithoutGrad, has_history, storage_bytes, tensor_leaves
 from ...torch_state.allocator import can_measure
@@ -38,7 +38,7 @@ from .backward.again import LONG_FLOPS, Again, Layouts
 from .calls import Call, backward_measured, call_key, own_argument, with_measured_bytes
 from .forms import pretended, saved_places
 from .meter import Meter, rates_of
-from .record import Record, SeenForm, is_dense
+from .record import Record, SeenForm
 
 log = logging.getLogger(__name__)
 

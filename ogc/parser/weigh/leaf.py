@@ -10,6 +10,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.weights import Weights
+from ...program.layouts import copy_of
 from ...program.leaf import Leaf
 from ...program.program import device_of_model, has_history, storage_bytes, storage_of, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
@@ -96,7 +97,8 @@ def held_aside(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Ten
     A custom function may keep them in attributes of its context. A result that is one of them, or a view, does not
     count. The model may be changed by the call.
     """
-    inputs = [_apart(tensor) for tensor in given]
+    with torch.enable_grad():  # no leaves of autograd, which the graph holds
+        inputs = [copy_of(tensor.detach().requires_grad_(tensor.requires_grad)) for tensor in given]
     ids = [None if storage_of(t) is None else storage_id(t) for t in inputs]
     references = [None if storage_of(t) is None else StorageWeakRef(t.untyped_storage()) for t in inputs]
     with torch.enable_grad(), saved_until_done():
@@ -108,17 +110,6 @@ def held_aside(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Ten
         for n, reference in enumerate(references)
         if reference is not None and ids[n] not in returned and not reference.expired()
     ]
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in memory of its own as the tensor does in its: a leaf may return it, or a view of it."""
-    storage = storage_of(tensor)
-    with torch.enable_grad():
-        if storage is None or storage.nbytes() <= tensor.nbytes:
-            return tensor.detach().requires_grad_(tensor.requires_grad).clone()
-        whole = tensor.detach().as_strided((storage.nbytes() // tensor.itemsize,), (1,), 0)
-        copy = whole.requires_grad_(tensor.requires_grad).clone()
-        return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _bytes_aside(record: Record, leaf: Leaf, args: Any) -> int:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...operators.low_memory import LowMemory
 from ...operators.registry import live_arguments
 from ...operators.weights import Place, Weights
-from ...program.layouts import Layout
+from ...program.layouts import Layout, is_dense
 from ...program.leaf import Leaf
 from ...program.program import Saved, TensorRef, has_history, tensor_leaves
 from ...torch_state.private import base_of, storage_id
@@ -242,16 +242,6 @@ class Memory:
             return Saved(external=True)
         found = alike(tensor, known)
         return Saved() if found is None else Saved(*found)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor covers a block of memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def alike(tensor: torch.Tensor, known: Sequence[tuple[torch.Tensor, T]]) -> tuple[T, Any] | None:
