@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..program.layouts import copies
+from ..program.copies import copies
 from ..program.program import tensor_leaves
 from ..program.step import losses_among
 from ..torch_state.compare import difference, distance, identical, same_bits
@@ -103,7 +103,9 @@ def _set_seed(seed: int, generators: Iterable[torch.Generator]) -> None:
 
 
 def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, loss_alone: bool) -> Results:
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: copies([t])[0], call)
+    leaves, structure = pytree.tree_flatten(call)
+    own = iter(copies(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+    args, kwargs = pytree.tree_unflatten([next(own) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
     given = tensor_leaves(args, kwargs)
     with torch.enable_grad():
         result = run(*args, **kwargs)

@@ -22,7 +22,7 @@ from ..errors import InputError, OgcError, ParseError, add_note
 from ..graph import Graph
 from ..parser import carry_over
 from ..parser.arguments import call_arguments
-from ..program.layouts import copies
+from ..program.copies import copies
 from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec
 from ..torch_state.attributes import changes, watched_attributes

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InputError
-from ..program.layouts import copies
+from ..program.copies import copies
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec, autocast_state
 from ..torch_state.hooks import is_compiled

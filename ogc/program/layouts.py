@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
@@ -58,17 +57,3 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of their own for a run on the side, of the same strides."""
-    return [copy_of(t.detach()).requires_grad_(t.requires_grad) for t in tensors]
-
-
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, in memory that goes no further than it does; gradients go through it."""
-    if tensor.layout is not torch.strided or is_dense(tensor) or not tensor.numel():
-        return tensor.clone()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    block = tensor.as_strided((span,), (1,), tensor.storage_offset()).clone()
-    return block.as_strided(tensor.shape, tensor.stride())

@@ -204,8 +204,8 @@ class HandsOn(nn.Module):
         super().__init__()
         self.seen_as = seen_as
 
-    def forward(self, x):
-        return self.seen_as(x)
+    def forward(self, *given):
+        return self.seen_as(*given)
 
 
 WIDE = torch.rand(20, 8)
@@ -237,3 +237,51 @@ def test_memory_that_is_taken_for_something_else_is_not_handed_on_as_it_is(seen_
     graph = ogc.parse(model, x, leaf_modules=["handed"])
     plan = ogc.make_plan(graph, [ogc.recomputed(0, len(graph))])
     assert_same_training(model, ogc.apply(model, graph, plan), (x,))
+
+
+class Handed(nn.Module):
+    """A leaf that is given something and a part of it, and hands on a part of the part."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.leaf, self.last = nn.Linear(8, 8), HandsOn(lambda x, y: y[:, 1:]), nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = self.first(x).sigmoid()
+        return self.last(self.leaf(x, x[:, 1:])).tanh()
+
+
+class WritesOne(nn.Module):
+    """Reads one input, and then writes another one, which may share its memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = wide_layers(), wide_layers()
+
+    def forward(self, x, y):
+        found = self.first(y.sigmoid())
+        x.mul_(2)
+        return found + self.last(x.sigmoid())
+
+
+def wide_layers():
+    return nn.Sequential(*(module for _ in range(6) for module in (nn.Linear(8, 8), nn.Tanh())))
+
+
+def test_what_is_given_as_a_whole_and_as_a_part_of_it_is_so_in_planning():
+    model = Handed()
+    assert_same_training(model, forced(model, torch.rand(5, 8), leaf_modules=["leaf"]), (torch.rand(20, 8)[5:10],))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_inputs_that_share_memory_share_it_in_planning(shared):
+    def call():
+        x = torch.linspace(0, 1, 9600).view(1200, 8)
+        return (x[:800], x[400:]) if shared else (x[:800], x[400:].clone())
+
+    model = WritesOne()
+    optimised = ogc.optimize(model, call())
+    assert hasattr(optimised, "report")
+    results = [loss_of(run(*call())) for run in (model, optimised)]
+    gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in results]
+    assert all(map(torch.equal, *gradients)) and torch.equal(*results)

@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.weights import Weights
-from ...program.layouts import copy_of
+from ...program.copies import made_copies
 from ...program.leaf import Leaf
 from ...program.program import device_of_model, has_history, storage_bytes, storage_of, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
@@ -97,8 +97,7 @@ def held_aside(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Ten
     A custom function may keep them in attributes of its context. A result that is one of them, or a view, does not
     count. The model may be changed by the call.
     """
-    with torch.enable_grad():  # no leaves of autograd, which the graph holds
-        inputs = [copy_of(tensor.detach().requires_grad_(tensor.requires_grad)) for tensor in given]
+    inputs = made_copies(given)  # as the graph holds what is a leaf of autograd
     ids = [None if storage_of(t) is None else storage_id(t) for t in inputs]
     references = [None if storage_of(t) is None else StorageWeakRef(t.untyped_storage()) for t in inputs]
     with torch.enable_grad(), saved_until_done():
