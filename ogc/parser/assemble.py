@@ -154,6 +154,8 @@ def memory_of(observation: Observation, taken: dict[int, tuple[int, Any]]) -> li
     """For each operation, the fields of the graph's that say what it does to memory, whatever it weighs."""
     records, storages = observation.records, observation.storages
     written = {e for record in records for e in record.writes_external}
+    if not written.isdisjoint(observation.inputs):  # those of another call may share memory, views or not
+        written |= observation.inputs
     fields = []
     for t, record in enumerate(records):
         # What a read of a buffer saw is gone once it is written, by a later operation or by the next forward, which may

@@ -71,8 +71,9 @@ class _Observer:
     def run(self) -> Observation:
         nodes = progress(self.traced.graph.nodes, desc="weigh operations")
         with torch.enable_grad(), without_autocast():
-            outputs = run_nodes(nodes, map(self.memory.external, self.inputs), self._attribute, self._call)
             result = self.memory.result
+            result.inputs = frozenset(map(self.memory.external_number, self.inputs))
+            outputs = run_nodes(nodes, self.inputs, self._attribute, self._call)
             result.outputs = [t.detach() for t in outputs]
             result.grad_targets, self.graph = gradient_targets(outputs, self.inputs)
             result.output_values = {n for n in map(self.memory.value, outputs) if n is not None}

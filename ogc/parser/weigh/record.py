@@ -101,7 +101,7 @@ class Span(NamedTuple):
 
 @dataclass
 class Observation:
-    """One record per operation, and what the program made."""
+    """One record per operation, and what the program made; ``inputs`` are the externals that it was given."""
 
     records: list[Record]
     value_bytes: list[int]
@@ -109,6 +109,7 @@ class Observation:
     storages: dict[TensorRef, int]
     outputs: list[torch.Tensor]
     output_values: set[int]
+    inputs: frozenset[int] = frozenset()
     rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
     grad_targets: frozenset[Any] = frozenset()
     unused: Sequence[Span] = ()  # what the plain forward makes besides, and nothing uses
