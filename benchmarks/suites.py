@@ -98,6 +98,7 @@ FULL = (
     Run("largest_gpt2_small_128", f"{LARGEST} gpt2_small --size 128", "largest/cpu_gpt2_small_128.json"),
     Run("zoo_transformers", f"{ZOO} transformers", "zoo/transformers.json"),
     Run("sliced", f"{PUBLISHED} vgg11 vgg16 --batch-slices 8", "cpu_sliced.json"),
+    Run("sliced_2", f"{PUBLISHED} vgg13 --batch-slices 8", "cpu_sliced_2.json"),
     alone("logits", "-m benchmarks.logits", "logits.json"),
     alone("compiled", "-m benchmarks.compiled --rounds 41", "compiled.json"),
     alone("families", "-m benchmarks.families --rounds 5", "families.json"),

@@ -176,7 +176,7 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     ),
     (
         "In slices of the batch",
-        "cpu_sliced.json",
+        "cpu_sliced*.json",
         "With `batch_slices=`, where single operations bound the peak. The last column is the most by which a "
         "tensor differs, as a share of its largest entry.",
         lambda runs: summaries.sliced(runs, rows()),
