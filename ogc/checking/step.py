@@ -103,9 +103,8 @@ def _set_seed(seed: int, generators: Iterable[torch.Generator]) -> None:
 
 
 def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, loss_alone: bool) -> Results:
-    leaves, structure = pytree.tree_flatten(call)
-    own = iter(copies(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
-    args, kwargs = pytree.tree_unflatten([next(own) if isinstance(x, torch.Tensor) else x for x in leaves], structure)
+    own = iter(copies(tensor_leaves(*call)))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(own), call)
     given = tensor_leaves(args, kwargs)
     with torch.enable_grad():
         result = run(*args, **kwargs)

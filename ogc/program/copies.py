@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..torch_state.private import storage_id
-from .layouts import is_dense
+from .layouts import Layout, is_dense
 from .program import storage_of
 
 
@@ -63,5 +63,4 @@ def _has_gaps(tensor: torch.Tensor) -> bool:
 
 def _end(tensor: torch.Tensor) -> int:
     """The entry of its storage after its last one."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset()) + last + 1
+    return int(tensor.storage_offset()) + Layout.of(tensor).span

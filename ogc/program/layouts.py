@@ -28,14 +28,19 @@ class Layout(NamedTuple):
         """A tensor that is laid out so."""
         if device == "meta":
             return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-        entries = torch.zeros(max(0, last + 1) if 0 not in self.shape else 0, dtype=dtype, device=device)
+        entries = torch.zeros(self.span, dtype=dtype, device=device)
         return entries.as_strided(self.shape, self.strides)
 
     def is_like(self, other: Layout) -> bool:
         """Whether a tensor of the same shape lies in memory as one of the other layout does."""
         axes = zip(self.shape, self.strides, other.strides, strict=True)
         return all(size == 1 or mine == theirs for size, mine, theirs in axes)
+
+    @property
+    def span(self) -> int:
+        """Entries of memory from the first to the last one, with the gaps between them."""
+        axes = zip(self.shape, self.strides, strict=True)
+        return 0 if 0 in self.shape else 1 + sum((size - 1) * stride for size, stride in axes)
 
     @property
     def is_contiguous(self) -> bool:

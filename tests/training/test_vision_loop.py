@@ -48,15 +48,8 @@ def epoch(run, training, batches, optimizer, scaler, average, autocast, number):
                 average.n_averaged.fill_(0)  # while the rate warms up
 
 
-@pytest.mark.parametrize(
-    ("make", "autocast"),
-    [
-        (Images, False),
-        (Images, True),
-        (residual, False),
-        pytest.param(residual, True, marks=pytest.mark.slow),  # convolutions in bfloat16, on CPUs that have none
-    ],
-)
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("make", [Images, residual])
 def test_the_loop(make, autocast, tmp_path, monkeypatch):
     def train(training: Training):
         run = training.optimize(make(), torch.randn(8, 3, 24, 24))
