@@ -57,6 +57,10 @@ ENOUGH, FEW_FAULTS = 3, 2
 MORE_BACKWARDS = 4
 """Calls by which the two backwards differ that tell what a short one takes."""
 
+TURNS = 5
+"""Of two calls that are compared. Timed one after the other, on a machine whose neighbours slow it down by two for
+seconds at a time, a copy of 4 MB seemed to take no time in one of five processes."""
+
 AFFORDABLE_SECONDS = 30.0
 """When measuring has taken so long, the rest is estimated, at the pace of what was measured: how long one waits for a
 plan is a matter of patience, and a few calls make up most of a network's time."""
@@ -184,20 +188,27 @@ class Timer(Measurer):
             form = self._timed(record, record.form.target, args, kwargs, weights.low_memory)
             weights = replace(weights, low_memory=form)
         if COPIED in record.node.meta:
-            plain = self._timed(record, record.node.meta[COPIED], args, kwargs, Weights())
-            weights = weights.beside_plain(plain.forward_seconds)
+            more = self._timed(record, record.node.meta[COPIED], args, kwargs, Weights(), beside=function)
+            weights = replace(weights, plain_seconds=more.forward_seconds)
         return weights
 
-    def _timed(self, record: Record, function: Any, args: Any, kwargs: Any, weights: Weights) -> Weights:
+    def _timed(
+        self, record: Record, function: Any, args: Any, kwargs: Any, weights: Weights, beside: Any = None
+    ) -> Weights:
+        """These weights with the times of a call; with what its forward takes more, where another function is given."""
         settings = torch.get_num_threads(), str(self.device), torch.are_deterministic_algorithms_enabled()
-        key = _key_of((call_key(_described(function), args, kwargs), settings))
+        key = _key_of((call_key(_described(function), args, kwargs), settings, beside))
         guess = weights.forward_seconds + weights.backward_seconds
         if key not in _known:
             if self.spent > AFFORDABLE_SECONDS or record.internal_bytes + weights.working_bytes > bytes_at_hand():
                 return self._at_pace(weights)
             start = time.perf_counter()
             with torch.random.fork_rng(cuda_devices()):
-                found = _TimedCall(self, record, function, args, kwargs).seconds(weights.repeat_seconds is not None)
+                call = _TimedCall(self, record, function, args, kwargs)
+                if beside is None:
+                    found = call.seconds(weights.repeat_seconds is not None)
+                else:
+                    found = Seconds(call.seconds_more(_TimedCall(self, record, beside, args, kwargs)))
             self.spent += time.perf_counter() - start
             if len(_known) >= _KNOWN:
                 _known.clear()
@@ -309,6 +320,16 @@ class _TimedCall(Call):
             self.prepare_backward()
             backward = self._backward() if self.found and self.starts else 0.0
         return Seconds(forward, backward, repeat)
+
+    def seconds_more(self, other: _TimedCall) -> float:
+        """Seconds that the forward takes more than another one's. They take turns: a processor's speed changes."""
+        with torch.enable_grad():
+            _, *differences = (self._once() - other._once() for _ in range(1 + TURNS))
+        return max(0.0, median(differences))
+
+    def _once(self) -> float:
+        self.prepare_forward()
+        return seconds_of(self.forward, self.timer.device)
 
     def _backward(self) -> float:
         """Seconds of the backward, without what it takes to start one: of several calls' at once, if they are short."""
