@@ -57,10 +57,6 @@ class Weights:
     plain_working_bytes: int | None = None  # of the plain model, where that runs another operator
     plain_seconds: float = 0.0  # that the plain model's forward takes more, as it copies what it writes over
 
-    def beside_plain(self, forward_seconds: float) -> Weights:
-        """The same beside a plain model whose forward takes so long there."""
-        return replace(self, plain_seconds=max(0.0, forward_seconds - self.forward_seconds))
-
     def written_over(self) -> Weights:
         """The same with the first argument's gradient written over the result's, where that is possible."""
         gradients = (replace(g, reuses=0) if g.argument == 0 else g for g in self.gradients)

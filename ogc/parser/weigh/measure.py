@@ -32,12 +32,21 @@ except ImportError:  # on Windows
 
 REPEATS = 3
 LONG_SECONDS = 0.05
+"""A call that takes longer is run once more, and no oftener."""
+
+TURNS = 5
+"""Of two calls that are compared. Timed one after the other, on a machine whose neighbours slow it down by two for
+seconds at a time, a copy of 4 MB seemed to take no time in one of five processes."""
 
 own_clock = time.perf_counter if sys.platform == "win32" else time.thread_time
 """Seconds of this thread, which others on the machine do not add to; Windows counts them in steps of 16 ms."""
 
 HEAD_START_CYCLES = 3_000_000
 """Of the device's clock, some 2 ms: more than the host takes to hand one operation to it."""
+
+
+Prepared = tuple[Callable[[], object], Callable[[], object]]
+"""What prepares a run, each time anew, and the run."""
 
 
 class Measurer:
@@ -61,9 +70,9 @@ class Measurer:
             with torch.random.fork_rng(devices):
                 self.seen[key] = self._run(Call(record, args, kwargs), estimate)
                 if COPIED in node.meta:
-                    call = Call(record, args, kwargs, node.meta[COPIED])
-                    _, seconds = self.measure(call.prepare, call.forward)
-                    self.seen[key] = self.seen[key].beside_plain(seconds)
+                    plain, own = Call(record, args, kwargs, node.meta[COPIED]), Call(record, args, kwargs)
+                    more = self.seconds_more((plain.prepare, plain.forward), (own.prepare, own.forward))
+                    self.seen[key] = replace(self.seen[key], plain_seconds=more)
                 if record.form is not None:
                     assert estimate.low_memory is not None
                     call = Call(record, args, kwargs, record.form.target)
@@ -133,6 +142,17 @@ class Measurer:
         for _ in range(1 if first > LONG_SECONDS else REPEATS):
             once()
         return max(peaks, default=0), min(first, *times) if first > LONG_SECONDS else median(times)
+
+    def seconds_more(self, one: Prepared, other: Prepared) -> float:
+        """Seconds that one run takes more than another, 0 at least. They take turns, as a processor's speed changes."""
+
+        def seconds(prepare: Callable[[], object], run: Callable[[], object]) -> float:
+            prepare()
+            return seconds_of(run, self.device)
+
+        first, _ = seconds(*one), seconds(*other)  # these do not count
+        turns = 1 if first > LONG_SECONDS else TURNS
+        return max(0.0, median(seconds(*one) - seconds(*other) for _ in range(turns)))
 
 
 def page_faults() -> int:

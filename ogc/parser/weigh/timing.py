@@ -39,13 +39,10 @@ from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from ..passes.in_place import COPIED
 from .calls import Call, call_key
-from .measure import Measurer, page_faults, seconds_of
+from .measure import LONG_SECONDS, Measurer, page_faults, seconds_of
 from .record import Record
 
 log = logging.getLogger(__name__)
-
-LONG_SECONDS = 0.05
-"""A call that takes longer is run once more, and no oftener."""
 
 SHORT_SECONDS = 0.01
 """A shorter call is run until it has taken so long, though from ``LEAST`` to ``MOST`` times."""
@@ -56,10 +53,6 @@ ENOUGH, FEW_FAULTS = 3, 2
 
 MORE_BACKWARDS = 4
 """Calls by which the two backwards differ that tell what a short one takes."""
-
-TURNS = 5
-"""Of two calls that are compared. Timed one after the other, on a machine whose neighbours slow it down by two for
-seconds at a time, a copy of 4 MB seemed to take no time in one of five processes."""
 
 AFFORDABLE_SECONDS = 30.0
 """When measuring has taken so long, the rest is estimated, at the pace of what was measured: how long one waits for a
@@ -188,32 +181,30 @@ class Timer(Measurer):
             form = self._timed(record, record.form.target, args, kwargs, weights.low_memory)
             weights = replace(weights, low_memory=form)
         if COPIED in record.node.meta:
-            more = self._timed(record, record.node.meta[COPIED], args, kwargs, Weights(), beside=function)
-            weights = replace(weights, plain_seconds=more.forward_seconds)
+            weights = replace(weights, plain_seconds=self._copying(record, function, args, kwargs))
         return weights
 
-    def _timed(
-        self, record: Record, function: Any, args: Any, kwargs: Any, weights: Weights, beside: Any = None
-    ) -> Weights:
-        """These weights with the times of a call; with what its forward takes more, where another function is given."""
-        settings = torch.get_num_threads(), str(self.device), torch.are_deterministic_algorithms_enabled()
-        key = _key_of((call_key(_described(function), args, kwargs), settings, beside))
+    def _copying(self, record: Record, function: Any, args: Any, kwargs: Any) -> float:
+        """Seconds that the plain model's operator takes more, as it copies; 0 where that is too dear to know."""
+
+        def measure() -> Seconds:
+            plain, own = (_TimedCall(self, record, each, args, kwargs) for each in (copying, function))
+            more = self.seconds_more((plain.prepare_forward, plain.forward), (own.prepare_forward, own.forward))
+            return Seconds(more)
+
+        copying = record.node.meta[COPIED]
+        found = self._known_or(("more", function, call_key(copying, args, kwargs)), record.internal_bytes, measure)
+        return 0.0 if found is None else found.forward
+
+    def _timed(self, record: Record, function: Any, args: Any, kwargs: Any, weights: Weights) -> Weights:
         guess = weights.forward_seconds + weights.backward_seconds
-        if key not in _known:
-            if self.spent > AFFORDABLE_SECONDS or record.internal_bytes + weights.working_bytes > bytes_at_hand():
-                return self._at_pace(weights)
-            start = time.perf_counter()
-            with torch.random.fork_rng(cuda_devices()):
-                call = _TimedCall(self, record, function, args, kwargs)
-                if beside is None:
-                    found = call.seconds(weights.repeat_seconds is not None)
-                else:
-                    found = Seconds(call.seconds_more(_TimedCall(self, record, beside, args, kwargs)))
-            self.spent += time.perf_counter() - start
-            if len(_known) >= _KNOWN:
-                _known.clear()
-            _known[key] = found
-        found = _known[key]
+        found = self._known_or(
+            call_key(_described(function), args, kwargs),
+            record.internal_bytes + weights.working_bytes,
+            lambda: _TimedCall(self, record, function, args, kwargs).seconds(weights.repeat_seconds is not None),
+        )
+        if found is None:
+            return self._at_pace(weights)
         self.estimated, self.measured = self.estimated + guess, self.measured + found.forward + found.backward
         again = found.forward if weights.again_seconds else 0.0
         return replace(
@@ -223,6 +214,22 @@ class Timer(Measurer):
             again_seconds=again,
             repeat_seconds=found.repeat,
         )
+
+    def _known_or(self, call: Any, needed_bytes: int, measure: Callable[[], Seconds]) -> Seconds | None:
+        """What is known of a call, or measured now; None where that would take too much time or memory."""
+        settings = torch.get_num_threads(), str(self.device), torch.are_deterministic_algorithms_enabled()
+        key = _key_of((call, settings))
+        if key not in _known:
+            if self.spent > AFFORDABLE_SECONDS or needed_bytes > bytes_at_hand():
+                return None
+            start = time.perf_counter()
+            with torch.random.fork_rng(cuda_devices()), torch.enable_grad():
+                found = measure()
+            self.spent += time.perf_counter() - start
+            if len(_known) >= _KNOWN:
+                _known.clear()
+            _known[key] = found
+        return _known[key]
 
     def _at_pace(self, weights: Weights) -> Weights:
         pace = self.measured / self.estimated if self.estimated else 1.0
@@ -314,22 +321,11 @@ class _TimedCall(Call):
         torch.autograd.grad(self.found, self.edges, self.gradients, allow_unused=True)
 
     def seconds(self, repeats: bool) -> Seconds:
-        with torch.enable_grad():
-            forward = self.timer.typical(self.forward, self.prepare_forward)
-            repeat = self._repeat(forward) if repeats else None
-            self.prepare_backward()
-            backward = self._backward() if self.found and self.starts else 0.0
+        forward = self.timer.typical(self.forward, self.prepare_forward)
+        repeat = self._repeat(forward) if repeats else None
+        self.prepare_backward()
+        backward = self._backward() if self.found and self.starts else 0.0
         return Seconds(forward, backward, repeat)
-
-    def seconds_more(self, other: _TimedCall) -> float:
-        """Seconds that the forward takes more than another one's. They take turns: a processor's speed changes."""
-        with torch.enable_grad():
-            _, *differences = (self._once() - other._once() for _ in range(1 + TURNS))
-        return max(0.0, median(differences))
-
-    def _once(self) -> float:
-        self.prepare_forward()
-        return seconds_of(self.forward, self.timer.device)
 
     def _backward(self) -> float:
         """Seconds of the backward, without what it takes to start one: of several calls' at once, if they are short."""
