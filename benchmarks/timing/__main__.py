@@ -6,8 +6,8 @@
 One step is a forward and ``sum().backward()``, on one thread, in CPU seconds of the process (on CUDA in seconds of the
 wall, synchronized). All ways to run a network take turns; paid is the median over the rounds of the time over that of
 the plain step in the same round, less 1. The file has a network's rows as soon as its rounds are over, and the picture
-lies beside it. A row that fails is reported and written with its reason, the others are measured all the same, and the
-exit status is not 0.
+lies beside it; ``--resume`` goes on where the same command was interrupted. A row that fails is reported and written
+with its reason, the others are measured all the same, and the exit status is not 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import json
 import logging
 import shlex
 import sys
@@ -44,7 +45,7 @@ from .measured import Options, Timing
 from .networks import SUBJECTS, TINY
 from .picture import draw
 from .rounds import LEAST_ROUNDS, SECONDS, one_thread
-from .row import Items, TimeRow, printed
+from .row import NOT_INSTALLED, Items, TimeRow, printed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,12 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(refusal, file=sys.stderr)
         return 2
     keeps = device.type == "cuda" or keep_freed_memory()
-    command = shlex.join(["python", "-m", "benchmarks.timing", *(sys.argv[1:] if arguments is None else arguments)])
+    words = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--resume"]
+    command = shlex.join(["python", "-m", "benchmarks.timing", *words])
     options = Options(device, given.profile, given.rounds, given.seconds)
     with _quiet(), one_thread(), deterministic(device):
         environ = environment(command, device, options.seed, keeps)
         results = Results(given.json, {**environ, "profile": given.profile})
+        if given.resume and (refusal := results.resume()):
+            print(refusal, file=sys.stderr)
+            return 2
         for name in given.names or SUBJECTS:
+            if name in results:
+                continue
             give_back_freed_memory()
             measure_network(name, options, results)
     print(results)
@@ -73,6 +80,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help=f"default: {' '.join(SUBJECTS)}")
     add("--json", type=Path, metavar="FILE", help="also write the rows, with command, versions and machine")
+    add("--resume", action="store_true", help="measure only what FILE, begun by the same command, lacks or failed")
     add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     add("--profile", choices=["auto", "estimate", "measure"], default="auto", help="how graphs are weighed")
     add("--rounds", type=positive, default=LEAST_ROUNDS, help="at least; default: %(default)s")
@@ -113,6 +121,27 @@ class Results:
         self.items: Items | None = None
         self.failures: list[Failure] = []
 
+    def resume(self) -> str:
+        """Take over the networks that the file has whole and without a failure; returns why that cannot be, or ""."""
+        if not self.path:
+            return "--resume goes on with the file of --json, which is not given"
+        if not self.path.exists():
+            return ""
+        found = json.loads(self.path.read_text(encoding="utf-8"))
+        if other := [key for key, value in self.data.items() if found.get(key) != value]:
+            return f"{self.path} is of another {', '.join(other)}; move it away, or leave --resume out to replace it"
+        rows = [TimeRow.read(row) for row in found["rows"]]
+        missing = {row.arch for row in rows if row.failed or row.way == NOT_INSTALLED}
+        if found["items"]:
+            self.items = Items.read(found["items"])
+        else:
+            missing.add(TINY)
+        self.rows = [row for row in rows if row.arch not in missing]
+        return ""
+
+    def __contains__(self, name: str) -> bool:
+        return any(row.arch == name for row in self.rows)
+
     def add(self, rows: Sequence[TimeRow]) -> None:
         for row in rows:
             self.rows.append(row)
@@ -152,7 +181,7 @@ def measure_network(name: str, options: Options, results: Results) -> None:
     subject = SUBJECTS[name]
     if importlib.util.find_spec(subject.package) is None:
         reason = f"{subject.package} is not installed"
-        results.add([TimeRow(name, (), device_name(options.device), "all", reason=reason)])
+        results.add([TimeRow(name, (), device_name(options.device), NOT_INSTALLED, reason=reason)])
         return
     try:
         timing = Timing(name, subject, options)

@@ -12,6 +12,8 @@ from ogc.graph import table
 
 PLAIN, NOTHING, BLOCKS, SELECTIVE = "plain again", "nothing recomputed", "blocks", "selective"
 OF_BLOCKS, OF_SELECTIVE = "memory of blocks", "memory of selective"
+NOT_INSTALLED = "all"
+"""The one row of a network whose package is not there."""
 
 
 @dataclass(frozen=True)

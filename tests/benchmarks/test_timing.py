@@ -15,7 +15,18 @@ from benchmarks.timing.measured import Options, Timing
 from benchmarks.timing.networks import SUBJECTS, TINY
 from benchmarks.timing.picture import draw
 from benchmarks.timing.rounds import Seconds, in_turn
-from benchmarks.timing.row import BLOCKS, NOTHING, OF_BLOCKS, OF_SELECTIVE, PLAIN, SELECTIVE, Items, TimeRow, printed
+from benchmarks.timing.row import (
+    BLOCKS,
+    NOT_INSTALLED,
+    NOTHING,
+    OF_BLOCKS,
+    OF_SELECTIVE,
+    PLAIN,
+    SELECTIVE,
+    Items,
+    TimeRow,
+    printed,
+)
 
 
 def row(arch, way, paid, promised=None, **fields):
@@ -178,6 +189,53 @@ def test_a_run(tmp_path, capsys):
     assert (sorted(items.more_seconds), items.differs) == ([1, 2, 4, 8, 16], ()) and items.saved_tensors > 48
     assert (tmp_path / "time" / "cpu_promised_paid.svg").exists()
     assert "nothing recomputed: the step of small_blocks over plain" in capsys.readouterr().out
+
+
+@pytest.fixture
+def lstm_and_llama(monkeypatch, tmp_path):
+    """The command for a few networks, of which each is said to take as long as the plain one; its file."""
+    path = tmp_path / "cpu.json"
+    monkeypatch.setattr(command, "measure_network", lambda name, _, results: results.add([row(name, PLAIN, 0.0)]))
+    given = ["lstm", "llama", "--device", "cpu", "--json", str(path)]
+    return (lambda *more: command.main([*given, *more])), path
+
+
+def test_a_run_that_was_interrupted_goes_on(lstm_and_llama):
+    run, path = lstm_and_llama
+    assert run("--resume") == 0  # there is nothing yet
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({**whole, "rows": [asdict(row("lstm", PLAIN, 0.7))]}))
+    assert run("--resume") == 0
+    data = json.loads(path.read_text())
+    assert [(found["arch"], found["paid"]) for found in data["rows"]] == [("lstm", 0.7), ("llama", 0.0)]
+    assert data["command"] == whole["command"]
+
+
+def test_what_failed_or_was_not_installed_or_is_not_whole_is_measured_again(tmp_path):
+    path = tmp_path / "cpu.json"
+    results = command.Results(path, {})
+    results.add(
+        [
+            *(row("a", PLAIN, 0.0), row("b", PLAIN, 0.0), row("b", BLOCKS, None, reason="why", failed=True)),
+            *(row("c", NOT_INSTALLED, None, reason="why"), row(TINY, PLAIN, 0.0)),
+        ]
+    )
+    resumed = command.Results(path, {})
+    assert resumed.resume() == "" and [found.arch for found in resumed.rows] == ["a"] and not resumed.failures
+    results.items = ITEMS
+    results.write()
+    assert resumed.resume() == "" and [found.arch for found in resumed.rows] == ["a", TINY]
+    assert resumed.items == ITEMS
+
+
+def test_a_file_of_another_run_is_not_gone_on_with(lstm_and_llama, capsys):
+    run, path = lstm_and_llama
+    assert run("--rounds", "3") == 0
+    before = path.read_bytes()
+    assert run("--resume") == 2 and path.read_bytes() == before
+    assert "is of another command; move it away" in capsys.readouterr().err
+    assert command.main(["lstm", "--device", "cpu", "--resume"]) == 2
+    assert "--json, which is not given" in capsys.readouterr().err
 
 
 def test_the_same_rows_make_the_same_picture(tmp_path):
