@@ -51,7 +51,7 @@ from .row import NOT_INSTALLED, Items, TimeRow, printed
 def main(arguments: Sequence[str] | None = None) -> int:
     given = options_of(arguments)
     device = torch.device(given.device)
-    if refusal := _refusal(given.names, device):
+    if refusal := _refusal(given, device):
         print(refusal, file=sys.stderr)
         return 2
     keeps = device.type == "cuda" or keep_freed_memory()
@@ -88,14 +88,16 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _refusal(names: Sequence[str], device: torch.device) -> str:
+def _refusal(given: argparse.Namespace, device: torch.device) -> str:
     """Why nothing can be run; empty if it can."""
-    unknown = [name for name in names if name not in SUBJECTS]
+    unknown = [name for name in given.names if name not in SUBJECTS]
     if unknown:
         near = difflib.get_close_matches(unknown[0], SUBJECTS, n=3, cutoff=0.0)
         return f"unknown network {unknown[0]!r}; the nearest are {', '.join(near)}"
     if device.type == "cuda" and not torch.cuda.is_available():
         return f"--device {device} was asked for, but torch finds no CUDA device; use --device cpu"
+    if given.resume and not given.json:
+        return "--resume goes on with the file of --json, which is not given"
     return ""
 
 
@@ -123,9 +125,7 @@ class Results:
 
     def resume(self) -> str:
         """Take over the networks that the file has whole and without a failure; returns why that cannot be, or ""."""
-        if not self.path:
-            return "--resume goes on with the file of --json, which is not given"
-        if not self.path.exists():
+        if not self.path or not self.path.exists():
             return ""
         found = json.loads(self.path.read_text(encoding="utf-8"))
         if other := [key for key, value in self.data.items() if found.get(key) != value]:
