@@ -104,6 +104,8 @@ class _Log(TorchDispatchMode):
     def _described(self, given: Any, is_known: bool) -> list[Any]:
         if isinstance(given, torch.Tensor):
             return [self._tensor(given, is_known)]
+        if isinstance(given, torch.UntypedStorage):  # by its bytes; cuDNN's recurrent layers look at their weights' so
+            return [self._tensor(torch.empty(0, dtype=torch.uint8, device=given.device).set_(given), is_known)]
         if isinstance(given, (tuple, list)):
             return ["(", *(entry for item in given for entry in self._described(item, is_known)), ")"]
         if isinstance(given, dict):

@@ -264,3 +264,20 @@ class Moody(nn.Linear):
 def test_a_forward_that_differs_from_time_to_time_is_refused():
     with pytest.raises(ParseError, match=r"not what the forward runs by itself.*test_judge.py:\d+"):
         ogc.parse(Moody(4, 4), torch.randn(3, 4))
+
+
+class Flat(nn.Linear):
+    """Asks where its weight lies, as cuDNN's recurrent layers do."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            torch.empty(0).set_(self.weight.untyped_storage(), 0, (self.weight.numel(),), (1,))
+        return super().forward(x).relu()
+
+
+def test_memory_as_an_argument_is_not_written_out_byte_by_byte(monkeypatch):
+    def refused(storage):
+        raise AssertionError("this takes minutes for a weight on a GPU")
+
+    monkeypatch.setattr(torch.UntypedStorage, "__repr__", refused)
+    ogc.parse(Flat(4, 4), torch.randn(3, 4))
