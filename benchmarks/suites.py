@@ -151,7 +151,7 @@ CUDA = (
         "benchmark.py --device cuda:0 --compare --arch resnet50 densenet121 gpt2_small unet",
         "compare/cuda.json",
     ),
-    Run("time", "-m benchmarks.timing --device cuda:0", "time/cuda.json"),
+    Run("time", "-m benchmarks.timing --device cuda:0 --batch-factor 32", "time/cuda.json"),
 )
 
 SUITES = {

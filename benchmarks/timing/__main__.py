@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keeps = device.type == "cuda" or keep_freed_memory()
     words = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--resume"]
     command = shlex.join(["python", "-m", "benchmarks.timing", *words])
-    options = Options(device, given.profile, given.rounds, given.seconds)
+    options = Options(device, given.profile, given.rounds, given.seconds, given.batch_factor)
     with _quiet(), one_thread(), deterministic(device):
         environ = environment(command, device, options.seed, keeps)
         results = Results(given.json, {**environ, "profile": given.profile})
@@ -83,6 +83,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--resume", action="store_true", help="measure only what FILE, begun by the same command, lacks or failed")
     add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     add("--profile", choices=["auto", "estimate", "measure"], default="auto", help="how graphs are weighed")
+    add("--batch-factor", type=positive, default=1, metavar="N", help="more samples, for a large device")
     add("--rounds", type=positive, default=LEAST_ROUNDS, help="at least; default: %(default)s")
     add("--seconds", type=float, default=SECONDS, help="more rounds until these are over; default: %(default)s")
     return parser.parse_args(arguments)

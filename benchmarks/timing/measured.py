@@ -44,6 +44,7 @@ class Options:
     profile: str
     rounds: int
     seconds: float
+    batch_factor: int = 1
     seed: int = 0
 
 
@@ -58,7 +59,8 @@ class Timing:
         self.subject, self.options = subject, options
         torch.manual_seed(options.seed)
         self.model: nn.Module = subject.architecture.build().to(options.device).train()
-        self.inputs = subject.architecture.input.sample(subject.batch_size, subject.size).to(options.device)
+        batch_size = subject.batch_size * options.batch_factor
+        self.inputs = subject.architecture.input.sample(batch_size, subject.size).to(options.device)
         deterministic_if_possible(self.model, self.inputs)
         self.graph = ogc.parse(self.model, self.inputs, profile=options.profile)
         allocate_gradients(self.model)
