@@ -9,6 +9,8 @@ from pathlib import Path
 from . import summaries
 from .cells import MIB, Data, cut, in_order, mib, ratio, table
 from .suites import RESULTS, ROOT, SUITES
+from .timing.beside import beside_others
+from .timing.row import TimeRow
 
 START, END = "<!-- results -->\n", "<!-- end of results -->"
 
@@ -229,7 +231,7 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     ),
     (
         "Time: promised and paid",
-        "time/*.json",
+        "time/cpu*.json",
         "What plans promise and what a step then pays, as shares of the plain step: CPU seconds on one thread, "
         "all ways in turn, the median of the ratios within a round. *Blocks* and *selective* are "
         "`torch.utils.checkpoint` and its selective form on every block. The picture is beside the data.",
@@ -261,10 +263,12 @@ def write(folder: Path = RESULTS, suite: str = "full") -> Iterable[Path]:
 
 
 def on_gpus() -> tuple[str, ...]:
-    """The tables of docs/cuda.md: what was measured, and what is predicted."""
+    """The tables of docs/cuda.md: what was measured, least peaks and others beside, and what is predicted."""
     measured = files("cuda_published*.json")
     made_by = f"\n{_made_by(measured, 'cuda', True)}\n" if measured else "Not measured yet.\n"
-    return summaries.on_cuda(measured) + made_by, summaries.predicted(files("hollow.json"))
+    timed = [TimeRow.read(row) for run in files("time/cuda*.json") for row in run["rows"]]
+    beside = beside_others(timed) if timed else "Not measured yet.\n"
+    return summaries.on_cuda(measured) + made_by, beside, summaries.predicted(files("hollow.json"))
 
 
 def on_many_devices() -> str:

@@ -81,7 +81,7 @@ def test_it_says_where_it_was_measured(on_cpus):
 
 
 def test_what_was_measured_on_cuda_names_its_command_and_its_device():
-    measured, _ = on_gpus()
+    measured, *_ = on_gpus()
     assert "`python benchmark.py --suite cuda --only published`; " in measured and "NVIDIA H200, 16 cores" in measured
 
 
