@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from . import summaries
 from .cells import MIB, Data, cut, in_order, mib, ratio, table
 from .suites import RESULTS, ROOT, SUITES
+from .timing.aims import over_blocks
 from .timing.beside import beside_others
 from .timing.row import TimeRow
 
@@ -59,7 +61,11 @@ def _on_gpus() -> str:
     if not found:
         return ""
     devices = " and ".join(sorted({row["device"] for row in found}))
-    return f" On an {devices} it is [{ratio(found):.2f}](docs/cuda.md), with every peak as simulated."
+    beside = ""
+    if over := over_blocks(_timed_on_gpus()):
+        mean = geometric_mean(over.values())
+        beside = f"; in the memory of checkpointed blocks, plans pay {mean:.2f} of their overhead"
+    return f" On an {devices} it is [{ratio(found):.2f}](docs/cuda.md), with every peak as simulated{beside}."
 
 
 def _at_small_overheads() -> str:
@@ -266,9 +272,13 @@ def on_gpus() -> tuple[str, ...]:
     """The tables of docs/cuda.md: what was measured, least peaks and others beside, and what is predicted."""
     measured = files("cuda_published*.json")
     made_by = f"\n{_made_by(measured, 'cuda', True)}\n" if measured else "Not measured yet.\n"
-    timed = [TimeRow.read(row) for run in files("time/cuda*.json") for row in run["rows"]]
+    timed = _timed_on_gpus()
     beside = beside_others(timed) if timed else "Not measured yet.\n"
     return summaries.on_cuda(measured) + made_by, beside, summaries.predicted(files("hollow.json"))
+
+
+def _timed_on_gpus() -> list[TimeRow]:
+    return [TimeRow.read(row) for run in files("time/cuda*.json") for row in run["rows"]]
 
 
 def on_many_devices() -> str:

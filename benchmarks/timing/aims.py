@@ -99,10 +99,22 @@ def _nothing(rows: Mapping[str, TimeRow]) -> list[Finding]:
     return found
 
 
+def over_blocks(rows: Sequence[TimeRow]) -> dict[str, float]:
+    """By network, our overhead in the memory of checkpointed blocks over theirs.
+
+    Not where these need more memory than the plain step, which has no overhead.
+    """
+    ours, theirs = (
+        {row.arch: max(row.paid, LEAST_OVERHEAD) for row in rows if row.way == way and row.paid is not None}
+        for way in (OF_BLOCKS, BLOCKS)
+    )
+    useless = {row.arch for row in rows if row.way == BLOCKS and row.peak_bytes >= row.plain_bytes}
+    return {arch: ours[arch] / theirs[arch] for arch in ours if arch in theirs and arch not in useless}
+
+
 def _over_blocks(ours: Mapping[str, TimeRow], theirs: Mapping[str, TimeRow]) -> list[Finding]:
-    """Where checkpointed blocks need more than the plain step, the plain model has no overhead at their memory."""
     theirs = {arch: row for arch, row in theirs.items() if row.peak_bytes < row.plain_bytes}
-    quotients = {arch: _quotient(row, theirs[arch]) for arch, row in _timed(ours).items() if arch in theirs}
+    quotients = over_blocks([*ours.values(), *theirs.values()])
     if not quotients:
         return []
     mean = geometric_mean(quotients.values())
@@ -113,11 +125,6 @@ def _over_blocks(ours: Mapping[str, TimeRow], theirs: Mapping[str, TimeRow]) -> 
         Finding(f"{question}: geometric mean", len(quotients), f"{mean:.2f}", f"≤ {OF_BLOCKS_MEAN}",
                 ("the mean",) if mean > OF_BLOCKS_MEAN else ()),
     ]  # fmt: skip
-
-
-def _quotient(ours: TimeRow, theirs: TimeRow) -> float:
-    assert ours.paid is not None and theirs.paid is not None
-    return max(ours.paid, LEAST_OVERHEAD) / max(theirs.paid, LEAST_OVERHEAD)
 
 
 def _within_selective(ours: Mapping[str, TimeRow], theirs: Mapping[str, TimeRow]) -> list[Finding]:

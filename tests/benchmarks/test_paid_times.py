@@ -7,7 +7,7 @@ from statistics import geometric_mean, median
 import pytest
 
 from benchmarks.suites import RESULTS, ROOT
-from benchmarks.timing.aims import LEAST_OVERHEAD, MEDIAN_OFF, OF_BLOCKS_MEAN, WORST_OFF
+from benchmarks.timing.aims import MEDIAN_OFF, OF_BLOCKS_MEAN, WORST_OFF, over_blocks
 from benchmarks.timing.networks import SUBJECTS, TINY
 from benchmarks.timing.row import BLOCKS, NOTHING, OF_BLOCKS, OF_SELECTIVE, SELECTIVE, TimeRow
 
@@ -49,16 +49,10 @@ def test_a_step_pays_what_its_plan_promises(device):
 
 @on_both
 def test_at_the_memory_of_others_plans_pay_less(device):
-    pairs = [[by_network(device, way) for way in ways] for ways in ((OF_BLOCKS, BLOCKS), (OF_SELECTIVE, SELECTIVE))]
-    for ours, theirs in pairs:
+    for our_way, their_way in ((OF_BLOCKS, BLOCKS), (OF_SELECTIVE, SELECTIVE)):
+        ours, theirs = by_network(device, our_way), by_network(device, their_way)
         assert len(ours) > 0.7 * NETWORKS[device] and all(row.paid < theirs[arch].paid for arch, row in ours.items())
-    ours, blocks = pairs[0]
-    shares = [
-        max(row.paid, LEAST_OVERHEAD) / max(blocks[arch].paid, LEAST_OVERHEAD)
-        for arch, row in ours.items()
-        if blocks[arch].peak_bytes < row.plain_bytes
-    ]
-    assert geometric_mean(shares) <= OF_BLOCKS_MEAN
+    assert geometric_mean(over_blocks(ROWS[device]).values()) <= OF_BLOCKS_MEAN
 
 
 @pytest.mark.parametrize("row", [*ROWS["cpu"], *ROWS["cuda"]], ids=lambda row: f"{row.arch}, {row.device}: {row.way}")

@@ -1,5 +1,7 @@
 """What is recorded is what eager runs: the model cannot tell that it is looked at, and everyday code is planned."""
 
+import copy
+
 import pytest
 import torch
 from helpers import assert_same_training, forced
@@ -150,6 +152,26 @@ def test_memory_that_is_read_past_autograd_has_no_gradient():
     optimised = ogc.optimize(model, X)
     assert not any(target.startswith("leaf") for target in targets(optimised.graph))
     assert_same_training(model, optimised, (X,))
+
+
+class ReadsStorage(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            weight = torch.empty(0).set_(self.weight.untyped_storage(), 0, (6, 6), (6, 1))
+        return F.linear(x, weight) + super().forward(x)
+
+
+def test_memory_that_is_reached_through_its_storage_makes_a_leaf():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), ReadsStorage(6, 6), nn.Sigmoid(), nn.Linear(6, 6))
+    optimised = ogc.optimize(model, X)
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    assert_same_training(model, optimised, (X,))
+    twin = copy.deepcopy(optimised)
+    with torch.no_grad():
+        twin[2].weight.mul_(3)
+    assert_same_training(nn.Sequential(*twin), twin, (X,))
+    with pytest.raises(ParseError, match=r"through its storage at test_as_eager.py:\d+"):
+        ogc.parse(ReadsStorage(6, 6), X)
 
 
 # -- everyday code ------------------------------------------------------------------------------------------------

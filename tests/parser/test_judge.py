@@ -280,4 +280,4 @@ def test_memory_as_an_argument_is_not_written_out_byte_by_byte(monkeypatch):
         raise AssertionError("this takes minutes for a weight on a GPU")
 
     monkeypatch.setattr(torch.UntypedStorage, "__repr__", refused)
-    ogc.parse(Flat(4, 4), torch.randn(3, 4))
+    ogc.parse(nn.Sequential(nn.Linear(4, 4), Flat(4, 4)), torch.randn(3, 4))

@@ -23,6 +23,12 @@ from .tensors import Tensors
 _casting: set[OpOverload] = set()
 """Operators that are made of such as autocast casts: where it is on, they are written down in parts."""
 
+OPAQUE = {
+    torch.Generator: "draws from a torch.Generator of its own",
+    torch.UntypedStorage: "reaches a tensor through its storage",
+}
+"""Arguments of operators that are another object, or another's, the next time."""
+
 
 class Read(NamedTuple):
     """One read of a tensor's content by Python."""
@@ -120,8 +126,9 @@ class Recorder:
                 self.tensors.constant(tensors[0], is_fresh=True)
             given = self._nodes(args), self._nodes(kwargs)
             states = [Before(t, writes_of(t), t.requires_grad, has_history(t)) for t in tensors]
-            if any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
-                self.refuse(f"draws from a torch.Generator of its own at {user_line()}")
+            for kind, why in OPAQUE.items():
+                if any(isinstance(x, kind) for x in (*args, *kwargs.values())):
+                    self.refuse(f"{why} at {user_line()}")
         self.saved.clear()
         result = self._run(call)
         with unseen():
