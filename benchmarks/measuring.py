@@ -7,6 +7,7 @@ model or anything called like it that trains the same parameters.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import platform
@@ -244,6 +245,14 @@ def environment(command: str, device: torch.device, seed: int, keeps_freed_memor
         },
         "seed": seed,
     }
+
+
+def code_digest() -> str:
+    """What the library's files say, and which torch runs them, in short."""
+    content = hashlib.sha256(torch.__version__.encode())
+    for path in sorted(Path(ogc.__file__).parent.rglob("*.py")):
+        content.update(path.read_bytes())
+    return content.hexdigest()[:10]
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

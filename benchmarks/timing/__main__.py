@@ -30,6 +30,7 @@ import torch
 import ogc
 from benchmarks.arguments import positive
 from benchmarks.measuring import (
+    code_digest,
     deterministic,
     device_name,
     environment,
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = Options(device, given.profile, given.rounds, given.seconds, given.batch_factor)
     with _quiet(), one_thread(), deterministic(device):
         environ = environment(command, device, options.seed, keeps)
-        results = Results(given.json, {**environ, "profile": given.profile})
+        results = Results(given.json, {**environ, "profile": given.profile, "code": code_digest()})
         if given.resume and (refusal := results.resume()):
             print(refusal, file=sys.stderr)
             return 2

@@ -12,7 +12,6 @@ What a family needs is said in benchmarks/zoo/models/; the largest of torchvisio
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import multiprocessing
@@ -29,8 +28,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring import environment, write_json
-from benchmarks.suites import RESULTS, ROOT
+from benchmarks.measuring import code_digest, environment, write_json
+from benchmarks.suites import RESULTS
 from benchmarks.zoo.models import FAMILIES, Build, family
 from benchmarks.zoo.table import brief, summary, table
 from benchmarks.zoo.training import SEED, STEPS, row_of
@@ -48,7 +47,7 @@ def main() -> int:
         return 0
     path = options.json or (None if options.plain_only else RESULTS / "zoo" / f"{options.family}.json")
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]} if path and path.exists() else {}
-    code = _code()
+    code = code_digest()
     for name in names:
         if not options.again and _is_done(rows.get(name, {}), code, options.plain_only):
             continue
@@ -83,14 +82,6 @@ def _quiet() -> None:
     logging.disable(logging.ERROR)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whatever wants to be downloaded fails at once
     torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def _code() -> str:
-    """What the library's files say, in short."""
-    content = hashlib.sha256(torch.__version__.encode())
-    for path in sorted((ROOT / "ogc").rglob("*.py")):
-        content.update(path.read_bytes())
-    return content.hexdigest()[:10]
 
 
 def _in_own_process(build: Build, options: argparse.Namespace) -> dict[str, Any]:

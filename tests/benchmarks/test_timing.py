@@ -228,12 +228,15 @@ def test_what_failed_or_was_not_installed_or_is_not_whole_is_measured_again(tmp_
     assert resumed.items == ITEMS
 
 
-def test_a_file_of_another_run_is_not_gone_on_with(lstm_and_llama, capsys):
+def test_a_file_of_another_run_is_not_gone_on_with(lstm_and_llama, monkeypatch, capsys):
     run, path = lstm_and_llama
     assert run("--rounds", "3") == 0
     before = path.read_bytes()
     assert run("--resume") == 2 and path.read_bytes() == before
     assert "is of another command; move it away" in capsys.readouterr().err
+    monkeypatch.setattr(command, "code_digest", lambda: "changed")
+    assert run("--rounds", "3", "--resume") == 2 and path.read_bytes() == before
+    assert "is of another code; move it away" in capsys.readouterr().err
     assert command.main(["lstm", "--device", "cpu", "--resume"]) == 2
     assert "--json, which is not given" in capsys.readouterr().err
 
