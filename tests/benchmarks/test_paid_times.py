@@ -21,7 +21,7 @@ MISSED = {
     "cuda": {"swin_t", "llama", "regnet_y_400mf", "mobilenet_v3_large"},
 }
 """Where a plan is further off. Of the tiny network, what Python finds in the caches decides. The others on a CPU were
-timed on a virtual machine on which two plain steps are up to 2.4 points apart, and plans of GPT-2 with one promise and
+timed on a virtual machine on which two plain steps are up to 3.0 points apart, and plans of GPT-2 with one promise and
 one peak paid 3.7 to 7.1 %; those on a GPU are bound by the host, whose steps vary by as much."""
 
 NETWORKS = {"cpu": len(SUBJECTS), "cuda": 15}
