@@ -173,11 +173,12 @@ def test_a_network_that_is_not_installed_is_a_row_and_one_that_fails_loses_no_ot
 def test_a_run(tmp_path, capsys):
     path = tmp_path / "time" / "cpu.json"
     given = ["--device", "cpu", "--rounds", "1", "--seconds", "0", "--profile", "estimate", "--json", str(path)]
-    assert command.main([TINY, *given]) == 0
+    assert command.main([TINY, *given, "--batch-factor", "2"]) == 0
     data = json.loads(path.read_text())
     assert {"command", "versions", "machine", "profile", "failed", "items", "rows"} <= data.keys()
     assert (data["machine"]["threads"], data["failed"]) == (1, [])
     found = [TimeRow.read(values) for values in data["rows"]]
+    assert {r.input_shape for r in found} == {(4, 4, 4, 4)}
     ways = {r.way for r in found if r.arch == TINY}
     assert ways == {
         *(PLAIN, NOTHING, "memory 0.7", "memory 0.45", "overhead 0.2", BLOCKS, SELECTIVE, OF_BLOCKS, OF_SELECTIVE)
