@@ -337,23 +337,25 @@ def reason(error: str) -> str:
 
 
 def timing(runs: Sequence[Data]) -> str:
-    """A row for each question, of each device; below it what misses the aims, and the picture."""
+    """A row for each question; in it what misses the aim."""
     cells = []
     for run in runs:
-        items, device = run.get("items"), run["machine"]["device"]
+        items = run.get("items")
         answers = findings([TimeRow.read(row) for row in run["rows"]], items and Items.read(items))
-        where = "" if len(runs) == 1 else f"{device}: "
-        cells += [[f"{where}{a.question}", a.of, a.found, a.aim or "–", _first(a.missed)] for a in answers]
+        cells += [[a.question, a.of, a.found, a.aim or "–", _first(a.missed)] for a in answers]
     return table("question | of | found | aim | misses it", cells)
 
 
-MISSES = 2
-"""Networks that are named in a cell; the run prints all of them."""
+MISSES = 4
+"""Networks that are named in a cell; the run prints all of them, and all of their rows."""
 
 
 def _first(missed: Sequence[str]) -> str:
-    named = "; ".join(text.replace("|", "/") for text in missed[:MISSES])
-    return (named + (f" and {len(missed) - MISSES} more" if len(missed) > MISSES else "")) or "–"
+    worst: dict[str, str] = {}
+    for text in missed:
+        worst.setdefault(re.split(r"[, ]", text)[0], text.replace("|", "/"))
+    more = f" and {len(worst) - MISSES} more" if len(worst) > MISSES else ""
+    return ("; ".join(list(worst.values())[:MISSES]) + more) or "–"
 
 
 CLOSE = 0.05

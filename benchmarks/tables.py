@@ -64,7 +64,7 @@ def _on_gpus() -> str:
     beside = ""
     if over := over_blocks(_timed_on_gpus()):
         mean = geometric_mean(over.values())
-        beside = f"; in the memory of checkpointed blocks, plans pay {mean:.2f} of their overhead"
+        beside = f"; in the memory of checkpointed blocks, plans pay {mean:.2f} of their overhead (geometric mean)"
     return f" On an {devices} it is [{ratio(found):.2f}](docs/cuda.md), with every peak as simulated{beside}."
 
 
@@ -223,14 +223,14 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         "What each part of the search gains",
         "ablation.json",
         "By how much the allocator's peak is higher without it, least, most, median: plans within plans; values that a "
-        "recomputed segment keeps; values that are made again from a cheaper one. The last row is the best of six "
-        "other orders of the operations, in which gradients would be added up otherwise.",
+        "recomputed segment keeps; values made again from a cheaper one. The last row is the best of six "
+        "other orders of the operations, which add gradients up otherwise.",
         summaries.ablation,
     ),
     (
         "Other people's models",
         "zoo/*.json",
-        "The least peak, without any limit to what is recomputed, of models built from their configurations with small "
+        "The least peak, whatever is recomputed, of models built from their configurations with small "
         "inputs; three training steps compared bit by bit. *Plain cannot*: the plain model does not train, or "
         "differs from itself.",
         summaries.zoo,
@@ -238,9 +238,8 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
     (
         "Time: promised and paid",
         "time/cpu*.json",
-        "What plans promise and what a step then pays, as shares of the plain step: CPU seconds on one thread, "
-        "all ways in turn, the median of the ratios within a round. *Blocks* and *selective* are "
-        "`torch.utils.checkpoint` and its selective form on every block. The picture is beside the data.",
+        "What plans promise and a step pays, as shares of the plain step: CPU seconds on one thread, all ways in turn, "
+        "the median of the ratios within a round. *Blocks* and *selective*: torch's checkpoints on every block.",
         summaries.timing,
     ),
     (
@@ -269,7 +268,7 @@ def write(folder: Path = RESULTS, suite: str = "full") -> Iterable[Path]:
 
 
 def on_gpus() -> tuple[str, ...]:
-    """The tables of docs/cuda.md: what was measured, least peaks and others beside, and what is predicted."""
+    """The tables of docs/cuda.md: least peaks, others beside, and what is predicted."""
     measured = files("cuda_published*.json")
     made_by = f"\n{_made_by(measured, 'cuda', True)}\n" if measured else "Not measured yet.\n"
     timed = _timed_on_gpus()

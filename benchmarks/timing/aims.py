@@ -55,7 +55,7 @@ def findings(rows: Sequence[TimeRow], items: Items | None) -> list[Finding]:
     return [
         *_promises([row for row in rows if row.promised is not None]),
         *_nothing(_timed(by_way.get(NOTHING, {}))),
-        *_over_blocks(by_way.get(OF_BLOCKS, {}), _timed(by_way.get(BLOCKS, {}))),
+        *_over_blocks(rows),
         *_within_selective(by_way.get(OF_SELECTIVE, {}), _timed(by_way.get(SELECTIVE, {}))),
         *_repeated(_timed(by_way.get(PLAIN, {}))),
         *_items(items),
@@ -100,21 +100,24 @@ def _nothing(rows: Mapping[str, TimeRow]) -> list[Finding]:
 
 
 def over_blocks(rows: Sequence[TimeRow]) -> dict[str, float]:
-    """By network, our overhead in the memory of checkpointed blocks over theirs.
-
-    Not where these need more memory than the plain step, which has no overhead.
-    """
-    ours, theirs = (
-        {row.arch: max(row.paid, LEAST_OVERHEAD) for row in rows if row.way == way and row.paid is not None}
-        for way in (OF_BLOCKS, BLOCKS)
-    )
-    useless = {row.arch for row in rows if row.way == BLOCKS and row.peak_bytes >= row.plain_bytes}
-    return {arch: ours[arch] / theirs[arch] for arch in ours if arch in theirs and arch not in useless}
+    """By network, our overhead in the memory of checkpointed blocks over theirs."""
+    ours, theirs = _with_blocks(rows)
+    return {arch: _counted(row) / _counted(theirs[arch]) for arch, row in _timed(ours).items() if arch in theirs}
 
 
-def _over_blocks(ours: Mapping[str, TimeRow], theirs: Mapping[str, TimeRow]) -> list[Finding]:
-    theirs = {arch: row for arch, row in theirs.items() if row.peak_bytes < row.plain_bytes}
-    quotients = over_blocks([*ours.values(), *theirs.values()])
+def _counted(row: TimeRow) -> float:
+    return max(row.paid or 0.0, LEAST_OVERHEAD)
+
+
+def _with_blocks(rows: Sequence[TimeRow]) -> tuple[dict[str, TimeRow], dict[str, TimeRow]]:
+    """Plans in the memory of checkpointed blocks, and these where they need less than the plain step, which is free."""
+    ours, theirs = ({row.arch: row for row in rows if row.way == way} for way in (OF_BLOCKS, BLOCKS))
+    return ours, {arch: row for arch, row in _timed(theirs).items() if row.peak_bytes < row.plain_bytes}
+
+
+def _over_blocks(rows: Sequence[TimeRow]) -> list[Finding]:
+    ours, theirs = _with_blocks(rows)
+    quotients = over_blocks(rows)
     if not quotients:
         return []
     mean = geometric_mean(quotients.values())

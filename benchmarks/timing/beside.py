@@ -20,8 +20,8 @@ def beside_others(rows: Sequence[TimeRow]) -> str:
     cells = []
     for arch, ways in by_network.items():
         plain = ways[PLAIN]
-        size, step = "×".join(map(str, plain.input_shape)), f"{plain.plain_seconds * 1e3:.0f} ms"
-        cells.append([arch, size, step, mib(plain.plain_bytes), *(_cell(ways.get(way)) for way in SHOWN)])
+        step, cut = f"{plain.plain_seconds * 1e3:.0f} ms", (_cell(ways.get(way)) for way in SHOWN)
+        cells.append([arch, plain.size, step, mib(plain.plain_bytes), *cut])
     off = [abs(row.off) * 100 for row in rows if row.promised is not None]
     return (
         f"{table('model | input | plain step | plain | blocks | ogc in no more | selective | ogc in no more', cells)}\n"

@@ -66,6 +66,11 @@ class TimeRow:
         return not self.differs
 
     @property
+    def size(self) -> str:
+        """That of the batch."""
+        return "×".join(map(str, self.input_shape))
+
+    @property
     def off(self) -> float:
         """How much more is paid than promised; 0 where nothing was promised."""
         return 0.0 if self.promised is None or self.paid is None else self.paid - self.promised
@@ -131,7 +136,7 @@ def printed(rows: Sequence[TimeRow]) -> str:
 def _cells(row: TimeRow) -> list[str]:
     return [
         row.arch,
-        "×".join(map(str, row.input_shape)),
+        row.size,
         row.way,
         "-" if row.promised is None else f"{row.promised:+.1%}",
         f"{row.paid:+.1%}",

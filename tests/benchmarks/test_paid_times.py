@@ -20,9 +20,9 @@ MISSED = {
     "cpu": {TINY, "gpt2_small", "resnext50_32x4d", "shufflenet_v2_x1_0"},
     "cuda": {"swin_t", "llama", "regnet_y_400mf", "mobilenet_v3_large"},
 }
-"""Where a plan is further off. Of the tiny network, what Python finds in the caches decides. The others on a CPU were
-timed on a virtual machine on which two plain steps are up to 3.0 points apart, and plans of GPT-2 with one promise and
-one peak paid 3.7 to 7.1 %; those on a GPU are bound by the host, whose steps vary by as much."""
+"""Where a promise is further off than it may be: expected to fail. Of the tiny network, what Python finds in the caches
+decides. The others on a CPU were timed on a virtual machine on which two plain steps are up to 3.0 points apart; on the
+GPU the middle half of their plans' rounds is up to 23 points wide."""
 
 NETWORKS = {"cpu": len(SUBJECTS), "cuda": 15}
 
@@ -40,11 +40,22 @@ def test_every_network_was_measured(device):
 
 
 @on_both
-def test_a_step_pays_what_its_plan_promises(device):
+def test_a_step_pays_what_its_plan_promises_in_the_median(device):
     planned = [row for row in ROWS[device] if row.promised is not None]
     assert len(planned) > 5 * NETWORKS[device] and all(row.is_bitwise for row in planned)
     assert median(abs(row.off) for row in planned) <= MEDIAN_OFF
-    assert {row.arch for row in planned if abs(row.off) > WORST_OFF} == MISSED[device]
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        pytest.param(device, name, marks=pytest.mark.xfail(strict=True) if name in MISSED[device] else ())
+        for device in ROWS
+        for name in by_network(device, NOTHING)
+    ],
+)
+def test_the_worst_promise_of_a_network_is_kept(device, name):
+    assert all(abs(row.off) <= WORST_OFF for row in ROWS[device] if row.arch == name)
 
 
 @on_both
