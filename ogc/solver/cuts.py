@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..graph import Graph
 from .costs import Ints, boundary_bytes
@@ -23,11 +24,14 @@ COARSER = 4
 ALL = 210
 """Cuts up to which one grid is enough, in which a stretch may reach as far as it likes."""
 
-MOST = 80
+MOST = 128
 """Cuts of the coarsest of several grids, over all of which a stretch may reach: below ``ALL``, as there are others."""
 
 CONTEXT = 8
 """Operations on either side of cuts that are the same where they are alike."""
+
+AT_ONCE = 8
+"""Of the cuts that are too many, one in so many is dropped at once."""
 
 GOLDEN = (np.sqrt(5) - 1) / 2
 """The fractions of its multiples are spread evenly, however many there are."""
@@ -39,6 +43,20 @@ class CutGrid:
 
     chosen: Ints
     reach: int
+
+
+def distinct(graph: Graph) -> Ints:
+    """The cuts of a graph, one of those between which nothing is made or saved: the first of the narrowest.
+
+    Such as in front of a view, and between it and what reads it. The backward of a view at the beginning of a segment
+    comes when what the segment saved is gone.
+    """
+    cuts = np.array(graph.cuts)
+    works = [bool(op.writes or op.saves or op.internal_bytes or op.scratch_bytes) for op in graph.operations]
+    idle = np.diff(np.cumsum([0, *works])[cuts]) == 0  # from each cut to the next
+    narrower = np.diff(boundary_bytes(graph)[cuts]) < 0
+    dropped = np.append(idle & narrower, False) | np.insert(idle & ~narrower, 0, False)
+    return np.asarray(cuts[~dropped | np.isin(cuts, (0, graph.end, len(graph)))])
 
 
 def choose_grids(graph: Graph, cuts: Ints) -> list[CutGrid]:
@@ -54,19 +72,33 @@ def choose_grids(graph: Graph, cuts: Ints) -> list[CutGrid]:
 def thinned(graph: Graph, cuts: Ints, finer: CutGrid, count: int) -> Ints:
     """``count`` cuts of the finer grid, none further from the next than that grid reaches.
 
-    A third of them lies around the operations that need the most bytes by themselves. The others are what is
-    left when those are dropped, one by one, that save little time for their width.
+    What is left when those are dropped that are worth least. For the root of its width, a cut is worth the time from
+    the last to the next that is no wider: between the two, no other place is as good.
     """
-    seconds = np.cumsum([0.0, *(op.forward_seconds for op in graph.operations)])[cuts[finer.chosen]]
-    widths = np.sqrt(1.0 + boundary_bytes(graph)[cuts[finer.chosen]])
-    stays = np.isin(finer.chosen, _around_the_largest(graph, cuts, count // 3))
-    chosen = np.arange(len(finer.chosen))
-    while len(chosen) > count:
-        before, here, after = chosen[:-2], chosen[1:-1], chosen[2:]
-        worth = (seconds[after] - seconds[before]) / widths[here]
-        worth[stays[here] | (after - before > finer.reach)] = np.inf
-        chosen = np.delete(chosen, 1 + int(np.argmin(worth)))
-    return np.asarray(finer.chosen[chosen])
+    places = cuts[finer.chosen]
+    seconds = np.cumsum([0.0, *(op.forward_seconds for op in graph.operations)])[places]
+    widths = 1.0 + boundary_bytes(graph)[places]
+    left = np.arange(len(places))
+    while len(left) > count:
+        last, after = _no_wider(widths[left]), len(left) - 1 - _no_wider(widths[left[::-1]])[::-1]
+        worth = ((seconds[left[after]] - seconds[left[last]]) / np.sqrt(widths[left]))[1:-1]
+        worth[left[2:] - left[:-2] > finer.reach] = np.inf
+        dropped = np.zeros(len(left), bool)
+        dropped[1 + np.argsort(worth, kind="stable")[: -(-(len(left) - count) // AT_ONCE)]] = True
+        dropped[1:] &= ~dropped[:-1]  # what a cut is worth changes as those beside it are dropped
+        left = left[~dropped]
+    return np.asarray(finer.chosen[left])
+
+
+def _no_wider(widths: NDArray[np.floating[Any]]) -> Ints:
+    """For each cut, the last before it that is no wider, or else the first."""
+    found, narrower = np.zeros(len(widths), np.int64), [0]
+    for cut, width in enumerate(widths.tolist()):
+        while len(narrower) > 1 and widths[narrower[-1]] > width:
+            narrower.pop()
+        found[cut] = narrower[-1]
+        narrower.append(cut)
+    return found
 
 
 def narrowest(graph: Graph, cuts: Ints, count: int) -> list[int]:

@@ -16,7 +16,7 @@ from ..plan.decisions import Decisions, Segment
 from ..plan.simulate import lower_bound
 from .costs import Ints
 from .cut_search import ROUGH_LABELS, CutSearch
-from .cuts import alike, narrowest
+from .cuts import alike, distinct, narrowest
 from .local_search import Candidate, drop_one_by_one, finest, front_of, weigh
 from .paths import LABELS, NEAR_ENOUGH
 from .selective import selective
@@ -45,6 +45,9 @@ MOST_SECOND_CUTS = 350
 AROUND = 2
 NEAR_VOTE = 0.1
 """Cuts on either side of one that a plan uses that are looked at too, and what they count beside it."""
+
+NEAR_LEAST = 1.1
+"""Ratio of a peak to what some operation takes by itself up to which the plan with the least peak is looked at too."""
 
 ROUNDS = 3
 FURTHER = 0.93
@@ -93,11 +96,14 @@ class Search:
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
         found = self._fitting(peak, self._some_cuts)
-        if self._some_cuts is not self._all_cuts:
-            found = self._faster(found, peak) if found else self._fitting(peak, self._all_cuts)
-        if found is None and self.least_peak.peak_bytes <= peak:
-            return self.least_peak
-        return found
+        if found and self._some_cuts is not self._all_cuts:
+            found = self._faster(found, peak)
+        # If so few plans fit, all cuts can be looked at, and the one with the least peak may be as fast.
+        few = not found or found.seconds > self.graph.forward_seconds or peak < NEAR_LEAST * lower_bound(self.graph)
+        if few and self._some_cuts is not self._all_cuts:
+            self._fitting(peak, self._all_cuts)
+        known = [*self.seen.values(), *([self.least_peak] if few else [])]
+        return min((c for c in known if c.peak_bytes <= peak), key=_by_time, default=None)
 
     def _faster(self, found: Candidate, peak: int) -> Candidate:
         """The fastest plan within ``peak`` bytes between cuts like those of one that was found, or that one."""
@@ -126,6 +132,8 @@ class Search:
         if self._saved.seconds > seconds:
             return None
         if self._some_cuts is self._all_cuts:
+            if self.least_peak.seconds <= seconds:
+                return self.least_peak
             low = self.least_peak.peak_bytes, self.least_peak.seconds
             low = self._narrow(low, self._saved, seconds, self._all_cuts, PEAKS)
             found = self._best_within(seconds)
@@ -139,9 +147,9 @@ class Search:
             self._narrow_further(low, before, seconds)
             if self._best_within(seconds).peak_bytes > (1 - CLOSE) * before.peak_bytes:
                 break
-        if low[1] == np.inf and self.least_peak.seconds <= seconds:
-            return self.least_peak
-        return self._best_within(seconds)
+        found = self._best_within(seconds)
+        near = low[1] == np.inf or found.peak_bytes < WIDEST * lower_bound(self.graph)
+        return min(found, self.least_peak) if near and self.least_peak.seconds <= seconds else found
 
     def _narrow_further(self, low: Known, found: Candidate, seconds: float) -> None:
         """Look at peaks below that of a plan between cuts like those that it uses."""
@@ -212,7 +220,7 @@ class Search:
     def _all_cuts(self) -> CutSearch:
         """Plans between all cuts, or as many as a program of this length allows."""
         most = min(MAX_CUTS, max(MIN_CUTS, MAX_CELLS // max(1, len(self.graph))))
-        return CutSearch(self.graph, narrowest(self.graph, np.array(self.graph.cuts), most))
+        return CutSearch(self.graph, narrowest(self.graph, distinct(self.graph), most))
 
     @property
     def _few(self) -> int:

@@ -1,6 +1,7 @@
 """Stacks of equal layers as graphs."""
 
 import random
+from dataclasses import replace
 
 from ogc import Graph, Operation, Value
 
@@ -31,3 +32,13 @@ def stack(seed, layers, length=12, almost=0.0):
         )
     values = (Value(f"v{t}", kinds[t % length][0], t == layers * length - 1) for t in range(layers * length))
     return Graph(tuple(operations), tuple(values))
+
+
+def with_views(graph, seed):
+    """The graph with up to two views in front of what reads a value."""
+    rng, operations = random.Random(seed), []
+    for op in graph.operations:
+        for v in op.reads:
+            operations += rng.randrange(3) * [Operation("view", reads=(v,), backward_bytes=rng.randrange(60))]
+        operations.append(op)
+    return replace(graph, operations=tuple(operations))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from stacks import stack
+from stacks import stack, with_views
 
 import ogc
 from ogc.plan import plain_plan
@@ -88,8 +88,25 @@ def test_a_budget_near_the_least_peak_is_met_with_all_cuts(few_cuts):
     assert plan.peak_bytes <= least.peak_bytes
 
 
-def test_more_time_than_the_least_peak_takes_buys_the_least_peak(few_cuts):
-    graph = stack(1, layers=16)
+@pytest.mark.parametrize("seed", [1, 4])
+def test_views_take_no_memory(seed):
+    graph = stack(seed, layers=16)
+    assert ogc.solve(with_views(graph, seed)).peak_bytes == ogc.solve(graph).peak_bytes
+
+
+@pytest.mark.parametrize("seed", [5, 7])
+def test_a_budget_that_the_least_peak_fits_takes_no_more_time(seed):
+    graph = with_views(stack(seed, layers=16), seed)
+    least = ogc.solve(graph)
+    for more in (1.0, 1.02):
+        plan = ogc.solve(graph, memory_budget=int(more * least.peak_bytes))
+        assert plan.recomputed_seconds <= least.recomputed_seconds
+
+
+@pytest.mark.parametrize("few", [80, 10**9])
+def test_more_time_than_the_least_peak_takes_buys_the_least_peak(few, monkeypatch):
+    monkeypatch.setattr(search, "FEW_CUTS", few)
+    graph = with_views(stack(1, layers=16), seed=1)
     least = ogc.solve(graph)
     assert ogc.solve(graph, max_overhead=1.01 * least.overhead).peak_bytes == least.peak_bytes
 

@@ -11,6 +11,7 @@ import pytest
 from helpers import chain, random_decisions, random_graph, random_plans
 from interval_oracle import all_flat_plans, flat_segments, weigh
 from oracles import every_tree
+from stacks import with_views
 
 import ogc
 from ogc.errors import InputError, PlanError, SolveError
@@ -20,7 +21,7 @@ from ogc.plan.schedule import Schedule
 from ogc.plan.simulate import Memory, lower_bound, plain_peak, replay, simulate
 from ogc.solver import LEAST_PEAK, search
 from ogc.solver.costs import NEVER, SegmentCosts, boundary_bytes
-from ogc.solver.cuts import CutGrid, choose_grids, narrowest
+from ogc.solver.cuts import CutGrid, choose_grids, distinct, narrowest
 from ogc.solver.nested import NestedTable
 from ogc.solver.outer_level import OuterLevel
 
@@ -274,6 +275,26 @@ def test_a_long_program_is_cut_at_narrow_places_and_around_its_largest_operation
     assert max(np.diff(cuts)) <= 2 * (-(-100 // (count - count // 10 - 6)))
     widths = boundary_bytes(graph)
     assert np.median(widths[cuts]) <= np.median(widths)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nothing_is_lost_without_the_cuts_behind_which_nothing_is_made_or_saved(seed):
+    graph = with_views(random_graph(seed, most=14), seed)
+    every, few = (OuterLevel(SegmentCosts(graph, cuts).costs()) for cuts in (graph.cuts, distinct(graph).tolist()))
+    assert set(few.cuts) <= set(every.cuts)
+    least = every.least_peak()
+    assert few.least_peak() == least
+    for peak in (least, 6 * least // 5, 3 * least // 2):
+        seconds = [simulate(graph, level.fastest(peak)).recomputed_seconds for level in (every, few)]
+        assert seconds[1] <= seconds[0]
+
+
+def test_a_coarser_grid_has_the_narrow_places_between_layers():
+    graph = chain([1, 8, 9, 7, 8, 9] * 80)
+    coarser = choose_grids(graph, np.arange(len(graph) + 1))[-1]
+    widths = boundary_bytes(graph)
+    assert len(coarser.chosen) < len(graph) / 2
+    assert set(np.flatnonzero(widths == 1)) <= set(coarser.chosen)
 
 
 @pytest.mark.parametrize("length", [300, 1000, 5000])

@@ -25,7 +25,7 @@ from .prices import Priced, Seconds, Segments, at_the_end, raised
 TimeOfSegments = Callable[[Ints, Ints], Seconds]
 """From the numbers of segments and the bytes kept before each."""
 
-LABELS = 80_000
+LABELS = 30_000
 """Labels that are kept over all cuts; a cut whose share is exceeded thins its front. Time and memory grow with them."""
 
 SLACK = (0.004, 0.012, 0.04, 0.07, 0.12, 0.4, np.inf)
