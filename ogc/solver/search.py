@@ -47,7 +47,9 @@ NEAR_VOTE = 0.1
 """Cuts on either side of one that a plan uses that are looked at too, and what they count beside it."""
 
 NEAR_LEAST = 1.1
-"""Ratio of a peak to what some operation takes by itself up to which the plan with the least peak is looked at too."""
+PERHAPS_LEAST = 2.0
+"""Ratios of a peak to what some operation takes by itself up to which the plan with the least peak is looked at too: of
+a budget, and of the plan that was found for a time in a long program."""
 
 ROUNDS = 3
 FURTHER = 0.93
@@ -148,7 +150,7 @@ class Search:
             if self._best_within(seconds).peak_bytes > (1 - CLOSE) * before.peak_bytes:
                 break
         found = self._best_within(seconds)
-        near = low[1] == np.inf or found.peak_bytes < WIDEST * lower_bound(self.graph)
+        near = low[1] == np.inf or found.peak_bytes < PERHAPS_LEAST * lower_bound(self.graph)
         return min(found, self.least_peak) if near and self.least_peak.seconds <= seconds else found
 
     def _narrow_further(self, low: Known, found: Candidate, seconds: float) -> None:

@@ -103,8 +103,14 @@ def test_a_budget_that_the_least_peak_fits_takes_no_more_time(seed):
         assert plan.recomputed_seconds <= least.recomputed_seconds
 
 
+def test_more_time_than_the_least_peak_takes_buys_the_least_peak(few_cuts):
+    graph = stack(1, layers=16)
+    least = ogc.solve(graph)
+    assert ogc.solve(graph, max_overhead=1.01 * least.overhead).peak_bytes == least.peak_bytes
+
+
 @pytest.mark.parametrize("few", [80, 10**9])
-def test_more_time_than_the_least_peak_takes_buys_the_least_peak(few, monkeypatch):
+def test_so_it_does_between_all_cuts_and_beside_views(few, monkeypatch):
     monkeypatch.setattr(search, "FEW_CUTS", few)
     graph = with_views(stack(1, layers=16), seed=1)
     least = ogc.solve(graph)
