@@ -21,13 +21,11 @@ import torch
 from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
-from ..program.leaf import called_leaves
 from ..program.structures import Call
 from ..runtime.calls.report import Calls, Report
 from ..runtime.compiling import kept_from_compiling
 from ..runtime.module import copied, instance_around, planned_forward
 from ..runtime.runner import Planner, Runner, log, plain_because
-from ..torch_state.attributes import WatchedAttributes
 from ..torch_state.forwards import original_class
 from ..torch_state.no_trace import is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
@@ -43,13 +41,9 @@ class Twin:
         self.module = module
         self.planned = planned
         self.runner = runner
-        self.attributes = WatchedAttributes(module, _leaves(runner))
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the part, hooks and all."""
-        if (changed := self.attributes.first_changed(self.module)) is not None:
-            self.runner.ran_plain(f"the attribute {changed} is another than when it was planned", is_told=True)
-            return own_call(self.module)(*args, **kwargs)
         if not any(hooks_of(self.module)) and not has_global_hooks():
             return own_call(self.planned)(*args, **kwargs)
         return _behind_hooks(self.module, self.planned.forward, args, kwargs)
@@ -75,11 +69,6 @@ def _behind_hooks(
         return own_call(module)(*args, **kwargs)
     finally:
         attributes.pop("forward", None)
-
-
-def _leaves(runner: Runner) -> set[str]:
-    graphs = [variant.graph.program.graph for variant in runner.variants if variant.graph is not None]
-    return {leaf for graph in graphs for leaf in called_leaves(graph)}
 
 
 def twin_of(module: torch.nn.Module, plans: Sequence[tuple[Graph, Plan]], planner: Planner | None) -> Twin:

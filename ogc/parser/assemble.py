@@ -133,7 +133,8 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         bindings={(t, target): name for t, r in enumerate(records) for target, name in r.bindings.items()},
         guards=traced.guards,
         rest=end.rest,
-        names_read=traced.names_read,
+        reads=traced.reads,
+        cold=traced.cold,
     )
 
 

@@ -19,7 +19,6 @@ from ..operators.slices import Compiled, Sliced
 from ..program.leaf import Leaf, called_leaves
 from ..program.program import Program
 from ..program.structures import InputSpec
-from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
@@ -27,7 +26,7 @@ from ..torch_state.ranks.collectives import alone
 from ..torch_state.ranks.shards import parameters_apart
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
-from .faithful import front_end
+from .faithful import observed
 from .leaves import Leaves, refuse_root_hooks
 from .loss import modules_of, with_step_end
 from .parse import lower, profiler_of, record_program
@@ -97,10 +96,8 @@ def _with_other_numbers(sample: Sample, graph: Graph) -> Graph | None:
         return None
     model = sample.model
     try:
-        with untouched(model):
-            before = attributes_of(model)
-            new = front_end(sample._replace(tensors=sample.copies()), plain_forward(model), set(), is_careful=False)
-            is_changed = any(changes(before, attributes_of(model), ()))
+        with observed(sample, plain_forward(model), set()) as (new, observer):
+            is_changed = bool(observer.writes())
         check_same_program(known.graph, new.graph)
     except (ParseError, RecordAgain):  # what is in the way is found out where all is done
         return None
@@ -109,7 +106,11 @@ def _with_other_numbers(sample: Sample, graph: Graph) -> Graph | None:
     if is_changed or not is_same or not all(same_bits(t, new.constants.get(name, t[:0])) for name, t in constants):
         return None
     numbered = with_numbers(program.graph, known.graph, new.graph)
-    return None if numbered is None else replace(graph, program=replace(program, graph=numbered, inputs=sample.spec))
+    if numbered is None:
+        return None
+    found = {name: new.constants[name] for name in program.constants if name in new.constants}
+    again = replace(program, graph=numbered, inputs=sample.spec, constants={**program.constants, **found})
+    return replace(graph, program=replace(again, reads=observer.reads(), cold=None))
 
 
 def _with_step_end(sample: Sample, recorded: Traced, program: Program) -> tuple[Traced, bool]:

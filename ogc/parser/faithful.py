@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 
 from ..errors import ParseError
 from ..program.leaf import called_leaves
-from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import plain_forward
-from ..torch_state.no_trace import untouched
+from ..torch_state.no_trace import put_back_as_well, untouched
+from ..torch_state.reads import Observer, Write
 from .arguments import Sample
 from .custom import CustomForward
 from .forward.flat import FlatForward, state_of
+from .forward.location import running
 from .judge import judge
 from .leaves import Leaves
 from .recorder import record
@@ -24,40 +28,109 @@ front_end: FrontEnd = record
 """The one in use."""
 
 
+@contextmanager
+def observed(
+    sample: Sample, run: Callable[..., Any], leaves: set[str], is_careful: bool = False
+) -> Iterator[tuple[Traced, Observer]]:
+    """A recording of ``run``, with what it read and wrote outside of tensors. Inside, all is as it leaves it."""
+    observer = Observer(sample.model, running)
+    with untouched(sample.model):
+        try:
+            copied = sample._replace(tensors=sample.copies())
+            yield front_end(copied, observer.around(run), leaves, is_careful=is_careful), observer
+        finally:
+            put_back_as_well(observer.others)
+            observer.put_back()
+
+
 def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leaves) -> Traced:
     """The model's program, every call in it, with as many leaves as it takes; with the model's state after it.
 
     It has been held against a forward that nobody records; see :mod:`ogc.parser.judge`.
     """
-    model, is_careful = sample.model, False
-    run = plain_forward(model) if forward is None else forward
+    is_careful = False
+    run = plain_forward(sample.model) if forward is None else forward
     while True:
         try:
-            with untouched(model):
-                before = attributes_of(model)
-                traced = front_end(sample._replace(tensors=sample.copies()), run, leaves.names, is_careful=is_careful)
-                state, after = state_of(model), attributes_of(model)
-            called = called_leaves(traced.graph)
-            changed = dict(changes(before, after, called))
-            leaves.changing = dict(changes(before, after, ()))
-            if forward is not None:
-                leaves.check_hooks(called)
-            elif not any(traced.requires_grad):
-                raise ParseError(
-                    "no output of the model's forward requires grad, so there is no backward pass to save memory in; "
-                    "take torch.no_grad() or detach() out of it"
-                )
-            elif changed:
-                _refuse_dependence(sample, traced, changed, leaves.names)
-            calls = judge(sample, traced, run)
-            names = calls.names_read()
-            return replace(with_expected(sample, traced), state=state, python_calls=calls.count, names_read=names)
+            return _program(sample, run, forward is not None, leaves, is_careful)
         except RecordAgain as again:
             is_careful = again.is_careful
         except OpaqueError as problem:
             if isinstance(problem.__cause__, Exception) and not _runs(sample):
                 raise problem.__cause__ from None
             leaves.cover(problem)
+
+
+def _program(sample: Sample, run: Callable[..., Any], is_custom: bool, leaves: Leaves, is_careful: bool) -> Traced:
+    """The program with these leaves, once it is judged.
+
+    Raises:
+        RecordAgain: it is to be recorded otherwise.
+        OpaqueError: it takes more leaves.
+    """
+    with observed(sample, run, leaves.names, is_careful) as (traced, observer):
+        traced = replace(traced, state=state_of(sample.model))
+        called = called_leaves(traced.graph)
+        writes = observer.writes(called)
+        leaves.changing = {write.module: write.key for write in observer.writes()}
+    if is_custom:
+        leaves.check_hooks(called)
+    elif not any(traced.requires_grad):
+        raise ParseError(
+            "no output of the model's forward requires grad, so there is no backward pass to save memory in; "
+            "take torch.no_grad() or detach() out of it"
+        )
+    if observer.mixed:
+        reasons = "; ".join(f"{name or 'the model'} {why}" for name, why in observer.mixed.items())
+        raise OpaqueError(f"what a module reads is written while the forward runs: {reasons}", observer.mixed)
+    if writes and not is_custom:
+        return _settled(sample, run, traced, observer, writes, leaves, is_careful)
+    return replace(_judged(sample, traced, run), reads=observer.reads())
+
+
+def _settled(
+    sample: Sample,
+    run: Callable[..., Any],
+    first: Traced,
+    observer: Observer,
+    writes: list[Write],
+    leaves: Leaves,
+    is_careful: bool,
+) -> Traced:
+    """The program of a forward that writes something in its first call, as it is in all calls after that.
+
+    Raises:
+        OpaqueError: it writes something in each call, or computes something else in its first one.
+    """
+    model, cold = sample.model, observer.reads(writes, is_settled=False)
+    with untouched(model):
+        with untouched(model, attributes_stay=True):
+            _outputs(sample)
+        with observer.again():
+            with untouched(model):
+                copied = sample._replace(tensors=sample.copies())
+                traced = front_end(copied, observer.around(run), leaves.names, is_careful=is_careful)
+                traced = replace(traced, state=state_of(model))
+                again = observer.writes(called_leaves(traced.graph))
+                observer.put_back()
+            if again or not all(map(same_bits, traced.outputs, first.outputs)):
+                _refuse_writes(observer, again or writes, "each call" if again else "its first call")
+            return replace(_judged(sample, traced, run), reads=observer.reads(writes), cold=cold)
+
+
+def _refuse_writes(observer: Observer, writes: list[Write], when: str) -> NoReturn:
+    reasons = {write.module: f"changes {observer.name(write)} in {when}" for write in reversed(writes)}
+    all_of_them = "; ".join(f"{name or 'the model'} {why}" for name, why in reasons.items())
+    raise OpaqueError(
+        f"a replayed forward leaves attributes as they are: {all_of_them}. Return what others are to have "
+        "instead, hold it in a buffer; if only its first call is another, call the model before it is optimized.",
+        reasons,
+    )
+
+
+def _judged(sample: Sample, traced: Traced, run: Callable[..., Any]) -> Traced:
+    calls = judge(sample, traced, run)
+    return replace(with_expected(sample, traced), python_calls=calls.count)
 
 
 def _runs(sample: Sample) -> bool:
@@ -83,31 +156,3 @@ def with_expected(sample: Sample, traced: Traced) -> Traced:
     with untouched(sample.model):
         expected = traced.guards.read(sample.model, sample.copies())
     return replace(traced, guards=replace(traced.guards, expected=expected))
-
-
-def _refuse_dependence(sample: Sample, traced: Traced, changed: dict[str, str], leaves: set[str]) -> None:
-    """Raise OpaqueError unless the attributes that a first call changed stay as they are then, and make no difference.
-
-    Args:
-        changed: an attribute that did change for each module.
-        leaves: they may change with each call; one of which only methods are called as long as it makes no difference.
-
-    Raises:
-        OpaqueError: it names the modules whose attributes count, collect or tell the first call from others.
-    """
-    model = sample.model
-    with untouched(model):
-        with untouched(model, attributes_stay=True):
-            _outputs(sample)
-        before = attributes_of(model)
-        outputs = _outputs(sample)
-        again = dict(changes(before, attributes_of(model), leaves))
-    when = "each call" if again else "its first call"
-    if again or not all(map(same_bits, outputs, traced.outputs)):
-        reasons = {name: f"changes its attribute {key} in {when}" for name, key in (again or changed).items()}
-        all_of_them = "; ".join(f"{name or 'the model'} {why}" for name, why in reasons.items())
-        raise OpaqueError(
-            f"a replayed forward leaves attributes as they are: {all_of_them}. Return what others are to have "
-            "instead, hold it in a buffer; if only its first call is another, call the model before it is optimized.",
-            reasons,
-        )

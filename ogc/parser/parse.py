@@ -160,7 +160,7 @@ def parse(
                 break
             except OpaqueError as problem:
                 leaves.cover(problem)
-        choice = 0.0 if kind == "estimate" else choice_seconds(model)
+        choice = 0.0 if kind == "estimate" else choice_seconds(model, recorded.reads)
         graph = graph_of(sample.spec, traced, observation, str(target), kind, choice)
         is_another = outputs == "loss" or stretches or compiled  # the plain model has all outputs, whole
         if plain_peak_bytes is None and is_another:

@@ -16,6 +16,7 @@ from ..program.program import Guards
 from ..program.step import Rest
 from ..program.structures import OutputSpec
 from ..torch_state.private import schema_of
+from ..torch_state.reads import Reads
 from .arguments import Sample
 
 READS = "reads"
@@ -101,7 +102,8 @@ class Traced:
         guards: what Python read out of tensors on the way; the program holds as long as these are the same.
         state: the model's after the call, once that was judged; see :func:`ogc.parser.forward.flat.state_of`.
         python_calls: of functions, Python's and others, by the forward's own code when it was judged.
-        names_read: of attributes that its code may have read then.
+        reads: what Python read outside of tensors.
+        cold: what it reads in a first call that settles what all others read, if there is one.
         end: how a step goes on from here, once that is known.
     """
 
@@ -114,7 +116,8 @@ class Traced:
     guards: Guards | None = None
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     python_calls: int = 0
-    names_read: frozenset[str] = frozenset()
+    reads: Reads = field(default_factory=Reads)
+    cold: Reads | None = None
     end: StepEnd | None = None
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ..torch_state.private import OpOverload, is_any_autocast_enabled, is_view, pytree, storage_id
+from ..torch_state.reads import Reads
 from .step import Rest
 from .structures import InputSpec, OutputSpec, autocast_kinds
 
@@ -87,7 +88,8 @@ class Program:
         guards: what Python read out of tensors; the program holds where it is the same. None if nothing was read.
         parse_graph: the function that made the graph by hand, if one did.
         rest: how the caller goes on.
-        names_read: of attributes of modules that the forward's code may have read.
+        reads: what Python read outside of tensors; the program holds where that is the same.
+        cold: what is read in a first call that settles what all others read, if there is one; it runs the plain model.
         recorded: the forward as it was recorded, before anything was made of it.
     """
 
@@ -105,7 +107,8 @@ class Program:
     guards: Guards | None = None
     parse_graph: Any = None
     rest: Rest = field(default_factory=Rest)
-    names_read: frozenset[str] = frozenset()
+    reads: Reads = field(default_factory=Reads)
+    cold: Reads | None = None
     recorded: Any = None
 
     @property

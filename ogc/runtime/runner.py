@@ -19,10 +19,9 @@ from ..during_step import during_step
 from ..errors import OgcError
 from ..graph import Graph
 from ..plan.plan import Plan
-from ..program.leaf import Leaf, called_leaves
+from ..program.leaf import Leaf
 from ..program.program import Program, attribute, get_attribute, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
-from ..torch_state.attributes import WatchedAttributes
 from ..torch_state.flags import Flags, flags, flags_held, without_benchmark
 from ..torch_state.forwards import is_as_assigned
 from ..torch_state.module_state import State, WatchedModule
@@ -34,6 +33,7 @@ from ..torch_state.private import (
     is_fx_tracing,
     parametrizations_are_cached,
 )
+from ..torch_state.reads import WatchedReads
 from .calls.kind import Kind
 from .calls.report import Calls, Report
 from .frame import Step
@@ -79,7 +79,8 @@ class Variant:
     plan: Plan | None = None
     code: Generated | None = None
     is_carried: bool = False  # the plan was made for other sizes or numbers
-    attributes: WatchedAttributes | None = None  # that its program depends on
+    reads: WatchedReads | None = None  # what its program depends on, outside of tensors
+    cold: WatchedReads | None = None  # what settles that, in a first call that runs the plain model
     problem: str = ""  # why there is no plan
 
     @property
@@ -89,11 +90,15 @@ class Variant:
 
     def difference(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> str:
         """What Python would read otherwise out of attributes and these inputs, in words; "" if nothing."""
-        changed = None if self.attributes is None else self.attributes.first_changed(model)
+        changed = None if self.reads is None else self.reads.first_changed(model)
         if changed is not None:
-            return f"the attribute {changed} is another than when it was optimized"
+            return f"{changed} is another than when it was optimized"
         guards = None if self.graph is None else self.graph.program.guards
         return "" if guards is None else guards.difference(guards.read(model, tensors))
+
+    def is_settled_by(self, model: torch.nn.Module) -> bool:
+        """Whether a call now is a first one, which settles what Python reads in these calls."""
+        return self.cold is not None and self.cold.first_changed(model) is None
 
     @cached_property
     def runs(self) -> str:
@@ -174,9 +179,15 @@ class Runner:
         if known is None and self.planner is not None and (apart := self.planner.apart(model)) is not None:
             self.apart[model] = apart
             return None
+        if known is None and any(variant.is_settled_by(model) for variant in alike):
+            self.ran_plain(SETTLES, is_told=False)
+            return None
         variant = known or self._make(model, Call(args, kwargs), kind)
         if variant is not self.variants[0]:
             self._put_first(variant)
+        if known is None and variant.is_settled_by(model):
+            self.ran_plain(SETTLES, is_told=False)
+            return None
         self.last_state = kind.state
         self.calls[variant.words, variant.runs] += 1
         return variant if variant.code is not None else None
@@ -215,6 +226,8 @@ class Runner:
         with without_autocast(), held:
             step = Step(model, code.runs, bound, devices, settings)
             outputs = code.forward(step, *input_tensors(args, kwargs), *bound)
+        if variant.reads is not None:
+            variant.reads.write(model)
         return program.outputs.deliver(outputs, args, kwargs)
 
     def _settings(self, variant: Variant, device: torch.device) -> Flags:
@@ -308,6 +321,7 @@ CACHED = "parametrized tensors are made once for a region (parametrize.cached())
 EVAL = "the model is in eval mode with gradients on, and was optimized in training mode"
 TRANSFORMED = "it runs in a transform of torch.func or with forward-mode derivatives, which recompute nothing"
 REPLACED = "another forward was assigned to the model that was optimized"
+SETTLES = "it is a first call, which settles what Python reads in all others"
 COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, TRANSFORMED, REPLACED)
 """Reasons to run the plain model in what may well be a training step."""
 
@@ -347,8 +361,9 @@ def _variant(
 ) -> Variant:
     if plan.is_plain:
         return Variant(kind, words, graph, plan, None, is_carried)
-    attributes = WatchedAttributes(model, called_leaves(graph.program.graph), graph.program.names_read)
-    return Variant(kind, words, graph, plan, code or generate(graph, plan), is_carried, attributes)
+    reads = WatchedReads(graph.program.reads, model)
+    cold = None if graph.program.cold is None else WatchedReads(graph.program.cold, model)
+    return Variant(kind, words, graph, plan, code or generate(graph, plan), is_carried, reads, cold)
 
 
 def _runs_the_same(a: Graph, b: Graph) -> bool:

@@ -6,18 +6,12 @@ as long as they are the same.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import chain
-from operator import is_, itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 
 from .private import CALL, MEMBERS
-from .ranks.shards import has_flat_parameters, views_of_flat
 
 LARGE, DEEP = 1000, 4
 """Containers with more items, and those that are nested deeper, are not looked into."""
@@ -90,108 +84,6 @@ def watched_attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     """What the plain attributes of each module hold, by its name; without those that plans do not depend on."""
     held = attributes_of(model)
     return {name: {key: value for key, value in found.items() if key not in UNWATCHED} for name, found in held.items()}
-
-
-class WatchedAttributes:
-    """The plain attributes of a module and of its submodules, but for those inside leaves, as they are now.
-
-    Anybody may set them, differently in each step; a program has what they were made into. So each call compares them
-    with what they were: by identity, and only where that differs by what they hold.
-
-    Args:
-        model: as it is now.
-        leaves: names of submodules that are called as they are, and may change what they like.
-        names: of the attributes that count, in objects that modules have too; None for all of the modules' own.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, leaves: Collection[str] = (), names: Collection[str] | None = None
-    ) -> None:
-        self.names = None if names is None else frozenset(names)
-        self.is_flat = has_flat_parameters(model)
-        self.inside = tuple(f"{leaf}." for leaf in leaves)
-        self.held = self._held(model)
-        self.seen: weakref.WeakKeyDictionary[torch.nn.Module, _Seen] = weakref.WeakKeyDictionary()
-        self.seen[model] = self._seen(model)
-
-    def first_changed(self, model: torch.nn.Module) -> str | None:
-        """The name of an attribute of the module, or of a copy, that is not what it was; None if none is."""
-        seen = self.seen.get(model)
-        if seen is not None and seen.is_same():
-            return None
-        for name, key in changes(self.held, self._held(model), ()):
-            return f"{name}.{key}" if name else key
-        self.seen[model] = self._seen(model)
-        return None
-
-    def _held(self, model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-        return {
-            name: {key: _content(table[key]) for key in keys} for name, (table, keys) in self._tables(model).items()
-        }
-
-    def _seen(self, model: torch.nn.Module) -> _Seen:
-        return _Seen.of(list(self._tables(model).values()))
-
-    def _tables(self, model: torch.nn.Module) -> dict[str, tuple[dict[str, Any], tuple[str, ...]]]:
-        """By name, the attributes of modules and of objects in these, such as configurations; which of them count."""
-        found: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {}
-        known: set[int] = set()
-
-        def add(name: str, table: dict[str, Any], keys: Iterable[str], depth: int) -> None:
-            if id(table) in known or depth > DEEP:
-                return
-            known.add(id(table))
-            counts = (key for key in keys if key not in UNWATCHED and (self.names is None or key in self.names))
-            found[name] = table, tuple(counts)
-            for key in found[name][1] if self.names is not None else ():
-                if (inner := _attributes_of_object(table[key])) is not None:
-                    add(f"{name}.{key}" if name else key, inner, inner, depth + 1)
-
-        for name, module in model.named_modules():
-            if not f"{name}.".startswith(self.inside):
-                views = views_of_flat(module) if self.is_flat else ()
-                add(name, vars(module), (key for key in attributes(module) if key not in views), 0)
-        return found
-
-
-_NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, partial, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-
-
-def _attributes_of_object(value: Any) -> dict[str, Any] | None:
-    """The plain attributes of an object that a module has, such as a configuration; None if it is anything else."""
-    table = None if isinstance(value, _NO_OBJECTS) else getattr(value, "__dict__", None)
-    return table if type(table) is dict else None
-
-
-class _Seen(NamedTuple):
-    """Where attributes are, and what they were when they were last looked at."""
-
-    tables: list[dict[str, Any]]
-    sizes: list[int]
-    looks: list[tuple[Callable[[Any], Any], list[dict[str, Any]]]]  # for tables with the same keys
-    values: list[Any]
-
-    @staticmethod
-    def of(found: Sequence[tuple[dict[str, Any], tuple[str, ...]]]) -> _Seen:
-        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for table, keys in found:
-            if keys:
-                alike.setdefault(keys, []).append(table)
-        tables = [table for table, _ in found]
-        looks: list[tuple[Callable[[Any], Any], list[dict[str, Any]]]]
-        looks = [(itemgetter(*keys, keys[0]), same) for keys, same in alike.items()]  # two at least, for a tuple
-        return _Seen(tables, list(map(len, tables)), looks, list(_values(looks)))
-
-    def is_same(self) -> bool:
-        """Whether each attribute is the same object, and none is there that was not."""
-        try:
-            return list(map(len, self.tables)) == self.sizes and all(map(is_, _values(self.looks), self.values))
-        except KeyError:
-            return False
-
-
-def _values(looks: Sequence[tuple[Callable[[Any], Any], list[dict[str, Any]]]]) -> Iterator[Any]:
-    return chain.from_iterable(chain.from_iterable(map(look, tables) for look, tables in looks))
 
 
 class _Itself:

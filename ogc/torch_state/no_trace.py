@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,19 +19,28 @@ from .attributes import TABLES, attributes, containers
 from .compare import identical, same_bits
 from .private import MEMBERS, buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
 from .random_state import cuda_devices, random_states, set_random_states
+from .reads.put_back import Before
 
 writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose forward was seen to write their own parameters: copies are made of these, too."""
 
 
 _plain = OnThread(False)
+_met: OnThread[dict[int, tuple[Any, Before]]] = OnThread({})
+"""What forwards were seen to read and write outside of their modules, since a model is looked at."""
 
 
 @contextmanager
 def plainly() -> Iterator[None]:
     """Optimized modules that are called inside, on this thread, run the plain model: a model is looked at."""
-    with _plain.set_to(True):
+    with _plain.set_to(True), _met.set_to(_met.value if _plain.value else {}):
         yield
+
+
+def put_back_as_well(things: Iterable[tuple[Any, Before]]) -> None:
+    """As long as the model is looked at, :func:`untouched` lets these hold what they held, too."""
+    if is_plain():
+        _met.value.update({id(thing): (thing, before) for thing, before in things})
 
 
 def is_plain() -> bool:
@@ -51,9 +61,12 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     * autocast: for which devices it is on, its types, its cache, which is not used inside of a region of the caller's;
     * whether gradients are computed, and that no hooks for saved tensors are on that were put on inside.
 
-    Not put back are what other objects hold, and what parameters and their gradients hold, but for parameters of models
+    * what other objects hold that a forward was seen to read from, such as globals, since the model is looked at.
+
+    Not put back are what all others hold, and what parameters and their gradients hold, but for parameters of models
     in ``writing``: that would take a copy, as buffers do. Inference mode is left alone.
     """
+    met = [(thing, before.renewed(thing)) for thing, before in ([] if attributes_stay else _met.value.values())]
     modules = list({id(module): module for model in models for module in model.modules()}.values())
     plain = [] if attributes_stay else [(module, attributes(module)) for module in modules]
     held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
@@ -64,16 +77,16 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     written = [(p, p.data, p.detach().clone()) for m in models if m in writing for p in m.parameters()]
     gradients = [(p, p.grad) for model in models for p in model.parameters() if p.is_leaf]
     generators = [(generator, generator.get_state()) for generator in generators_of(models, given)]
-    devices, settings = cuda_devices(), _settings()
+    devices = cuda_devices()
     states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
-    let_casts_go, let_hooks_go = _let_casts_go(), _let_hooks_go()
+    first = [_let_casts_go(), _let_hooks_go(), *(partial(setting, *values) for setting, values in _settings())]
     try:
         yield
     finally:
-        let_casts_go()
-        let_hooks_go()
-        for setting, values in settings:
-            setting(*values)
+        for put_back in first:
+            put_back()
+        for thing, before in met:
+            before.put_back(thing)
         set_random_states(states, devices)
         random.setstate(python_state)
         numpy.random.set_state(numpy_state)

@@ -9,7 +9,12 @@ from models import Doubled
 from torch import nn
 
 import ogc
-from ogc.torch_state.attributes import WatchedAttributes
+from ogc.torch_state.reads import Observer, WatchedReads, leaf_call
+
+
+class Config:
+    def __init__(self, gain=1.0, inner=None, bend=""):
+        self.gain, self.inner, self.bend, self.steps = gain, inner, bend, 0
 
 
 class Net(nn.Module):
@@ -111,31 +116,51 @@ def test_a_copy_has_attributes_of_its_own():
     assert all(map(torch.equal, step(shallow, net, x), step(net, net, x))) and shallow.plan is optimised.plan
 
 
+def watched(net, leaf=None):
+    """What is read by a forward of a net, one of whose modules may be a leaf."""
+    observer = Observer(net)
+    run = net.forward
+    if leaf is not None:
+        inner = net.get_submodule(leaf)
+        own = inner.forward
+
+        def forward(x):
+            with leaf_call(leaf):
+                return own(x)
+
+        inner.forward = forward
+    observer.around(run)(torch.randn(64, 16))
+    return WatchedReads(observer.reads(), net)
+
+
 def test_attributes_inside_leaves_are_theirs():
     net = Net()
-    known = WatchedAttributes(net, ["drop"], {"p", "eps", "scale"})
+    known = watched(net, "drop")
     net.drop.p = 0.9
     assert known.first_changed(net) is None
     net.norm.eps = 0.1
-    assert known.first_changed(net) == "norm.eps"
+    assert known.first_changed(net) == "the attribute norm.eps"
     net.norm.eps = 1e-5
     assert known.first_changed(net) is None
     del net.scale
-    assert known.first_changed(net) == "scale"
+    assert known.first_changed(net) == "the attribute scale"
 
 
 def test_objects_are_looked_into_for_what_is_read():
     net = Net()
+    net.config = Config(net.config.gain, Config(bend="tanh"))
     net.config.around = net.config  # a circle
-    known = WatchedAttributes(net, (), {"config", "gain", "inner", "bend", "around", "late"})
+    known = watched(net)
     net.config.steps = 1
     assert known.first_changed(net) is None
     net.config.inner.bend = "relu"
-    assert known.first_changed(net) == "config.inner.bend"
+    assert known.first_changed(net) == "the attribute config.inner.bend"
     net.config.inner.bend = "tanh"
     assert known.first_changed(net) is None
-    net.config.late = None
-    assert known.first_changed(net) == "config.late"
+    net.config.inner = Config(bend="tanh")  # another one, that is alike
+    assert known.first_changed(net) is None
+    net.config.inner.bend = "relu"
+    assert known.first_changed(net) == "the attribute config.inner.bend"
 
 
 def test_hooks_of_all_modules_and_cached_parametrizations_run_the_plain_model():

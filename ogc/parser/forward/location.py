@@ -52,6 +52,12 @@ def scopes_in_use(scopes: Scopes) -> AbstractContextManager[None]:
     return _scopes.set_to(scopes)
 
 
+def running() -> str:
+    """The name of the module that is being recorded on this thread."""
+    scopes = _scopes.value
+    return "" if scopes is None else scopes.current
+
+
 def scope(name: str) -> AbstractContextManager[None]:
     """Operators recorded inside are said to come from ``name``, unless they come from a module."""
     scopes = _scopes.value

@@ -30,7 +30,7 @@ from ...torch_state.no_trace import plainly, untouched
 from ..arguments import Sample, call_arguments, check_tensors
 from ..assemble import graph_of
 from ..carry_over import check_same_program
-from ..faithful import front_end, with_expected
+from ..faithful import observed, with_expected
 from ..leaves import Leaves
 from ..loss import modules_of, with_step_end
 from ..parse import planned_form, profiler_of, visited, with_stretches
@@ -125,7 +125,7 @@ class OtherSizes:
         """With what only a forward shows as it is known."""
         for number, record in enumerate(observation.records):
             record.random = number in self.program.random
-        traced = replace(traced, names_read=self.program.names_read)
+        traced = replace(traced, reads=self.program.reads, cold=self.program.cold)
         found = graph_of(sample.spec, traced, observation, self.graph.device, self.graph.profile)
         return replace(with_stretches(found, observation), runtime=self.graph.runtime)
 
@@ -146,8 +146,8 @@ def to_be_run(graph: Graph, recorded: Traced, loss: Loss | None) -> Graph:
     """A graph of a program that was foretold, with all that is not foretold from one that is the same."""
     program: Program = graph.program
     constants = {name: recorded.constants[name] for name in program.constants}
-    rest = replace(program.rest, loss=loss)
-    return replace(graph, program=replace(program, constants=constants, guards=recorded.guards, rest=rest))
+    found = replace(program, constants=constants, guards=recorded.guards, reads=recorded.reads)
+    return replace(graph, program=replace(found, rest=replace(program.rest, loss=loss)))
 
 
 def without_content(traced: Traced) -> Traced:
@@ -161,10 +161,12 @@ def _recorded(sample: Sample, forward: Callable[..., Any] | None, leaves: Leaves
     is_careful = False
     while True:
         try:
-            with untouched(sample.model):
-                copied = sample._replace(tensors=sample.copies())
-                traced = front_end(copied, forward or plain_forward(sample.model), leaves.names, is_careful=is_careful)
-                return with_expected(sample, replace(traced, state={"random state": torch.get_rng_state()}))
+            run = forward or plain_forward(sample.model)
+            with observed(sample, run, leaves.names, is_careful) as (traced, observer):
+                traced = replace(traced, state={"random state": torch.get_rng_state()})
+                if observer.writes():
+                    raise ParseError("the forward changes attributes")
+            return replace(with_expected(sample, traced), reads=observer.reads())
         except RecordAgain as again:
             is_careful = again.is_careful
 

@@ -15,6 +15,7 @@ from ...torch_state.dispatch import in_mode, unseen
 from ...torch_state.hooks import collectors_watched, is_compiled
 from ...torch_state.private import MAKE_SUBCLASS, is_functorch_active
 from ...torch_state.random_state import python_random_state
+from ...torch_state.reads import call_unseen
 from ..forward.location import user_line
 from ..forward.patches import CONTENT, TEXT, checkpoint_nothing, replace, wrap
 from .leaf_calls import LeafCalls
@@ -94,7 +95,7 @@ class PythonCalls:
         """Nothing is patched inside: compiled code looks at what it calls."""
         self.patches.close()
         try:
-            with unseen():
+            with unseen(), call_unseen():
                 return call(*args, **kwargs)
         finally:
             self.install()

@@ -15,6 +15,7 @@ from ...program.program import SHARED, WithoutGrad, call_beside, has_history, op
 from ...program.structures import autocast_kinds
 from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
 from ...torch_state.private import OpOverload, schema_of, version_of
+from ...torch_state.reads import leaf_call
 from ..forward.location import Scopes, user_line
 from ..traced import HISTORY, ON_CONSTANTS, OpaqueError
 from .operators import OPENED, deciding, tells_content, usual_name
@@ -278,7 +279,8 @@ class Recorder:
         """Nothing that is called inside is written down: a leaf runs, which was given these tensors."""
         self.leaf, self._given = leaf, self._numbers(given)
         try:
-            yield
+            with leaf_call(leaf):
+                yield
         finally:
             self.leaf, self._given = None, set()
 

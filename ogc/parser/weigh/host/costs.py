@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ....graph import RuntimeCosts
 from ....program.again import run_saving
-from ....torch_state.attributes import WatchedAttributes
 from ....torch_state.flags import flags
 from ....torch_state.module_state import WatchedModule
+from ....torch_state.reads import Reads, WatchedReads
 from ..measure import own_clock
 from ..timing import Caches
 
@@ -60,28 +60,28 @@ def runtime_costs(is_measured: bool, calls_left_out: int, choice: float, kernels
     return RuntimeCosts(OF_RUN * hooked + return_, OF_TENSOR * hooked + RETURN_OF_TENSOR * return_, left_out, choice)
 
 
-def choice_seconds(model: torch.nn.Module) -> float:
+def choice_seconds(model: torch.nn.Module, reads: Reads) -> float:
     """What it takes before a call to see that a module, in all its tables, is what it was.
 
     Measured once in a process for so many modules and parameters, so that what is planned twice costs the same.
     """
     size = sum(1 for _ in model.modules()), sum(1 for _ in model.parameters())
     if size not in _choices:
-        _choices[size] = OF_CHOICE * hook_seconds() + _choice_seconds(model)
+        _choices[size] = OF_CHOICE * hook_seconds() + _choice_seconds(model, reads)
     return _choices[size]
 
 
 _choices: dict[tuple[int, int], float] = {}
 
 
-def _choice_seconds(model: torch.nn.Module) -> float:
-    module, attributes, caches = WatchedModule(model, count(1)), WatchedAttributes(model), Caches()
+def _choice_seconds(model: torch.nn.Module, reads: Reads) -> float:
+    module, watched, caches = WatchedModule(model, count(1)), WatchedReads(reads, model), Caches()
 
     def seconds() -> float:
         caches.evict()
         begin = own_clock()
         module.state(model)
-        attributes.first_changed(model)
+        watched.first_changed(model)
         return own_clock() - begin
 
     return median(seconds() for _ in range(CHOICES))

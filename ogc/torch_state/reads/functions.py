@@ -1,0 +1,128 @@
+"""The functions that a forward calls, with the globals, cells and defaults that they read."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
+
+from .classes import is_followed
+
+_KNOWN = 5_000
+"""Functions of which it is remembered which globals they name."""
+
+Told = Callable[["Called"], None]
+
+
+class Called(NamedTuple):
+    """A function that is about to run.
+
+    Attributes:
+        functions: those that have its code; none if the forward itself makes it.
+        table: its globals.
+        names: which of them it names.
+        first: its first argument; None without one.
+    """
+
+    functions: list[FunctionType]
+    table: dict[str, Any]
+    names: frozenset[str]
+    first: Any
+
+
+@lru_cache(maxsize=_KNOWN)
+def _globals_named(code: CodeType) -> frozenset[str]:
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
+
+
+_OF_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
+
+_functions: dict[int, list[weakref.ref[FunctionType]]] = {}
+"""By the number of a code, which they keep alive: the functions that had it when they were last looked for."""
+
+
+class CalledFunctions:
+    """Tells of each function that this thread calls, before it runs.
+
+    It is told of once for each class of its first argument and each ``mode()``.
+    """
+
+    def __init__(self, told: Told, mode: Callable[[], object]) -> None:
+        self.told, self.mode = told, mode
+        self._codes: dict[int, CodeType] = {}  # of those that are followed
+        self._others: dict[int, CodeType] = {}  # which also keeps their numbers from being used again
+        self._seen: set[tuple[int, type, object]] = set()
+        self._has_looked = False
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Inside, calls are told of.
+
+        Python has two hooks for calls. A profiler, a debugger and coverage each take one; of two, one is put aside.
+        """
+        get, put = (sys.getprofile, sys.setprofile) if sys.getprofile() is None else (sys.gettrace, sys.settrace)
+        before: Any = get()
+        put(self._note)
+        try:
+            yield
+        finally:
+            put(before)
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or id(code) in self._others:
+            return
+        if not is_followed(frame.f_globals.get("__name__")):
+            self._others[id(code)] = code
+            return
+        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        seen = id(code), type(first), self.mode()
+        if seen not in self._seen:
+            self._codes[id(code)] = code
+            self._seen.add(seen)
+            self.told(Called(self._of(code, frame), frame.f_globals, _globals_named(code), first))
+
+    def _of(self, code: CodeType, frame: FrameType) -> list[FunctionType]:
+        """The functions that have a code; none where it is that of functions that the forward makes."""
+        known = _known(code)
+        if self._has_looked or any(_has_cells_of(function, frame) for function in known):
+            return known
+        self._has_looked = True
+        _functions.clear()
+        for function in _all_functions():
+            if is_followed(function.__globals__.get("__name__")):
+                _functions.setdefault(id(function.__code__), []).append(weakref.ref(function))
+        return _known(code)
+
+
+def _known(code: CodeType) -> list[FunctionType]:
+    found = (reference() for reference in _functions.get(id(code), ()))
+    return [function for function in found if function is not None and function.__code__ is code]
+
+
+def _has_cells_of(function: FunctionType, frame: FrameType) -> bool:
+    """Whether the variables of a function's closure are those that a call sees."""
+    names = function.__code__.co_freevars
+    if not names:
+        return True
+    seen, cells = frame.f_locals, zip(names, function.__closure__ or (), strict=True)
+    try:
+        return all(cell.cell_contents is seen.get(name) for name, cell in cells)
+    except ValueError:  # a variable that is not set yet
+        return False
+
+
+def _all_functions() -> Iterator[FunctionType]:
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.unfreeze()
+    found = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    return (thing for thing in found if type(thing) is FunctionType)

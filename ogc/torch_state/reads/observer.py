@@ -1,0 +1,356 @@
+"""Observes one run of a forward: what Python reads outside of tensors, and what it writes."""
+
+from __future__ import annotations
+
+import builtins
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType, FunctionType, MemberDescriptorType
+from typing import Any
+
+import torch
+
+from ...on_thread import OnThread
+from ..forwards import original_class
+from ..private import CALL, MEMBERS, parameters_of
+from ..ranks.shards import has_flat_parameters, views_of_flat
+from .classes import ObservedClasses, can_be_observed, is_followed
+from .functions import Called, CalledFunctions
+from .owner import Owner, Write, reads_of
+from .owners import FIXED, MODULE, Reads, Source, is_container, is_plain, items_of, numbers_of
+from .put_back import Before
+
+TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstance(value, dict))
+"""What torch.nn.Module keeps parameters, buffers, submodules and hooks in."""
+
+UNWATCHED = frozenset((*TABLES, "training", "forward", CALL))
+"""Attributes of the model's modules that plans are chosen by anyway, or that stand in for calls."""
+
+_MODULE_CODE = vars(torch.nn.modules.module)
+
+_LARGEST = 100_000
+"""Items up to which a container is compared; of larger ones, whether they are the same ones."""
+
+
+class Observer:
+    """Observes a forward of a model on this thread.
+
+    Args:
+        model: whose forward it is.
+        where: gives the name of the module that runs.
+    """
+
+    def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str) -> None:
+        self.where = where
+        self.owners: dict[int, Owner] = {}  # by the identity of the object
+        self.written_in_leaves: dict[tuple[int, str], str] = {}
+        self.mixed: dict[str, str] = {}  # modules that read what leaves write, and what that is
+        self.leaf: str | None = None
+        self.thread = threading.get_ident()
+        self.classes = ObservedClasses(self._told)
+        self.functions = CalledFunctions(self._called, lambda: self.leaf is None)
+        self._is_busy = False
+        is_flat = has_flat_parameters(model)
+        for name, module in model.named_modules():
+            skipped = {*UNWATCHED, *parameters_of(module).keys(), *(views_of_flat(module) if is_flat else ())}
+            self._add(module, Source(MODULE, "", name), skipped).scope = name
+        self._modules = frozenset(self.owners)
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The same forward, observed."""
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            self._observe_all()
+            try:
+                with _observer.set_to(self), self.functions.observed():
+                    return forward(*args, **kwargs)
+            finally:
+                self.classes.restore()
+
+        return observed
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, no class is changed."""
+        self.classes.restore()
+        with self._busy():
+            yield
+        self._observe_all()
+
+    @contextmanager
+    def in_leaf(self, name: str) -> Iterator[None]:
+        """Inside, what is read makes no difference: a leaf runs, which reads it in each call."""
+        before = set(self._changed())
+        self.leaf, outer = name, self.leaf
+        try:
+            yield
+        finally:
+            self.leaf = outer
+            self.written_in_leaves.update({change: name for change in self._changed() if change not in before})
+
+    # -- what is read --------------------------------------------------------------------------------------
+
+    def _told(self, thing: Any, name: str, frame: FrameType) -> None:
+        """An attribute is about to be read."""
+        owner = self.owners.get(id(thing))
+        if owner is None or self._is_busy or threading.get_ident() != self.thread or name in owner.before.skipped:
+            return
+        if frame.f_globals is _MODULE_CODE or str(frame.f_globals.get("__name__")).startswith("ogc."):
+            return
+        with self._busy():
+            owner.scope = self.where()
+            self._open(owner)
+            if name == "__dict__":
+                self._read_all(owner)
+            elif not (name.startswith("__") and name.endswith("__")):
+                self._read(owner, name)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def _read(self, owner: Owner, name: str) -> None:
+        thing = owner.thing
+        table = vars(thing) if hasattr(thing, "__dict__") else {}
+        kinds = _mro(thing)
+        kind = next((one for one in kinds if name in vars(one)), None)
+        found = None if kind is None else vars(kind)[name]
+        is_module = id(thing) in self._modules
+        if isinstance(found, MemberDescriptorType):
+            self._slot(owner, name)
+        elif name in table and not hasattr(type(found), "__set__"):
+            self._key(owner, name)
+        elif kind is not None:
+            if not hasattr(type(found), "__set__"):
+                self._absent(owner, name)
+            for one in kinds[: kinds.index(kind)]:
+                self._absent(self._class(one), name)
+            self._key(self._class(kind), name)
+        elif is_module and any(name in vars(thing)[members] for members in MEMBERS if members in vars(thing)):
+            return  # parameters, buffers and submodules are looked at by themselves
+        elif not is_module and any("__getattr__" in vars(one) for one in kinds):
+            self._read_all(owner)  # which finds it wherever it likes
+        else:
+            self._absent(owner, name)
+
+    def _key(self, owner: Owner, name: str) -> None:
+        """Note that a name was read that is there."""
+        if self._is_as_at_first(owner, name):
+            if self.leaf is None:
+                owner.keys[name] = None
+            self._meet(owner.now(name), Source(owner.number, "attribute", name))
+
+    def _slot(self, owner: Owner, name: str) -> None:
+        if self._is_as_at_first(owner, name):
+            if self.leaf is None:
+                owner.slots[name] = None
+            self._meet(owner.now(name), Source(owner.number, "slot", name))
+
+    def _absent(self, owner: Owner, name: str) -> None:
+        if self.leaf is None and self._is_as_at_first(owner, name) and not isinstance(owner.thing, _NO_TABLE):
+            owner.absent[name] = None
+
+    def _is_as_at_first(self, owner: Owner, name: str) -> bool:
+        """Whether a name stands for what it stood for before the forward; what it wrote itself is no read."""
+        written = self.written_in_leaves.get((owner.number, name))
+        if written is not None and self.leaf is None:
+            self.mixed.setdefault(self.where(), f"reads {name}, which {written} writes while it runs")
+        return owner.now(name) is owner.before.held(name)
+
+    def _read_all(self, owner: Owner) -> None:
+        """Note that all that an object holds was read."""
+        if self.leaf is None and not owner.is_whole:
+            owner.is_whole = True
+            written = self.written_in_leaves.get((owner.number, ""))
+            if written is not None:
+                self.mixed.setdefault(self.where(), f"reads what {written} writes while it runs")
+        items = items_of(owner.thing)[1]
+        if len(items) > _LARGEST:
+            owner.is_whole = False
+            return
+        for place, item in enumerate(items):
+            self._meet(item, Source(owner.number, "item", place))
+
+    # -- whom it is read from ------------------------------------------------------------------------------
+
+    def _meet(self, value: Any, source: Source) -> None:
+        """Look at a value that Python has got: from now on it may read from that."""
+        if is_plain(value) or isinstance(value, torch.Tensor):
+            return
+        if isinstance(value, type):
+            if is_followed(value.__module__):
+                self._class(value)
+            return
+        is_function = isinstance(value, FunctionType)
+        is_whole = is_container(value) and not (is_function and not (is_followed(value.__module__) and vars(value)))
+        if not is_whole and (is_function or not can_be_observed(value)):
+            return
+        is_new = id(value) not in self.owners
+        owner = self._add(value, source)
+        if is_new:
+            self._observe(owner)
+        if is_whole and (is_new or (self.leaf is None and not owner.is_whole)):
+            self._read_all(owner)
+
+    def _observe(self, owner: Owner) -> None:
+        if can_be_observed(owner.thing) and not self.classes.observe(owner.thing):
+            self._read_all(owner)
+
+    def _observe_all(self) -> None:
+        with self._busy():
+            for owner in list(self.owners.values()):
+                if not isinstance(owner.thing, (torch.jit.ScriptModule, type)):
+                    self._observe(owner)
+
+    def _open(self, owner: Owner) -> None:
+        """From now on the data of an object's classes count."""
+        if self.leaf is None and not owner.is_open:
+            owner.is_open = True
+            for kind in _mro(owner.thing):
+                if is_followed(kind.__module__):
+                    self._class(kind)
+
+    def _class(self, kind: type) -> Owner:
+        """A class; of one whose attributes may change, all that are data count."""
+        owner = self._add(kind, Source(FIXED, "", kind))
+        if self.leaf is None and not owner.is_open and is_followed(kind.__module__):
+            owner.is_open = True
+            for name, value in list(vars(kind).items()):
+                if not (name.startswith(("__", "_abc_")) or hasattr(type(value), "__get__")):
+                    self._key(owner, name)
+        return owner
+
+    def _called(self, called: Called) -> None:
+        """A function is about to run."""
+        if self._is_busy:
+            return
+        with self._busy():
+            first = self.owners.get(id(called.first))
+            if isinstance(called.first, type) and is_followed(called.first.__module__):
+                self._class(called.first)
+            elif first is not None:
+                self._open(first)
+            self._globals(called.table, called.table if "globals" in called.names else called.names)
+            for function in called.functions:
+                self._function(function)
+
+    def _function(self, function: FunctionType) -> None:
+        owner = self._add(function, Source(FIXED, "", function))
+        if function.__defaults__ or function.__kwdefaults__ or vars(function):
+            self._read_all(owner)
+        for place, cell in enumerate(function.__closure__ or ()):
+            self._read_all(self._add(cell, Source(owner.number, "cell", place)))
+
+    def _globals(self, table: dict[str, Any], names: Collection[str]) -> None:
+        owner = self._add(table, Source(FIXED, "", table), is_globals=True)
+        owner.scope = self.where()
+        for name in list(names):
+            if not name.startswith("__") and (name in table or not hasattr(builtins, name)):
+                owner.before.add(table, name)
+                if name in table:
+                    self._key(owner, name)
+                else:
+                    self._absent(owner, name)
+
+    def _add(self, thing: Any, source: Source, skipped: Collection[str] = (), is_globals: bool = False) -> Owner:
+        owner = self.owners.get(id(thing))
+        if owner is None:
+            before = Before(thing, skipped, is_globals)
+            owner = self.owners[id(thing)] = Owner(thing, len(self.owners), source, before, self.where())
+        return owner
+
+    # -- what came of it -----------------------------------------------------------------------------------
+
+    def _changed(self) -> Iterator[tuple[int, str]]:
+        with self._busy():
+            for owner in list(self.owners.values()):
+                for key in owner.before.changed(owner.thing):
+                    yield owner.number, key
+
+    def writes(self, leaves: Collection[str] = ()) -> list[Write]:
+        """What the forward has changed, but for what leaves change, which do so in each call."""
+        owners, covered = list(self.owners.values()), tuple(f"{leaf}." for leaf in leaves)
+        known = numbers_of([owner.thing for owner in owners])
+        found = []
+        for number, key in self._changed():
+            owner, is_of_leaf = owners[number], (number, key) in self.written_in_leaves
+            if (is_of_leaf and leaves) or owner.before.is_equal(owner.thing, key, known):
+                continue
+            module = str(owner.source.key) if owner.source.parent == MODULE else owner.scope
+            if not f"{module}.".startswith(covered):
+                found.append(Write(owner, key, module))
+        return found
+
+    def name(self, write: Write) -> str:
+        """What messages call what was written, as that of the module that writes it."""
+        owners = list(self.owners.values())
+        source, key = write.owner.source, write.key
+        while source.parent >= 0:
+            source, key = owners[source.parent].source, str(source.key)
+        if source.parent == MODULE and source.key == write.module:
+            return f"its attribute {key}"
+        return Reads(tuple(owner.reads for owner in owners)).name(write.owner.number, write.key)
+
+    def put_back(self) -> None:
+        """Let all that was met hold what it held before."""
+        for owner in self.owners.values():
+            owner.before.put_back(owner.thing)
+
+    @property
+    def others(self) -> list[tuple[Any, Before]]:
+        """What was met beside the model's modules, with what it held before."""
+        return [(owner.thing, owner.before) for owner in self.owners.values() if owner.source.parent != MODULE]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Observe from what all holds now; afterwards it holds what it held before the first time."""
+        before = [(owner, owner.before) for owner in self.owners.values()]
+        for owner, _ in before:
+            owner.forget()
+        self.written_in_leaves.clear()
+        self.functions = CalledFunctions(self._called, lambda: self.leaf is None)
+        try:
+            yield
+        finally:
+            self.put_back()
+            for owner, held in before:
+                held.put_back(owner.thing)
+
+    def reads(self, written: Collection[Write] = (), is_settled: bool = True) -> Reads:
+        """What the forward has read, as it is now, with what it writes, which is there now if it ``is_settled``."""
+        effects = list(filter(None, (write.noted(is_settled) for write in written)))
+        return reads_of(self.owners, effects)
+
+
+_observer: OnThread[Observer | None] = OnThread(None)
+
+
+@contextmanager
+def leaf_call(name: str) -> Iterator[None]:
+    """Inside, a leaf runs: what it reads makes no difference to who observes."""
+    observer = _observer.value
+    with nullcontext() if observer is None else observer.in_leaf(name):
+        yield
+
+
+@contextmanager
+def call_unseen() -> Iterator[None]:
+    """Inside, nothing is observed: compiled code looks at the classes of what it calls."""
+    observer = _observer.value
+    with nullcontext() if observer is None else observer.off():
+        yield
+
+
+_NO_TABLE = (list, tuple, set, frozenset)
+
+
+def _mro(thing: Any) -> tuple[type, ...]:
+    """The classes in which the attributes of an object are looked up."""
+    if isinstance(thing, type):
+        return ()
+    return (original_class(thing) if isinstance(thing, torch.nn.Module) else type(thing)).__mro__

@@ -1,0 +1,114 @@
+"""Tells, cheaply and before every call, whether what a forward read outside of tensors is still the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, contains, is_, itemgetter
+from typing import Any
+
+import numpy
+import torch
+
+from .owners import MODULE, Reads, array_content, items_of, table_of
+
+_look = attrgetter("requires_grad", "dtype", "device", "shape")
+_GONE = (LookupError, AttributeError, ValueError, TypeError)
+
+
+class WatchedReads:
+    """What a forward read, for a model and its copies.
+
+    Each call compares it with what it was by identity, and only where that differs by what it holds.
+    """
+
+    def __init__(self, reads: Reads, model: torch.nn.Module) -> None:
+        self.reads = reads
+        self.seen: weakref.WeakKeyDictionary[torch.nn.Module, _Seen] = weakref.WeakKeyDictionary()
+        self.first_changed(model)
+
+    def first_changed(self, model: torch.nn.Module) -> str | None:
+        """In words, what Python would read otherwise of a model now; None if nothing."""
+        seen = self.seen.get(model)
+        if seen is not None and seen.is_same():
+            return None
+        changed = self.reads.first_changed(model)
+        if changed is None:
+            self.seen[model] = _Seen(self.reads, self.reads.objects(model))
+        return changed
+
+    def write(self, model: torch.nn.Module) -> None:
+        """Write what the forward writes."""
+        if self.reads.effects:
+            self.reads.write(model)
+
+
+class _Seen:
+    """Where values are that were read, and what they were when they were last looked at.
+
+    No reference to the model itself is held: it is the key of the weak dictionary that holds this.
+    """
+
+    def __init__(self, reads: Reads, objects: Sequence[Any]) -> None:
+        alike: dict[tuple[str, ...], list[Any]] = {}
+        self.absent: list[tuple[Any, str]] = []
+        self.others: list[Callable[[], Any]] = []  # what gives the values of other owners
+        self.dicts: list[dict[Any, Any]] = []
+        self.lists: list[Any] = []
+        self.typed: list[Any] = []
+        self.arrays: list[numpy.ndarray] = []
+        for owner, thing in zip(reads.owners, objects, strict=True):
+            if owner.keys:
+                alike.setdefault(owner.keys, []).append(table_of(thing))
+            if owner.absent:
+                self.absent += [(table_of(thing), key) for key in owner.absent]
+            if owner.slots:
+                get = attrgetter(*owner.slots, owner.slots[0])
+                self.others.append(lambda thing=thing, get=get: get(thing))  # type: ignore[misc]
+            if owner.source.parent != MODULE or owner.source.key:
+                self.typed.append(thing)
+            if owner.is_whole:
+                self._add_whole(thing)
+        self.looks = [(itemgetter(*keys, keys[0]), same) for keys, same in alike.items()]  # two at least, for a tuple
+        self.tables, self.names = [table for table, _ in self.absent], [key for _, key in self.absent]
+        self.types = list(map(type, self.typed))
+        self.values = list(self._values())
+        self.sizes = list(map(len, self.lists))
+        self.contents = list(map(array_content, self.arrays))
+        self.tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
+        self.tensor_looks = list(map(_look, self.tensors))
+
+    def is_same(self) -> bool:
+        """Whether each value is the same object, and nothing is there that was not."""
+        try:
+            now = list(self._values())
+            return (
+                list(map(type, self.typed)) == self.types
+                and list(map(len, self.lists)) == self.sizes
+                and len(now) == len(self.values)
+                and all(map(is_, now, self.values))
+                and not any(map(contains, self.tables, self.names))
+                and list(map(_look, self.tensors)) == self.tensor_looks
+                and list(map(array_content, self.arrays)) == self.contents
+            )
+        except _GONE:
+            return False
+
+    def _add_whole(self, thing: Any) -> None:
+        if type(thing) is dict:
+            self.lists.append(thing)
+            self.dicts.append(thing)
+        elif type(thing) in (list, tuple):
+            self.lists.append(thing)
+        elif isinstance(thing, numpy.ndarray):
+            self.arrays.append(thing)
+        else:
+            self.others.append(lambda: chain(*items_of(thing)))
+
+    def _values(self) -> Iterator[Any]:
+        tables = chain.from_iterable(chain.from_iterable(map(look, tables) for look, tables in self.looks))
+        lists = chain.from_iterable(self.lists)  # of dicts, the keys
+        dicts = chain.from_iterable(map(dict.values, self.dicts))
+        others = chain.from_iterable(give() for give in self.others)
+        return chain(tables, lists, dicts, others)
