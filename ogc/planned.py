@@ -38,6 +38,7 @@ from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, plain_instanc
 from .runtime.runner import is_planned_call
 from .solver import Budget, Wish, solve
 from .torch_state.forwards import original_class, plain_forward
+from .torch_state.no_trace import remembering
 from .torch_state.ranks.shards import has_inner_units, has_units
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Planning:
         if has_units(model):
             check_wish_of_units(self.options, self.batch_slices)
             return _planned_when_called(model, self)
-        with self.store.times():
+        with self.store.times(), remembering():
             result = self.now(model, sample_input)
         found = None if self.backend else getattr(type(result), OWN_PLAN).as_saved()  # compiled code is not saved
         setattr(type(result), MADE_AGAIN, (_planned_when_called, replace(self, saved=found, must_fit=False)))

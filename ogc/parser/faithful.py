@@ -102,7 +102,7 @@ def _settled(
     Raises:
         OpaqueError: it writes something in each call, or computes something else in its first one.
     """
-    model, cold = sample.model, observer.reads(writes, is_settled=False)
+    model, cold = sample.model, observer.reads(writes)
     with untouched(model):
         with untouched(model, attributes_stay=True):
             _outputs(sample)
@@ -115,7 +115,9 @@ def _settled(
                 observer.put_back()
             if again or not all(map(same_bits, traced.outputs, first.outputs)):
                 _refuse_writes(observer, again or writes, "each call" if again else "its first call")
-            return replace(_judged(sample, traced, run), reads=observer.reads(writes), cold=cold)
+            lasting = [write for write in writes if (write.owner.number, write.key) not in observer.effects]
+            reads = observer.reads(lasting)
+            return replace(_judged(sample, traced, run), reads=reads, cold=cold if lasting else None)
 
 
 def _refuse_writes(observer: Observer, writes: list[Write], when: str) -> NoReturn:

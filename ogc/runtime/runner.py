@@ -185,7 +185,7 @@ class Runner:
         variant = known or self._make(model, Call(args, kwargs), kind)
         if variant is not self.variants[0]:
             self._put_first(variant)
-        if known is None and variant.is_settled_by(model):
+        if known is None and variant.is_settled_by(model) and variant.difference(model, tensors):
             self.ran_plain(SETTLES, is_told=False)
             return None
         self.last_state = kind.state

@@ -26,20 +26,27 @@ writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 _plain = OnThread(False)
-_met: OnThread[dict[int, tuple[Any, Before]]] = OnThread({})
-"""What forwards were seen to read and write outside of their modules, since a model is looked at."""
+_met: OnThread[dict[int, tuple[Any, Before]] | None] = OnThread(None)
+"""What forwards were seen to read and write outside of their modules, since a model is looked at; None if none is."""
 
 
 @contextmanager
 def plainly() -> Iterator[None]:
     """Optimized modules that are called inside, on this thread, run the plain model: a model is looked at."""
-    with _plain.set_to(True), _met.set_to(_met.value if _plain.value else {}):
+    with _plain.set_to(True), remembering():
+        yield
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Inside, on this thread, what is put back as well is put back each time."""
+    with _met.set_to({} if _met.value is None else _met.value):
         yield
 
 
 def put_back_as_well(things: Iterable[tuple[Any, Before]]) -> None:
-    """As long as the model is looked at, :func:`untouched` lets these hold what they held, too."""
-    if is_plain():
+    """In :func:`remembering`, :func:`untouched` lets these hold what they held, too."""
+    if _met.value is not None:
         _met.value.update({id(thing): (thing, before) for thing, before in things})
 
 
@@ -59,27 +66,28 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     * the random states of Python, of numpy, of torch on the CPU and all GPUs in use, and of each ``torch.Generator``
       that is an attribute of a module or among ``given``, the arguments of a forward;
     * autocast: for which devices it is on, its types, its cache, which is not used inside of a region of the caller's;
-    * whether gradients are computed, and that no hooks for saved tensors are on that were put on inside.
-
+    * whether gradients are computed, and that no hooks for saved tensors are on that were put on inside;
     * what other objects hold that a forward was seen to read from, such as globals, since the model is looked at.
 
     Not put back are what all others hold, and what parameters and their gradients hold, but for parameters of models
     in ``writing``: that would take a copy, as buffers do. Inference mode is left alone.
     """
-    met = [(thing, before.renewed(thing)) for thing, before in ([] if attributes_stay else _met.value.values())]
+    known = {} if attributes_stay or _met.value is None else _met.value
+    met = [(thing, before.renewed(thing)) for thing, before in known.values()]
     modules = list({id(module): module for model in models for module in model.modules()}.values())
     plain = [] if attributes_stay else [(module, attributes(module)) for module in modules]
     held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
     tables = [(buffers_of(module), dict(buffers_of(module).items())) for module in modules]
-    buffers = {id(b): b for _, content in tables for b in content.values() if b is not None}
-    copies = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+    buffers = {id(b): b for _, content in tables for b in content.values() if b is not None}.values()
+    copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
     tables += [(table, dict(table)) for module, _ in plain for table in _tables(module)]
     written = [(p, p.data, p.detach().clone()) for m in models if m in writing for p in m.parameters()]
     gradients = [(p, p.grad) for model in models for p in model.parameters() if p.is_leaf]
     generators = [(generator, generator.get_state()) for generator in generators_of(models, given)]
     devices = cuda_devices()
     states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
-    first = [_let_casts_go(), _let_hooks_go(), *(partial(setting, *values) for setting, values in _settings())]
+    settings = [partial(setting, *values) for setting, values in _settings()]
+    first: list[Callable[[], object]] = [_let_casts_go(), _let_hooks_go(), *settings]
     try:
         yield
     finally:

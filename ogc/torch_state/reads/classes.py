@@ -13,7 +13,7 @@ import torch
 from .owners import slots_of
 
 Told = Callable[[Any, str, FrameType], None]
-"""Is given the object, the name and who reads it, before the attribute is found."""
+"""Is given an object, the name of an attribute and who reads or sets it."""
 
 NOT_FOLLOWED = frozenset({*sys.stdlib_module_names, "numpy", "ogc", "torch"} - {"__main__"})
 """Packages whose globals and classes decide nothing that changes."""
@@ -25,28 +25,33 @@ def is_followed(name: Any) -> bool:
 
 
 class ObservedClasses:
-    """Classes that are observed until :meth:`restore`.
+    """Classes of which each read and each assignment of an attribute is told, until :meth:`restore`.
 
-    An attribute ``__getattribute__`` is put into the class, or into that of its bases which has one of its own. The
+    ``__getattribute__`` and ``__setattr__`` are put into the class, or into that of its bases which has its own. The
     class stays what it is.
+
+    Args:
+        read: told before an attribute is read.
+        assigned: told before one is set.
     """
 
-    def __init__(self, told: Told) -> None:
-        self.told = told
-        self._known: dict[type, bool] = {}
+    def __init__(self, read: Told, assigned: Told) -> None:
+        self.told = {"__getattribute__": read, "__setattr__": assigned}
+        self._known: dict[tuple[type, str], bool] = {}
         self._restore: list[Callable[[], None]] = []
         self._of_modules: type[ModuleType] | None = None
 
     def observe(self, thing: Any) -> bool:
         """Observe the class of an object; whether that can be done."""
-        kind = type(thing)
-        if kind is ModuleType:
-            thing.__class__ = self._module_class()
-            self._restore.append(lambda: setattr(thing, "__class__", ModuleType))
-            return True
-        if kind not in self._known:
-            self._known[kind] = self._put(kind)
-        return self._known[kind]
+        if type(thing) is not ModuleType:
+            return all(self._put(type(thing), name) for name in self.told)
+        if self._of_modules is None:
+            self._of_modules = type(
+                "module", (ModuleType,), {name: self._telling(ModuleType, name) for name in self.told}
+            )
+        thing.__class__ = self._of_modules
+        self._restore.append(lambda: setattr(thing, "__class__", ModuleType))
+        return True
 
     def restore(self) -> None:
         """Let all classes be as before; they may be observed again."""
@@ -54,37 +59,36 @@ class ObservedClasses:
             self._restore.pop()()
         self._known.clear()
 
-    def _module_class(self) -> type[ModuleType]:
-        if self._of_modules is None:
-            self._of_modules = type("module", (ModuleType,), {"__getattribute__": self._telling(ModuleType)})
-        return self._of_modules
-
-    def _put(self, kind: type) -> bool:
-        owner = next(one for one in kind.__mro__ if "__getattribute__" in vars(one))
-        is_own = isinstance(vars(owner)["__getattribute__"], FunctionType)
+    def _put(self, kind: type, name: str) -> bool:
+        if (kind, name) in self._known:
+            return self._known[kind, name]
+        owner = next(one for one in kind.__mro__ if name in vars(one))
+        is_own = isinstance(vars(owner)[name], FunctionType)
         target = owner if is_own else torch.nn.Module if issubclass(kind, torch.nn.Module) else kind
-        if target in self._known:
-            return self._known[target]
-        before = vars(target).get("__getattribute__")
+        if (target, name) not in self._known:
+            self._known[target, name] = self._replace(target, name)
+        self._known[kind, name] = self._known[target, name]
+        return self._known[kind, name]
+
+    def _replace(self, target: type, name: str) -> bool:
+        before = vars(target).get(name)
         try:
-            setattr(target, "__getattribute__", self._telling(target))  # noqa: B010
+            setattr(target, name, self._telling(target, name))
         except TypeError:  # a class that is written in C
-            self._known[target] = False
             return False
-        self._known[target] = True
         if before is None:
-            self._restore.append(lambda: delattr(target, "__getattribute__"))
+            self._restore.append(lambda: delattr(target, name))
         else:
-            self._restore.append(lambda: setattr(target, "__getattribute__", before))
+            self._restore.append(lambda: setattr(target, name, before))
         return True
 
-    def _telling(self, kind: type) -> Callable[[Any, str], Any]:
-        find: Any = kind.__getattribute__
-        told, frame_of = self.told, sys._getframe
+    def _telling(self, kind: type, name: str) -> Callable[..., Any]:
+        do: Callable[..., Any] = getattr(kind, name)
+        told, frame_of = self.told[name], sys._getframe
 
-        def telling(self: Any, name: str) -> Any:
+        def telling(self: Any, name: str, *value: Any) -> Any:
             told(self, name, frame_of(1))
-            return find(self, name)
+            return do(self, name, *value)
 
         return telling
 

@@ -44,11 +44,13 @@ class Observer:
     def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str) -> None:
         self.where = where
         self.owners: dict[int, Owner] = {}  # by the identity of the object
+        self.assigned: dict[tuple[int, str], None] = {}  # attributes that the forward sets, but for what leaves do
+        self.effects: dict[tuple[int, str], Any] = {}  # of these, plain values of such as it does not read
         self.written_in_leaves: dict[tuple[int, str], str] = {}
         self.mixed: dict[str, str] = {}  # modules that read what leaves write, and what that is
         self.leaf: str | None = None
         self.thread = threading.get_ident()
-        self.classes = ObservedClasses(self._told)
+        self.classes = ObservedClasses(self._told, self._assigned)
         self.functions = CalledFunctions(self._called, lambda: self.leaf is None)
         self._is_busy = False
         is_flat = has_flat_parameters(model)
@@ -67,6 +69,7 @@ class Observer:
                     return forward(*args, **kwargs)
             finally:
                 self.classes.restore()
+                self._note_effects()
 
         return observed
 
@@ -105,6 +108,21 @@ class Observer:
                 self._read_all(owner)
             elif not (name.startswith("__") and name.endswith("__")):
                 self._read(owner, name)
+
+    def _assigned(self, thing: Any, name: str, _: FrameType) -> None:
+        """An attribute is about to be set."""
+        owner = self.owners.get(id(thing))
+        is_ours = owner is not None and self.leaf is None and threading.get_ident() == self.thread
+        if owner is not None and is_ours and not self._is_busy and name not in owner.before.skipped:
+            self.assigned[owner.number, name] = None
+
+    def _note_effects(self) -> None:
+        owners = list(self.owners.values())
+        for number, name in self.assigned:
+            owner = owners[number]
+            is_read = name in (*owner.keys, *owner.absent, *owner.slots)
+            if not is_read and is_plain(value := owner.now(name)):
+                self.effects[number, name] = value
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -272,14 +290,14 @@ class Observer:
                 for key in owner.before.changed(owner.thing):
                     yield owner.number, key
 
-    def writes(self, leaves: Collection[str] = ()) -> list[Write]:
-        """What the forward has changed, but for what leaves change, which do so in each call."""
-        owners, covered = list(self.owners.values()), tuple(f"{leaf}." for leaf in leaves)
+    def writes(self, leaves: Collection[str] | None = None) -> list[Write]:
+        """What the forward has changed, but for what these leaves change, as they do in each call."""
+        owners, covered = list(self.owners.values()), tuple(f"{leaf}." for leaf in leaves or ())
         known = numbers_of([owner.thing for owner in owners])
         found = []
         for number, key in self._changed():
             owner, is_of_leaf = owners[number], (number, key) in self.written_in_leaves
-            if (is_of_leaf and leaves) or owner.before.is_equal(owner.thing, key, known):
+            if (is_of_leaf and leaves is not None) or owner.before.is_equal(owner.thing, key, known):
                 continue
             module = str(owner.source.key) if owner.source.parent == MODULE else owner.scope
             if not f"{module}.".startswith(covered):
@@ -297,8 +315,8 @@ class Observer:
         return Reads(tuple(owner.reads for owner in owners)).name(write.owner.number, write.key)
 
     def put_back(self) -> None:
-        """Let all that was met hold what it held before."""
-        for owner in self.owners.values():
+        """Let all that was met hold what it held before; of two that share a table, the first that was met is right."""
+        for owner in reversed(self.owners.values()):
             owner.before.put_back(owner.thing)
 
     @property
@@ -312,7 +330,8 @@ class Observer:
         before = [(owner, owner.before) for owner in self.owners.values()]
         for owner, _ in before:
             owner.forget()
-        self.written_in_leaves.clear()
+        for found in (self.written_in_leaves, self.assigned, self.effects):
+            found.clear()
         self.functions = CalledFunctions(self._called, lambda: self.leaf is None)
         try:
             yield
@@ -321,10 +340,11 @@ class Observer:
             for owner, held in before:
                 held.put_back(owner.thing)
 
-    def reads(self, written: Collection[Write] = (), is_settled: bool = True) -> Reads:
-        """What the forward has read, as it is now, with what it writes, which is there now if it ``is_settled``."""
-        effects = list(filter(None, (write.noted(is_settled) for write in written)))
-        return reads_of(self.owners, effects)
+    def reads(self, written: Collection[Write] = ()) -> Reads:
+        """What the forward has read, as it is now; with what it has ``written``, unless planned calls write that."""
+        for write in written:
+            write.note()
+        return reads_of(self.owners, self.effects)
 
 
 _observer: OnThread[Observer | None] = OnThread(None)

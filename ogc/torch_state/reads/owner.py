@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .owners import ABSENT, OwnerReads, Reads, Source, contents, is_plain, items_of, table_of
+from .owners import ABSENT, OwnerReads, Reads, Source, contents, items_of, table_of
 from .put_back import Before
 
 
@@ -73,26 +73,26 @@ class Write(NamedTuple):
     key: str
     module: str
 
-    def noted(self, is_settled: bool) -> tuple[Owner, str, Any] | None:
-        """Note it as read, but for a plain value that was not, and that planned calls write; if it ``is_settled``."""
+    def note(self) -> None:
+        """Note it as read."""
         owner, key = self.owner, self.key
-        value = owner.now(key) if key else ABSENT
-        is_read = key in (*owner.keys, *owner.absent, *owner.slots)
-        if is_settled and value is not ABSENT and not is_read and is_plain(value):
-            return owner, key, value
         if not key:
             owner.is_whole = True
         elif key in owner.before.slots:
             owner.slots[key] = None
         else:
-            (owner.absent if value is ABSENT else owner.keys)[key] = None
-        return None
+            (owner.absent if owner.now(key) is ABSENT else owner.keys)[key] = None
 
 
-def reads_of(met: Mapping[int, Owner], effects: Sequence[tuple[Owner, str, Any]]) -> Reads:
-    """What was read of the objects that were met, by their identities, as it is now."""
+def reads_of(met: Mapping[int, Owner], effects: Mapping[tuple[int, str], Any]) -> Reads:
+    """What was read of the objects that were met, by their identities, as it is now.
+
+    Args:
+        met: the objects.
+        effects: what planned calls write: values by the numbers of owners and by names.
+    """
     owners = list(met.values())
-    numbers = _needed(met, [owner.number for owner in owners if owner.is_read] + [one.number for one, _, _ in effects])
+    numbers = _needed(met, [owner.number for owner in owners if owner.is_read] + [number for number, _ in effects])
     kept = [owners[number] for number in sorted(numbers)]
     new = {owner.number: place for place, owner in enumerate(kept)}
     found = []
@@ -101,7 +101,7 @@ def reads_of(met: Mapping[int, Owner], effects: Sequence[tuple[Owner, str, Any]]
         moved = source if source.parent < 0 else source._replace(parent=new[source.parent])
         found.append(owner.reads._replace(source=moved))
     expected = contents(found, [owner.thing for owner in kept])
-    return Reads(tuple(found), expected, tuple((new[owner.number], key, value) for owner, key, value in effects))
+    return Reads(tuple(found), expected, tuple((new[number], key, value) for (number, key), value in effects.items()))
 
 
 def _needed(met: Mapping[int, Owner], pending: list[int]) -> set[int]:

@@ -111,7 +111,12 @@ class Reads:
                 found.append(owner.source.find(model, found))
             except (LookupError, AttributeError, ValueError, TypeError):
                 return self.name(number)
-        for number, (before, now) in enumerate(zip(self.expected, contents(self.owners, found), strict=True)):
+        known = numbers_of(found)
+        for number, (owner, thing, before) in enumerate(zip(self.owners, found, self.expected, strict=True)):
+            try:
+                now = _content_of_owner(known, owner, thing)
+            except TypeError:  # it is an object of another kind
+                return self.name(number)
             if before != now:
                 return self.name(number, _first_difference(before, now))
         return None
@@ -120,9 +125,7 @@ class Reads:
         """Write what the forward writes."""
         objects = self.objects(model)
         for number, key, value in self.effects:
-            thing = objects[number]
-            if table_of(thing).get(key) is not value:
-                set_attribute(thing, key, value)
+            set_attribute(objects[number], key, value)
 
     def name(self, number: int, key: str = "") -> str:
         """What messages call an attribute of an owner, or the owner."""
