@@ -97,7 +97,7 @@ def _with_other_numbers(sample: Sample, graph: Graph) -> Graph | None:
     model = sample.model
     try:
         with observed(sample, plain_forward(model), set()) as (new, observer):
-            is_changed = any((one.owner.number, one.key) not in observer.effects for one in observer.writes())
+            is_changed = any((one.owner.number, one.key) not in observer.effects for one in observer.writes(None))
         check_same_program(known.graph, new.graph)
     except (ParseError, RecordAgain):  # what is in the way is found out where all is done
         return None

@@ -72,7 +72,7 @@ def _program(sample: Sample, run: Callable[..., Any], is_custom: bool, leaves: L
         traced = replace(traced, state=state_of(sample.model))
         called = called_leaves(traced.graph)
         writes = observer.writes(called)
-        leaves.changing = {write.module: write.key for write in observer.writes()}
+        leaves.changing = observer.changing()
     if is_custom:
         leaves.check_hooks(called)
     elif not any(traced.requires_grad):

@@ -164,7 +164,7 @@ def _recorded(sample: Sample, forward: Callable[..., Any] | None, leaves: Leaves
             run = forward or plain_forward(sample.model)
             with observed(sample, run, leaves.names, is_careful) as (traced, observer):
                 traced = replace(traced, state={"random state": torch.get_rng_state()})
-                if observer.writes():
+                if observer.writes(None):
                     raise ParseError("the forward changes attributes")
             return replace(with_expected(sample, traced), reads=observer.reads())
         except RecordAgain as again:

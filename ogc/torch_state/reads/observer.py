@@ -19,7 +19,7 @@ from .classes import ObservedClasses, can_be_observed, is_followed
 from .functions import Called, CalledFunctions
 from .owner import Owner, Write, reads_of
 from .owners import FIXED, MODULE, Reads, Source, is_container, is_plain, items_of, numbers_of
-from .put_back import Before
+from .put_back import Before, same_objects
 
 TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstance(value, dict))
 """What torch.nn.Module keeps parameters, buffers, submodules and hooks in."""
@@ -42,11 +42,12 @@ class Observer:
     """
 
     def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str) -> None:
-        self.where = where
+        self._where = where
         self.owners: dict[int, Owner] = {}  # by the identity of the object
         self.assigned: dict[tuple[int, str], None] = {}  # attributes that the forward sets, but for what leaves do
         self.effects: dict[tuple[int, str], Any] = {}  # of these, plain values of such as it does not read
         self.written_in_leaves: dict[tuple[int, str], str] = {}
+        self.leaves_that_write: dict[str, str] = {}
         self.mixed: dict[str, str] = {}  # modules that read what leaves write, and what that is
         self.leaf: str | None = None
         self.thread = threading.get_ident()
@@ -58,6 +59,10 @@ class Observer:
             skipped = {*UNWATCHED, *parameters_of(module).keys(), *(views_of_flat(module) if is_flat else ())}
             self._add(module, Source(MODULE, "", name), skipped).scope = name
         self._modules = frozenset(self.owners)
+
+    def where(self) -> str:
+        """The module that runs."""
+        return self._where() if self.leaf is None else self.leaf
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The same forward, observed."""
@@ -84,13 +89,16 @@ class Observer:
     @contextmanager
     def in_leaf(self, name: str) -> Iterator[None]:
         """Inside, what is read makes no difference: a leaf runs, which reads it in each call."""
-        before = set(self._changed())
+        before = self._differences()
         self.leaf, outer = name, self.leaf
         try:
             yield
         finally:
             self.leaf = outer
-            self.written_in_leaves.update({change: name for change in self._changed() if change not in before})
+            for change, values in self._differences().items():
+                if not same_objects(values, before.get(change, ())):
+                    self.written_in_leaves[change] = name
+                    self.leaves_that_write[name] = change[1]
 
     # -- what is read --------------------------------------------------------------------------------------
 
@@ -290,7 +298,16 @@ class Observer:
                 for key in owner.before.changed(owner.thing):
                     yield owner.number, key
 
-    def writes(self, leaves: Collection[str] | None = None) -> list[Write]:
+    def _differences(self) -> dict[tuple[int, str], list[Any]]:
+        owners = list(self.owners.values())
+        return {(n, key): [owners[n].now(key)] if key else items_of(owners[n].thing)[1] for n, key in self._changed()}
+
+    def changing(self) -> dict[str, str]:
+        """The modules that have changed something, leaves too, and what."""
+        found = {write.module: write.key for write in self.writes(None)}
+        return found | self.leaves_that_write
+
+    def writes(self, leaves: Collection[str] | None) -> list[Write]:
         """What the forward has changed, but for what these leaves change, as they do in each call."""
         owners, covered = list(self.owners.values()), tuple(f"{leaf}." for leaf in leaves or ())
         known = numbers_of([owner.thing for owner in owners])

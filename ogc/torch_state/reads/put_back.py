@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import is_
 from types import CellType, FunctionType
 from typing import Any
@@ -116,5 +116,10 @@ class Before:
         return table_of(thing) if has_table else {}
 
 
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
 def _same(some: tuple[list[Any], list[Any]], others: tuple[list[Any], list[Any]]) -> bool:
-    return all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(some, others, strict=True))
+    return all(map(same_objects, some, others))
