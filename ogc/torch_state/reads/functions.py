@@ -50,14 +50,14 @@ _functions: dict[int, list[weakref.ref[FunctionType]]] = {}
 class CalledFunctions:
     """Tells of each function that this thread calls, before it runs.
 
-    It is told of once for each class of its first argument and each ``mode()``.
+    It is told of once for each class of its first argument, each closure and each ``mode()``.
     """
 
     def __init__(self, told: Told, mode: Callable[[], object]) -> None:
         self.told, self.mode = told, mode
         self._codes: dict[int, CodeType] = {}  # of those that are followed
         self._others: dict[int, CodeType] = {}  # which also keeps their numbers from being used again
-        self._seen: set[tuple[int, type, object]] = set()
+        self._seen: set[tuple[Any, ...]] = set()
         self._has_looked = False
 
     @contextmanager
@@ -81,29 +81,31 @@ class CalledFunctions:
         if not is_followed(frame.f_globals.get("__name__")):
             self._others[id(code)] = code
             return
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        seen = id(code), type(first), self.mode()
+        seen_now = frame.f_locals
+        first = seen_now.get(code.co_varnames[0]) if code.co_argcount else None
+        seen = id(code), type(first), self.mode(), *(id(seen_now.get(name)) for name in code.co_freevars)
         if seen not in self._seen:
             self._codes[id(code)] = code
             self._seen.add(seen)
             self.told(Called(self._of(code, frame), frame.f_globals, _globals_named(code), first))
 
     def _of(self, code: CodeType, frame: FrameType) -> list[FunctionType]:
-        """The functions that have a code; none where it is that of functions that the forward makes."""
-        known = _known(code)
-        if self._has_looked or any(_has_cells_of(function, frame) for function in known):
+        """The functions that have a code and the closure of a call; none where the forward has made it."""
+        known = _known(code, frame)
+        if self._has_looked or known:
             return known
         self._has_looked = True
         _functions.clear()
         for function in _all_functions():
             if is_followed(function.__globals__.get("__name__")):
                 _functions.setdefault(id(function.__code__), []).append(weakref.ref(function))
-        return _known(code)
+        return _known(code, frame)
 
 
-def _known(code: CodeType) -> list[FunctionType]:
+def _known(code: CodeType, frame: FrameType) -> list[FunctionType]:
     found = (reference() for reference in _functions.get(id(code), ()))
-    return [function for function in found if function is not None and function.__code__ is code]
+    alike = [function for function in found if function is not None and function.__code__ is code]
+    return [function for function in alike if _has_cells_of(function, frame)]
 
 
 def _has_cells_of(function: FunctionType, frame: FrameType) -> bool:

@@ -6,6 +6,7 @@ import builtins
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from types import FrameType, FunctionType, MemberDescriptorType
 from typing import Any
 
@@ -195,12 +196,13 @@ class Observer:
             written = self.written_in_leaves.get((owner.number, ""))
             if written is not None:
                 self.mixed.setdefault(self.where(), f"reads what {written} writes while it runs")
-        items = items_of(owner.thing)[1]
+        keys, items = items_of(owner.thing)
         if len(items) > _LARGEST:
             owner.is_whole = False
             return
+        is_class = isinstance(owner.thing, type)
         for place, item in enumerate(items):
-            self._meet(item, Source(owner.number, "item", place))
+            self._meet(item, Source(owner.number, *(("attribute", keys[place]) if is_class else ("item", place))))
 
     # -- whom it is read from ------------------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class Observer:
         if is_plain(value) or isinstance(value, torch.Tensor):
             return
         if isinstance(value, type):
-            if is_followed(value.__module__):
+            if is_followed(value.__module__) and not issubclass(value, Enum):
                 self._class(value)
             return
         is_function = isinstance(value, FunctionType)
@@ -246,9 +248,7 @@ class Observer:
         owner = self._add(kind, Source(FIXED, "", kind))
         if self.leaf is None and not owner.is_open and is_followed(kind.__module__):
             owner.is_open = True
-            for name, value in list(vars(kind).items()):
-                if not (name.startswith(("__", "_abc_")) or hasattr(type(value), "__get__")):
-                    self._key(owner, name)
+            self._read_all(owner)
         return owner
 
     def _called(self, called: Called) -> None:

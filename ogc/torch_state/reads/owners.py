@@ -170,6 +170,10 @@ def items_of(thing: Any) -> tuple[list[Any], list[Any]]:
     """The keys and the items of what is read as a whole, whatever its class makes of them."""
     if isinstance(thing, dict):
         return list(dict.keys(thing)), list(dict.values(thing))
+    if isinstance(thing, type):
+        named = {key: value for key, value in vars(thing).items() if not key.startswith(("__", "_abc_"))}
+        data = {key: value for key, value in named.items() if not hasattr(type(value), "__get__")}
+        return [*data, *(named.keys() - data.keys())], list(data.values())
     if isinstance(thing, CellType):
         return [], _of_cell(thing)
     if isinstance(thing, FunctionType):
@@ -252,7 +256,7 @@ def _content_of_owner(known: Mapping[int, int], owner: OwnerReads, thing: Any) -
         inside = [content(item, known) for item in items]
         if isinstance(thing, numpy.ndarray):
             inside = [array_content(thing)]
-        found["[]"] = [*map(repr, keys)], inside
+        found["[]"] = sorted(map(repr, keys)) if isinstance(thing, type) else [*map(repr, keys)], inside
     return found
 
 

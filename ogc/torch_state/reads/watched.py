@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, contains, is_, itemgetter
+from operator import attrgetter, contains, is_, itemgetter, methodcaller
 from typing import Any
 
 import numpy
@@ -13,6 +13,7 @@ import torch
 
 from .owners import MODULE, Reads, array_content, items_of, table_of
 
+_values = methodcaller("values")
 _look = attrgetter("requires_grad", "dtype", "device", "shape")
 _GONE = (LookupError, AttributeError, ValueError, TypeError)
 
@@ -54,7 +55,7 @@ class _Seen:
         alike: dict[tuple[str, ...], list[Any]] = {}
         self.absent: list[tuple[Any, str]] = []
         self.others: list[Callable[[], Any]] = []  # what gives the values of other owners
-        self.dicts: list[dict[Any, Any]] = []
+        self.dicts: list[Mapping[Any, Any]] = []
         self.lists: list[Any] = []
         self.typed: list[Any] = []
         self.arrays: list[numpy.ndarray] = []
@@ -101,6 +102,9 @@ class _Seen:
             self.dicts.append(thing)
         elif type(thing) in (list, tuple):
             self.lists.append(thing)
+        elif isinstance(thing, type):
+            self.lists.append(vars(thing))
+            self.dicts.append(vars(thing))
         elif isinstance(thing, numpy.ndarray):
             self.arrays.append(thing)
         else:
@@ -109,6 +113,6 @@ class _Seen:
     def _values(self) -> Iterator[Any]:
         tables = chain.from_iterable(chain.from_iterable(map(look, tables) for look, tables in self.looks))
         lists = chain.from_iterable(self.lists)  # of dicts, the keys
-        dicts = chain.from_iterable(map(dict.values, self.dicts))
+        dicts = chain.from_iterable(map(_values, self.dicts))
         others = chain.from_iterable(give() for give in self.others)
         return chain(tables, lists, dicts, others)
