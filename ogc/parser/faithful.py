@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import ParseError
+from ..errors import OgcError, ParseError
 from ..program.leaf import called_leaves
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
@@ -14,7 +14,8 @@ from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
 from .arguments import Sample
 from .custom import CustomForward
-from .forward.flat import FlatForward, state_of
+from .forward.flat import FlatForward, raise_own_error, state_of
+from .forward.patches import seen_as_recorded
 from .judge import judge
 from .leaves import Leaves
 from .recorder import record
@@ -55,24 +56,22 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
         except RecordAgain as again:
             is_careful = again.is_careful
         except OpaqueError as problem:
-            if isinstance(problem.__cause__, Exception) and not _runs(sample):
-                raise problem.__cause__ from None
+            if isinstance(problem.__cause__, Exception):
+                raise_own_error(*sample)
             leaves.cover(problem)
+        except OgcError:
+            raise
+        except Exception as error:
+            raise_own_error(*sample)
+            what = f"fails while it is watched: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise ParseError(f"the model's forward {what}; by itself it runs") from error
 
 
-def _runs(sample: Sample) -> bool:
-    try:
-        with untouched(sample.model):
-            _outputs(sample)
-    except Exception:  # the model's own, as it was in the recording
-        return False
-    return True
-
-
-def _outputs(sample: Sample) -> list[torch.Tensor]:
-    """The tensors that the model's forward returns, detached."""
+def _outputs(sample: Sample, graph: torch.fx.Graph) -> list[torch.Tensor]:
+    """The tensors that the model's forward, of which that is the program, returns, detached."""
     flat = FlatForward(plain_forward(sample.model), sample.spec)
-    flat.run(sample.copies())
+    with seen_as_recorded(sample.model, graph):
+        flat.run(sample.copies())
     return flat.outputs
 
 
@@ -98,9 +97,9 @@ def _refuse_dependence(sample: Sample, traced: Traced, changed: dict[str, str], 
     model = sample.model
     with untouched(model):
         with untouched(model, attributes_stay=True):
-            _outputs(sample)
+            _outputs(sample, traced.graph)
         before = attributes_of(model)
-        outputs = _outputs(sample)
+        outputs = _outputs(sample, traced.graph)
         again = dict(changes(before, attributes_of(model), leaves))
     when = "each call" if again else "its first call"
     if again or not all(map(same_bits, outputs, traced.outputs)):

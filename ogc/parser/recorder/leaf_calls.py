@@ -59,8 +59,9 @@ class LeafCalls:
             is_on, casts = torch.is_grad_enabled(), autocast_state()
             talks = name in recorder.talking
             leaf = Leaf(
-                f"_ogc_leaf_{self.count}", name, source, inputs, returned, is_on, casts, function=function, talks=talks
-            )
+                f"_ogc_leaf_{self.count}", name, source, inputs, returned, is_on, casts,
+                function=function, talks=talks, takes_no_hooks=recorder.takes_no_hooks,
+            )  # fmt: skip
             self.count += 1
             self._check(leaf)
             state = [tensors.node(t) for t in tensors.state.values() if id(t) in held]

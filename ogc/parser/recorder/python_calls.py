@@ -15,8 +15,10 @@ from ...torch_state.dispatch import in_mode, unseen
 from ...torch_state.hooks import collectors_watched, is_compiled
 from ...torch_state.private import MAKE_SUBCLASS, is_functorch_active
 from ...torch_state.random_state import python_random_state
+from ...torch_state.saved import TAKES_NONE, hooks_off_in
 from ..forward.location import user_line
 from ..forward.patches import CONTENT, TEXT, checkpoint_nothing, replace, wrap
+from ..traced import OpaqueError
 from .leaf_calls import LeafCalls
 from .recorder import Recorder
 
@@ -64,6 +66,7 @@ class PythonCalls:
         stack = self.patches
         wrap(stack, torch.nn.Module, "__call__", self._module)
         replace(stack, torch.autograd.Function, "apply", self._function)
+        wrap(stack, torch.autograd.graph, TAKES_NONE, self._transform)
         checkpoint_nothing(stack)
         for names, call in ((CONTENT, self._content), (_SIZES, self._size), (TEXT, self._text), (_HOOKS, self._hook)):
             for name in names:
@@ -118,6 +121,17 @@ class PythonCalls:
             return self.calls.function(kind, own, args, kwargs) if is_leaf else own(*args, **kwargs)
 
         return classmethod(apply)
+
+    def _transform(self, known: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A transform of torch.func that differentiates: a leaf may run it, then without hooks for saved tensors."""
+        if self.is_on:
+            what = f"differentiates by torch.func at {user_line()}"
+            raise OpaqueError(
+                f"the forward {what}, which cannot be recorded; put it into a submodule of its own",
+                {self.recorder.scopes.current: what},
+            )
+        self.recorder.takes_no_hooks = True
+        return hooks_off_in(known, *args, **kwargs)
 
     def _content(self, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == self.thread and not self.is_writing_text:

@@ -72,6 +72,7 @@ class Recorder:
         self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
         self.talking: set[str] = set()  # leaves that run collectives
+        self.takes_no_hooks = False  # the leaf that runs, for what it saves
         self.is_valid = True  # until a call is found to be cast in parts that was written down whole: record again
         self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
@@ -276,7 +277,7 @@ class Recorder:
     @contextmanager
     def inside(self, leaf: str, given: list[torch.Tensor]) -> Iterator[None]:
         """Nothing that is called inside is written down: a leaf runs, which was given these tensors."""
-        self.leaf, self._given = leaf, self._numbers(given)
+        self.leaf, self._given, self.takes_no_hooks = leaf, self._numbers(given), False
         try:
             yield
         finally:
