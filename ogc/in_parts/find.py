@@ -26,7 +26,7 @@ from ..parser.forward.flat import raise_own_error
 from ..parser.forward.patches import wrap
 from ..program.copies import copies
 from ..program.program import storage_of, tensor_leaves
-from ..program.structures import Call, InputSpec
+from ..program.structures import Call, InputSpec, TensorSpec
 from ..torch_state.attributes import changes, watched_attributes
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
@@ -158,10 +158,7 @@ def is_alike(part: Part, module: torch.nn.Module) -> bool:
 
 def look_of(module: torch.nn.Module) -> Any:
     """Equal for modules that compute the same from equal parameters."""
-    tensors = {
-        name: (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
-        for name, t in (*module.named_parameters(), *module.named_buffers())
-    }
+    tensors = {name: TensorSpec.of(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     return tensors, [(type(child), child.training) for child in module.modules()], repr(module)
 
 

@@ -70,7 +70,8 @@ class _Log(TorchDispatchMode):
         self.storages: dict[int, tuple[int, StorageWeakRef]] = {}
         self.count = 0
         for tensor in known:
-            self._number(tensor)
+            if storage_of(tensor) is not None:
+                self._number(tensor)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -57,7 +57,7 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     modules = list({id(module): module for model in models for module in model.modules()}.values())
     put_back = members_put_back(modules, attributes_stay)
     buffers = {id(b): b for module in modules for b in buffers_of(module).values() if b is not None}
-    copies = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+    copies = [(buffer, buffer.data, buffer.detach().clone()) for buffer in buffers.values()]
     written = [(p, p.data, p.detach().clone()) for m in models if m in writing for p in m.parameters()]
     gradients = [(p, p.grad) for model in models for p in model.parameters() if p.is_leaf]
     generators = [(generator, generator.get_state()) for generator in generators_of(models, given)]
@@ -83,9 +83,11 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
-        for buffer, copy in copies:
-            if buffer.layout is not torch.strided or not (same_bits(buffer, copy) and identical(buffer, copy)):
-                buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
+        for buffer, data, copy in copies:
+            if not (same_bits(buffer, copy) and identical(buffer, copy)):
+                # Unseen by version counters: an earlier forward may wait for its backward. It may have another memory.
+                data.copy_(copy)
+                buffer.data = data
 
 
 def members_put_back(modules: Sequence[torch.nn.Module], attributes_stay: bool = False) -> Callable[[], None]:
