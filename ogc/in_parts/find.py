@@ -29,6 +29,7 @@ from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec, TensorSpec
 from ..torch_state.attributes import changes, watched_attributes
 from ..torch_state.forwards import plain_forward
+from ..torch_state.hooks import TAKES_NONE, hooks_off_in, is_compiled
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.private import (
     CALL,
@@ -40,7 +41,6 @@ from ..torch_state.private import (
     version_of,
 )
 from ..torch_state.ranks.collectives import alone
-from ..torch_state.saved import TAKES_NONE, hooks_off_in
 from .options import Options
 
 
@@ -187,6 +187,7 @@ class _Forward:
         self.counted: dict[int, StorageWeakRef] = {}
         self.attributes: dict[str, dict[str, Any]] = {}  # as they were, but for what parts changed of their own
         self.unfit: dict[str, str] = {}  # parts that cannot be, after all
+        self.compiled = {m: vars(m).get(CALL) for m in _eager(self.names) if is_compiled(m)}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run it, and note what is called."""
@@ -210,7 +211,8 @@ class _Forward:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Calls of submodules come here, and nothing is saved for a backward."""
-        modules = [m for m in self.names if m is not self.model and not isinstance(m, torch.jit.ScriptModule)]
+        inside = {inner for module in self.compiled for inner in module.modules() if inner is not module}
+        modules = [m for m in _eager(self.names) if m is not self.model and m not in inside]
         with _own_calls(modules), ExitStack() as stack:
             for module in modules:
                 vars(module)[CALL] = partial(self._call, module)
@@ -221,7 +223,7 @@ class _Forward:
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         """For the parser, everything is as if there was no forward around it."""
-        with _own_calls(self.names):
+        with _own_calls(self.names, self.compiled):
             self.hooks.__exit__()
             try:
                 yield
@@ -229,10 +231,13 @@ class _Forward:
                 self.hooks.__enter__()
 
     def _call(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = self.compiled.get(module) or own_call(module)
         if self.in_part or self.scopes[-1] in self.closed:
-            return own_call(module)(*args, **kwargs)
+            return own(*args, **kwargs)
         self.called.add(module)
         name = self.names[module]
+        if module in self.compiled:
+            return self._run_plain(module, name, "runs compiled", args, kwargs, own)
         why = self.found.plain.get(name) or self._obstacle(module, tensor_leaves(args, kwargs))
         if why is not None:
             return self._run_plain(module, name, why, args, kwargs)
@@ -325,22 +330,33 @@ class _Forward:
     def _uncalled(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """The largest modules that this forward left out, though others may call them."""
         for child in module.children():
+            if child in self.compiled or isinstance(child, torch.jit.ScriptModule):
+                continue
             if child in self.called:
                 if self.names[child] in self.found.plain and self.names[child] not in self.closed:
                     yield from self._uncalled(child)
             elif isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)) or self._has_called(child):
                 yield from self._uncalled(child)
-            elif not isinstance(child, torch.jit.ScriptModule) and any(p.requires_grad for p in child.parameters()):
+            elif any(p.requires_grad for p in child.parameters()):
                 yield child
 
     def _has_called(self, module: torch.nn.Module) -> bool:
         return not self.called.isdisjoint(module.modules())
 
 
+def _eager(modules: Collection[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+
+
 @contextmanager
-def _own_calls(modules: Collection[torch.nn.Module]) -> Iterator[None]:
-    """Modules are called as they are by themselves, and afterwards as before."""
+def _own_calls(
+    modules: Collection[torch.nn.Module], compiled: Mapping[torch.nn.Module, Any] | None = None
+) -> Iterator[None]:
+    """Modules are called as they are by themselves, or by what compiled code is given, and afterwards as before."""
     replaced = {module: vars(module).pop(CALL) for module in modules if CALL in vars(module)}
+    for module, call in (compiled or {}).items():
+        if call is not None:
+            vars(module)[CALL] = call
     try:
         yield
     finally:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ..errors import ReplayError
+from ..torch_state.hooks import hooks_off
 from ..torch_state.private import storage_id, version_of
 from ..torch_state.ranks.collectives import arrived
-from ..torch_state.saved import hooks_off
 from .structures import Given, InputSpec, OutputSpec, TensorSpec
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.utils.checkpoint
 
 from ...program.leaf import Leaf
+from ...torch_state.hooks import hooks_off
 from ...torch_state.private import CHECKPOINTS, is_functorch_active
-from ...torch_state.saved import hooks_off
 from .flat import Pack, saved_until_done
 
 CONTENT = ("tolist", "numpy", "__array__", "__dlpack__")
@@ -93,6 +93,7 @@ def seen_as_recorded(
     with ExitStack() as stack:
         if modules:
             wrap(stack, torch.nn.Module, "__call__", in_leaves)
+        if any(leaf.function for leaf in leaves):
             replace(stack, torch.autograd.Function, "apply", in_functions)
         checkpoint_nothing(stack)
         for name in (*CONTENT, *TEXT):
