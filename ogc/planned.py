@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,12 +34,13 @@ from .planning.stored import NOWHERE, Store, key_of, taken_up
 from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
+from .runtime.calls.report import Calls, Report
 from .runtime.compiling import kept_from_compiling
 from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, plain_instance
-from .runtime.runner import is_planned_call
+from .runtime.runner import plain_because
 from .solver import Budget, Wish, solve
 from .torch_state.forwards import original_class, plain_forward
-from .torch_state.no_trace import remembering
+from .torch_state.no_trace import is_plain, remembering
 from .torch_state.ranks.shards import has_inner_units, has_units
 
 log = logging.getLogger(__name__)
@@ -185,10 +187,12 @@ class Planning:
 
 def _planned_when_called(model: torch.nn.Module, planning: Planning) -> torch.nn.Module:
     """The module, planned at its first call in training: it was pickled, or its parameters are not here before."""
-    training, found = model.training, list[torch.nn.Module]()
+    training, found, plain = model.training, list[Any](), Counter[str]()
+    problem: list[str] = []  # why it could not be planned
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not found and not is_planned_call(self, training):
+        if not found and (is_plain() or (why := plain_because(self, training))):
+            plain.update([] if is_plain() else [why])
             return plain_forward(self)(*args, **kwargs)
         if not found:
             try:
@@ -199,12 +203,21 @@ def _planned_when_called(model: torch.nn.Module, planning: Planning) -> torch.nn
                     raise
                 log.warning("ogc runs the plain model: %s", error)
                 found.append(plain_instance(model))
-            made = vars(type(found[0]))
-            for name in made.keys() & {"plan", "graph", "code", "report"}:  # unless the model has such an attribute
-                setattr(type(self), name, made[name])
+                problem.append(str(error))
+        plain.update(problem)
         return found[0].forward(*args, **kwargs)
 
-    result = instance_around(model, original_class(model).__name__, {"forward": kept_from_compiling(forward)}, {})
+    def report(self: torch.nn.Module) -> Report:
+        planned = found[0].report().calls if found and not problem else ()
+        return Report((*planned, *(Calls("", f"plain: {why}", count) for why, count in plain.items())))
+
+    def now(name: str) -> property:
+        """What the planned model has; None before it is planned."""
+        return property(lambda self: getattr(found[0], name, None) if found else None)
+
+    shown = {**{name: now(name) for name in ("plan", "graph", "code")}, "report": report}
+    members = {"forward": kept_from_compiling(forward)}
+    result = instance_around(model, original_class(model).__name__, members, shown)
     setattr(type(result), MADE_AGAIN, (_planned_when_called, planning))
     return result
 

@@ -197,7 +197,12 @@ CASES = [
     Case("nothing", InputError, "holds no tensor", optimize(())),
     Case("keys that are no names", InputError, "must be names of arguments, not 1", optimize({1: X})),
     Case("elsewhere", InputError, r"is on meta, the model on cpu; move it with .to\('cpu'\)", optimize(X.to("meta"))),
-    Case("sparse", InputError, "tensor 0 of sample_input is torch.sparse_coo, not dense", optimize(X.to_sparse())),
+    Case(
+        "sparse",
+        ParseError,
+        "tensor 0 of sample_input is torch.sparse_coo, not dense",
+        lambda model: ogc.parse(model, X.to_sparse()),
+    ),
     Case(
         "missing argument",
         TypeError,

@@ -231,8 +231,9 @@ def test_bad_input(tmp_path):
     for plan in (5, [], model):
         with pytest.raises(ogc.InputError, match="plan must be the path of a saved plan, or a plan, not"):
             ogc.optimize(model, given, plan=plan)
-    with pytest.raises(FileNotFoundError):
-        ogc.optimize(model, given, plan=tmp_path / "none.json")
+    for path, why in ((tmp_path / "none.json", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ogc.InputError, match=rf"plan='{path}' cannot be read \({why}.*result.plan.save"):
+            ogc.optimize(model, given, plan=path)
     with pytest.raises(ogc.PlanError, match="file is no plan"):
         ogc.optimize(model, given, plan=tmp_path / "file")
     for folder in (5, tmp_path / "file"):

@@ -8,7 +8,7 @@ calls is looked at instead. Nothing is saved for a backward, so that memory is t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -18,17 +18,28 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import InputError, OgcError, ParseError, add_note
+from ..errors import InputError, OgcError, ParseError
 from ..graph import Graph
 from ..parser import carry_over
 from ..parser.arguments import call_arguments
+from ..parser.forward.flat import raise_own_error
+from ..parser.forward.patches import wrap
 from ..program.copies import copies
 from ..program.program import storage_of, tensor_leaves
-from ..program.structures import Call, InputSpec
+from ..program.structures import Call, InputSpec, TensorSpec
 from ..torch_state.attributes import changes, watched_attributes
 from ..torch_state.forwards import plain_forward
+from ..torch_state.hooks import TAKES_NONE, hooks_off_in, is_compiled
 from ..torch_state.no_trace import plainly, untouched
-from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, untraced, version_of
+from ..torch_state.private import (
+    CALL,
+    id_of_storage,
+    is_functorch_active,
+    own_call,
+    saved_tensors_hooks_in_use,
+    untraced,
+    version_of,
+)
 from ..torch_state.ranks.collectives import alone
 from .options import Options
 
@@ -87,11 +98,21 @@ def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plai
     closed = options.asked_for(model)
     plain = {**plain, **dict.fromkeys(closed, "was asked to be called as it is")}
     graphs = _Graphs(options)
+    keeps = False
     while True:
-        forward = _Forward(model, graphs, plain, closed)
-        with untouched(model, given=spec.constants):
-            args, kwargs = spec.rebuild(copies(tensors))
-            forward.run(args, kwargs)
+        forward = _Forward(model, graphs, plain, closed, keeps)
+        try:
+            with untouched(model, given=spec.constants):
+                args, kwargs = spec.rebuild(copies(tensors))
+                forward.run(args, kwargs)
+        except _Unpacked:
+            keeps = True
+            continue
+        except OgcError:
+            raise
+        except Exception as error:
+            raise_own_error(model, spec, tensors)
+            raise ParseError(f"Its forward fails while it is watched: {type(error).__name__}: {error}") from error
         misfits = forward.misfits()
         if not misfits:
             return forward.found
@@ -137,18 +158,23 @@ def is_alike(part: Part, module: torch.nn.Module) -> bool:
 
 def look_of(module: torch.nn.Module) -> Any:
     """Equal for modules that compute the same from equal parameters."""
-    tensors = {
-        name: (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
-        for name, t in (*module.named_parameters(), *module.named_buffers())
-    }
+    tensors = {name: TensorSpec.of(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     return tensors, [(type(child), child.training) for child in module.modules()], repr(module)
 
 
 class _Forward:
     """One forward of the model, in which the calls of submodules are seen."""
 
-    def __init__(self, model: torch.nn.Module, graphs: _Graphs, plain: dict[str, str], closed: Collection[str]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        graphs: _Graphs,
+        plain: dict[str, str],
+        closed: Collection[str],
+        keeps: bool,
+    ) -> None:
         self.model = model
+        self.keeps = keeps  # what is saved, for backwards inside
         self.graphs = graphs
         self.closed = closed
         self.names = {module: name for name, module in model.named_modules()}
@@ -156,11 +182,12 @@ class _Forward:
         self.called: set[torch.nn.Module] = set()
         self.scopes = [""]  # the plain modules that run
         self.in_part = False
-        self.hooks = saved_tensors_hooks(self._saved, _never_unpacked)
+        self.hooks = saved_tensors_hooks(self._saved, _unpacked)
         self.given: list[tuple[str, torch.Tensor, int]] = []  # part, what shares the version of its input, version
         self.counted: dict[int, StorageWeakRef] = {}
         self.attributes: dict[str, dict[str, Any]] = {}  # as they were, but for what parts changed of their own
         self.unfit: dict[str, str] = {}  # parts that cannot be, after all
+        self.compiled = {m: vars(m).get(CALL) for m in _eager(self.names) if is_compiled(m)}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run it, and note what is called."""
@@ -168,12 +195,7 @@ class _Forward:
             self._is_new(tensor)
         parameters, self.attributes = dict(self.model.named_parameters()), watched_attributes(self.model)
         with torch.enable_grad(), plainly(), alone(), self._watched():
-            try:
-                results = tensor_leaves(plain_forward(self.model)(*args, **kwargs))
-            except Exception as error:
-                if not isinstance(error, OgcError):
-                    add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
-                raise
+            results = tensor_leaves(plain_forward(self.model)(*args, **kwargs))
         if not any(tensor.requires_grad for tensor in results):
             raise ParseError("No output of the forward requires grad")
         if {name: id(p) for name, p in self.model.named_parameters()} != {n: id(p) for n, p in parameters.items()}:
@@ -189,17 +211,19 @@ class _Forward:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Calls of submodules come here, and nothing is saved for a backward."""
-        modules = [m for m in self.names if m is not self.model and not isinstance(m, torch.jit.ScriptModule)]
-        with _own_calls(modules):
+        inside = {inner for module in self.compiled for inner in module.modules() if inner is not module}
+        modules = [m for m in _eager(self.names) if m is not self.model and m not in inside]
+        with _own_calls(modules), ExitStack() as stack:
             for module in modules:
                 vars(module)[CALL] = partial(self._call, module)
+            wrap(stack, torch.autograd.graph, TAKES_NONE, hooks_off_in)
             with self.hooks:
                 yield
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:
         """For the parser, everything is as if there was no forward around it."""
-        with _own_calls(self.names):
+        with _own_calls(self.names, self.compiled):
             self.hooks.__exit__()
             try:
                 yield
@@ -207,10 +231,13 @@ class _Forward:
                 self.hooks.__enter__()
 
     def _call(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = self.compiled.get(module) or own_call(module)
         if self.in_part or self.scopes[-1] in self.closed:
-            return own_call(module)(*args, **kwargs)
+            return own(*args, **kwargs)
         self.called.add(module)
         name = self.names[module]
+        if module in self.compiled:
+            return self._run_plain(module, name, "runs compiled", args, kwargs, own)
         why = self.found.plain.get(name) or self._obstacle(module, tensor_leaves(args, kwargs))
         if why is not None:
             return self._run_plain(module, name, why, args, kwargs)
@@ -227,6 +254,8 @@ class _Forward:
         parameters = list(module.parameters())
         if not parameters or not any(tensor.requires_grad for tensor in chain(parameters, given)):
             return _UNTRAINED
+        if is_functorch_active():
+            return "is called in a transform of torch.func"
         if "forward" in vars(module):
             return "its forward was replaced on the instance"
         hooks = saved_tensors_hooks_in_use()
@@ -281,10 +310,11 @@ class _Forward:
             self.scopes.pop()
 
     @untraced
-    def _saved(self, tensor: torch.Tensor) -> None:
+    def _saved(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not self.in_part and self._is_new(tensor):
             scope = self.scopes[-1]
             self.found.saved_bytes[scope] = self.found.saved_bytes.get(scope, 0) + tensor.untyped_storage().nbytes()
+        return tensor.detach() if self.keeps else None
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory was not counted yet."""
@@ -300,22 +330,33 @@ class _Forward:
     def _uncalled(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """The largest modules that this forward left out, though others may call them."""
         for child in module.children():
+            if child in self.compiled or isinstance(child, torch.jit.ScriptModule):
+                continue
             if child in self.called:
                 if self.names[child] in self.found.plain and self.names[child] not in self.closed:
                     yield from self._uncalled(child)
             elif isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)) or self._has_called(child):
                 yield from self._uncalled(child)
-            elif not isinstance(child, torch.jit.ScriptModule) and any(p.requires_grad for p in child.parameters()):
+            elif any(p.requires_grad for p in child.parameters()):
                 yield child
 
     def _has_called(self, module: torch.nn.Module) -> bool:
         return not self.called.isdisjoint(module.modules())
 
 
+def _eager(modules: Collection[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+
+
 @contextmanager
-def _own_calls(modules: Collection[torch.nn.Module]) -> Iterator[None]:
-    """Modules are called as they are by themselves, and afterwards as before."""
+def _own_calls(
+    modules: Collection[torch.nn.Module], compiled: Mapping[torch.nn.Module, Any] | None = None
+) -> Iterator[None]:
+    """Modules are called as they are by themselves, or by what compiled code is given, and afterwards as before."""
     replaced = {module: vars(module).pop(CALL) for module in modules if CALL in vars(module)}
+    for module, call in (compiled or {}).items():
+        if call is not None:
+            vars(module)[CALL] = call
     try:
         yield
     finally:
@@ -328,8 +369,14 @@ def _own_calls(modules: Collection[torch.nn.Module]) -> Iterator[None]:
 _UNTRAINED = "has no parameter that is trained"
 
 
-def _never_unpacked(packed: object) -> torch.Tensor:
-    raise ParseError("the model runs a backward pass inside its forward, outside of what can be planned")
+class _Unpacked(Exception):
+    """A backward is run inside the forward: what is saved is to be kept."""
+
+
+def _unpacked(packed: torch.Tensor | None) -> torch.Tensor:
+    if packed is None:
+        raise _Unpacked
+    return packed
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -20,7 +20,7 @@ from ..plan import PartCost
 from ..program.program import device_of_model, tensor_leaves
 from ..program.structures import InputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
-from ..torch_state.no_trace import untouched
+from ..torch_state.no_trace import cut_history, untouched
 from ..torch_state.private import pytree
 from ..torch_state.ranks.collectives import alone
 from ..torch_state.ranks.shards import own_parameters
@@ -75,6 +75,7 @@ def measure(model: torch.nn.Module, optimized: torch.nn.Module, parts: Parts, sa
 
     try:
         with untouched(model, given=spec.constants), alone():
+            cut_history(list(model.modules()))
             own_parameters(model)  # the hooks of the others must not be called for nothing
             return marked_bytes(step, device_of_model(model))
     finally:

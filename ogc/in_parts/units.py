@@ -12,6 +12,7 @@ import torch
 
 from ..errors import InputError, ParseError
 from ..plan import part_cost, plain_plan
+from ..torch_state.hooks import is_compiled
 from ..torch_state.ranks.shards import planned_apart
 from .choice.combine import Problem, Stop
 from .module import Parts, module_in_parts
@@ -34,7 +35,7 @@ def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
     late = {
         name: module
         for name, module in planned_apart(model)
-        if not any(f"{name}.".startswith(f"{leaf}.") for leaf in closed)
+        if not is_compiled(module) and not any(f"{name}.".startswith(f"{leaf}.") for leaf in closed)
     }
     if not late:
         raise ParseError("no submodule of the sharded model is trained and called with all its parameters at hand")

@@ -162,6 +162,15 @@ def updates_statistics(target: Any) -> bool:
     return bool(target.live if isinstance(target, Compiled) else _kernel(target).live_arguments)
 
 
+def said_to_be_written(target: Any, args: Arguments) -> list[torch.Tensor]:
+    """The tensors that a call writes by its schema: not all kernels count that."""
+    schema = schema_of(target)
+    if schema is None or not schema.is_mutable:
+        return []
+    pairs = zip(schema.arguments, args, strict=False)
+    return [t for a, t in pairs if a.alias_info and a.alias_info.is_write and isinstance(t, torch.Tensor)]
+
+
 def live_arguments(target: Any, args: Arguments) -> list[Any]:
     """The arguments that a call updates and its own result does not depend on, as far as they are given."""
     if isinstance(target, Compiled):

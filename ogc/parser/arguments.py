@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, ParseError
 from ..program.copies import copies
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec, autocast_state
@@ -139,7 +139,7 @@ def check_tensors(sample: Sample) -> torch.device:
                 f"tensor {number} of sample_input is a DTensor; plan modules that are called with local ones"
             )
         if tensor.layout is not torch.strided:
-            raise InputError(
+            raise ParseError(
                 f"tensor {number} of sample_input is {tensor.layout}, not dense; call the model with dense ones"
             )
     return home

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import ParseError
+from ..errors import OgcError, ParseError
 from ..program.leaf import called_leaves
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import plain_forward
@@ -17,8 +17,9 @@ from ..torch_state.no_trace import put_back_as_well, untouched
 from ..torch_state.reads import Observer, Write
 from .arguments import Sample
 from .custom import CustomForward
-from .forward.flat import FlatForward, state_of
+from .forward.flat import FlatForward, raise_own_error, state_of
 from .forward.location import running
+from .forward.patches import seen_as_recorded
 from .judge import judge
 from .leaves import Leaves
 from .recorder import record
@@ -56,9 +57,15 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
         except RecordAgain as again:
             is_careful = again.is_careful
         except OpaqueError as problem:
-            if isinstance(problem.__cause__, Exception) and not _runs(sample):
-                raise problem.__cause__ from None
+            if isinstance(problem.__cause__, Exception):
+                raise_own_error(*sample)
             leaves.cover(problem)
+        except OgcError:
+            raise
+        except Exception as error:
+            raise_own_error(*sample)
+            what = f"fails while it is watched: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise ParseError(f"the model's forward {what}; by itself it runs") from error
 
 
 def _program(sample: Sample, run: Callable[..., Any], is_custom: bool, leaves: Leaves, is_careful: bool) -> Traced:
@@ -105,7 +112,7 @@ def _settled(
     model, cold = sample.model, observer.reads(writes)
     with untouched(model):
         with untouched(model, attributes_stay=True):
-            _outputs(sample)
+            _outputs(sample, first.graph)
         with observer.again():
             with untouched(model):
                 copied = sample._replace(tensors=sample.copies())
@@ -135,19 +142,11 @@ def _judged(sample: Sample, traced: Traced, run: Callable[..., Any]) -> Traced:
     return replace(with_expected(sample, traced), python_calls=calls.count)
 
 
-def _runs(sample: Sample) -> bool:
-    try:
-        with untouched(sample.model):
-            _outputs(sample)
-    except Exception:  # the model's own, as it was in the recording
-        return False
-    return True
-
-
-def _outputs(sample: Sample) -> list[torch.Tensor]:
-    """The tensors that the model's forward returns, detached."""
+def _outputs(sample: Sample, graph: torch.fx.Graph) -> list[torch.Tensor]:
+    """The tensors that the model's forward, of which that is the program, returns, detached."""
     flat = FlatForward(plain_forward(sample.model), sample.spec)
-    flat.run(sample.copies())
+    with seen_as_recorded(sample.model, graph):
+        flat.run(sample.copies())
     return flat.outputs
 
 

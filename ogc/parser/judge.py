@@ -7,7 +7,7 @@ backward in between, build the same autograd graph, and leave the same outputs, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..program.leaf import called_leaves
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
 from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.dispatch import run_in
@@ -42,13 +41,12 @@ def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = N
     Raises:
         OpaqueError: it names the module, the file and the line where the two part.
     """
-    leaves = called_leaves(traced.graph)
     flat = FlatForward(plain_forward(sample.model) if forward is None else forward, sample.spec)
     calls = CallCounter(sample.model)
-    eager = _Run(sample, leaves, lambda log, inputs: calls.run(flat, *inputs))
+    eager = _Run(sample, traced.graph, lambda log, inputs: calls.run(flat, *inputs))
     _compare_outputs(traced, traced.outputs, eager.outputs)
     eager.outputs = []
-    replay = _Run(sample, leaves, partial(_replay, sample.model, traced))
+    replay = _Run(sample, traced.graph, partial(_replay, sample.model, traced))
     _compare_events(eager.log, replay.log)
     if flat.output_spec != traced.output_spec:
         _refuse(None, f"a result of the structure {traced.output_spec} instead of {flat.output_spec}")
@@ -72,7 +70,8 @@ class _Log(TorchDispatchMode):
         self.storages: dict[int, tuple[int, StorageWeakRef]] = {}
         self.count = 0
         for tensor in known:
-            self._number(tensor)
+            if storage_of(tensor) is not None:
+                self._number(tensor)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,13 +135,13 @@ class _Run:
     """One run under a log, and what came of it; ``forward`` returns output tensors, given the log and input tensors."""
 
     def __init__(
-        self, sample: Sample, leaves: Collection[str], forward: Callable[[_Log, list[torch.Tensor]], list[torch.Tensor]]
+        self, sample: Sample, graph: torch.fx.Graph, forward: Callable[[_Log, list[torch.Tensor]], list[torch.Tensor]]
     ) -> None:
         model = sample.model
         with untouched(model):
             inputs = sample.copies()
             self.log = log = _Log([*inputs, *model.parameters(), *model.buffers()])
-            with seen_as_recorded(model, leaves, log.saved, log.paused), nothing_saved(log.saved), run_in(log):
+            with seen_as_recorded(model, graph, log.saved, log.paused), nothing_saved(log.saved), run_in(log):
                 outputs = forward(log, inputs)
             self.outputs = [tensor.detach() for tensor in outputs]
             _, self._nodes = gradient_targets(outputs, inputs)  # held until the outputs are gone

@@ -56,6 +56,8 @@ def why_not_repeatable(model: torch.nn.Module, record: Record, args: Any) -> str
     assert isinstance(leaf, Leaf)
     if leaf.talks:
         return "runs collectives, which other ranks join once"
+    if leaf.takes_no_hooks:
+        return "differentiates by torch.func, and keeps what it saves for that"
     if module is not None and hooked_modules(dict(module.named_modules())):
         return "has hooks, which would be called again"
     if record.in_place:

@@ -34,14 +34,19 @@ def saved_plan(source: Any) -> SavedPlan:
     """What ``ogc.optimize`` is given as ``plan``.
 
     Raises:
-        InputError: it is no plan and no path.
-        OSError: the file cannot be read.
+        InputError: it is no plan and no path, or the file cannot be read.
         PlanError: the file is no plan, or of an unknown version.
     """
     if isinstance(source, SavedPlan):
         return source
     if isinstance(source, (str, os.PathLike)):
-        return SavedPlan.from_file(source)
+        try:
+            return SavedPlan.from_file(source)
+        except OSError as error:
+            raise InputError(
+                f"plan={os.fspath(source)!r} cannot be read ({error.strerror}); give the path of a file that "
+                "result.plan.save(path) wrote, or leave plan= out and have cache_dir= keep and find plans"
+            ) from error
     if not hasattr(source, "as_saved"):
         raise InputError(f"plan must be the path of a saved plan, or a plan, not {type(source).__name__}")
     found: SavedPlan = source.as_saved()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import ReplayError
+from ..torch_state.hooks import hooks_off
 from ..torch_state.private import storage_id, version_of
 from ..torch_state.ranks.collectives import arrived
 from .structures import Given, InputSpec, OutputSpec, TensorSpec
@@ -101,6 +102,7 @@ class Leaf:
         repeatable: whether it may be called again for its backward.
         function: the custom ``autograd.Function`` that it is, if it is no submodule.
         talks: whether it runs collectives, which other ranks join once in each step.
+        takes_no_hooks: whether it differentiates by torch.func, and saves past hooks for saved tensors.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Leaf:
     repeatable: bool = False
     function: type[torch.autograd.Function] | None = None
     talks: bool = False
+    takes_no_hooks: bool = False
 
     @property
     def submodule(self) -> str | None:
@@ -141,6 +144,8 @@ class Leaf:
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if self.takes_no_hooks:
+                stack.enter_context(hooks_off())
             call: Any = module if self.function is None else self.function.apply
             result = call(*args, **kwargs)
             if self.talks:

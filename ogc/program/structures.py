@@ -29,6 +29,9 @@ CONSTANTS = (
 )  # fmt: skip
 """What holds no tensor, and is the same whenever it is equal."""
 
+NOT_DENSE = (-1,)
+"""In the place of strides, where there are none: no dense tensor has these."""
+
 _DEEPEST = 4  # of objects within objects
 
 
@@ -43,7 +46,8 @@ class TensorSpec(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        return TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        stride = tensor.stride() if tensor.layout is torch.strided else NOT_DENSE
+        return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
 
     def same_kind(self, other: TensorSpec) -> bool:
         """Whether the two differ in sizes and strides at most."""

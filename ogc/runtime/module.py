@@ -23,6 +23,7 @@ from ..torch_state.forwards import (
 )
 from ..torch_state.private import CALL, share_shards
 from ..torch_state.ranks.shards import is_unit
+from .calls.report import Report
 from .compiling import kept_from_compiling
 from .runner import Planner, Runner, log
 
@@ -56,8 +57,17 @@ def optimized_module(
         runner.watch(twin, like=self)
         return twin
 
-    members = {"forward": planned_forward(runner), "__deepcopy__": deep_copy, "__copy__": shallow_copy}
-    shown = {"plan": plan, "graph": graph, "code": runner.generated.source, "report": lambda _: runner.report()}
+    def now(name: str, own: Any) -> property:
+        """What runs a module by itself has, where it was sharded since."""
+        return property(lambda self: getattr(runner.apart[self], name, None) if self in runner.apart else own)
+
+    def report(self: torch.nn.Module) -> Report:
+        apart: Any = runner.apart.get(self)
+        return Report((*runner.report().calls, *(() if apart is None else apart.report().calls)))
+
+    members = {"forward": planned_forward(runner), "__deepcopy__": deep_copy, "__copy__": shallow_copy, OWN_PLAN: plan}
+    held = {"plan": plan, "graph": graph, "code": runner.generated.source}
+    shown = {**{name: now(name, own) for name, own in held.items()}, "report": report}
     result = instance_around(model, original.__name__, members, shown)
     runner.watch(result, like=model)
     return result
@@ -99,7 +109,8 @@ def instance_around(
     original = original_class(model)
     slots = {"__slots__": (REPLACED, COMPILED_CALL), CALL: OwnCall()}
     members = {ORIGINAL: original, **slots, "__reduce_ex__": _reduced, **members}
-    members |= {"__prepare_scriptable__": plain_instance, OWN_PLAN: shown.get("plan"), OWN: members["forward"]}
+    members = {OWN_PLAN: shown.get("plan"), **members}
+    members |= {"__prepare_scriptable__": plain_instance, OWN: members["forward"]}
     members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():

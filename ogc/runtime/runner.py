@@ -339,11 +339,6 @@ def plain_because(model: torch.nn.Module, training: bool) -> str:
     return HOOKED if has_global_hooks() else CACHED if parametrizations_are_cached() else ""
 
 
-def is_planned_call(model: torch.nn.Module, training: bool) -> bool:
-    """Whether plans are for such calls: a backward may follow, and nobody looks at the model."""
-    return not (is_plain() or plain_because(model, training))
-
-
 def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[Any, ...]:
     """What the code is given of the model and of the program's constants."""
     found = [get_attribute(model, program.constants, name) for name in code.bound]

@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from .private import sparse_parts
+
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors are equal in shape, dtype and content, if they have any, NaN being equal to NaN."""
@@ -13,13 +15,28 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.is_meta:
         return True
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return a.layout is b.layout and all(map(same_bits, dense_parts(a), dense_parts(b)))
     return bool(torch.equal(a, b)) or bool(_same_entries(a, b).all())
 
 
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a sparse one is made of; itself, dense, of any other layout."""
+    if tensor.layout is torch.sparse_coo:
+        return sparse_parts(tensor.detach())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.detach().values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.detach().values()
+    return (tensor.detach().to_dense(),)
+
+
 def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two dense tensors of the same shape and dtype hold the same bits, signs of zeros and NaNs too."""
+    """Whether two tensors of the same shape and dtype hold the same bits, signs of zeros and NaNs too."""
     if a.is_meta and b.is_meta:
         return True
+    if a.layout is not torch.strided:
+        return a.layout is b.layout and all(map(identical, dense_parts(a), dense_parts(b)))
     return torch.equal(_as_integers(a), _as_integers(b))
 
 
@@ -59,6 +76,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest distance between two entries; infinite where there is no telling."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return math.inf
+    a, b = a.to_dense(), b.to_dense()
     apart = ~_same_entries(a, b)
     return _largest((_wide(a) - _wide(b))[apart].abs().nan_to_num(math.inf))
 

@@ -4,17 +4,28 @@
 for them makes a collector, the hooks add to it while it runs, and it returns what was collected. Without a collector
 they do nothing. Where the collector comes and goes within the recorded forward, all that they do is in the program.
 Other hooks may do anything, so these are told by name.
+
+Hooks for saved tensors are off where torch.func differentiates, which takes none, and saves past them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from .private import CALL, COMPILED, always_called_of, hooks_of, submodules_of
+from .private import (
+    CALL,
+    COMPILED,
+    always_called_of,
+    enter_saved_tensors_hooks,
+    hooks_of,
+    leave_saved_tensors_hooks,
+    saved_tensors_hooks_in_use,
+    submodules_of,
+)
 
 Told = Callable[[str, str], object]
 
@@ -64,3 +75,28 @@ def _collects(hook: Any) -> bool:
 
 def _collector(hook: Any) -> Any:
     return hook.__globals__["_active_collector"].get()
+
+
+TAKES_NONE = "disable_saved_tensors_hooks"
+"""The function of torch.autograd.graph inside of whose context such a transform runs."""
+
+
+@contextmanager
+def hooks_off() -> Iterator[None]:
+    """What is saved inside, on this thread, goes to no hooks."""
+    hooks = []
+    while (found := saved_tensors_hooks_in_use()) is not None:
+        leave_saved_tensors_hooks()
+        hooks.append(found)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            enter_saved_tensors_hooks(pack, unpack)
+
+
+@contextmanager
+def hooks_off_in(known: Callable[..., AbstractContextManager[None]], *args: Any, **kwargs: Any) -> Iterator[None]:
+    """In the place of ``TAKES_NONE``: its context, which hooks would refuse."""
+    with hooks_off(), known(*args, **kwargs):
+        yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -75,12 +75,9 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     known = {} if attributes_stay or _met.value is None else _met.value
     met = [(thing, before.renewed(thing)) for thing, before in known.values()]
     modules = list({id(module): module for model in models for module in model.modules()}.values())
-    plain = [] if attributes_stay else [(module, attributes(module)) for module in modules]
-    held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
-    tables = [(buffers_of(module), dict(buffers_of(module).items())) for module in modules]
-    buffers = {id(b): b for _, content in tables for b in content.values() if b is not None}.values()
-    copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
-    tables += [(table, dict(table)) for module, _ in plain for table in _tables(module)]
+    put_back = members_put_back(modules, attributes_stay)
+    buffers = {id(b): b for module in modules for b in buffers_of(module).values() if b is not None}
+    copies = [(buffer, buffer.data, buffer.detach().clone()) for buffer in buffers.values()]
     written = [(p, p.data, p.detach().clone()) for m in models if m in writing for p in m.parameters()]
     gradients = [(p, p.grad) for model in models for p in model.parameters() if p.is_leaf]
     generators = [(generator, generator.get_state()) for generator in generators_of(models, given)]
@@ -91,8 +88,8 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     try:
         yield
     finally:
-        for put_back in first:
-            put_back()
+        for let_go in first:
+            let_go()
         for thing, before in met:
             before.put_back(thing)
         set_random_states(states, devices)
@@ -100,21 +97,54 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
         numpy.random.set_state(numpy_state)
         for generator, state in generators:
             generator.set_state(state)
-        for module, found in plain:
-            for key in attributes(module).keys() - found.keys():
-                del vars(module)[key]
-            vars(module).update(found)
-        for value, content in held + tables:
-            _put_back(value, content)
+        put_back()
         for parameter, data, copy in written:
             data.copy_(copy)
             parameter.data = data
         for parameter, gradient in gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
-        for buffer, copy in copies:
-            if buffer.layout is not torch.strided or not (same_bits(buffer, copy) and identical(buffer, copy)):
-                buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
+        for buffer, data, copy in copies:
+            if not (same_bits(buffer, copy) and identical(buffer, copy)):
+                # Unseen by version counters: an earlier forward may wait for its backward. It may have another memory.
+                data.copy_(copy)
+                buffer.data = data
+
+
+def members_put_back(modules: Sequence[torch.nn.Module], attributes_stay: bool = False) -> Callable[[], None]:
+    """Gives modules, when called, the attributes and members that they have now; see :func:`untouched`."""
+    plain = [] if attributes_stay else [(module, attributes(module)) for module in modules]
+    held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
+    held += [(buffers_of(module), dict(buffers_of(module).items())) for module in modules]
+    held += [(table, dict(table)) for module, _ in plain for table in _tables(module)]
+
+    def put_back() -> None:
+        for module, found in plain:
+            for key in attributes(module).keys() - found.keys():
+                del vars(module)[key]
+            vars(module).update(found)
+        for value, content in held:
+            _put_back(value, content)
+
+    return put_back
+
+
+def cut_history(modules: Sequence[torch.nn.Module]) -> None:
+    """Put tensors in the places of attributes and buffers that have a history, until these are put back: at these a
+    backward ends, which else would run through earlier forwards and let go of what they saved."""
+    for module in modules:
+        for table in (vars(module), buffers_of(module)):
+            for key, value in table.items():
+                if key not in TABLES and any(map(_has_past, pytree.tree_leaves(value))):
+                    table[key] = pytree.tree_map_only(torch.Tensor, _cut, value)
+
+
+def _has_past(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _cut(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad) if _has_past(tensor) else tensor
 
 
 def _let_hooks_go() -> Callable[[], None]:

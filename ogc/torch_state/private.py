@@ -182,6 +182,10 @@ CALL = "_compiled_call_impl"
 """What a module calls in the place of its own call, if it has it. Without it as without ``own_call``."""
 COMPILED = "_orig_mod"
 """Where torch.compile's wrapper has the module in it. Without it compiled modules are recorded, and that fails."""
+eval_frame: Any = torch._dynamo.eval_frame
+"""The module of ``ENTERS_COMPILED``. Without it as without that."""
+ENTERS_COMPILED = "_callback_from_stance"
+"""What each call of a compiled function asks what to compile by. Without it such functions are recorded, and fail."""
 REPLICATE = "_replicate_for_data_parallel"
 """What DataParallel copies a module by. Without it a model that is planned in parts runs there, and plain."""
 sdp_order: Any = _C._get_sdp_priority_order

@@ -135,6 +135,78 @@ def test_wishes_of_a_sharded_model(ranks):
     ranks.run(refused)
 
 
+def told(rank, how):
+    """What a model tells of itself before its first step and after two, one of them in evaluation mode."""
+    torch.manual_seed(0)
+    model, x = Network(width=WIDTH), batch(rank, 0, 32, WIDTH)
+    if how == "root after":
+        model = ogc.optimize(fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), x)
+    else:
+        model = sharded(model, how, {}, ogc.optimize)
+    one = model.blocks[0] if how.startswith("units") else model
+    is_planned = how in ("before", "units before")
+    assert (one.plan is not None, one.graph is not None, one.code is not None) == (is_planned,) * 3
+    before = one.report()
+    assert (before.planned, before.plain) == (0, 0), str(before)
+    with torch.no_grad():
+        model(x)
+    for _ in range(2):
+        model(x).square().mean().backward()
+    return str(one.report()), one.report().planned, str(one.plan)
+
+
+@pytest.mark.parametrize("how", ["before", "after", "root after", "units before", "units after"])
+def test_a_sharded_model_tells_what_it_does(ranks, how):
+    for report, planned, plan in ranks.run(told, how):
+        in_units = how in ("before", "after")
+        assert planned >= 2 * (2 if in_units else 1), report
+        assert ("blocks.1" in report) == in_units, report
+        assert "gradients are off" in report, report
+        assert ("is sharded; its units are planned" in plan) == in_units, plan
+
+
+def without_anything_to_plan(rank):
+    """Nothing of it can be planned: the plain model runs, and the report says so."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    fully_shard(model[0], mesh=mesh)
+    model = ogc.optimize(fully_shard(model, mesh=mesh), batch(rank, 0, 4, WIDTH), leaf_modules=["0"])
+    for _ in range(2):
+        model(batch(rank, 0, 4, WIDTH)).sum().backward()
+    return model.plan, model.report().plain, str(model.report())
+
+
+def test_a_sharded_model_that_runs_plain_says_so(ranks):
+    for plan, plain, report in ranks.run(without_anything_to_plan):
+        assert plan is None and plain == 2 and "no submodule of the sharded model is trained" in report
+
+
+def compiled_units(rank):
+    """Units that were compiled in place stay compiled."""
+    torch.compiler.reset()
+    calls, runs = [], []
+
+    def backend(graph, inputs):
+        return lambda *args: (calls.append(1), graph.forward(*args))[1]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of what it cannot compile
+        for optimize in (lambda module, x: module, ogc.optimize):
+            torch.manual_seed(0)
+            model = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH))
+            for block in model.blocks:
+                block.compile(backend=backend)
+            runs.append((steps_of(rank, sharded(model, "after", {}, optimize), (32, 32))[0], len(calls)))
+            calls.clear()
+    (expected, plain_calls), (ours, our_calls) = runs
+    assert_same(expected, ours)
+    assert our_calls >= plain_calls > 0, runs
+
+
+def test_units_that_were_compiled_stay_compiled(ranks):
+    ranks.run(compiled_units)
+
+
 def refused(rank):
     wishes = ({"memory_budget": "1MB"}, "a budget in bytes"), ({"batch_slices": 2}, "batch_slices does not go with it")
     for wish, what in (*wishes, ({"verify": True}, "verify="), ({"device_memory": "1GB"}, "device_memory=")):

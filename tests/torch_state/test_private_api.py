@@ -403,6 +403,20 @@ def shares_shards(share):
         return not isinstance(module.weight, DTensor)
 
 
+def asks_what_to_compile_by(name):
+    from torch._dynamo import eval_frame
+
+    known, asked, compiled = getattr(eval_frame, name), [], torch.compile(lambda x: x + 1, backend="eager")
+    setattr(eval_frame, name, lambda callback: (asked.append(callable(callback)), known(callback))[1])
+    try:
+        compiled(X)
+        before = list(asked)
+        torch.compiler.disable(lambda x: x + 1)(X)
+    finally:
+        setattr(eval_frame, name, known)
+    return any(before) and not any(asked[len(before) :])
+
+
 CHECKS = {
     "pytree": flattens,
     "version_of": counts_writes,
@@ -465,6 +479,8 @@ CHECKS = {
     "own_call": calls,
     "CALL": takes_the_place,
     "COMPILED": is_wrapped,
+    "ENTERS_COMPILED": asks_what_to_compile_by,
+    "eval_frame": lambda module: module.__name__ == "torch._dynamo.eval_frame",
     "has_tangents": are_on,
     "FLAGS": are_settings,
     "get_fp32_precision": lambda get: get("cuda", "conv") == torch.backends.cudnn.conv.fp32_precision,

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...errors import OgcError, ParseError, add_note
+from ...errors import ParseError, add_note
+from ...program.copies import copies
 from ...program.structures import Given, InputSpec, OutputSpec
 from ...torch_state.compare import difference, same_bits
 from ...torch_state.dispatch import made_as_they_are
+from ...torch_state.forwards import plain_forward
+from ...torch_state.no_trace import plainly, untouched
 from ...torch_state.private import untraced
+from ...torch_state.ranks.collectives import alone
 from ..traced import OpaqueError
 from .location import entry
 
@@ -40,14 +44,8 @@ class FlatForward:
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         args, kwargs = self.spec.rebuild(list(tensors))
         given = Given(args, kwargs)
-        try:
-            with made_as_they_are():
-                result = self.forward(*args, **kwargs)
-        except OgcError:
-            raise
-        except Exception as error:
-            add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
-            raise
+        with made_as_they_are():
+            result = self.forward(*args, **kwargs)
         if given.has_other_items():
             raise OpaqueError("the forward changes lists or dicts that it is given", {"": "changes its arguments"})
         self.output_spec, outputs = OutputSpec.of(result, given)
@@ -65,6 +63,27 @@ class FlatForward:
         """Call it, with gradients on and nothing saved, and look at the outputs."""
         with nothing_saved():
             self.finish(self(*tensors), tensors)
+
+
+def raise_own_error(model: torch.nn.Module, spec: InputSpec, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise what the model's own forward raises when nobody looks, with a note that says so; else do nothing.
+
+    It is tried with the memory of inference first; where that fails, with the memory of a plain step.
+    """
+
+    def run(as_in_training: Callable[[], AbstractContextManager[None]]) -> None:
+        args, kwargs = spec.rebuild(copies(tensors))
+        with untouched(model, given=spec.constants), plainly(), alone(), as_in_training():
+            plain_forward(model)(*args, **kwargs)
+
+    try:
+        run(nothing_saved)
+    except Exception:
+        try:
+            run(torch.enable_grad)
+        except Exception as error:
+            add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
+            raise error from None
 
 
 def gradient_targets(

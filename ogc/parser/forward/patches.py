@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ...torch_state.private import CHECKPOINTS
+from ...program.leaf import Leaf
+from ...torch_state.hooks import hooks_off
+from ...torch_state.private import CHECKPOINTS, is_functorch_active
 from .flat import Pack, saved_until_done
 
 CONTENT = ("tolist", "numpy", "__array__", "__dlpack__")
@@ -53,20 +55,36 @@ def replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any])
 
 @contextmanager
 def seen_as_recorded(
-    model: torch.nn.Module, leaves: Collection[str], told: Pack, paused: Callable[[], AbstractContextManager[None]]
+    model: torch.nn.Module,
+    graph: torch.fx.Graph,
+    told: Pack = id,
+    paused: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[None]:
     """A forward that nobody records is seen as a recorder would see it.
 
     Args:
-        leaves: names of submodules, which have what they save as long as they run, whatever else is saved.
+        graph: the program; its leaves have what they save as long as they run, whatever else is saved.
         told: called with each tensor that leaves save.
         paused: entered while tensors become text, or Python gets hold of their content.
     """
-    modules = {model.get_submodule(name) for name in leaves}
+    leaves = [node.target for node in graph.nodes if isinstance(node.target, Leaf)]
+    modules = {leaf.function or model.get_submodule(leaf.module): leaf.takes_no_hooks for leaf in leaves}
+
+    @contextmanager
+    def saving(called: Any) -> Iterator[None]:
+        with saved_until_done(told), hooks_off() if modules[called] else nullcontext():
+            yield
 
     def in_leaves(call: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with saved_until_done(told) if module in modules else nullcontext():
+        with saving(module) if module in modules else nullcontext():
             return call(module, *args, **kwargs)
+
+    def in_functions(known: Any) -> Any:
+        def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            with saving(kind) if kind in modules and not is_functorch_active() else nullcontext():
+                return known.__get__(None, kind)(*args, **kwargs)
+
+        return classmethod(apply)
 
     def aside(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with paused():
@@ -75,6 +93,8 @@ def seen_as_recorded(
     with ExitStack() as stack:
         if modules:
             wrap(stack, torch.nn.Module, "__call__", in_leaves)
+        if any(leaf.function for leaf in leaves):
+            replace(stack, torch.autograd.Function, "apply", in_functions)
         checkpoint_nothing(stack)
         for name in (*CONTENT, *TEXT):
             wrap(stack, torch.Tensor, name, aside)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...program.leaf import Leaf, Returned
+from ...program.program import storage_of, tensor_leaves
 from ...program.structures import CONSTANTS, Given, InputSpec, autocast_state
 from ...torch_state.dispatch import unseen
 from ...torch_state.ranks.collectives import arrived
@@ -55,21 +56,30 @@ class LeafCalls:
                 with unseen():
                     result = arrived(result)
         with unseen():
+            self._check_dense(name, given, "is given")
+            self._check_dense(name, tensor_leaves(result), "returns")
             returned, results = Returned.of(result, before, given, versions)
             is_on, casts = torch.is_grad_enabled(), autocast_state()
             talks = name in recorder.talking
             leaf = Leaf(
-                f"_ogc_leaf_{self.count}", name, source, inputs, returned, is_on, casts, function=function, talks=talks
-            )
+                f"_ogc_leaf_{self.count}", name, source, inputs, returned, is_on, casts,
+                function=function, talks=talks, takes_no_hooks=recorder.takes_no_hooks,
+            )  # fmt: skip
             self.count += 1
             self._check(leaf)
-            state = [tensors.node(t) for t in tensors.state.values() if id(t) in held]
+            state = [tensors.node(t) for t in tensors.state.values() if id(t) in held and storage_of(t) is not None]
             holder = None if module is None else tensors.get_attr(name)
             node = recorder.graph.call_function(leaf, (holder, nodes, state))
             what = f"leaf {(function or type(module)).__name__}"
             node.meta.update({"module": name, "source": source, "operator": what, READS: name in recorder.counting})
             recorder.note_leaf(node, [results[number] for number in leaf.new], given)
         return result
+
+    def _check_dense(self, name: str, tensors: list[torch.Tensor], what: str) -> None:
+        """Raise OpaqueError unless no program has to hold a sparse tensor between a leaf and the rest."""
+        if (layout := next((t.layout for t in tensors if t.layout is not torch.strided), None)) is not None:
+            self.recorder.leaky[name] = f"{what} a tensor that is {layout}, not dense"
+            self.recorder.raise_if_leaky()
 
     def _check(self, leaf: Leaf) -> None:
         """Note whether something goes in or comes out that is neither a tensor nor the same each time."""

@@ -7,17 +7,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ...torch_state.dispatch import in_mode, unseen
-from ...torch_state.hooks import collectors_watched, is_compiled
-from ...torch_state.private import MAKE_SUBCLASS, is_functorch_active
+from ...torch_state.hooks import TAKES_NONE, collectors_watched, hooks_off_in
+from ...torch_state.private import ENTERS_COMPILED, MAKE_SUBCLASS, eval_frame, is_functorch_active
 from ...torch_state.random_state import python_random_state
 from ...torch_state.reads import call_unseen
 from ..forward.location import user_line
 from ..forward.patches import CONTENT, TEXT, checkpoint_nothing, replace, wrap
+from ..traced import OpaqueError
 from .leaf_calls import LeafCalls
 from .recorder import Recorder
 
@@ -48,6 +49,8 @@ class PythonCalls:
         self.draws = python_random_state()
         self.has_draws = False
         self.patches = ExitStack()
+        self.compiled = ExitStack()  # what is on while a leaf runs compiled code, and after that
+        self.is_away = False  # the patches are, as a leaf runs compiled code
         self.is_writing_text = False
 
     @property
@@ -65,6 +68,8 @@ class PythonCalls:
         stack = self.patches
         wrap(stack, torch.nn.Module, "__call__", self._module)
         replace(stack, torch.autograd.Function, "apply", self._function)
+        wrap(stack, torch.autograd.graph, TAKES_NONE, self._transform)
+        wrap(stack, eval_frame, ENTERS_COMPILED, self._compiled)
         checkpoint_nothing(stack)
         for names, call in ((CONTENT, self._content), (_SIZES, self._size), (TEXT, self._text), (_HOOKS, self._hook)):
             for name in names:
@@ -81,9 +86,8 @@ class PythonCalls:
             return call(module, *args, **kwargs)
         self.look_for_draws()
         if name in self.recorder.leaves:
-            own = partial(self._compiled, call, module) if is_compiled(module) else partial(call, module)
             try:
-                return self.calls.module(name, own, args, kwargs)
+                return self.calls.module(name, partial(self._in_leaf, call, module), args, kwargs)
             finally:
                 self.draws = python_random_state()
         with self.recorder.scopes.inside(name):
@@ -91,14 +95,31 @@ class PythonCalls:
             self.look_for_draws()
             return result
 
-    def _compiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Nothing is patched inside: compiled code looks at what it calls."""
-        self.patches.close()
+    def _compiled(self, known: Callable[[Any], Any], callback: Any) -> Any:
+        """A compiled function begins. A leaf may call one: nothing is patched from then on, as it is looked into."""
+        if callable(callback) and threading.get_ident() == self.thread:
+            if self.is_on:
+                self._refuse_at_once(f"calls compiled code at {user_line()}")
+            self.patches.close()
+            self.compiled.enter_context(unseen())
+            self.compiled.enter_context(call_unseen())
+            self.is_away = True
+        return known(callback)
+
+    def _in_leaf(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            with unseen(), call_unseen():
+            with self.compiled:
                 return call(*args, **kwargs)
         finally:
-            self.install()
+            if self.is_away:
+                self.is_away = False
+                self.install()
+
+    def _refuse_at_once(self, what: str) -> NoReturn:
+        raise OpaqueError(
+            f"the forward {what}, which cannot be recorded; put it into a submodule of its own",
+            {self.recorder.scopes.current: what},
+        )
 
     def look_for_draws(self) -> None:
         """Note whether the running module has drawn random numbers past torch."""
@@ -116,9 +137,20 @@ class PythonCalls:
             own = known.__get__(None, kind)
             # The transforms of functorch take a function apart themselves.
             is_leaf = self.is_on and not is_functorch_active()
-            return self.calls.function(kind, own, args, kwargs) if is_leaf else own(*args, **kwargs)
+            return (
+                self.calls.function(kind, partial(self._in_leaf, own), args, kwargs)
+                if is_leaf
+                else own(*args, **kwargs)
+            )
 
         return classmethod(apply)
+
+    def _transform(self, known: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A transform of torch.func that differentiates: a leaf may run it, then without hooks for saved tensors."""
+        if self.is_on:
+            self._refuse_at_once(f"differentiates by torch.func at {user_line()}")
+        self.recorder.takes_no_hooks = True
+        return hooks_off_in(known, *args, **kwargs)
 
     def _content(self, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == self.thread and not self.is_writing_text:

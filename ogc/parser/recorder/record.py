@@ -10,9 +10,11 @@ import torch
 from ...errors import OgcError, ParseError
 from ...program.casts import shares_casts
 from ...program.leaf import Leaf
-from ...program.program import OWN, call_beside
+from ...program.program import OWN, call_beside, storage_of
+from ...program.structures import TensorSpec
 from ...torch_state.dispatch import dispatched_to
 from ...torch_state.no_trace import writing
+from ...torch_state.private import id_of_storage
 from ...torch_state.ranks.collectives import told_of_collectives
 from ..arguments import Sample
 from ..forward.flat import FlatForward, nothing_saved
@@ -32,7 +34,7 @@ def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_car
     recorder = Recorder(model, tensors, leaves)
     recorder.shares_casts = shares_casts(spec)
     flat = FlatForward(forward, spec)
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters, buffers = dict(model.named_parameters()), _buffers(model)
     try:
         outputs, has_draws = _run(recorder, flat, tensors, is_careful)
     finally:
@@ -115,12 +117,23 @@ def _refuse_new_parameters(model: torch.nn.Module, before: Mapping[str, torch.Te
             )
 
 
-def _refuse_new_buffers(model: torch.nn.Module, before: Mapping[str, torch.Tensor], leaves: Collection[str]) -> None:
-    changed = [name for name, buffer in model.named_buffers() if before.get(name) is not buffer]
-    outside = [name for name in changed if not any(name.startswith(f"{leaf}.") for leaf in leaves)]
-    if outside:
+def _buffers(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, TensorSpec, int]]:
+    """Each buffer, by name, with what it is like and where its memory is."""
+    found = {name: (buffer, storage_of(buffer)) for name, buffer in model.named_buffers()}
+    return {n: (b, TensorSpec.of(b), 0 if raw is None else id_of_storage(raw)) for n, (b, raw) in found.items()}
+
+
+def _refuse_new_buffers(
+    model: torch.nn.Module, before: Mapping[str, tuple[torch.Tensor, TensorSpec, int]], leaves: Collection[str]
+) -> None:
+    """Raise OpaqueError if the forward gave the model another buffer, or one of its buffers other memory or sizes."""
+    for name, (buffer, *memory) in _buffers(model).items():
+        known, *was = before.get(name, (None, None))
+        if (known is buffer and memory == was) or any(name.startswith(f"{leaf}.") for leaf in leaves):
+            continue
+        does = "resizes the buffer" if known is buffer else "assigns a new tensor to the buffer"
         raise OpaqueError(
-            f"the forward assigns a new tensor to the buffer {outside[0]}, which a replay would not repeat; "
-            "update it in place (copy_, add_, mul_) instead",
-            {name.rpartition(".")[0]: "assigns new tensors to buffers" for name in outside},
+            f"the forward {does} {name}, which a replay would not repeat; update it in place (copy_, add_, mul_) "
+            "instead, or call the model before it is optimized if its first call alone does so",
+            {name.rpartition(".")[0]: "resizes buffers" if known is buffer else "assigns new tensors to buffers"},
         )

@@ -73,6 +73,7 @@ class Recorder:
         self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
         self.talking: set[str] = set()  # leaves that run collectives
+        self.takes_no_hooks = False  # the leaf that runs, for what it saves
         self.is_valid = True  # until a call is found to be cast in parts that was written down whole: record again
         self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
@@ -122,6 +123,7 @@ class Recorder:
             args, kwargs = complete(operator, call.args, call.kwargs)
             call = call._replace(args=args, kwargs=kwargs)
             tensors = tensor_leaves(args, kwargs)
+            self._refuse_sparse(tensors)
             self.check_known(tensors)
             if operator is torch.ops.aten.lift_fresh.default and self.tensors.is_new(tensors[0]):
                 self.tensors.constant(tensors[0], is_fresh=True)
@@ -202,6 +204,7 @@ class Recorder:
         changes = schema_of(operator).is_mutable or any(t.is_floating_point() or t.is_complex() for t in results)
         if changes and not torch.is_grad_enabled() and any(before.requires_grad for before in states):
             node.target = WithoutGrad(operator)
+        self._refuse_sparse(results)
         self._note_result(node, result)
         if any(map(has_history, results)):
             node.meta[HISTORY] = self.tensors.history(results, self.saved)
@@ -214,6 +217,11 @@ class Recorder:
             what = f"the operator aten::{name}, whose result has a shape that depends on the data,"
             nodes = tuple(map(self.tensors.node, decisive))
             self._note_read(node, nodes, what)
+
+    def _refuse_sparse(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                self.refuse(f"computes with a tensor that is {tensor.layout}, not dense, at {user_line()}")
 
     def _note_read(
         self, node: torch.fx.Node, decisive: tuple[torch.fx.Node, ...], what: str, is_number: bool = False
@@ -277,7 +285,7 @@ class Recorder:
     @contextmanager
     def inside(self, leaf: str, given: list[torch.Tensor]) -> Iterator[None]:
         """Nothing that is called inside is written down: a leaf runs, which was given these tensors."""
-        self.leaf, self._given = leaf, self._numbers(given)
+        self.leaf, self._given, self.takes_no_hooks = leaf, self._numbers(given), False
         try:
             with leaf_call(leaf):
                 yield

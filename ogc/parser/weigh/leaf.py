@@ -15,7 +15,7 @@ from ...program.leaf import Leaf
 from ...program.program import device_of_model, has_history, storage_bytes, storage_of, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.compare import fingerprint
-from ...torch_state.no_trace import untouched
+from ...torch_state.no_trace import cut_history, members_put_back, untouched
 from ...torch_state.private import storage_id, untraced
 from ...torch_state.ranks.collectives import are_several
 from ...torch_state.ranks.shards import own_parameters
@@ -39,8 +39,8 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
         return _of_operator(profiler, record, args, kwargs)
     home = device_of_model(model, args[1])
     seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
-    call = _Call(leaf, args, in_place=record.in_place)
     with untouched(model):
+        call = _Call(leaf, args, in_place=record.in_place)
         call.take_parameters_apart()
         call.prepare()
         forward = metered(seconds, call.forward)
@@ -137,6 +137,9 @@ class _Call:
         self.references: list[StorageWeakRef] = []
         self.root: torch.Tensor | None = None
         self.ends: set[Any] = set()
+        modules = [] if self.module is None else list(self.module.modules())
+        cut_history(modules)
+        self.put_back = members_put_back(modules)  # each call comes from where the first one does
 
     def take_parameters_apart(self) -> None:
         """Give the module parameters of its own: hooks of the others tell other ranks that gradients are ready."""
@@ -145,6 +148,7 @@ class _Call:
 
     def prepare(self) -> None:
         """Fresh inputs."""
+        self.put_back()
         self.results, self.found, self.root, self.ends = [], [], None, set()
         self.starts = [t.detach().requires_grad_(t.requires_grad) for t in self.given]
         # A tensor that starts a graph must not be written in place.

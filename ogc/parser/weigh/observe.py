@@ -16,8 +16,10 @@ from typing import Any, cast
 import torch
 
 from ...during_step import progress
+from ...operators.registry import said_to_be_written
 from ...program.leaf import Leaf
 from ...program.program import TensorRef, args_of, get_attribute, run_nodes, storage_of, tensor_leaves, without_autocast
+from ...torch_state.compare import same_bits
 from ...torch_state.private import base_of, version_of
 from ...torch_state.random_state import State, random_states, same_states
 from ..forward.flat import gradient_targets, saving
@@ -94,14 +96,17 @@ class _Observer:
         packed: list[torch.Tensor] = []
         devices = {t.device for t in tensors if t.is_cuda}
         random_before = self.random if devices == self.devices else random_states(devices)
-        buffers = [(buffer, version_of(buffer)) for buffer in self.model.buffers()] if is_leaf else []
+        buffers = [(b, version_of(b)) for b in self.model.buffers()] if is_leaf else []
+        held = set(map(id, args[2])) if is_leaf else set()
+        own = {id(b): b.detach().clone() for b, _ in buffers if id(b) in held}
         with saving(packed), self.around:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         self.devices, self.random = devices, random_states(devices)
         record.random = _is_seeded(node) or not same_states(random_before, self.random)
-        written = [t for t, version in zip(tensors, versions, strict=True) if version_of(t) != version]
+        said = set(map(id, said_to_be_written(node.target, args)))
+        written = [t for t, v in zip(tensors, versions, strict=True) if version_of(t) != v or id(t) in said]
         if is_leaf:
-            written += self._other_writes(buffers)
+            written += self._other_writes(buffers, own)
             packed[:] = [tensor for tensor in packed if storage_of(tensor) is not None]
         self.memory.note_reads(record, refs, tensors)
         self.memory.note_outputs(record, result)
@@ -113,10 +118,17 @@ class _Observer:
         self.visit(record, args, kwargs)
         return result
 
-    def _other_writes(self, before: list[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
-        """Buffers that a leaf wrote or gave up for others, be they its own or not."""
+    def _other_writes(self, before: list[tuple[torch.Tensor, int]], own: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Buffers that a leaf wrote or gave up for others, be they its own or not; ``own`` are copies of its own.
+
+        Not all kernels count what they write.
+        """
         now = {id(buffer) for buffer in self.model.buffers()}
-        written = [b for b, version in before if version_of(b) != version or id(b) not in now]
+        written = [
+            b
+            for b, version in before
+            if version_of(b) != version or id(b) not in now or not same_bits(b, own.get(id(b), b))
+        ]
         for buffer in written:
             if self.memory.value(buffer) is None:
                 self.memory.external(buffer)

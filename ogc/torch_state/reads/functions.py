@@ -84,7 +84,7 @@ class CalledFunctions:
         seen_now = frame.f_locals
         first = seen_now.get(code.co_varnames[0]) if code.co_argcount else None
         seen = id(code), type(first), self.mode(), *(id(seen_now.get(name)) for name in code.co_freevars)
-        if seen not in self._seen:
+        if seen not in self._seen and not _is_of_collector(frame):
             self._codes[id(code)] = code
             self._seen.add(seen)
             self.told(Called(self._of(code, frame), frame.f_globals, _globals_named(code), first))
@@ -118,6 +118,14 @@ def _has_cells_of(function: FunctionType, frame: FrameType) -> bool:
         return all(cell.cell_contents is seen.get(name) for name, cell in cells)
     except ValueError:  # a variable that is not set yet
         return False
+
+
+def _is_of_collector(frame: FrameType | None) -> bool:
+    """Whether a call is one that the garbage collector makes, in the middle of whatever runs."""
+    codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _all_functions() -> Iterator[FunctionType]:
