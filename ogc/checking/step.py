@@ -13,6 +13,7 @@ import torch
 from ..program.copies import copies
 from ..program.program import tensor_leaves
 from ..program.step import losses_among
+from ..program.structures import InputSpec
 from ..torch_state.compare import difference, distance, identical, same_bits
 from ..torch_state.no_trace import generators_of, untouched
 from ..torch_state.private import pytree
@@ -103,9 +104,9 @@ def _set_seed(seed: int, generators: Iterable[torch.Generator]) -> None:
 
 
 def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, loss_alone: bool) -> Results:
-    own = iter(copies(tensor_leaves(*call)))
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(own), call)
-    given = tensor_leaves(args, kwargs)
+    spec, tensors = InputSpec.of(*call)
+    given = copies(tensors)
+    args, kwargs = spec.rebuild(given)
     with torch.enable_grad():
         result = run(*args, **kwargs)
     if loss_alone:

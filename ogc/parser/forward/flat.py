@@ -10,7 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...errors import OgcError, ParseError, add_note
-from ...program.structures import Given, InputSpec, OutputSpec
+from ...program.results import OutputSpec
+from ...program.structures import Given, InputSpec
 from ...torch_state.compare import difference, same_bits
 from ...torch_state.dispatch import made_as_they_are
 from ...torch_state.private import untraced
