@@ -1,4 +1,4 @@
-"""What a run again starts from, as it is held until then: tensors without their history."""
+"""What a run again starts from, as it is held until then: tensors without their history, and parameters as they were."""
 
 from __future__ import annotations
 
@@ -25,6 +25,41 @@ class _Start(torch.autograd.Function):
 
 
 _anchor = torch.empty(0, requires_grad=True)
+
+
+SMALL = 1 << 14
+"""Bytes up to which a parameter or buffer on the CPU is copied: others may write it where no version counter shows it.
+
+Biases and the weights of norms are such, and autograd itself holds on to few of them.
+"""
+
+SAMPLED = 32
+"""Entries of a larger one that are looked at, to see that it was written so."""
+
+
+class Bound:
+    """A parameter, a buffer or a constant as a forward has seen it, for runs again.
+
+    Whatever is done to the tensor until then (another ``data``, another type, ``requires_grad``), this stays. Autograd's
+    own nodes hold what they hold of it in the plain model, and see the same as there.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        seen, self.sample = tensor.detach(), None
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous():
+            if tensor.nbytes <= SMALL:
+                seen = seen.clone()
+            else:
+                self.sample = _sample(seen).clone()
+        self.tensor = seen.requires_grad_(tensor.requires_grad)
+
+    def is_written(self) -> bool:
+        """Whether it was seen to be written past autograd."""
+        return self.sample is not None and not torch.equal(_sample(self.tensor.detach()), self.sample)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided((SAMPLED,), (tensor.numel() // SAMPLED,))
 
 
 @dataclass(frozen=True, slots=True)
