@@ -68,13 +68,13 @@ def results_of(
     before: Snapshot,
     call: Arguments,
     seed: int,
-    after_step: bool = False,
+    after_step: bool | Results = False,
     loss_alone: bool = False,
 ) -> Results:
     """Everything that one forward and backward of ``run`` gives, by name; the models are afterwards as ``before``.
 
-    With ``after_step`` it is the second step, after a first one and a step of an optimizer; with ``loss_alone``, of all
-    that the forward returns its loss counts.
+    With ``after_step`` it is the second step, after a first one and a step of an optimizer, or after that optimizer's
+    alone by the gradients in what a first one gave; with ``loss_alone``, of all that the forward returns its loss counts.
 
     Raises:
         NotVaried: there is nothing for the optimizer to do.
@@ -82,7 +82,8 @@ def results_of(
     with before.restored(call):
         _set_seed(seed, generators_of([run], call))
         if after_step:
-            _optimizer_step(run, dict(_step(run, before, call, seed, loss_alone)))
+            first = _step(run, before, call, seed, loss_alone) if after_step is True else after_step
+            _optimizer_step(run, dict(first))
         return _step(run, before, call, seed, loss_alone)
 
 

@@ -28,13 +28,13 @@ _anchor = torch.empty(0, requires_grad=True)
 
 
 SMALL = 1 << 14
-"""Bytes up to which a parameter or buffer on the CPU is copied: others may write it where no version counter shows it.
+"""Bytes up to which a vector on the CPU is copied: others may write it where no version counter shows it.
 
-Biases and the weights of norms are such, and autograd itself holds on to few of them.
+Biases and the weights of norms are such: what plain models compute with and autograd need not hold.
 """
 
 SAMPLED = 32
-"""Entries of a larger one that are looked at, to see that it was written so."""
+"""Entries of anything else that are looked at, to see that it was written so."""
 
 
 class Bound:
@@ -47,7 +47,7 @@ class Bound:
     def __init__(self, tensor: torch.Tensor) -> None:
         seen, self.sample = tensor.detach(), None
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous():
-            if tensor.nbytes <= SMALL:
+            if tensor.dim() <= 1 and tensor.nbytes <= SMALL:
                 seen = seen.clone()
             else:
                 self.sample = _sample(seen).clone()
@@ -59,7 +59,8 @@ class Bound:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_strided((SAMPLED,), (tensor.numel() // SAMPLED,))
+    count = min(SAMPLED, tensor.numel())
+    return tensor.as_strided((count,), (tensor.numel() // max(1, count),))
 
 
 @dataclass(frozen=True, slots=True)
