@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..torch_state.private import is_view, untraced, version_of
@@ -46,16 +47,29 @@ class Bound:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         seen, self.sample = tensor.detach(), None
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous():
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()
+        if is_plain and tensor.numel():
             if tensor.dim() <= 1 and tensor.nbytes <= SMALL:
-                seen = seen.clone()
+                seen = _copy(seen)
             else:
-                self.sample = _sample(seen).clone()
+                self.sample = _copy(_sample(seen))
         self.tensor = seen.requires_grad_(tensor.requires_grad)
 
     def is_written(self) -> bool:
         """Whether it was seen to be written past autograd."""
         return self.sample is not None and not torch.equal(_sample(self.tensor.detach()), self.sample)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is none of the step's tensors: there may be many, and all are small; aligned as tensors are."""
+    memory = np.empty(tensor.nbytes + ALIGNED, np.uint8)
+    start = -memory.ctypes.data % ALIGNED
+    copy = torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+ALIGNED = 64
+"""To so many bytes, as tensors on the CPU are."""
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
