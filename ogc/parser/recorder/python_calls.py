@@ -66,7 +66,7 @@ class PythonCalls:
         stack = self.patches
         wrap(stack, torch.nn.Module, "__call__", self._module)
         replace(stack, torch.autograd.Function, "apply", self._function)
-        checkpoint_nothing(stack)
+        checkpoint_nothing(stack, self.recorder.model)
         for names, call in ((CONTENT, self._content), (_SIZES, self._size), (TEXT, self._text), (_HOOKS, self._hook)):
             for name in names:
                 wrap(stack, torch.Tensor, name, call)
