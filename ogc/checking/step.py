@@ -74,7 +74,8 @@ def results_of(
     """Everything that one forward and backward of ``run`` gives, by name; the models are afterwards as ``before``.
 
     With ``after_step`` it is the second step, after a first one and a step of an optimizer, or after that optimizer's
-    alone by the gradients in what a first one gave; with ``loss_alone``, of all that the forward returns its loss counts.
+    alone by the gradients in what a first one gave; with ``loss_alone``, of all that the forward returns its loss
+    counts.
 
     Raises:
         NotVaried: there is nothing for the optimizer to do.

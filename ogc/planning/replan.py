@@ -108,7 +108,9 @@ class Replanner:
             return None
         for name in sorted(hooked_modules(dict(model.named_modules(remove_duplicate=False)))):
             if name and name not in self.hooked:
-                checkpoints = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+                checkpoints = any(
+                    getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
+                )
                 raise ParseError(f"module {name} has got hooks since the model was optimized; {_ADVICE[checkpoints]}")
         try:
             return self.make(model, call, self.budget)

@@ -1,4 +1,4 @@
-"""What a run again starts from, as it is held until then: tensors without their history, and parameters as they were."""
+"""What a run again starts from, as held until then: tensors without their history, and parameters as they were."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ SAMPLED = 32
 class Bound:
     """A parameter, a buffer or a constant as a forward has seen it, for runs again.
 
-    Whatever is done to the tensor until then (another ``data``, another type, ``requires_grad``), this stays. Autograd's
-    own nodes hold what they hold of it in the plain model, and see the same as there.
+    Whatever is done to the tensor until then (another ``data``, another type, ``requires_grad``), this stays.
+    Autograd's own nodes hold what they hold of it in the plain model, and see the same as there.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

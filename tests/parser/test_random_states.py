@@ -1,4 +1,4 @@
-"""Forwards that set torch's random state: the module that does is called as it is, and the stream goes on as in plain."""
+"""Forwards that set torch's random state: the module that does is a leaf, and the stream goes on as in plain."""
 
 import copy
 

@@ -52,7 +52,11 @@ PLACES = {  # how two tensors are given, how the forward finds them, and what it
     "arguments": (lambda x, y: ((x, y), {}), lambda a, b: (a, b), both),
     "by name": (lambda x, y: ((x,), {"y": y}), lambda a, y: (a, y), both),
     "in a list": (lambda x, y: (([x, y],), {}), lambda a: a, lambda a: a[0] is a[1]),
-    "in a dict": (lambda x, y: (({"a": x},), {"b": {"c": y}}), lambda a, b: (a["a"], b["c"]), lambda a, b: a["a"] is b["c"]),
+    "in a dict": (
+        lambda x, y: (({"a": x},), {"b": {"c": y}}),
+        lambda a, b: (a["a"], b["c"]),
+        lambda a, b: a["a"] is b["c"],
+    ),
     "in an object": (lambda x, y: ((x, Box(y)), {}), lambda a, b: (a, b.content), lambda a, b: a is b.content),
     "in two objects": (
         lambda x, y: ((Box([x]), SimpleNamespace(a=y)), {}),
@@ -147,7 +151,7 @@ def test_another_pattern_is_another_kind_of_call(some, others):
 def test_constants_that_are_one_object_make_no_pattern():
     size, empty = (2, 2), ()
     some, _ = InputSpec.of((new(), size, size, empty, empty, None), {"flag": True})
-    others, _ = InputSpec.of((new(), (2, 2), tuple([2, 2]), (), tuple([]), None), {"flag": True})
+    others, _ = InputSpec.of((new(), (2, 2), (2, 2), (), (), None), {"flag": True})
     assert some.fits(others)
 
 
