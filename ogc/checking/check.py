@@ -109,10 +109,11 @@ def check_two_steps(model: torch.nn.Module, optimized: torch.nn.Module, call: Ar
     """
     _check_comparable(model, optimized)
     before = Snapshot((model, optimized))
-    first = _Trial("seed 1", is_given=True)
-    found = {first.name: _outcome(first, before, call)}
-    assert isinstance(found[first.name], _Outcome)
-    second = _Trial("another input, after an optimizer step", 2, another_input, after_step=found[first.name].plain)
+    trial = _Trial("seed 1", is_given=True)
+    first = _outcome(trial, before, call)
+    assert isinstance(first, _Outcome)
+    found: dict[str, _Outcome | str] = {trial.name: first}
+    second = _Trial("another input, after an optimizer step", 2, another_input, after_step=first.plain)
     found[second.name] = _outcome(second, before, call)
     if isinstance(found[second.name], str):
         second = second._replace(name="after an optimizer step", vary=_as_given)

@@ -244,13 +244,13 @@ class Frame:
         now = self._versions_of_bound()
         replaced = [name for place, name in code.of_leaves.items() if attribute(model, name) is not bound[place]]
         places = zip(code.externals, now, self.versions_of_bound, strict=True)
-        places = [place for place, here, then in places if here != then or self.step.seen[place].is_written()]
-        if not (changed or replaced or places):
+        written = [place for place, here, then in places if here != then or self.step.seen[place].is_written()]
+        if not (changed or replaced or written):
             return
         known = {id(tensor): name for name, tensor in chain(model.named_parameters(), model.named_buffers())}
-        written = [known.get(id(bound[place]), "") for place in places]
+        names = [*replaced, *(known.get(id(bound[place]), "") for place in written)]
         raise ReplayError(
-            f"{next(filter(None, replaced + written), 'an input of the model')} was modified in place or replaced "
+            f"{next(filter(None, names), 'an input of the model')} was modified in place or replaced "
             f"between the forward and the backward, so part {code.number} of the plan cannot be recomputed; run the "
             "backward before the change (for example before optimizer.step())"
         )

@@ -310,8 +310,8 @@ EVAL = "the model is in eval mode with gradients on, and was optimized in traini
 TRANSFORMED = "it runs in a transform of torch.func or with forward-mode derivatives, which recompute nothing"
 REPLACED = "another forward was assigned to the model that was optimized"
 UNDER_HOOKS = (
-    "it is called under hooks for saved tensors, as those of torch.utils.checkpoint; switch gradient checkpointing off, "
-    "in the model and in the trainer (gradient_checkpointing=False): what is planned recomputes by itself"
+    "it is called under hooks for saved tensors, as those of torch.utils.checkpoint; switch gradient checkpointing "
+    "off, in the model and in the trainer (gradient_checkpointing=False): what is planned recomputes by itself"
 )
 COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, TRANSFORMED, REPLACED)
 """Reasons to run the plain model in what may well be a training step."""
