@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .checking.check import ONE_STEP
+from .checking.check import check_two_steps
 from .device.fitting import within_device
 from .device.needs import fixed_needs
 from .device.optimizer import Optimizer
@@ -97,8 +97,9 @@ def optimize(
             fit the model and the sample input. One that does not keep the wish here is told in the log, and made anew.
         cache_dir: a folder in which plans are found again by what the model computes, the wish and the solver, and
             kept when they are made, those for other calls too; with the times that were measured for them.
-        verify: run one step of the result and one of the plain model on the sample input and compare them. That takes
-            the time and the memory of a plain step; :func:`ogc.check` tries more.
+        verify: run two steps of the result and two of the plain model and compare them: on the sample input, and after
+            the parameters moved, from another seed, on another input that is made of it. That takes the time of these
+            and the memory of a plain step; :func:`ogc.check` tries more seeds, and a smaller batch.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -152,8 +153,7 @@ def optimize(
     else:
         raise InputError("give memory_budget or device_memory, not both")
     if verify:
-        args, kwargs = call_arguments(sample_input)
-        ONE_STEP.check(model, optimized, *args, **kwargs).raise_if_different()
+        check_two_steps(model, optimized, call_arguments(sample_input)).raise_if_different()
     return optimized
 
 

@@ -13,7 +13,7 @@ from ..errors import InputError
 from ..graph import Graph
 from .inputs import Arguments, NotVaried, another_input, smaller_batch
 from .report import CheckReport, Difference
-from .step import Snapshot, differences, results_of, state
+from .step import Results, Snapshot, differences, results_of, state
 
 
 def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **named_inputs: Any) -> CheckReport:
@@ -88,17 +88,8 @@ class Checker:
     ) -> CheckReport:
         """As :func:`ogc.check` says, with these options."""
         _check_comparable(model, optimized)
-        before, found = Snapshot((model, optimized)), {}
-        for trial in self._trials():
-            found[trial.name] = _outcome(trial, before, (inputs, named_inputs))
-        tried = {name: outcome for name, outcome in found.items() if isinstance(outcome, _Outcome)}
-        return CheckReport(
-            compared=sum(outcome.compared for outcome in tried.values()),
-            differences=tuple(difference for outcome in tried.values() for difference in outcome.differences),
-            is_deterministic=all(outcome.is_deterministic for outcome in tried.values()),
-            tried=tuple(tried),
-            skipped={name: why for name, why in found.items() if isinstance(why, str)},
-        )
+        before = Snapshot((model, optimized))
+        return _report({trial.name: _outcome(trial, before, (inputs, named_inputs)) for trial in self._trials()})
 
     def _trials(self) -> Iterator[_Trial]:
         yield from (_Trial(f"seed {seed}", seed, is_given=True) for seed in range(1, self.seeds + 1))
@@ -110,8 +101,40 @@ class Checker:
             yield _Trial("after an optimizer step", after_step=True)
 
 
-ONE_STEP = Checker(seeds=1, another_input=False, smaller_batch=False, second_step=False)
-"""One step of each model on the given input."""
+def check_two_steps(model: torch.nn.Module, optimized: torch.nn.Module, call: Arguments) -> CheckReport:
+    """What :func:`check` tries, in two steps of each model.
+
+    The first is on the given input, the second on another one, from another seed, after the parameters moved by the
+    gradients of the first. Where the plain model does not take another input, that is on the given one, too.
+    """
+    _check_comparable(model, optimized)
+    before = Snapshot((model, optimized))
+    trial = _Trial("seed 1", is_given=True)
+    first = _outcome(trial, before, call)
+    assert isinstance(first, _Outcome)
+    found: dict[str, _Outcome | str] = {trial.name: first}
+    second = _Trial("another input, after an optimizer step", 2, another_input, after_step=first.plain)
+    found[second.name] = _outcome(second, before, call)
+    if isinstance(found[second.name], str):
+        second = second._replace(name="after an optimizer step", vary=_as_given)
+        found[second.name] = _outcome(second, before, call)
+    return _report(found)
+
+
+def _report(found: dict[str, _Outcome | str]) -> CheckReport:
+    """What came of trials, by name."""
+    tried = {name: outcome for name, outcome in found.items() if isinstance(outcome, _Outcome)}
+    return CheckReport(
+        compared=sum(len(outcome.plain) for outcome in tried.values()),
+        differences=tuple(difference for outcome in tried.values() for difference in outcome.differences),
+        is_deterministic=all(outcome.is_deterministic for outcome in tried.values()),
+        tried=tuple(tried),
+        skipped={name: why for name, why in found.items() if isinstance(why, str)},
+    )
+
+
+def _as_given(call: Arguments) -> Arguments:
+    return call
 
 
 class _Trial(NamedTuple):
@@ -119,15 +142,15 @@ class _Trial(NamedTuple):
 
     name: str
     seed: int = 1
-    vary: Callable[[Arguments], Arguments] = lambda call: call
-    after_step: bool = False
+    vary: Callable[[Arguments], Arguments] = _as_given
+    after_step: bool | Results = False
     is_given: bool = False
 
 
 class _Outcome(NamedTuple):
-    """What a comparison found: how many results were compared, and those that differ."""
+    """What a comparison found: what the plain model gave, and in what the optimized one differs."""
 
-    compared: int
+    plain: Results
     differences: list[Difference]
     is_deterministic: bool = True
 
@@ -160,8 +183,8 @@ def _outcome(trial: _Trial, before: Snapshot, call: Arguments) -> _Outcome | str
         if trial.is_given:
             raise
         text = f"raises {_short(error)} where the plain model does not"
-        return _Outcome(len(plain), [Difference("the call", float("inf"), text, trial.name)])
-    return _Outcome(len(plain), found, not found or not differences(step(model), plain, trial.name))
+        return _Outcome(plain, [Difference("the call", float("inf"), text, trial.name)])
+    return _Outcome(plain, found, not found or not differences(step(model), plain, trial.name))
 
 
 def _short(error: Exception) -> str:

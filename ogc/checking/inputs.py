@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..program.program import tensor_leaves
+from ..program.structures import InputSpec
 from ..torch_state.compare import identical
-from ..torch_state.private import pytree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -33,10 +33,11 @@ def another_input(call: Arguments) -> Arguments:
         NotVaried: the values are as before, as all were alike.
     """
     size, generator = _batch_size(call), torch.Generator().manual_seed(1)
-    varied: Arguments = pytree.tree_map_only(torch.Tensor, lambda tensor: _varied(tensor, size, generator), call)
-    if all(map(identical, tensor_leaves(call), tensor_leaves(varied))):
+    spec, tensors = InputSpec.of(*call)
+    varied = [_varied(tensor, size, generator) for tensor in tensors]
+    if all(map(identical, tensors, varied)):
         raise NotVaried("no other input could be made of the given one, whose samples are alike")
-    return varied
+    return spec.rebuild(varied)
 
 
 def smaller_batch(call: Arguments) -> Arguments:
@@ -57,8 +58,8 @@ def smaller_batch(call: Arguments) -> Arguments:
             return tensor
         return tensor.detach()[: size // 2].requires_grad_(tensor.requires_grad)
 
-    smaller: Arguments = pytree.tree_map_only(torch.Tensor, halved, call)
-    return smaller
+    spec, tensors = InputSpec.of(*call)
+    return spec.rebuild([halved(tensor) for tensor in tensors])
 
 
 def _batch_size(call: Arguments) -> int | None:

@@ -13,6 +13,7 @@ import torch
 from ..program.copies import copies
 from ..program.program import tensor_leaves
 from ..program.step import losses_among
+from ..program.structures import InputSpec
 from ..torch_state.compare import difference, distance, identical, same_bits
 from ..torch_state.no_trace import generators_of, untouched
 from ..torch_state.private import pytree
@@ -67,13 +68,14 @@ def results_of(
     before: Snapshot,
     call: Arguments,
     seed: int,
-    after_step: bool = False,
+    after_step: bool | Results = False,
     loss_alone: bool = False,
 ) -> Results:
     """Everything that one forward and backward of ``run`` gives, by name; the models are afterwards as ``before``.
 
-    With ``after_step`` it is the second step, after a first one and a step of an optimizer; with ``loss_alone``, of all
-    that the forward returns its loss counts.
+    With ``after_step`` it is the second step, after a first one and a step of an optimizer, or after that optimizer's
+    alone by the gradients in what a first one gave; with ``loss_alone``, of all that the forward returns its loss
+    counts.
 
     Raises:
         NotVaried: there is nothing for the optimizer to do.
@@ -81,7 +83,8 @@ def results_of(
     with before.restored(call):
         _set_seed(seed, generators_of([run], call))
         if after_step:
-            _optimizer_step(run, dict(_step(run, before, call, seed, loss_alone)))
+            first = _step(run, before, call, seed, loss_alone) if after_step is True else after_step
+            _optimizer_step(run, dict(first))
         return _step(run, before, call, seed, loss_alone)
 
 
@@ -103,9 +106,9 @@ def _set_seed(seed: int, generators: Iterable[torch.Generator]) -> None:
 
 
 def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, loss_alone: bool) -> Results:
-    own = iter(copies(tensor_leaves(*call)))
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda _: next(own), call)
-    given = tensor_leaves(args, kwargs)
+    spec, tensors = InputSpec.of(*call)
+    given = copies(tensors)
+    args, kwargs = spec.rebuild(given)
     with torch.enable_grad():
         result = run(*args, **kwargs)
     if loss_alone:

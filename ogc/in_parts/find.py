@@ -260,7 +260,10 @@ class _Forward:
             return "its forward was replaced on the instance"
         hooks = saved_tensors_hooks_in_use()
         if hooks is None or hooks[0] != self.hooks.pack_hook:
-            return "is called under other hooks for saved tensors, as those of torch.utils.checkpoint"
+            return (
+                "is called under other hooks for saved tensors, as those of torch.utils.checkpoint (switch gradient "
+                "checkpointing off, in the model and in the trainer: what is planned recomputes by itself)"
+            )
         return None
 
     def _forward(self, module: torch.nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,8 @@ class _Marking:
 
     def call(self, twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, self.calls = self.calls, self.calls + 1
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._marked(t, f"done {number}"), (args, kwargs))
+        marked = {id(t): self._marked(t, f"done {number}") for t in tensor_leaves(args, kwargs)}
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: marked[id(t)], (args, kwargs))
         self.mark(f"enter {number}")
         result = twin.call(args, kwargs)
         self.mark(f"leave {number}")

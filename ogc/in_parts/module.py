@@ -25,7 +25,7 @@ from ..program.structures import Call
 from ..runtime.calls.report import Calls, Report
 from ..runtime.compiling import kept_from_compiling
 from ..runtime.module import copied, instance_around, planned_forward
-from ..runtime.runner import Planner, Runner, log, plain_because
+from ..runtime.runner import UNDER_HOOKS, Planner, Runner, log, plain_because
 from ..torch_state.forwards import original_class
 from ..torch_state.no_trace import is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
@@ -106,6 +106,9 @@ class Parts:
         self.lock = threading.RLock()
         self.uninstall: Callable[[], object] = lambda: None
         self.run_part: Callable[[Twin, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.told: set[str] = set()  # one for all parts
+        for twin in twins:
+            twin.runner.told = self.told
 
     def install(self) -> None:
         """Have the calls of the parts look here, until ``uninstall()`` or as long as this lives."""
@@ -173,6 +176,7 @@ class Parts:
             except Exception as error:  # if the call is broken, it raises the same from the plain module
                 log.warning("ogc runs %s as it is: %s", name, str(error).partition("\n")[0])
                 return None
+            twin.runner.told = self.told
             self.twins[id(module)] = twin
             return twin
 
@@ -207,6 +211,8 @@ class PartCall:
                 # A call under hooks of others may be repeated in the backward, where no model runs.
                 if hooks == saved_tensors_hooks_in_use():
                     return parts.call(module, args, kwargs)
+                if id(module) in parts.twins:
+                    parts.twins[id(module)].runner.ran_plain(UNDER_HOOKS, is_told=True)
                 break
         return own_call(module)(*args, **kwargs)
 

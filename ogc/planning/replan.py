@@ -46,6 +46,14 @@ def meets(wish: Wish) -> Meets | None:
     return keeps if wish else None
 
 
+_ADVICE = {
+    False: "optimize it again",
+    True: "switch gradient checkpointing off, in the model and in the trainer (gradient_checkpointing=False): what is "
+    "planned recomputes by itself",
+}
+"""What to do about hooks; those of ``transformers`` come with its gradient checkpointing."""
+
+
 @dataclass(frozen=True, eq=False)
 class Replanner:
     """Carries plans over to other sizes and, given ``make``, makes plans for any other call.
@@ -100,7 +108,10 @@ class Replanner:
             return None
         for name in sorted(hooked_modules(dict(model.named_modules(remove_duplicate=False)))):
             if name and name not in self.hooked:
-                raise ParseError(f"module {name} has got hooks since the model was optimized; optimize it again")
+                checkpoints = any(
+                    getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
+                )
+                raise ParseError(f"module {name} has got hooks since the model was optimized; {_ADVICE[checkpoints]}")
         try:
             return self.make(model, call, self.budget)
         except SolveError as error:

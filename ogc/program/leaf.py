@@ -18,7 +18,8 @@ from ..errors import ReplayError
 from ..torch_state.hooks import hooks_off
 from ..torch_state.private import storage_id, version_of
 from ..torch_state.ranks.collectives import arrived
-from .structures import Given, InputSpec, OutputSpec, TensorSpec
+from .results import OutputSpec
+from .structures import Given, InputSpec, TensorSpec
 
 
 @dataclass(frozen=True)

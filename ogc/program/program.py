@@ -17,8 +17,9 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ..torch_state.private import OpOverload, is_any_autocast_enabled, is_view, pytree, storage_id
 from ..torch_state.reads import Reads
+from .results import OutputSpec
 from .step import Rest
-from .structures import InputSpec, OutputSpec, autocast_kinds
+from .structures import InputSpec, autocast_kinds
 
 CONSTANT = "_ogc_constant_"
 """How the names begin of tensors that are no attribute of the model."""

@@ -1,27 +1,22 @@
-"""How the arguments and the result of a call flatten into tensors, and how they are put together again.
+"""How the arguments of a call flatten into tensors, and how they are put together again.
 
 Lists, tuples, dicts and whatever is registered as a pytree are taken apart; so are objects that hold nothing but
 tensors, constants and such objects (caches, dataclasses). A call may change these objects: what they hold then is part
-of its result.
+of its result. An object that is given twice is one object when it is put together again.
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
 import operator
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import InputError
 from ..torch_state.private import pytree
-
-TENSOR = object()
-"""Stands for a tensor among the leaves of a result."""
 
 CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, type(Ellipsis),
@@ -32,6 +27,7 @@ CONSTANTS = (
 NOT_DENSE = (-1,)
 """In the place of strides, where there are none: no dense tensor has these."""
 
+_NO_CONTAINERS = (torch.Tensor, *CONSTANTS)
 _DEEPEST = 4  # of objects within objects
 
 
@@ -55,6 +51,13 @@ class TensorSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Same:
+    """An argument that is given once more: its number among the objects that are taken apart, tensors included."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Call:
     """The arguments of a call, as a sample input."""
 
@@ -68,7 +71,8 @@ class InputSpec:
 
     Attributes:
         tree: the structure of the arguments.
-        leaves: a TensorSpec for each tensor, a HolderSpec for each object that is taken apart, else the value itself.
+        leaves: a TensorSpec for each tensor, a HolderSpec for each object that is taken apart, Same for either where it
+            is given once more, else the value itself.
         casts: what autocast does, by device type.
     """
 
@@ -78,34 +82,26 @@ class InputSpec:
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, list[torch.Tensor]]:
-        """The specification of a call and its tensors, in order."""
+        """The specification of a call and its tensors, in order, each once."""
         casts = _casts()
-        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+        if _are_tensors(args, kwargs):
             return InputSpec(_tree_of_tensors(len(args)), tuple(map(TensorSpec.of, args)), casts), list(args)
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        described: list[Any] = []
-        tensors: list[torch.Tensor] = []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                described.append(TensorSpec.of(leaf))
-                tensors.append(leaf)
-            elif is_holder(leaf):
-                spec, inside = _content(leaf)
-                described.append(HolderSpec(type(leaf), spec))
-                tensors += inside
-            else:
-                described.append(leaf)
-        return InputSpec(tree, tuple(described), casts), tensors
+        taken = first = _TakenApart()
+        spec = taken.spec((args, kwargs), casts)
+        if first.twice:
+            taken = _TakenApart(first.twice)
+            spec = taken.spec((args, kwargs), casts)
+        return spec, taken.tensors
 
     @property
     def tensors(self) -> list[TensorSpec]:
         """Those of all tensors, in order."""
-        return [leaf for leaf in _flat(self.leaves) if isinstance(leaf, TensorSpec)]
+        return [leaf for leaf in flat_leaves(self.leaves) if isinstance(leaf, TensorSpec)]
 
     @property
     def constants(self) -> list[Any]:
         """What is no tensor, in order."""
-        return [leaf for leaf in _flat(self.leaves) if not isinstance(leaf, TensorSpec)]
+        return [leaf for leaf in flat_leaves(self.leaves) if not isinstance(leaf, (TensorSpec, Same))]
 
     def fits(self, other: InputSpec, size: bool = True) -> bool:
         """Whether calls of the two are alike; without ``size``, up to shapes, strides and numbers."""
@@ -117,44 +113,115 @@ class InputSpec:
 
     def rebuild(self, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, with the given tensors in the places of its own, and objects of their own."""
-        args, kwargs = self._rebuild(iter(tensors))
+        args, kwargs = self._rebuild(iter(tensors), [])
         return args, kwargs
 
-    def _rebuild(self, source: Iterator[torch.Tensor]) -> Any:
+    def _rebuild(self, source: Iterator[torch.Tensor], made: list[Any]) -> Any:
+        """``made`` are the objects until then; more are added."""
+
         def leaf_of(described: Any) -> Any:
             if isinstance(described, TensorSpec):
-                return next(source)
+                made.append(next(source))
+                return made[-1]
             if isinstance(described, HolderSpec):
-                return described.instance(described.content._rebuild(source)[0][0])
-            return described
+                number = len(made)
+                made.append(None)  # until it is there
+                made[number] = described.instance(described.content._rebuild(source, made)[0])
+                return made[number]
+            return made[described.number] if isinstance(described, Same) else described
 
         return pytree.tree_unflatten([leaf_of(leaf) for leaf in self.leaves], self.tree)
 
 
+def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call has nothing but tensors, each once."""
+    is_flat = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
+    return is_flat and (len(args) == 1 or len(set(map(id, args))) == len(args))
+
+
+class _TakenApart:
+    """Arguments of one call, as they are taken apart.
+
+    Args:
+        twice: the ids of lists, dicts and other containers that are given more than once.
+
+    Attributes:
+        twice: more of these.
+        tensors: in order, each once.
+    """
+
+    def __init__(self, twice: Collection[int] = ()) -> None:
+        self.twice = set(twice)
+        self.seen: dict[int, Any] = {}  # containers, held so that their ids stay theirs
+        self.numbers: dict[int, int] = {}  # of tensors and of objects that are taken apart, by their ids
+        self.tensors: list[torch.Tensor] = []
+        self.opened: Any = None
+        self.held: list[Any] = []
+
+    def spec(self, given: Any, casts: tuple[Any, ...] = ()) -> InputSpec:
+        """The specification of what is given."""
+        leaves, tree = pytree.tree_flatten(given, is_leaf=self._is_leaf)
+        return InputSpec(tree, tuple(map(self._described, leaves)), casts)
+
+    def _is_leaf(self, thing: Any) -> bool:
+        if isinstance(thing, _NO_CONTAINERS) or thing is self.opened:
+            return False
+        if id(thing) in self.twice:
+            return True
+        if id(thing) in self.seen and (not isinstance(thing, tuple) or _holds_tensors(thing)):
+            self.twice.add(id(thing))
+        if isinstance(thing, tuple) or type(thing) in pytree.SUPPORTED_NODES:
+            self.seen[id(thing)] = thing
+        return False
+
+    def _described(self, leaf: Any) -> Any:
+        is_tensor, is_container = isinstance(leaf, torch.Tensor), id(leaf) in self.twice
+        if not (is_tensor or is_container or is_holder(leaf)):
+            return leaf
+        if id(leaf) in self.numbers:
+            return Same(self.numbers[id(leaf)])
+        self.numbers[id(leaf)] = len(self.numbers)
+        self.held.append(leaf)
+        if is_tensor:
+            self.tensors.append(leaf)
+            return TensorSpec.of(leaf)
+        self.opened = leaf
+        kind, content = (None, leaf) if is_container else (type(leaf), vars(leaf))
+        return HolderSpec(kind, self.spec((content,)))
+
+
+def _holds_tensors(tree: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(tree))
+
+
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of a call, in order."""
-    if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
-        return list(args)
-    return InputSpec.of(args, kwargs)[1]
+    """The tensors among the arguments of a call, in order, each once."""
+    return list(args) if _are_tensors(args, kwargs) else InputSpec.of(args, kwargs)[1]
 
 
 @dataclass(frozen=True)
 class HolderSpec:
-    """An object that is taken apart: its class, and the InputSpec or OutputSpec of its attributes."""
+    """An object that is taken apart: its class, and the InputSpec or OutputSpec of its attributes.
 
-    kind: type
+    A list, dict or other container that is given more than once has no class here: it is its content.
+    """
+
+    kind: type | None
     content: Any
 
-    def instance(self, attributes: dict[str, Any]) -> Any:
+    def instance(self, attributes: Any) -> Any:
         """A new object of the class, made without calling it."""
+        if self.kind is None:
+            return attributes
         result: Any = object.__new__(self.kind)
         vars(result).update(attributes)
         return result
 
 
-def _flat(leaves: Iterable[Any]) -> Iterator[Any]:
+def flat_leaves(leaves: Iterable[Any]) -> Iterator[Any]:
+    """Those of arguments or of a result, and of the objects among them in their places."""
     for leaf in leaves:
-        yield from _flat(leaf.content.leaves) if isinstance(leaf, HolderSpec) else (leaf,)
+        yield from flat_leaves(leaf.content.leaves) if isinstance(leaf, HolderSpec) else (leaf,)
 
 
 def is_holder(thing: Any, depth: int = 0) -> bool:
@@ -220,123 +287,6 @@ def same_leaf(a: Any, b: Any, size: bool = True) -> bool:
         return bool(a == b)
     except (TypeError, ValueError, RuntimeError):  # an array has no one truth
         return False
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """How a result is rebuilt.
-
-    Attributes:
-        tree: its structure; where objects that were given are changed, that of a pair: the result, and what they hold.
-        leaves: TENSOR for each tensor, a HolderSpec for each object that is taken apart, else an object that was given,
-            or the leaf itself.
-        changed: the numbers of the given objects that are changed.
-    """
-
-    tree: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    changed: tuple[int, ...] = ()
-
-    @staticmethod
-    def of(result: Any, given: Given | None = None) -> tuple[OutputSpec, list[torch.Tensor]]:
-        """The specification of a result and its tensors, in order; those that objects hold are among them."""
-        holders = [] if given is None else given.holders
-        changed = () if given is None else given.changed_holders()
-        known = {id(holder): _GivenObject(number) for number, holder in enumerate(holders)}
-        if not changed:
-            return _output_of(result, known)
-        spec, tensors = _output_of((result, [_Content(vars(holders[number])) for number in changed]), known)
-        return OutputSpec(spec.tree, spec.leaves, changed), tensors
-
-    @property
-    def constants(self) -> list[Any]:
-        """What is no tensor, in order."""
-        return [leaf for leaf in _flat(self.leaves) if leaf is not TENSOR and not isinstance(leaf, _GivenObject)]
-
-    def only(self, number: int) -> OutputSpec:
-        """The structure with one of its tensors, and None in the place of the others and of objects that hold them.
-
-        Raises:
-            InputError: the call changes objects that it is given.
-        """
-        if self.changed:
-            raise InputError("the forward stores tensors in objects that it is given, so they are wanted; let it not")
-        count = itertools.count()
-        return replace(self, leaves=tuple(_only(leaf, number, count) for leaf in self.leaves))
-
-    def deliver(self, tensors: Iterable[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call with these arguments; objects among them are changed as by the call."""
-        has_objects = self.changed or any(isinstance(leaf, (HolderSpec, _GivenObject)) for leaf in self.leaves)
-        holders = Given(args, kwargs).holders if has_objects else []
-        result = self._rebuild(iter(tensors), holders)
-        if not self.changed:
-            return result
-        result, contents = result
-        for number, content in zip(self.changed, contents, strict=True):
-            attributes = vars(holders[number])
-            attributes.clear()
-            attributes.update(content.attributes)
-        return result
-
-    def _rebuild(self, source: Iterator[torch.Tensor], holders: list[Any]) -> Any:
-        def leaf_of(described: Any) -> Any:
-            if described is TENSOR:
-                return next(source)
-            if isinstance(described, _GivenObject):
-                return holders[described.number]
-            if isinstance(described, HolderSpec):
-                return described.instance(described.content._rebuild(source, holders))
-            return described
-
-        return pytree.tree_unflatten([leaf_of(leaf) for leaf in self.leaves], self.tree)
-
-
-def _only(leaf: Any, number: int, count: Iterator[int]) -> Any:
-    """One leaf of a structure, of whose tensors in order one is wanted."""
-    if leaf is TENSOR:
-        return TENSOR if next(count) == number else None
-    if not isinstance(leaf, HolderSpec):
-        return leaf
-    content = replace(leaf.content, leaves=tuple(_only(one, number, count) for one in leaf.content.leaves))
-    return HolderSpec(leaf.kind, content) if TENSOR in _flat(content.leaves) else None
-
-
-class _Content:
-    """What a given object holds after a call."""
-
-    def __init__(self, attributes: dict[str, Any]) -> None:
-        self.attributes = dict(attributes)
-
-
-@dataclass(frozen=True)
-class _GivenObject:
-    """An object that was given."""
-
-    number: int
-
-
-def _output_of(
-    result: Any, known: dict[int, _GivenObject], around: tuple[Any, ...] = ()
-) -> tuple[OutputSpec, list[torch.Tensor]]:
-    """The specification and the tensors; ``around`` are the objects that hold the result."""
-    leaves, tree = pytree.tree_flatten(result)
-    opened = [_open(leaf, known, around) for leaf in leaves]
-    return OutputSpec(tree, tuple(leaf for leaf, _ in opened)), [tensor for _, inside in opened for tensor in inside]
-
-
-def _open(leaf: Any, known: dict[int, _GivenObject], around: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
-    if id(leaf) in known:
-        return known[id(leaf)], []
-    if isinstance(leaf, torch.Tensor):
-        return TENSOR, [leaf]
-    is_closed = isinstance(leaf, (type, torch.nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__")
-    if is_closed or any(leaf is one for one in around):
-        return leaf, []
-    is_own = any(isinstance(one, _Content) for one in (leaf, *around))  # else objects without tensors stay themselves
-    spec, tensors = _output_of(vars(leaf), known, (*around, leaf))
-    if tensors or isinstance(leaf, _Content) or (is_own and is_holder(leaf)):
-        return HolderSpec(type(leaf), spec), tensors
-    return leaf, []
 
 
 EACH_BY_ITSELF = "each by itself"

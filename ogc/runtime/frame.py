@@ -30,7 +30,7 @@ from ..program.program import attribute, storage_of, tensor_leaves
 from ..torch_state.flags import Flags
 from ..torch_state.private import id_of_storage, keeps_graph, storage_id, untraced, version_of
 from ..torch_state.random_state import State, random_states, set_random_states
-from .held import detached, differentiable
+from .held import Bound, detached, differentiable
 from .marks import Marks
 from .packed import Argument, RepeatedCall, dropped, kept, unpack
 
@@ -83,8 +83,22 @@ class Step:
         self.random_states: dict[int, tuple[State, ...]] = {}
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
         self.returned: dict[int, Marks] = {}  # of what leaves returned, by operation
+        self.seen: dict[int, Bound] = {}  # what runs again read of these, by place, as it was in the forward
         self.lock = RLock()
         self.cast = cast
+
+    def note(self, places: Sequence[int]) -> None:
+        """Note what is bound at these places as it is."""
+        for place in places:
+            if place not in self.seen:
+                self.seen[place] = Bound(self.bound[place])
+
+    def as_seen(self, places: Sequence[int]) -> list[Any]:
+        """What is bound, at these places as it was in the forward."""
+        bound = list(self.bound)
+        for place in places:
+            bound[place] = self.seen[place].tensor
+        return bound
 
     def open(self, number: int, parent: Frame | None = None) -> Frame:
         """The frame of a run of this step; ``parent`` is that of the run around it."""
@@ -136,6 +150,7 @@ class Frame:
             raise self._changed("fewer tensors")
         self.hold(values)
         self.versions_of_bound = self._versions_of_bound()
+        self.step.note(self.code.externals)
 
     def hold(self, values: dict[str, Any]) -> None:
         """Hold values by name until the run is carried out."""
@@ -213,7 +228,8 @@ class Frame:
             if slot != KEEP:
                 slots[slot] = tensor.detach()
 
-        run_saving(partial(self.code.program, self.step.bound, self), self.step.flags, capture, unpack)
+        bound = self.step.as_seen(self.code.externals)
+        run_saving(partial(self.code.program, bound, self), self.step.flags, capture, unpack)
         if next(expected, None) is not None:
             raise self._changed("fewer tensors when it ran again")
         self.is_done = True
@@ -227,13 +243,14 @@ class Frame:
         changed = any(version_of(tensor) != version for tensor, version in held)
         now = self._versions_of_bound()
         replaced = [name for place, name in code.of_leaves.items() if attribute(model, name) is not bound[place]]
-        if not (changed or replaced or now != self.versions_of_bound):
+        places = zip(code.externals, now, self.versions_of_bound, strict=True)
+        written = [place for place, here, then in places if here != then or self.step.seen[place].is_written()]
+        if not (changed or replaced or written):
             return
         known = {id(tensor): name for name, tensor in chain(model.named_parameters(), model.named_buffers())}
-        places = zip(code.externals, now, self.versions_of_bound, strict=True)
-        written = [known.get(id(bound[place]), "") for place, here, then in places if here != then]
+        names = [*replaced, *(known.get(id(bound[place]), "") for place in written)]
         raise ReplayError(
-            f"{next(filter(None, replaced + written), 'an input of the model')} was modified in place or replaced "
+            f"{next(filter(None, names), 'an input of the model')} was modified in place or replaced "
             f"between the forward and the backward, so part {code.number} of the plan cannot be recomputed; run the "
             "backward before the change (for example before optimizer.step())"
         )

@@ -1,4 +1,4 @@
-"""What a run again starts from, as it is held until then: tensors without their history."""
+"""What a run again starts from, as held until then: tensors without their history, and parameters as they were."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..torch_state.private import is_view, untraced, version_of
@@ -25,6 +26,55 @@ class _Start(torch.autograd.Function):
 
 
 _anchor = torch.empty(0, requires_grad=True)
+
+
+SMALL = 1 << 14
+"""Bytes up to which a vector on the CPU is copied: others may write it where no version counter shows it.
+
+Biases and the weights of norms are such: what plain models compute with and autograd need not hold.
+"""
+
+SAMPLED = 32
+"""Entries of anything else that are looked at, to see that it was written so."""
+
+
+class Bound:
+    """A parameter, a buffer or a constant as a forward has seen it, for runs again.
+
+    Whatever is done to the tensor until then (another ``data``, another type, ``requires_grad``), this stays.
+    Autograd's own nodes hold what they hold of it in the plain model, and see the same as there.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        seen, self.sample = tensor.detach(), None
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu and tensor.is_contiguous()
+        if is_plain and tensor.numel():
+            if tensor.dim() <= 1 and tensor.nbytes <= SMALL:
+                seen = _copy(seen)
+            else:
+                self.sample = _copy(_sample(seen))
+        self.tensor = seen.requires_grad_(tensor.requires_grad)
+
+    def is_written(self) -> bool:
+        """Whether it was seen to be written past autograd."""
+        return self.sample is not None and not torch.equal(_sample(self.tensor.detach()), self.sample)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is none of the step's tensors: there may be many, and all are small; aligned as tensors are."""
+    memory = np.empty(tensor.nbytes + ALIGNED, np.uint8)
+    start = -memory.ctypes.data % ALIGNED
+    copy = torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+ALIGNED = 64
+"""To so many bytes, as tensors on the CPU are."""
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    count = min(SAMPLED, tensor.numel())
+    return tensor.as_strided((count,), (tensor.numel() // max(1, count),))
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,7 +255,7 @@ class Runner:
             self.is_planning = False
         seconds = time.perf_counter() - start
         if variant is None:
-            self._tell(f"ogc runs the plain model for calls where {why}" + (f": {problem}" if problem else ""))
+            self._tell(f"ogc runs the plain model for calls where {why}" + (f": {problem}" if problem else ""), problem)
             return Variant(kind, why, problem=problem or "no plan is made for such calls")
         if variant.is_carried:
             log.info("the plan is carried over to calls where %s, in %.2f s", why, seconds)
@@ -310,9 +310,10 @@ class Runner:
             return known.difference(model, input_tensors(call.args, call.kwargs))
         return kind.differences(model, self.sample.kind)
 
-    def _tell(self, what: str) -> None:
-        if what not in self.told:
-            self.told.add(what)
+    def _tell(self, what: str, cause: str = "") -> None:
+        """Log something once, or once for all that has the same cause."""
+        if (cause or what) not in self.told:
+            self.told.add(cause or what)
             log.warning(what)
 
 
@@ -322,6 +323,10 @@ EVAL = "the model is in eval mode with gradients on, and was optimized in traini
 TRANSFORMED = "it runs in a transform of torch.func or with forward-mode derivatives, which recompute nothing"
 REPLACED = "another forward was assigned to the model that was optimized"
 SETTLES = "it is a first call, which settles what Python reads in all others"
+UNDER_HOOKS = (
+    "it is called under hooks for saved tensors, as those of torch.utils.checkpoint; switch gradient checkpointing "
+    "off, in the model and in the trainer (gradient_checkpointing=False): what is planned recomputes by itself"
+)
 COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, TRANSFORMED, REPLACED)
 """Reasons to run the plain model in what may well be a training step."""
 

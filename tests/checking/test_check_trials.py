@@ -1,5 +1,6 @@
 """``ogc.check`` finds what is right for the sample only, says where, and what it could not try."""
 
+import copy
 import random
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
-from ogc.checking.check import ONE_STEP
+from ogc.checking.check import check_two_steps
 from ogc.checking.inputs import NotVaried, another_input, smaller_batch
 
 ALL = ("seed 1", "seed 2", "seed 3", "another input", "a smaller batch", "after an optimizer step")
@@ -222,7 +223,8 @@ def test_a_checker_tries_what_it_is_told():
         "another input",
         "after an optimizer step",
     )
-    assert ONE_STEP.check(model, model, x=x, scale=2.0).tried == ("seed 1",)
+    few = ogc.Checker(seeds=1, another_input=False, smaller_batch=False, second_step=False)
+    assert few.check(model, model, x=x, scale=2.0).tried == ("seed 1",)
 
 
 @pytest.mark.parametrize("seeds", [0, -1, True, 1.0, "3"])
@@ -379,3 +381,46 @@ def test_positions_in_a_batch_on_the_gpu_are_not_left_without_it():
     nodes, edges = torch.randn(6, 4, device="cuda"), torch.tensor([[0, 5], [1, 2]], device="cuda")
     with pytest.raises(NotVaried, match="may hold positions"):
         smaller_batch(((nodes, edges), {}))
+
+
+class Remembers(nn.Linear):
+    """Has what it computes wrong in one way: ``when`` says so of its second step in a plan."""
+
+    when = None
+    seen = 0
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x) * (1 + (self.when is not None and self.when(self, x)))
+
+
+SECOND_STEP = {
+    "other values": lambda model, x: not torch.equal(x, SAMPLE),
+    "another seed": lambda model, x: torch.initial_seed() != 1,
+    "moved parameters": lambda model, x: not torch.equal(model.weight, model.first),
+}
+SAMPLE = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("what", SECOND_STEP)
+def test_two_steps_find_what_is_wrong_after_the_first(what):
+    model = Remembers(8, 8)
+    broken = copy.deepcopy(model)
+    broken.when, broken.first = SECOND_STEP[what], model.weight.detach().clone()
+    report = check_two_steps(model, broken, ((SAMPLE,), {}))
+    assert not report and {one.found_in for one in report.differences} == {"another input, after an optimizer step"}
+    assert (model.seen, broken.seen) == (0, 0)  # as attributes are put back
+    assert check_two_steps(model, copy.deepcopy(model), ((SAMPLE,), {}))
+
+
+def test_two_steps_where_there_is_no_other_input():
+    model = nn.Linear(8, 8)
+    report = check_two_steps(model, copy.deepcopy(model), ((torch.ones(3, 8),), {}))
+    assert report and report.tried == ("seed 1", "after an optimizer step") and len(report.skipped) == 1
+
+
+def test_two_steps_cost_two_steps():
+    calls = []
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert check_two_steps(model, copy.deepcopy(model), ((SAMPLE,), {})) and len(calls) == 4

@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...errors import ParseError, add_note
 from ...program.copies import copies
-from ...program.structures import Given, InputSpec, OutputSpec
+from ...program.results import OutputSpec
+from ...program.structures import Given, InputSpec
 from ...torch_state.compare import difference, same_bits
 from ...torch_state.dispatch import made_as_they_are
 from ...torch_state.forwards import plain_forward

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -12,8 +14,10 @@ import torch.utils.checkpoint
 
 from ...program.leaf import Leaf
 from ...torch_state.hooks import hooks_off
-from ...torch_state.private import CHECKPOINTS, is_functorch_active
+from ...torch_state.private import CHECKPOINTS, is_functorch_active, version_of
 from .flat import Pack, saved_until_done
+
+log = logging.getLogger(__name__)
 
 CONTENT = ("tolist", "numpy", "__array__", "__dlpack__")
 """Methods of tensors by which Python gets hold of what they hold."""
@@ -22,11 +26,28 @@ TEXT = ("__repr__", "__format__")
 """Methods that turn tensors into text, for messages: nothing that a forward computes comes of it."""
 
 
-def checkpoint_nothing(stack: ExitStack) -> None:
-    """Let ``torch.utils.checkpoint`` save as without it, unless it is reentrant: its forward is planned like any."""
+_told: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def checkpoint_nothing(stack: ExitStack, model: torch.nn.Module | None = None) -> None:
+    """Let ``torch.utils.checkpoint`` save as without it, unless it is reentrant: its forward is planned like any.
+
+    Buffers that are written in it, such as running statistics, are written once per step then: of a ``model`` that is
+    given, the log says so once.
+    """
 
     def generator(known: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        buffers = [] if model is None or model in _told else list(model.named_buffers())
+        before = [version_of(buffer) for _, buffer in buffers]
         yield
+        names = [name for (name, buffer), then in zip(buffers, before, strict=True) if version_of(buffer) != then]
+        if names and model is not None:
+            _told.add(model)
+            log.warning(
+                "%s is written in torch.utils.checkpoint, whose second forward writes it once more in the plain model: "
+                "what is planned writes it once per step, as without checkpoint",
+                names[0],
+            )
 
     for name in CHECKPOINTS:
         if hasattr(torch.utils.checkpoint, name):  # which of them is called depends on torch's version

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from .leaf_calls import LeafCalls
 from .recorder import Recorder
 
 _SIZES = ("size", "numel", "nelement", "__len__")
+_SEEDS = ("manual_seed", "seed", "set_rng_state")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 
@@ -70,10 +72,12 @@ class PythonCalls:
         replace(stack, torch.autograd.Function, "apply", self._function)
         wrap(stack, torch.autograd.graph, TAKES_NONE, self._transform)
         wrap(stack, eval_frame, ENTERS_COMPILED, self._compiled)
-        checkpoint_nothing(stack)
+        checkpoint_nothing(stack, self.recorder.model)
         for names, call in ((CONTENT, self._content), (_SIZES, self._size), (TEXT, self._text), (_HOOKS, self._hook)):
             for name in names:
                 wrap(stack, torch.Tensor, name, call)
+        for owner, name in product((torch, torch.random), _SEEDS):
+            wrap(stack, owner, name, self._seed)
         wrap(stack, torch.Tensor, "requires_grad_", self._requires_grad)
         replace(stack, torch.Tensor, "shape", lambda shape: property(partial(self._size, shape.__get__)))
         replace(stack, torch.Tensor, "requires_grad", self._requires_grad_property)
@@ -170,6 +174,12 @@ class PythonCalls:
                 return method(*args, **kwargs)
         finally:
             self.is_writing_text = before
+
+    def _seed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_on:
+            self.recorder.refuse(f"sets torch's random state ({function.__name__}) at {user_line()}")
+        with unseen():
+            return function(*args, **kwargs)
 
     def _hook(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.is_on:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...program.structures import EACH_BY_ITSELF, HolderSpec, InputSpec, TensorSpec, same_leaf
+from ...program.structures import EACH_BY_ITSELF, HolderSpec, InputSpec, Same, TensorSpec, same_leaf
 from ...torch_state.flags import Flags, changed_flags
 from ...torch_state.module_state import State, changed_state
 from ...torch_state.private import pytree
@@ -81,4 +81,8 @@ def _text(leaf: Any) -> str:
     if isinstance(leaf, TensorSpec):
         grad = " that requires grad" if leaf.requires_grad else ""
         return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)} on {leaf.device}{grad}"
-    return f"another {leaf.kind.__name__}" if isinstance(leaf, HolderSpec) else repr(leaf)[:40]
+    if isinstance(leaf, Same):
+        return "an object that is given before"
+    if isinstance(leaf, HolderSpec):
+        return "given more than once" if leaf.kind is None else f"another {leaf.kind.__name__}"
+    return repr(leaf)[:40]
