@@ -93,7 +93,7 @@ class Variant:
         if changed is not None:
             return f"the attribute {changed} is another than when it was optimized"
         guards = None if self.graph is None else self.graph.program.guards
-        return "" if guards is None else guards.difference(guards.read(model, tensors))
+        return "" if guards is None else guards.difference(model, tensors)
 
     @cached_property
     def runs(self) -> str:

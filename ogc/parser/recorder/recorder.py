@@ -18,6 +18,7 @@ from ...torch_state.private import OpOverload, schema_of, version_of
 from ..forward.location import Scopes, user_line
 from ..traced import HISTORY, ON_CONSTANTS, OpaqueError
 from .operators import OPENED, deciding, tells_content, usual_name
+from .sizes import content_decides
 from .tensors import Tensors
 
 _casting: set[OpOverload] = set()
@@ -209,10 +210,14 @@ class Recorder:
         if is_number:
             name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(name, name)
             self._note_read(node, (), f"{name}() of a tensor", is_number=True)
-        elif (decisive := deciding(operator, call.args, call.kwargs)) is not None:
-            what = f"the operator aten::{name}, whose result has a shape that depends on the data,"
+        elif (decisive := deciding(call)) is not None:
+            what = f"the operator {operator.namespace}::{name}, whose result has a shape that depends on the data,"
             nodes = tuple(map(self.tensors.node, decisive))
             self._note_read(node, nodes, what)
+        for index, item in enumerate(result if operator.namespace != "aten" and isinstance(result, tuple) else ()):
+            if isinstance(item, (bool, int, float)):
+                number = call_beside(node, python_operator.getitem, node, index)
+                self._note_read(number, (), f"number {index} that {operator.name()} returns", is_number=True)
 
     def _note_read(
         self, node: torch.fx.Node, decisive: tuple[torch.fx.Node, ...], what: str, is_number: bool = False
@@ -298,7 +303,8 @@ class Recorder:
             results = tensor_leaves(result)
             for tensor in results:
                 self.tensors.storage(tensor, self.leaf)
-            if result is not None and not results and tells_content(call.operator):
+            is_number = result is not None and not results
+            if (is_number and tells_content(call.operator)) or (results and content_decides(call)):
                 self.counting.add(str(self.leaf))
         return result
 
