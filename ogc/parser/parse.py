@@ -35,6 +35,7 @@ from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
 from .leaves import LeafModules, Leaves
 from .loss import modules_of, with_step_end
+from .other_inputs import judge_on_other_inputs
 from .passes.bindings import Bindings
 from .passes.casts import share_casts
 from .passes.compiled import Compilation, compile_stretches
@@ -154,6 +155,8 @@ def parse(
         while True:
             recorded = record_program(sample, make, leaves)
             try:
+                if make is None and contents is None:
+                    judge_on_other_inputs(sample, recorded)
                 traced, observation = lower(
                     sample, with_step_end(sample, recorded, rest), target, visit, stretches, slices, compiled
                 )

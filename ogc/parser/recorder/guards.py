@@ -58,16 +58,17 @@ def _value(graph: torch.fx.Graph, copies: dict[torch.fx.Node, torch.fx.Node], re
         node = copies[read.node]
         return node if read.is_number else graph.call_function(aten.clone.default, (node,))
     decisive = [copies[node] for node in read.deciding]
-    name = operator_name(read.node.target) if read.node.target.namespace == "aten" else ""
-    if name in PACKED:
-        return graph.call_function(aten.clone.default, (decisive[0],))
+    called: Any = read.node.target
+    name = operator_name(called) if called.namespace == "aten" else ""
     if name in _COUNTS:
         counts = [graph.call_function(aten.count_nonzero.default, (node,)) for node in decisive]
         return counts[0] if len(counts) == 1 else graph.call_function(aten.stack.default, (counts,))
     if name == "repeat_interleave":
         return graph.call_function(aten.sum.default, (decisive[0],))
+    if name in PACKED or not copies.keys() >= {*read.node.all_input_nodes}:
+        return graph.call_function(aten.clone.default, (decisive[0],))
     args, kwargs = torch.fx.node.map_arg((read.node.args, read.node.kwargs), copies.__getitem__)
-    given: Any = (read.node.target, args, dict(kwargs))
+    given: Any = (called, args, dict(kwargs))
     return graph.call_function(shapes_of, given)
 
 

@@ -11,7 +11,6 @@ import torch
 from ...program.program import operator_name, tensor_leaves
 from ...torch_state.dispatch import Call
 from ...torch_state.private import OpOverload, overload_name
-from .sizes import content_decides
 
 _OTHER_NAMES = {
     "absolute": "abs", "arccos": "acos", "arccosh": "acosh", "arcsin": "asin", "arcsinh": "asinh", "arctan": "atan",
@@ -65,9 +64,7 @@ _DECIDED_BY: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
 }
 
 
-def deciding(call: Call) -> list[torch.Tensor] | None:
-    """The tensors whose content decides on the shape of the result; None if there are none."""
-    if not content_decides(call):
-        return None
+def deciding(call: Call) -> list[torch.Tensor]:
+    """The tensors whose content decides on the shape of the result, which that of some does."""
     known = _DECIDED_BY.get(operator_name(call.operator)) if call.operator.namespace == "aten" else None
     return tensor_leaves(call.args, call.kwargs) if known is None else known(call.args)

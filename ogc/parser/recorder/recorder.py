@@ -16,9 +16,9 @@ from ...program.structures import autocast_kinds
 from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
 from ...torch_state.private import OpOverload, schema_of, version_of
 from ..forward.location import Scopes, user_line
-from ..traced import HISTORY, ON_CONSTANTS, OpaqueError
+from ..traced import HISTORY, ON_CONSTANTS, SIZED, OpaqueError
 from .operators import OPENED, deciding, tells_content, usual_name
-from .sizes import content_decides
+from .sizes import sizes_of
 from .tensors import Tensors
 
 _casting: set[OpOverload] = set()
@@ -210,10 +210,12 @@ class Recorder:
         if is_number:
             name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(name, name)
             self._note_read(node, (), f"{name}() of a tensor", is_number=True)
-        elif (decisive := deciding(call)) is not None:
-            what = f"the operator {operator.namespace}::{name}, whose result has a shape that depends on the data,"
-            nodes = tuple(map(self.tensors.node, decisive))
-            self._note_read(node, nodes, what)
+        else:
+            sizes = sizes_of(call, results)
+            node.meta[SIZED] = sizes.are_decided or sizes.are_tried
+            if sizes.are_decided:
+                what = f"the operator {operator.namespace}::{name}, whose result has a shape that depends on the data,"
+                self._note_read(node, tuple(map(self.tensors.node, deciding(call))), what)
         for index, item in enumerate(result if operator.namespace != "aten" and isinstance(result, tuple) else ()):
             if isinstance(item, (bool, int, float)):
                 number = call_beside(node, python_operator.getitem, node, index)
@@ -304,7 +306,7 @@ class Recorder:
             for tensor in results:
                 self.tensors.storage(tensor, self.leaf)
             is_number = result is not None and not results
-            if (is_number and tells_content(call.operator)) or (results and content_decides(call)):
+            if (is_number and tells_content(call.operator)) or (results and sizes_of(call, results).are_decided):
                 self.counting.add(str(self.leaf))
         return result
 

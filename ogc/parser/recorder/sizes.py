@@ -1,7 +1,7 @@
 """Whether data decide the sizes of an operator's results: seen by a call without content, whatever the operator.
 
-What runs on meta tensors makes sizes of shapes alone. Of what does not, fake tensors tell: sizes that content decides are
-symbols there. An operator without a kernel for either is tried on other contents.
+What runs on meta tensors makes sizes of shapes alone. Of what does not, fake tensors tell: sizes that content decides
+are symbols there. An operator without a kernel for either is tried on other contents.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,11 +22,19 @@ from ...torch_state.random_state import cuda_devices, random_states, set_random_
 KINDS = 10_000
 """Of how many kinds of calls it is remembered."""
 
-_known: dict[Any, bool] = {}
+
+class Sizes(NamedTuple):
+    """Of the results of a kind of calls."""
+
+    are_decided: bool  # by what the tensors hold that are given
+    are_tried: bool  # on other contents alone
 
 
-def content_decides(call: Call) -> bool:
-    """Whether the shapes of the results depend on what the tensors hold that an operator is given."""
+_known: dict[Any, Sizes] = {}
+
+
+def sizes_of(call: Call, results: list[torch.Tensor]) -> Sizes:
+    """Whether the shapes of a call's results depend on data."""
     kind = call.operator, _kind(call.args), _kind(call.kwargs)
     known = _known.get(kind)
     if known is None:
@@ -33,7 +42,7 @@ def content_decides(call: Call) -> bool:
             _known.clear()
         with unseen(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            known = _known[kind] = _found(call)
+            known = _known[kind] = _found(call, results)
     return known
 
 
@@ -49,21 +58,27 @@ def _kind(given: Any) -> Any:
     return (type(given), given) if is_exact else type(given)
 
 
-def _found(call: Call) -> bool:
+def _found(call: Call, results: list[torch.Tensor]) -> Sizes:
     given = tensor_leaves(call.args, call.kwargs)
     if not given or any(isinstance(one, torch.UntypedStorage) for one in call.args):
-        return False
-    if torch.Tag.dynamic_output_shape not in call.operator.tags and _runs_without_content(call):
-        return False
-    found = _found_by_symbols(call)
-    return any(_tried(call, place) for place in range(len(given))) if found is None else found
+        return Sizes(False, False)
+    without = None if torch.Tag.dynamic_output_shape in call.operator.tags else _shapes_without_content(call)
+    if without is not None and (call.operator.namespace == "aten" or without == _shapes(results)):
+        return Sizes(False, False)
+    found = _found_by_symbols(call) if without is None else None  # or else its kernel for them is wrong
+    if found is not None:
+        return Sizes(found, False)
+    return Sizes(any(_differ_by_trying(call, place) for place in range(len(given))), True)
 
 
-def _runs_without_content(call: Call) -> bool:
-    with suppress(Exception):  # whatever it is, it does not tell
-        _run(call, lambda place, tensor: _empty_like(tensor, "meta"))
-        return True
-    return False
+def _shapes_without_content(call: Call) -> list[tuple[int, ...]] | None:
+    with suppress(Exception):  # there is no kernel that works so
+        return _shapes(_run(call, lambda place, tensor: _empty_like(tensor, "meta")))
+    return None
+
+
+def _shapes(tensors: list[torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors]
 
 
 def _found_by_symbols(call: Call) -> bool | None:
@@ -80,15 +95,15 @@ def _found_by_symbols(call: Call) -> bool | None:
         return any(isinstance(size, torch.SymInt) for tensor in results for size in tensor.shape)
 
 
-def _tried(call: Call, place: int) -> bool:
+def _differ_by_trying(call: Call, place: int) -> bool:
     """Whether other sizes come of other content of one tensor that is given, or nothing, as its kernel refuses it."""
     devices = cuda_devices()
     states = random_states(devices)
     sizes = []
     for change in (torch.clone, *_CHANGES):
+        changes = {place: change}
         with suppress(Exception):
-            results = _run(call, lambda n, tensor: _changed(tensor, change if n == place else torch.clone))
-            sizes.append([tuple(tensor.shape) for tensor in results])
+            sizes.append(_shapes(_run(call, partial(_changed, changes))))
     set_random_states(states, devices)
     return len(sizes) < 2 or any(one != sizes[0] for one in sizes)
 
@@ -101,8 +116,13 @@ _CHANGES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 """Other contents: indices stay such as there are, or become 0, as others may lead out of bounds."""
 
 
-def _changed(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    return change(tensor.detach()) if tensor.layout is not torch.strided else tensor.detach().clone().copy_(change(tensor))
+def _changed(
+    changes: dict[int, Callable[[torch.Tensor], torch.Tensor]], place: int, tensor: torch.Tensor
+) -> torch.Tensor:
+    """A copy of what is given at a place, with its content changed."""
+    copy = tensor.detach().clone()
+    is_dense = tensor.layout is torch.strided
+    return copy.copy_(changes[place](copy.clone())) if is_dense and place in changes else copy
 
 
 def _run(call: Call, change: Callable[[int, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
@@ -112,7 +132,9 @@ def _run(call: Call, change: Callable[[int, torch.Tensor], torch.Tensor]) -> lis
     def changed(given: Any) -> Any:
         return change(next(places), given) if isinstance(given, torch.Tensor) else given
 
-    args, kwargs = pytree.tree_map(lambda x: None if isinstance(x, torch.Generator) else changed(x), (call.args, call.kwargs))
+    args, kwargs = pytree.tree_map(
+        lambda x: None if isinstance(x, torch.Generator) else changed(x), (call.args, call.kwargs)
+    )
     return tensor_leaves(call.operator(*args, **kwargs))
 
 
