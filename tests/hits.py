@@ -18,7 +18,9 @@ class Net(nn.Module):
     def __init__(self, head):
         super().__init__()
         self.head = head
-        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Sigmoid()) for _ in range(6)]
+        blocks = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Sigmoid()) for _ in range(6)
+        ]
         self.trunk = nn.Sequential(*blocks, nn.BatchNorm1d(WIDTH), nn.Dropout(0.1))
         self.classes, self.boxes = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, 4)
         self.cell, self.message = nn.GRU(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -52,7 +54,9 @@ def head(function):
 
 
 def iou(a, b):
-    inside = (torch.min(a[:, None, 2:], b[None, :, 2:]) - torch.max(a[:, None, :2], b[None, :, :2])).clamp(min=0).prod(2)
+    inside = (
+        (torch.min(a[:, None, 2:], b[None, :, 2:]) - torch.max(a[:, None, :2], b[None, :, :2])).clamp(min=0).prod(2)
+    )
     areas = [(one[:, 2:] - one[:, :2]).prod(1) for one in (a, b)]
     return inside / (areas[0][:, None] + areas[1][None] - inside)
 

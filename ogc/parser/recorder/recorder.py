@@ -18,7 +18,7 @@ from ...torch_state.private import OpOverload, schema_of, version_of
 from ..forward.location import Scopes, user_line
 from ..traced import HISTORY, ON_CONSTANTS, SIZED, OpaqueError
 from .operators import OPENED, deciding, tells_content, usual_name
-from .sizes import sizes_of
+from .sizes import Sizes, sizes_of
 from .tensors import Tensors
 
 _casting: set[OpOverload] = set()
@@ -79,6 +79,7 @@ class Recorder:
         self.leaf: str | None = None  # that we are inside of
         self.shares_casts = False  # with whatever else runs in the caller's region
         self.casting = 0  # calls that we are inside of and that autocast makes casts for
+        self.is_in_operator = False  # whose kernel may be Python's, too
         self.saved: list[torch.Tensor] = []  # by the call that runs, for its backward
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
         self._given: set[int] = set()  # numbers of the storages that it was given
@@ -131,7 +132,8 @@ class Recorder:
                 if any(isinstance(x, kind) for x in (*args, *kwargs.values())):
                     self.refuse(f"{why} at {user_line()}")
         self.saved.clear()
-        result = self._run(call)
+        with self._in_operator():
+            result = self._run(call)
         with unseen():
             self._write_down(call, given, states, result)
             self.saved.clear()
@@ -144,6 +146,19 @@ class Recorder:
             return call.open()
         finally:
             self.casting -= call.is_cast
+
+    @contextmanager
+    def _in_operator(self) -> Iterator[None]:
+        """What Python reads inside, a kernel reads: it will again where the operator runs again."""
+        before, self.is_in_operator = self.is_in_operator, True
+        try:
+            yield
+        finally:
+            self.is_in_operator = before
+
+    def _sizes_of(self, call: Call, results: list[torch.Tensor]) -> Sizes:
+        with self._in_operator():
+            return sizes_of(call, results)
 
     def protect(self, tensor: torch.Tensor) -> None:
         """Copy a parameter before the forward writes it past autograd, for :meth:`restore`."""
@@ -211,7 +226,7 @@ class Recorder:
             name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(name, name)
             self._note_read(node, (), f"{name}() of a tensor", is_number=True)
         else:
-            sizes = sizes_of(call, results)
+            sizes = self._sizes_of(call, results)
             node.meta[SIZED] = sizes.are_decided or sizes.are_tried
             if sizes.are_decided:
                 what = f"the operator {operator.namespace}::{name}, whose result has a shape that depends on the data,"
@@ -229,6 +244,8 @@ class Recorder:
 
     def read_content(self, tensor: torch.Tensor, what: str) -> None:
         """Note that Python has got all that a tensor holds."""
+        if self.is_in_operator:
+            return
         with unseen():
             if self.leaf is not None:
                 self.counting.add(str(self.leaf))
@@ -306,7 +323,7 @@ class Recorder:
             for tensor in results:
                 self.tensors.storage(tensor, self.leaf)
             is_number = result is not None and not results
-            if (is_number and tells_content(call.operator)) or (results and sizes_of(call, results).are_decided):
+            if (is_number and tells_content(call.operator)) or (results and self._sizes_of(call, results).are_decided):
                 self.counting.add(str(self.leaf))
         return result
 

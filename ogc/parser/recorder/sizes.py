@@ -16,8 +16,8 @@ import torch
 
 from ...program.program import tensor_leaves
 from ...torch_state.dispatch import Call, unseen
-from ...torch_state.private import FakeTensorMode, pytree
-from ...torch_state.random_state import cuda_devices, random_states, set_random_states
+from ...torch_state.private import FakeTensorMode, log_of_fakes, pytree
+from ...torch_state.random_state import cuda_devices
 
 KINDS = 10_000
 """Of how many kinds of calls it is remembered."""
@@ -86,25 +86,26 @@ def _found_by_symbols(call: Call) -> bool | None:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv  # which takes long
 
     with FakeTensorMode(shape_env=ShapeEnv()):
+        before, log_of_fakes.disabled = log_of_fakes.disabled, True
         try:
             results = _run(call, lambda place, tensor: _empty_like(tensor, "cpu"))
         except GuardOnDataDependentSymNode:
             return True
         except Exception:  # there is no kernel that works so
             return None
+        finally:
+            log_of_fakes.disabled = before
         return any(isinstance(size, torch.SymInt) for tensor in results for size in tensor.shape)
 
 
 def _differ_by_trying(call: Call, place: int) -> bool:
     """Whether other sizes come of other content of one tensor that is given, or nothing, as its kernel refuses it."""
-    devices = cuda_devices()
-    states = random_states(devices)
     sizes = []
-    for change in (torch.clone, *_CHANGES):
-        changes = {place: change}
-        with suppress(Exception):
-            sizes.append(_shapes(_run(call, partial(_changed, changes))))
-    set_random_states(states, devices)
+    with torch.random.fork_rng(cuda_devices()):
+        for change in (torch.clone, *_CHANGES):
+            changes = {place: change}
+            with suppress(Exception):
+                sizes.append(_shapes(_run(call, partial(_changed, changes))))
     return len(sizes) < 2 or any(one != sizes[0] for one in sizes)
 
 
