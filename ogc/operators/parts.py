@@ -41,7 +41,9 @@ def untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     """
     if device.type != "cpu":
         return torch.empty(1, dtype=dtype, device=device).expand(shape)
-    pages = mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize))
+    if not prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, prod(shape) * dtype.itemsize)
     return torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..program.copies import copies
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
 from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.dispatch import run_in
@@ -24,9 +26,10 @@ from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode, id_of_storage
 from .arguments import Sample
 from .forward.call_counter import CallCounter
+from .forward.contents import has_content
 from .forward.flat import FlatForward, gradient_targets, nothing_saved, other_state, state_of
 from .forward.patches import seen_as_recorded
-from .traced import ON_CONSTANTS, OpaqueError, Traced
+from .traced import ON_CONSTANTS, READS, SIZED, OpaqueError, Traced
 from .weigh.record import layout_of
 
 
@@ -56,6 +59,65 @@ def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = N
     if other := other_state(replay.state, eager.state):
         _refuse(None, ": ".join(other))
     return calls
+
+
+def judge_on_other_inputs(sample: Sample, traced: Traced, is_own: bool = True) -> None:
+    """Do nothing if the program is what the model's forward runs on other inputs that its guards let pass, too.
+
+    Where data decide on sizes, some may have been baked in that nobody sees. A program that is not the model's
+    ``own`` forward, but one made by hand, and a model without content are left to the sample.
+
+    Raises:
+        OpaqueError: as from :func:`~ogc.parser.judge.judge`.
+    """
+    is_in_doubt = any(node.meta.get(key) for node in traced.graph.nodes for key in (READS, SIZED))
+    if not (is_own and is_in_doubt and all(map(has_content, sample.tensors))):
+        return
+    for change in (_with_rows_alike, _with_rows_repeated, _with_rows_turned):
+        other = sample._replace(tensors=[_changed(tensor, change) for tensor in copies(sample.tensors)])
+        if _lets_pass(other, traced) and (outputs := _outputs(other)) is not None:
+            judge(other, replace(traced, outputs=outputs))
+
+
+def _lets_pass(sample: Sample, traced: Traced) -> bool:
+    with untouched(sample.model):
+        return traced.guards is None or not traced.guards.difference(sample.model, sample.copies())
+
+
+def _outputs(sample: Sample) -> list[torch.Tensor] | None:
+    """What the model returns, None if such inputs are none for it."""
+    flat = FlatForward(plain_forward(sample.model), sample.spec)
+    try:
+        with untouched(sample.model):
+            flat.run(sample.copies())
+    except Exception:  # the inputs are ours
+        return None
+    return flat.outputs
+
+
+def _changed(tensor: torch.Tensor, change: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """The tensor with other content: each entry is one of the sample's, as others may lead an index out of bounds."""
+    rows = next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
+    if rows is not None and tensor.numel():
+        with torch.no_grad():
+            tensor.copy_(change(tensor.detach().clone(), rows))
+    return tensor
+
+
+def _with_rows_alike(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """All are the first one: a limit is above all of them, or none."""
+    return tensor.narrow(rows, 0, 1).expand_as(tensor)
+
+
+def _with_rows_repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Each other row is the one before it."""
+    first = torch.arange(tensor.shape[rows], device=tensor.device) // 2 * 2
+    return tensor.index_select(rows, first)
+
+
+def _with_rows_turned(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """The rows of what is no index, in the other order: as many of them are above a limit as before."""
+    return tensor.flip(rows) if tensor.is_floating_point() or tensor.dtype is torch.bool else tensor
 
 
 class _Log(TorchDispatchMode):

@@ -33,6 +33,7 @@ from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
+from .judge import judge_on_other_inputs
 from .leaves import LeafModules, Leaves
 from .loss import modules_of, with_step_end
 from .passes.bindings import Bindings
@@ -154,9 +155,9 @@ def parse(
         while True:
             recorded = record_program(sample, make, leaves)
             try:
-                traced, observation = lower(
-                    sample, with_step_end(sample, recorded, rest), target, visit, stretches, slices, compiled
-                )
+                judge_on_other_inputs(sample, recorded, is_own=make is None and recorded.cold is None)
+                whole = with_step_end(sample, recorded, rest)
+                traced, observation = lower(sample, whole, target, visit, stretches, slices, compiled)
                 break
             except OpaqueError as problem:
                 leaves.cover(problem)
@@ -164,8 +165,8 @@ def parse(
         graph = graph_of(sample.spec, traced, observation, str(target), kind, choice)
         is_another = outputs == "loss" or stretches or compiled  # the plain model has all outputs, whole
         if plain_peak_bytes is None and is_another:
-            whole = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)
-            plain_peak_bytes = plain_peak(graph_of(sample.spec, *whole, str(target), kind))
+            plain = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)
+            plain_peak_bytes = plain_peak(graph_of(sample.spec, *plain, str(target), kind))
     leaves.report()
     graph = replace(with_stretches(graph, observation), plain_peak_bytes=plain_peak_bytes)
     bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())  # without tensors

@@ -22,6 +22,9 @@ from .arguments import Sample
 READS = "reads"
 """In the ``meta`` of a leaf's node: whether Python reads numbers out of tensors in it."""
 
+SIZED = "sized"
+"""In a node's ``meta``: whether data decide on the sizes of its results, as far as is known."""
+
 CALL, ALIVE = "call", "alive"
 """In a node's ``meta``, if the front end knows: the number of its call, and that of the last call during which the
 forward held the memory that its result was the first to be in."""

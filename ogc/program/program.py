@@ -161,13 +161,41 @@ class Guards:
         with torch.no_grad(), without_autocast():
             return tuple(run_nodes(self.graph.nodes, inputs, partial(get_attribute, model, self.constants), call_node))
 
-    def difference(self, values: tuple[Any, ...]) -> str:
-        """The first value that is not as expected, in words; "" if there is none."""
-        for now, then, what in zip(values, self.expected, self.what, strict=True):
-            if not _same_value(now, then):
-                is_long = isinstance(then, torch.Tensor) and then.dim()
-                return f"{what} gives {'something else' if is_long else f'{now} where it gave {then}'}"
+    def difference(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> str:
+        """The first thing that Python would read otherwise out of these inputs, in words; "" if there is none.
+
+        Reads are compared in their order. What follows a difference is not run: it holds for the recorded values alone,
+        and may fail for others.
+        """
+        (output,) = self.graph.find_nodes(op="output")
+        places = {node: place for place, node in enumerate(output.args[0])}
+        place = -1  # of the last read
+
+        def call(node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+            nonlocal place
+            value, place = call_node(node, values), places.get(node, place)
+            if node in places and not _same_value(value, self.expected[place]):
+                raise _OtherValueError(value)
+            return value
+
+        try:
+            with torch.no_grad(), without_autocast():
+                run_nodes(self.graph.nodes, inputs, partial(get_attribute, model, self.constants), call)
+        except _OtherValueError as other:
+            now, then = other.value, self.expected[place]
+            is_long = isinstance(then, torch.Tensor) and then.dim()
+            return f"{self.what[place]} gives {'something else' if is_long else f'{now} where it gave {then}'}"
+        except Exception as error:  # the plain forward runs, and raises it where it is an error of the call
+            return f"{self.what[min(place + 1, len(self.what) - 1)]} cannot be read ({type(error).__name__}: {error})"
         return ""
+
+
+class _OtherValueError(Exception):
+    """What Python would read is not what it read before."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
 
 
 def _same_value(a: Any, b: Any) -> bool:

@@ -94,7 +94,7 @@ class Variant:
         if changed is not None:
             return f"{changed} is another than when it was optimized"
         guards = None if self.graph is None else self.graph.program.guards
-        return "" if guards is None else guards.difference(guards.read(model, tensors))
+        return "" if guards is None else guards.difference(model, tensors)
 
     def is_settled_by(self, model: torch.nn.Module) -> bool:
         """Whether a call now is a first one, which settles what Python reads in these calls."""

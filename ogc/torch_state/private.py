@@ -80,6 +80,8 @@ FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 """Runs operators without memory. Without it ``profile="estimate"`` cannot weigh anything."""
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 """The class of tensors without memory. Without it models of such parameters fail where their content is read."""
+log_of_fakes: Any = torch._subclasses.fake_tensor.log
+"""Where ``FakeTensorMode`` logs errors that it raises. Without it users read of calls that are tried so."""
 RECORDING: Any = _C._parse_dispatch_key("DeferredInit")
 """A dispatch key that PyTorch leaves to others. Without it the recorder sees no operator: no model can be parsed."""
 AUTOCAST = {name: getattr(_C.DispatchKey, name) for name in ("AutocastCPU", "AutocastCUDA")}

@@ -189,3 +189,15 @@ def test_the_gradient_of_the_images_takes_the_place_of_one_that_nobody_else_has(
 
 def form_of(graph, name):
     return next(op.low_memory for op in graph.operations if op.name == name)
+
+
+def test_a_plan_is_carried_over_to_no_images():
+    """As a detector has them that finds nothing."""
+    layers = (
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Upsample(16)) for _ in range(3)
+    )
+    model = nn.Sequential(*layers)
+    optimised = ogc.optimize(model, torch.randn(4, 8, 16, 16))
+    for images in (4, 0, 1):
+        assert_same_training(model, optimised, (torch.randn(images, 8, 16, 16),), steps=1)
+    assert optimised.report().plain == 0

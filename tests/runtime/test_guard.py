@@ -708,3 +708,58 @@ def test_replaced_parts_are_seen_after_some_calls():
     for _ in range(LOOKS):
         assert torch.equal(optimised(x), model(x))
     assert any("parameter" in call.kind or "submodule" in call.kind for call in optimised.report().calls)
+
+
+class RowsInALoop(nn.Module):
+    """Reads as many rows as there are of one class; of the sample's, a call with fewer has not all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)) for _ in range(4)))
+
+    def forward(self, x, ids):
+        h = self.layers(x)
+        total = h.square().sum()
+        for row in (ids == 5).nonzero()[:, 0]:
+            total = total + h[row].sin().sum()
+        return total
+
+
+def test_a_guard_that_cannot_be_read_means_another_plan():
+    """Also afterwards, for the sample itself, and for calls that the plain model refuses."""
+    x, model = torch.randn(4, 8), RowsInALoop()
+    sample = torch.tensor([5, 1, 5, 5])
+    optimised = ogc.optimize(model, (x, sample))
+    for ids in ([5, 1, 5, 5], [5, 1, 1, 1], [5, 1, 5, 5], [1, 1, 1, 1], [5, 5, 5, 5], [5, 1, 5, 5]):
+        assert_same_step(model, optimised, x, torch.tensor(ids))
+    assert optimised.report().plain == 0
+    for run_of in (model, optimised):
+        with pytest.raises(IndexError, match="index 4 is out of bounds"):
+            run_of(x, torch.tensor([5, 1, 1, 5, 5]))
+    assert_same_step(model, optimised, x, sample)
+
+
+def test_guards_are_read_in_order_and_no_further_than_to_a_difference():
+    """What is behind a difference may not be right for other data, and on a GPU an index out of bounds is fatal."""
+    x = torch.randn(4, 8)
+    optimised = ogc.optimize(RowsInALoop(), (x, torch.tensor([5, 1, 5, 5])))
+    guards = optimised.graph.program.guards
+    assert guards.difference(optimised, [x, torch.tensor([5, 1, 5, 5])]) == ""
+    told = guards.difference(optimised, [x, torch.tensor([1, 1, 1, 1])])
+    assert "aten::nonzero" in told and told.endswith("gives 0 where it gave 3")
+
+
+def test_a_guard_that_fails_is_told_as_such():
+    class Net(RowsInALoop):
+        def forward(self, x, ids):
+            return self.layers(x).sum() * ids.select(0, int(ids[0])).item()
+
+    model, x = Net(), torch.randn(4, 8)
+    optimised = ogc.optimize(model, (x, torch.tensor([1, 2, 3])))
+    guards = optimised.graph.program.guards
+    assert "item() of a tensor" in guards.difference(optimised, [x, torch.tensor([7, 2, 3])])
+    for run_of in (model, optimised):
+        with pytest.raises(IndexError):
+            run_of(x, torch.tensor([7, 2, 3]))
+    assert_same_step(model, optimised, x, torch.tensor([1, 2, 3]))
+    assert_same_step(model, optimised, x, torch.tensor([2, 2, 3]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 FILE = Path(__file__).parents[2] / "ogc" / "torch_state" / "private.py"
 aten = torch.ops.aten
@@ -443,6 +444,7 @@ CHECKS = {
     "TorchDispatchMode": dispatches,
     "FakeTensorMode": fakes,
     "FakeTensor": fake_ones,
+    "log_of_fakes": lambda log: log.name == FakeTensorMode.__module__ and not log.disabled,
     "sdp_order": orders_kernels,
     "RECORDING": lambda key: (
         torch._C.DispatchKeySet(key).has(key) and torch._C._dispatch_key_name(key) == "DeferredInit"

@@ -58,15 +58,17 @@ def _value(graph: torch.fx.Graph, copies: dict[torch.fx.Node, torch.fx.Node], re
         node = copies[read.node]
         return node if read.is_number else graph.call_function(aten.clone.default, (node,))
     decisive = [copies[node] for node in read.deciding]
-    if operator_name(read.node.target) in PACKED:
-        return graph.call_function(aten.clone.default, (decisive[0],))
-    if operator_name(read.node.target) in _COUNTS:
+    called: Any = read.node.target
+    name = operator_name(called) if called.namespace == "aten" else ""
+    if name in _COUNTS:
         counts = [graph.call_function(aten.count_nonzero.default, (node,)) for node in decisive]
         return counts[0] if len(counts) == 1 else graph.call_function(aten.stack.default, (counts,))
-    if operator_name(read.node.target) == "repeat_interleave":
+    if name == "repeat_interleave":
         return graph.call_function(aten.sum.default, (decisive[0],))
+    if name in PACKED or not copies.keys() >= {*read.node.all_input_nodes}:
+        return graph.call_function(aten.clone.default, (decisive[0],))
     args, kwargs = torch.fx.node.map_arg((read.node.args, read.node.kwargs), copies.__getitem__)
-    given: Any = (read.node.target, args, dict(kwargs))
+    given: Any = (called, args, dict(kwargs))
     return graph.call_function(shapes_of, given)
 
 
@@ -87,7 +89,8 @@ class _Slice:
         self.storages: set[int] = set()
         for node in dropwhile(lambda node: node is not read.last, reversed(recorder.graph.nodes)):
             self._include(node)
-        included = (node for node in recorder.graph.nodes if node in self.nodes)
+        runs = self.nodes | ({read.node} if read.deciding else set())
+        included = (node for node in recorder.graph.nodes if node in runs)
         self.obstacle = next(filter(None, map(self._why_not, included)), "")
 
     def _include(self, node: torch.fx.Node) -> None:

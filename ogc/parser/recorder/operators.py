@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from ...program.program import operator_name, tensor_leaves
+from ...torch_state.dispatch import Call
 from ...torch_state.private import OpOverload, overload_name
 
 _OTHER_NAMES = {
@@ -38,7 +40,7 @@ _ABOUT_TENSORS = {
 
 def tells_content(operator: OpOverload) -> bool:
     """Whether numbers that the operator returns depend on what tensors hold."""
-    return operator.namespace == "aten" and operator_name(operator) not in _ABOUT_TENSORS
+    return operator.namespace != "aten" or operator_name(operator) not in _ABOUT_TENSORS
 
 
 @cache
@@ -54,24 +56,15 @@ def usual_name(operator: OpOverload) -> OpOverload:
 PACKED = {"_pack_padded_sequence", "_pad_packed_sequence"}
 """Operators whose second argument says how long the sequences of a batch are."""
 
-_DECIDED_BY_FIRST = {"nonzero_numpy"}  # which PyTorch does not say of them
-_DECIDED_BY_SECOND = {"masked_select", *PACKED}
+_DECIDED_BY: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
+    "index": lambda args: [one for one in args[1] if one is not None and one.dtype in (torch.bool, torch.uint8)],
+    "bincount": lambda args: [args[0]],
+    "repeat_interleave": lambda args: tensor_leaves(args[:2])[-1:],
+    **dict.fromkeys(("masked_select", "tensor_split", *PACKED), lambda args: [args[1]]),
+}
 
 
-def deciding(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """The arguments whose content decides on the shape of the result; None if there are none."""
-    name = operator_name(operator)
-    if operator.namespace != "aten":
-        return None
-    if name in _DECIDED_BY_FIRST | _DECIDED_BY_SECOND:
-        return [args[name in _DECIDED_BY_SECOND]]
-    if name == "repeat_interleave":
-        repeats = args[0 if overload_name(operator) == "Tensor" else 1]
-        return [repeats] if isinstance(repeats, torch.Tensor) and kwargs.get("output_size") is None else None
-    if torch.Tag.dynamic_output_shape not in operator.tags:
-        return None
-    if name == "index":
-        return [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)] or None
-    if name == "one_hot":
-        return [args[0]] if args[1] == -1 else None
-    return tensor_leaves(args, kwargs)
+def deciding(call: Call) -> list[torch.Tensor]:
+    """The tensors whose content decides on the shape of the result, which that of some does."""
+    known = _DECIDED_BY.get(operator_name(call.operator)) if call.operator.namespace == "aten" else None
+    return tensor_leaves(call.args, call.kwargs) if known is None else known(call.args)

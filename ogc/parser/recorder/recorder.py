@@ -17,8 +17,9 @@ from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
 from ...torch_state.private import OpOverload, schema_of, version_of
 from ...torch_state.reads import leaf_call
 from ..forward.location import Scopes, user_line
-from ..traced import HISTORY, ON_CONSTANTS, OpaqueError
+from ..traced import HISTORY, ON_CONSTANTS, SIZED, OpaqueError
 from .operators import OPENED, deciding, tells_content, usual_name
+from .sizes import Sizes, sizes_of
 from .tensors import Tensors
 
 _casting: set[OpOverload] = set()
@@ -80,6 +81,7 @@ class Recorder:
         self.leaf: str | None = None  # that we are inside of
         self.shares_casts = False  # with whatever else runs in the caller's region
         self.casting = 0  # calls that we are inside of and that autocast makes casts for
+        self.is_in_operator = False  # whose kernel may be Python's, too
         self.saved: list[torch.Tensor] = []  # by the call that runs, for its backward
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
         self._given: set[int] = set()  # numbers of the storages that it was given
@@ -133,7 +135,8 @@ class Recorder:
                 if any(isinstance(x, kind) for x in (*args, *kwargs.values())):
                     self.refuse(f"{why} at {user_line()}")
         self.saved.clear()
-        result = self._run(call)
+        with self._in_operator():
+            result = self._run(call)
         with unseen():
             self._write_down(call, given, states, result)
             self.saved.clear()
@@ -146,6 +149,19 @@ class Recorder:
             return call.open()
         finally:
             self.casting -= call.is_cast
+
+    @contextmanager
+    def _in_operator(self) -> Iterator[None]:
+        """What Python reads inside, a kernel reads: it will again where the operator runs again."""
+        before, self.is_in_operator = self.is_in_operator, True
+        try:
+            yield
+        finally:
+            self.is_in_operator = before
+
+    def _sizes_of(self, call: Call, results: list[torch.Tensor]) -> Sizes:
+        with self._in_operator():
+            return sizes_of(call, results)
 
     def protect(self, tensor: torch.Tensor) -> None:
         """Copy a parameter before the forward writes it past autograd, for :meth:`restore`."""
@@ -213,10 +229,16 @@ class Recorder:
         if is_number:
             name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(name, name)
             self._note_read(node, (), f"{name}() of a tensor", is_number=True)
-        elif (decisive := deciding(operator, call.args, call.kwargs)) is not None:
-            what = f"the operator aten::{name}, whose result has a shape that depends on the data,"
-            nodes = tuple(map(self.tensors.node, decisive))
-            self._note_read(node, nodes, what)
+        else:
+            sizes = self._sizes_of(call, results)
+            node.meta[SIZED] = sizes.are_decided or sizes.are_tried
+            if sizes.are_decided:
+                what = f"the operator {operator.namespace}::{name}, whose result has a shape that depends on the data,"
+                self._note_read(node, tuple(map(self.tensors.node, deciding(call))), what)
+        for index, item in enumerate(result if operator.namespace != "aten" and isinstance(result, tuple) else ()):
+            if isinstance(item, (bool, int, float)):
+                number = call_beside(node, python_operator.getitem, node, index)
+                self._note_read(number, (), f"number {index} that {operator.name()} returns", is_number=True)
 
     def _refuse_sparse(self, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -231,6 +253,8 @@ class Recorder:
 
     def read_content(self, tensor: torch.Tensor, what: str) -> None:
         """Note that Python has got all that a tensor holds."""
+        if self.is_in_operator:
+            return
         with unseen():
             if self.leaf is not None:
                 self.counting.add(str(self.leaf))
@@ -308,7 +332,8 @@ class Recorder:
             results = tensor_leaves(result)
             for tensor in results:
                 self.tensors.storage(tensor, self.leaf)
-            if result is not None and not results and tells_content(call.operator):
+            is_number = result is not None and not results
+            if (is_number and tells_content(call.operator)) or (results and self._sizes_of(call, results).are_decided):
                 self.counting.add(str(self.leaf))
         return result
 
