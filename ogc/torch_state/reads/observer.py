@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import re
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
@@ -43,7 +45,7 @@ class Observer:
     """
 
     def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str) -> None:
-        self._where = where
+        self._where, self.root = where, weakref.ref(model)
         self.owners: dict[int, Owner] = {}  # by the identity of the object
         self.assigned: dict[tuple[int, str], None] = {}  # attributes that the forward sets, but for what leaves do
         self.effects: dict[tuple[int, str], Any] = {}  # of these, plain values of such as it does not read
@@ -323,13 +325,11 @@ class Observer:
 
     def name(self, write: Write) -> str:
         """What messages call what was written, as that of the module that writes it."""
-        owners = list(self.owners.values())
-        source, key = write.owner.source, write.key
-        while source.parent >= 0:
-            source, key = owners[source.parent].source, str(source.key)
-        if source.parent == MODULE and source.key == write.module:
-            return f"its attribute {key}"
-        return Reads(tuple(owner.reads for owner in owners)).name(write.owner.number, write.key)
+        name = Reads(tuple(owner.reads for owner in self.owners.values())).name(write.owner.number, write.key)
+        name = re.sub(r"(\[\d+\])+$", "", name)  # the items of a container
+        own = f"the attribute {write.module}." if write.module else "the attribute "
+        is_own = name.startswith(own) and " of class " not in name
+        return f"its attribute {name.removeprefix(own)}" if is_own else name
 
     def put_back(self) -> None:
         """Let all that was met hold what it held before; of two that share a table, the first that was met is right."""
@@ -361,7 +361,7 @@ class Observer:
         """What the forward has read, as it is now; with what it has ``written``, unless planned calls write that."""
         for write in written:
             write.note()
-        return reads_of(self.owners, self.effects)
+        return reads_of(self.owners, self.effects, self.root)
 
 
 _observer: OnThread[Observer | None] = OnThread(None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,12 +84,13 @@ class Write(NamedTuple):
             (owner.absent if owner.now(key) is ABSENT else owner.keys)[key] = None
 
 
-def reads_of(met: Mapping[int, Owner], effects: Mapping[tuple[int, str], Any]) -> Reads:
+def reads_of(met: Mapping[int, Owner], effects: Mapping[tuple[int, str], Any], root: Callable[[], Any]) -> Reads:
     """What was read of the objects that were met, by their identities, as it is now.
 
     Args:
         met: the objects.
         effects: what planned calls write: values by the numbers of owners and by names.
+        root: gives the model.
     """
     owners = list(met.values())
     numbers = _needed(met, [owner.number for owner in owners if owner.is_read] + [number for number, _ in effects])
@@ -101,7 +102,8 @@ def reads_of(met: Mapping[int, Owner], effects: Mapping[tuple[int, str], Any]) -
         moved = source if source.parent < 0 else source._replace(parent=new[source.parent])
         found.append(owner.reads._replace(source=moved))
     expected = contents(found, [owner.thing for owner in kept])
-    return Reads(tuple(found), expected, tuple((new[number], key, value) for (number, key), value in effects.items()))
+    written = tuple((new[number], key, value) for (number, key), value in effects.items())
+    return Reads(tuple(found), expected, written, root)
 
 
 def _needed(met: Mapping[int, Owner], pending: list[int]) -> set[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import pickle
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -86,11 +86,13 @@ class Reads:
         owners: the objects that it read from, each after those in which it is found.
         expected: what these held at the start of the forward.
         effects: plain values that it wrote and did not read before: the number of the owner, the name, the value.
+        root: gives the model that was observed. A copy of it stands for it, also where a function is bound to it.
     """
 
     owners: tuple[OwnerReads, ...] = ()
     expected: tuple[Any, ...] = ()
     effects: tuple[tuple[int, str, Any], ...] = ()
+    root: Callable[[], Any] = lambda: None
 
     def objects(self, model: torch.nn.Module) -> list[Any]:
         """The owners as they are found now.
@@ -112,6 +114,8 @@ class Reads:
             except (LookupError, AttributeError, ValueError, TypeError):
                 return self.name(number)
         known = numbers_of(found)
+        if any(thing is model for thing in found):
+            known[id(self.root())] = known[id(model)]
         for number, (owner, thing, before) in enumerate(zip(self.owners, found, self.expected, strict=True)):
             try:
                 now = _content_of_owner(known, owner, thing)
