@@ -285,7 +285,7 @@ def _allow_repeats(model: torch.nn.Module, leaves: Leaves, record: Record, args:
     if not is_named and (record.random or not leaves.finds_repeatable):
         return
     changed = leaves.changed_attribute(name) if node.target.submodule is not None else None
-    obstacle = f"changes its attribute {changed}" if changed else why_not_repeatable(model, record, args)
+    obstacle = f"changes {changed}" if changed else why_not_repeatable(model, record, args)
     node.target = replace(node.target, repeatable=obstacle is None)
     if obstacle is None:
         leaves.repeated.add(name)

@@ -122,7 +122,7 @@ class ByMethod(Net):
     [
         (keeps, "part changes its attribute kept"),
         (counts, "part changes its attribute calls"),
-        (collects, "the model changes the attribute part.seen"),
+        (collects, "the model changes its attribute part.seen"),
     ],
 )
 def test_a_module_of_which_only_methods_are_called_is_no_leaf_that_would_write(aside, what):

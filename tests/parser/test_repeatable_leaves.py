@@ -1,6 +1,8 @@
 """Leaves that the user calls repeatable are called again for their backward, and every such call is verified."""
 
 import gc
+import json
+import os
 import random
 import re
 import weakref
@@ -216,7 +218,19 @@ def test_another_size_is_planned_for():
 
 # -- calls that are not repeatable -------------------------------------------------------------------------
 
-OUTSIDE = {"order": [0, 1, 2, 3, 4, 5], "calls": 0, "scale": 1.0}
+AT_FIRST = {"order": [0, 1, 2, 3, 4, 5], "calls": 0, "scale": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("OUTSIDE", json.dumps(AT_FIRST))
+
+
+def outside(**changes):
+    """What the environment holds, which nobody can watch, after a change."""
+    found = json.loads(os.environ["OUTSIDE"]) | changes
+    os.environ["OUTSIDE"] = json.dumps(found)
+    return found
 
 
 class Leans(nn.Module):
@@ -227,28 +241,27 @@ class Leans(nn.Module):
         self.on = on
 
     def forward(self, x):
-        OUTSIDE["calls"] += 1
+        found = outside(calls=outside()["calls"] + 1)
         if x.sum() > 1e9:
             return x
         if self.on == "order":
-            x = x[:, OUTSIDE["order"]]
+            x = x[:, found["order"]]
         elif self.on == "number":
-            x = x.sin() if OUTSIDE["calls"] > 100 else x
+            x = x.sin() if found["calls"] > 100 else x
         else:
-            x = x * OUTSIDE["scale"]
+            x = x * found["scale"]
         return x.cos()
 
 
 @pytest.mark.parametrize(
     ("on", "change"), [("order", {"order": [1, 0, 2, 3, 5, 4]}), ("number", {"calls": 200}), ("scale", {"scale": 2.0})]
 )
-def test_a_call_that_differs_from_the_first_is_an_error(on, change, monkeypatch):
+def test_a_call_that_differs_from_the_first_is_an_error(on, change):
     model = Net(Leans(on))
     optimised = wholly(model, X, repeatable_leaves=True)
     assert_same_training(model, optimised, (X,))
     loss = loss_of(optimised(X))
-    for key, value in change.items():
-        monkeypatch.setitem(OUTSIDE, key, value)
+    outside(**change)
     with pytest.raises(ReplayError, match=r"leaf module body.0.1 saved or returned something else when it was called"):
         loss.backward()
 
@@ -319,10 +332,9 @@ def test_a_second_call_that_computes_something_else_is_seen(monkeypatch, caplog)
     states = repeatable.python_random_state
 
     def and_change():  # it is asked for before and after the first call
-        OUTSIDE["scale"] += 1
+        outside(scale=outside()["scale"] + 1)
         return states()
 
-    monkeypatch.setitem(OUTSIDE, "scale", 1.0)
     monkeypatch.setattr(repeatable, "python_random_state", and_change)
     model = Net(nn.Sequential(nn.Tanh(), nn.Linear(6, 6), Leans("scale")))
     graph = ogc.parse(model, X, leaf_modules=[Leans], repeatable_leaves=[Leans])

@@ -50,7 +50,7 @@ class Observer:
         self.assigned: dict[tuple[int, str], None] = {}  # attributes that the forward sets, but for what leaves do
         self.effects: dict[tuple[int, str], Any] = {}  # of these, plain values of such as it does not read
         self.written_in_leaves: dict[tuple[int, str], str] = {}
-        self.leaves_that_write: dict[str, str] = {}
+        self.leaves_that_write: dict[str, tuple[int, str]] = {}
         self.mixed: dict[str, str] = {}  # modules that read what leaves write, and what that is
         self.leaf: str | None = None
         self.thread = threading.get_ident()
@@ -101,7 +101,7 @@ class Observer:
             for change, values in self._differences().items():
                 if not same_objects(values, before.get(change, ())):
                     self.written_in_leaves[change] = name
-                    self.leaves_that_write[name] = change[1]
+                    self.leaves_that_write[name] = change
 
     # -- what is read --------------------------------------------------------------------------------------
 
@@ -306,8 +306,10 @@ class Observer:
 
     def changing(self) -> dict[str, str]:
         """The modules that have changed something, leaves too, and what."""
-        found = {write.module: write.key for write in self.writes(None)}
-        return found | self.leaves_that_write
+        owners = list(self.owners.values())
+        of_leaves = [Write(owners[number], key, leaf) for leaf, (number, key) in self.leaves_that_write.items()]
+        found = (*self.writes(None), *of_leaves)
+        return {write.module: self.name(write) for write in found}
 
     def writes(self, leaves: Collection[str] | None) -> list[Write]:
         """What the forward has changed, but for what these leaves change, as they do in each call."""
