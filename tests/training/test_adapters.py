@@ -107,3 +107,53 @@ def test_the_plan_of_an_adapted_model_is_for_its_frozen_weights():
     model = peft.get_peft_model(gpt(transformers), ADAPTERS["lora"]()).train()
     optimised = ogc.optimize(model, SAMPLE)
     assert optimised.plan.peak_bytes < 0.7 * optimised.plan.plain_peak_bytes
+
+
+def lora_layers(model):
+    return [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+
+
+def set_weights(model):
+    with torch.no_grad():
+        for layer in lora_layers(model):
+            layer.lora_B["default"].weight.add_(0.05)
+
+
+BETWEEN_STEPS = {
+    "scaled": lambda model: [layer.set_scale("default", 0.5) for layer in lora_layers(model)],
+    "scaled by a factor": lambda model: [layer.scale_layer(2.0) for layer in lora_layers(model)],
+    "one of them scaled back": lambda model: lora_layers(model)[1].unscale_layer(),
+    "set to other weights": set_weights,
+    "number in its table": lambda model: lora_layers(model)[0].scaling.update(default=0.125),
+    "another adapter": lambda model: model.set_adapter("other"),
+    "scaled while it is not in use": lambda model: lora_layers(model)[0].set_scale("default", 3.0),
+    "the first again": lambda model: model.set_adapter("default"),
+    "switched off": lambda model: model.base_model.disable_adapter_layers(),
+    "switched on": lambda model: model.base_model.enable_adapter_layers(),
+    "merged": lambda model: model.merge_adapter(),
+    "unmerged": lambda model: model.unmerge_adapter(),
+}
+
+
+def test_what_is_done_to_adapters_between_steps_is_the_plain_models():
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(gpt(transformers), ADAPTERS["lora"]())
+        model.add_adapter("other", ADAPTERS["lora"]())
+        set_weights(model.train())
+        model.get_input_embeddings().requires_grad_(True)  # for a backward where adapters are switched off
+        runs.append(model)
+    plain, other = runs
+    optimised = ogc.optimize(other, SAMPLE, profile="estimate")
+    for change in (lambda model: None, *BETWEEN_STEPS.values()):
+        results = []
+        for run, model in ((plain, plain), (optimised, other)):
+            change(model)
+            model.zero_grad()
+            torch.manual_seed(1)
+            loss = run(**SAMPLE).loss
+            loss.backward()
+            results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        assert len(results[0]) == len(results[1]) > 1 and all(map(torch.equal, *results))
+    assert optimised.report().planned > 1
