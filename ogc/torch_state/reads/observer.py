@@ -85,9 +85,11 @@ class Observer:
     def off(self) -> Iterator[None]:
         """Inside, no class is changed."""
         self.classes.restore()
-        with self._busy():
-            yield
-        self._observe_all()
+        try:
+            with self._busy():
+                yield
+        finally:
+            self._observe_all()
 
     @contextmanager
     def in_leaf(self, name: str) -> Iterator[None]:
