@@ -39,6 +39,13 @@ version_of: Any = attrgetter("_version")
 """How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
 
 
+def version_alone(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor whose version goes up with another's. Without it writes beside what was saved are unknown."""
+    alone = tensor.detach()
+    alone.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alone
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd takes a tensor for a view. Without it what is held of a view holds the memory of its base."""
     return tensor._is_view()
