@@ -28,7 +28,15 @@ from ..program.structures import Call, InputSpec
 from ..torch_state.attributes import changes, watched_attributes
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
-from ..torch_state.private import CALL, id_of_storage, own_call, saved_tensors_hooks_in_use, untraced, version_of
+from ..torch_state.private import (
+    CALL,
+    id_of_storage,
+    own_call,
+    saved_tensors_hooks_in_use,
+    untraced,
+    version_alone,
+    version_of,
+)
 from ..torch_state.ranks.collectives import alone
 from .options import Options
 
@@ -243,7 +251,7 @@ class _Forward:
                 part = self.graphs.part(module, name, Call(args, kwargs))
         except Exception as error:  # if the call is broken, it raises the same below
             return self._run_plain(module, name, _first_sentence(error), args, kwargs, module.forward)
-        shadows = [shadow for tensor in tensor_leaves(args, kwargs) if (shadow := _without_memory(tensor)) is not None]
+        shadows = [shadow for tensor in tensor_leaves(args, kwargs) if (shadow := version_alone(tensor)) is not None]
         if part not in self.found.parts:
             self.found.parts.append(part)
         self.found.calls.append(self.found.parts.index(part))
@@ -330,16 +338,6 @@ _UNTRAINED = "has no parameter that is trained"
 
 def _never_unpacked(packed: object) -> torch.Tensor:
     raise ParseError("the model runs a backward pass inside its forward, outside of what can be planned")
-
-
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor that counts the same changes in place, and holds no memory."""
-    shadow = tensor.detach()
-    try:
-        shadow.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    except (RuntimeError, TypeError):
-        return None
-    return shadow
 
 
 def _first_sentence(error: Exception) -> str:

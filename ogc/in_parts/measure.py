@@ -18,7 +18,7 @@ from ..parser.arguments import call_arguments, copies
 from ..parser.weigh.leaf import leaf_nodes
 from ..plan import PartCost
 from ..program.program import device_of_model, tensor_leaves
-from ..program.structures import InputSpec, TensorSpec
+from ..program.structures import Given, InputSpec, OutputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import pytree
@@ -90,10 +90,14 @@ class _Marking:
 
     def call(self, twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, self.calls = self.calls, self.calls + 1
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._marked(t, f"done {number}"), (args, kwargs))
+        marked = pytree.tree_map_only(torch.Tensor, lambda t: self._marked(t, f"done {number}"), (args, kwargs))
+        given = Given(*marked)
         self.mark(f"enter {number}")
-        result = twin.call(args, kwargs)
+        result = twin.call(*marked)
         self.mark(f"leave {number}")
+        if given.changed_holders():
+            outputs, tensors = OutputSpec.of(result, given)
+            result = outputs.deliver(tensors, args, kwargs)
         for tensor in tensor_leaves(result):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda gradient: self.mark(f"back {number}"))

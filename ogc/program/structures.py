@@ -1,15 +1,17 @@
 """How the arguments and the result of a call flatten into tensors, and how they are put together again.
 
 Lists, tuples, dicts and whatever is registered as a pytree are taken apart; so are objects that hold nothing but
-tensors, constants and such objects (caches, dataclasses). A call may change these objects: what they hold then is part
-of its result.
+tensors, constants and such objects (caches, dataclasses). A call may change these objects, lists and dicts: what they
+hold then is part of its result.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
 import operator
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -167,29 +169,62 @@ class Given:
     """The arguments of one call, to see afterwards what the call has changed in them.
 
     Attributes:
-        holders: the objects among them that are taken apart.
+        holders: the objects among them that are taken apart, then the lists and dicts.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.arguments = args, kwargs
         self.leaves, self.tree = pytree.tree_flatten(self.arguments)
-        self.holders = [leaf for leaf in self.leaves if is_holder(leaf)]
+        self.holders = [leaf for leaf in self.leaves if is_holder(leaf)] + _containers([*args, *kwargs.values()])
         self.before = list(map(_content, self.holders))
 
     def changed_holders(self) -> tuple[int, ...]:
-        """The numbers of the objects that hold something else than before."""
+        """The numbers of the objects, lists and dicts that hold something else than before."""
         pairs = zip(map(_content, self.holders), self.before, strict=True)
         alike = (now == then and _same_objects(tensors, before) for (now, tensors), (then, before) in pairs)
         return tuple(number for number, same in enumerate(alike) if not same)
 
     def has_other_items(self) -> bool:
-        """Whether lists or dicts among the arguments hold something else than before."""
+        """Whether something else among the arguments that is taken apart holds something else than before."""
+        if any(isinstance(self.holders[number], _CONTAINERS) for number in self.changed_holders()):
+            return False
         leaves, tree = pytree.tree_flatten(self.arguments)
         return tree != self.tree or not _same_objects(leaves, self.leaves)
 
 
+_CONTAINERS = (list, dict)
+
+
+def _containers(arguments: list[Any]) -> list[Any]:
+    """The lists and dicts among arguments, from the outside in."""
+    found: list[Any] = []
+
+    def note(thing: Any) -> bool:
+        if type(thing) in (*_CONTAINERS, OrderedDict, defaultdict) and thing is not arguments:
+            found.append(thing)
+        return False
+
+    pytree.tree_leaves(arguments, is_leaf=note)
+    return found
+
+
+def _items(holder: Any) -> Any:
+    """What an object, list or dict holds, in a list or dict of its own."""
+    return copy.copy(holder if isinstance(holder, _CONTAINERS) else vars(holder))
+
+
+def _hold(holder: Any, items: Any) -> None:
+    """Let an object, list or dict hold these items."""
+    held = holder if isinstance(holder, _CONTAINERS) else vars(holder)
+    if isinstance(held, list):
+        held[:] = items
+    else:
+        held.clear()
+        held.update(items)
+
+
 def _content(holder: Any) -> tuple[InputSpec, list[torch.Tensor]]:
-    return InputSpec.of((vars(holder),), {})
+    return InputSpec.of((_items(holder),), {})
 
 
 def _same_objects(some: list[Any], others: list[Any]) -> bool:
@@ -224,8 +259,8 @@ class OutputSpec:
 
     Attributes:
         tree: its structure; where objects that were given are changed, that of a pair: the result, and what they hold.
-        leaves: TENSOR for each tensor, a HolderSpec for each object that is taken apart, else an object that was given,
-            or the leaf itself.
+        leaves: TENSOR for each tensor, a HolderSpec for each object that is taken apart, else an object, list or dict
+            that was given, or the leaf itself.
         changed: the numbers of the given objects that are changed.
     """
 
@@ -238,10 +273,14 @@ class OutputSpec:
         """The specification of a result and its tensors, in order; those that objects hold are among them."""
         holders = [] if given is None else given.holders
         changed = () if given is None else given.changed_holders()
-        known = {id(holder): _GivenObject(number) for number, holder in enumerate(holders)}
+        known = {
+            id(holder): _GivenObject(number)
+            for number, holder in enumerate(holders)
+            if changed or not isinstance(holder, _CONTAINERS)
+        }
         if not changed:
             return _output_of(result, known)
-        spec, tensors = _output_of((result, [_Content(vars(holders[number])) for number in changed]), known)
+        spec, tensors = _output_of((result, [_Content(holders[number]) for number in changed]), known)
         return OutputSpec(spec.tree, spec.leaves, changed), tensors
 
     @property
@@ -269,9 +308,7 @@ class OutputSpec:
             return result
         result, contents = result
         for number, content in zip(self.changed, contents, strict=True):
-            attributes = vars(holders[number])
-            attributes.clear()
-            attributes.update(content.attributes)
+            _hold(holders[number], content.items)
         return result
 
     def _rebuild(self, source: Iterator[torch.Tensor], holders: list[Any]) -> Any:
@@ -298,10 +335,10 @@ def _only(leaf: Any, number: int, count: Iterator[int]) -> Any:
 
 
 class _Content:
-    """What a given object holds after a call."""
+    """What a given object, list or dict holds after a call."""
 
-    def __init__(self, attributes: dict[str, Any]) -> None:
-        self.attributes = dict(attributes)
+    def __init__(self, holder: Any) -> None:
+        self.items = _items(holder)
 
 
 @dataclass(frozen=True)
@@ -315,7 +352,7 @@ def _output_of(
     result: Any, known: dict[int, _GivenObject], around: tuple[Any, ...] = ()
 ) -> tuple[OutputSpec, list[torch.Tensor]]:
     """The specification and the tensors; ``around`` are the objects that hold the result."""
-    leaves, tree = pytree.tree_flatten(result)
+    leaves, tree = pytree.tree_flatten(result, is_leaf=lambda thing: id(thing) in known)
     opened = [_open(leaf, known, around) for leaf in leaves]
     return OutputSpec(tree, tuple(leaf for leaf, _ in opened)), [tensor for _, inside in opened for tensor in inside]
 

@@ -106,8 +106,8 @@ def optimal(graph: Graph, wish: Wish) -> Plan:
         found = search.within(wish.max_overhead * graph.step_seconds)
     else:
         found = search.least_peak
-    least = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
-    return found.as_plan(plain) if found is not None and found.peak_bytes < plain.peak_bytes - least else plain
+    slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
+    return found.as_plan(plain) if found is not None and found.peak_bytes < plain.peak_bytes - slack else plain
 
 
 def _infeasible(graph: Graph, least: Plan, budget: int) -> str:

@@ -39,10 +39,14 @@ version_of: Any = attrgetter("_version")
 """How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
 
 
-def version_alone(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor whose version goes up with another's. Without it writes beside what was saved are unknown."""
+def version_alone(tensor: torch.Tensor) -> torch.Tensor | None:
+    """An empty tensor whose version goes up with another's, if it has one. Without it writes beside what was saved are
+    unknown."""
     alone = tensor.detach()
-    alone.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    try:
+        alone.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    except (RuntimeError, TypeError):
+        return None
     return alone
 
 

@@ -249,7 +249,8 @@ class Memory:
             key = storage_id(tensor)
             if saved.tensor is not None and value is not None:
                 _add(record.saved_values, value)
-                self.saved.setdefault(value, []).append((record, version_alone(tensor), version_of(tensor)))
+                if (alone := version_alone(tensor)) is not None:
+                    self.saved.setdefault(value, []).append((record, alone, version_of(tensor)))
             elif not saved.external and key not in internal:
                 internal.add(key)
                 record.internal_bytes += tensor.untyped_storage().nbytes()
