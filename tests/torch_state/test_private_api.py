@@ -321,6 +321,11 @@ def counts_holders(holders):
     return holders(x) == before + 1 and view is not None
 
 
+class Relu(nn.Module):
+    def forward(self, x):
+        return x.relu()
+
+
 def counts_writes_without_memory(version_alone):
     parts = torch.zeros(2, 4).unsafe_chunk(2)
     alone = version_alone(parts[0])
@@ -416,6 +421,8 @@ def shares_shards(share):
 CHECKS = {
     "pytree": flattens,
     "version_of": counts_writes,
+    "WRAPPED_CALL": lambda name: name in vars(type(torch.fx.symbolic_trace(nn.ReLU()))),
+    "CODE": lambda name: "relu" in vars(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()).append(Relu())))[name],
     "version_alone": counts_writes_without_memory,
     "base_of": lambda base_of: base_of(X[0]) is X and base_of(X) is None,
     "is_view": lambda is_view: is_view(X[0]) and not is_view(X),
