@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from ...torch_state.dispatch import out_of_mode
+from ...torch_state.no_trace import unwatched
 from ...torch_state.private import CHECKPOINTS
 from .flat import Pack, saved_until_done
 
@@ -65,6 +67,9 @@ def seen_as_recorded(
     modules = {model.get_submodule(name) for name in leaves}
 
     def in_leaves(call: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module in modules and module in unwatched:
+            with paused(), out_of_mode(), saved_until_done():
+                return call(module, *args, **kwargs)
         with saved_until_done(told) if module in modules else nullcontext():
             return call(module, *args, **kwargs)
 

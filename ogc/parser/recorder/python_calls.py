@@ -13,6 +13,7 @@ import torch
 
 from ...torch_state.dispatch import in_mode, unseen
 from ...torch_state.hooks import collectors_watched, is_compiled
+from ...torch_state.no_trace import unwatched
 from ...torch_state.private import MAKE_SUBCLASS, is_functorch_active
 from ...torch_state.random_state import python_random_state
 from ..forward.location import user_line
@@ -46,6 +47,7 @@ class PythonCalls:
         self.thread = threading.get_ident()
         self.draws = python_random_state()
         self.has_draws = False
+        self.failed = ""  # the leaf that was left by an exception
         self.patches = ExitStack()
         self.is_writing_text = False
 
@@ -80,9 +82,15 @@ class PythonCalls:
             return call(module, *args, **kwargs)
         self.look_for_draws()
         if name in self.recorder.leaves:
-            own = partial(self._compiled, call, module) if is_compiled(module) else partial(call, module)
+            is_seen = not is_compiled(module) and module not in unwatched
+            own = partial(call, module) if is_seen else partial(self._unwatched, call, module)
+            if not is_seen:
+                self.recorder.counting.add(name)  # for all that is known
             try:
                 return self.calls.module(name, own, args, kwargs)
+            except Exception:
+                self.failed = self.failed or name
+                raise
             finally:
                 self.draws = python_random_state()
         with self.recorder.scopes.inside(name):
@@ -90,8 +98,8 @@ class PythonCalls:
             self.look_for_draws()
             return result
 
-    def _compiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Nothing is patched inside: compiled code looks at what it calls."""
+    def _unwatched(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Nothing is patched inside: compiled code looks at what it calls, tensors of other classes hand calls on."""
         self.patches.close()
         try:
             with unseen():
@@ -114,7 +122,8 @@ class PythonCalls:
         def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             own = known.__get__(None, kind)
             # The transforms of functorch take a function apart themselves.
-            is_leaf = self.is_on and not is_functorch_active()
+            # So does an operator that has its backward from one.
+            is_leaf = self.is_on and not self.recorder.is_running and not is_functorch_active()
             return self.calls.function(kind, own, args, kwargs) if is_leaf else own(*args, **kwargs)
 
         return classmethod(apply)

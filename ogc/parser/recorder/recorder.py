@@ -76,6 +76,7 @@ class Recorder:
         self.before_call: Callable[[], object] | None = None
         self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
         self.leaf: str | None = None  # that we are inside of
+        self.is_running = False  # an operator does
         self.shares_casts = False  # with whatever else runs in the caller's region
         self.casting = 0  # calls that we are inside of and that autocast makes casts for
         self.saved: list[torch.Tensor] = []  # by the call that runs, for its backward
@@ -130,7 +131,11 @@ class Recorder:
                 if any(isinstance(x, kind) for x in (*args, *kwargs.values())):
                     self.refuse(f"{why} at {user_line()}")
         self.saved.clear()
-        result = self._run(call)
+        self.is_running = True
+        try:
+            result = self._run(call)
+        finally:
+            self.is_running = False
         with unseen():
             self._write_down(call, given, states, result)
             self.saved.clear()
