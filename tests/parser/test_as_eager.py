@@ -391,3 +391,37 @@ def test_lists_and_dicts_that_are_given_hold_what_the_plain_forward_leaves_in_th
         for of in (ours, plain)
     ]
     assert all(map(torch.equal, *grads))
+
+
+class ReadsShapes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        rows, width = x.data.shape
+        y = self.up(x).tanh()
+        return x + self.down(y.view(y.data.shape[0], -1)).view(rows, width) * (1 + y.data.mean())
+
+
+class Shapes(nn.Module):
+    def __init__(self, reads_numbers):
+        super().__init__()
+        self.blocks, self.reads_numbers = nn.ModuleList(ReadsShapes() for _ in range(4)), reads_numbers
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if self.reads_numbers and x.sum() < -1e9:
+                x = x * 2
+        return x.mean()
+
+
+@pytest.mark.parametrize("reads_numbers", [False, True])
+def test_data_may_be_looked_at(reads_numbers):
+    model, x = Shapes(reads_numbers), torch.randn(64, 32)
+    optimised = ogc.optimize(model, x, profile="estimate")
+    graphs = optimised.graph.values() if reads_numbers else [optimised.graph]
+    assert not any(op.target.startswith("leaf") for graph in graphs for op in graph.operations)
+    assert optimised.plan.peak_bytes < optimised.plan.plain_peak_bytes
+    assert_same_training(model, optimised, (x,))

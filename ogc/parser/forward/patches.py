@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def seen_as_recorded(
     Args:
         leaves: names of submodules, which have what they save as long as they run, whatever else is saved.
         told: called with each tensor that leaves save.
-        paused: entered while tensors become text, or Python gets hold of their content.
+        paused: entered while tensors become text, or Python gets hold of their content or their ``.data``.
     """
     modules = {model.get_submodule(name) for name in leaves}
 
@@ -83,4 +83,5 @@ def seen_as_recorded(
         checkpoint_nothing(stack)
         for name in (*CONTENT, *TEXT):
             wrap(stack, torch.Tensor, name, aside)
+        replace(stack, torch.Tensor, "data", lambda data: property(partial(aside, data.__get__), data.__set__))
         yield
