@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import operator
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -162,7 +163,8 @@ class _TakenApart:
 
     def spec(self, given: Any, casts: tuple[Any, ...] = ()) -> InputSpec:
         """The specification of what is given."""
-        leaves, tree = pytree.tree_flatten(given, is_leaf=self._is_leaf)
+        own = weakref.proxy(self)  # as pytree's function is in a cycle, with what it is given to call
+        leaves, tree = pytree.tree_flatten(given, is_leaf=lambda thing: own._is_leaf(thing))
         return InputSpec(tree, tuple(map(self._described, leaves)), casts)
 
     def _is_leaf(self, thing: Any) -> bool:
