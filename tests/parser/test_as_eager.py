@@ -395,6 +395,62 @@ def test_lists_and_dicts_that_are_given_hold_what_the_plain_forward_leaves_in_th
     assert all(map(torch.equal, *grads))
 
 
+class Fills(nn.Module):
+    """Writes into two lists, which may be one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+
+    def forward(self, x, one, other):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).sin()
+            one.append(x)
+            other[0] = x.mean()
+        return x * 2 if one is other else x
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_lists_that_are_written_may_be_one(is_one):
+    model, x = Fills(), torch.randn(64, 16)
+    sample = [torch.zeros(64, 16)]
+    optimised = ogc.optimize(model, (x, sample, sample if is_one else [1]))
+    assert not optimised.plan.is_plain
+    for together in (is_one, not is_one):
+        found = []
+        for run in (model, optimised):
+            one = [torch.zeros(64, 16)]
+            other = one if together else [1]
+            result = run(x, one, other)
+            tensors = [result, *one, *other]
+            ends = [t.square().sum() for t in tensors if t.requires_grad]
+            found.append([*tensors, *torch.autograd.grad(sum(ends), list(model.parameters()))])
+        assert all(map(torch.equal, *found))
+    assert optimised.report().plain == 0
+
+
+def test_what_cannot_be_written_again_is_seen_beside_lists_that_can():
+    class Appends(nn.Linear):
+        def forward(self, x, found, others):
+            found.append(super().forward(x))
+            others.append(found[-1].tanh())
+            return others[-1] * 2
+
+    with pytest.raises(ParseError, match="changes what it is given, which is no list, dict or object"):
+        ogc.parse(Appends(6, 6), (X, [], deque()))
+
+
+def test_a_number_in_a_list_that_becomes_another_type_is_written():
+    class Says(nn.Linear):
+        def forward(self, x, flags):
+            flags[0] = True
+            return super().forward(x).tanh()
+
+    model, flags = Says(6, 6), [1]
+    forced(model, (X, [1]))(X, flags)
+    assert flags[0] is True
+
+
 class ReadsShapes(nn.Module):
     def __init__(self):
         super().__init__()

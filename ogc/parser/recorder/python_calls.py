@@ -125,11 +125,8 @@ class PythonCalls:
         self.is_away = True
 
     def _unwatched(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def unseen_call() -> Any:
-            self._look_away()
-            return call(*args, **kwargs)
-
-        return self._in_leaf(unseen_call)
+        self._look_away()
+        return self._in_leaf(call, *args, **kwargs)
 
     def _in_leaf(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -160,14 +157,10 @@ class PythonCalls:
     def _function(self, known: Any) -> Any:
         def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             own = known.__get__(None, kind)
-            # The transforms of functorch take a function apart themselves.
-            # So does an operator that has its backward from one.
-            is_leaf = self.is_on and not self.recorder.is_in_operator and not is_functorch_active()
-            return (
-                self.calls.function(kind, partial(self._in_leaf, own), args, kwargs)
-                if is_leaf
-                else own(*args, **kwargs)
-            )
+            # The transforms of functorch take a function apart themselves, an operator may have its backward from one.
+            if not self.is_on or self.recorder.is_in_operator or is_functorch_active():
+                return own(*args, **kwargs)
+            return self.calls.function(kind, partial(self._in_leaf, own), args, kwargs)
 
         return classmethod(apply)
 
