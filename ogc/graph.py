@@ -78,21 +78,14 @@ class Graph:
 
     def __post_init__(self) -> None:
         written: set[int] = set()
-        savers: dict[int, Operation] = {}
+        saved: set[int] = set()
         for op in self.operations:
             self._check_reads_and_writes(op, written)
             written.update(op.writes)
-            for v in op.writes:
-                if v in savers:
-                    raise ParseError(
-                        f"{op.name} ({op.module or op.source}) changes {self.values[v].name} in place after "
-                        f"{savers[v].name} ({savers[v].module or savers[v].source}) saved it for its backward, "
-                        "which autograd refuses; make the in-place operation out of place"
-                    )
-            savers.update((v, op) for v in op.saves)
+            saved.update(op.saves)
         for position, op in enumerate(self.operations):
             taken = op.takes_over
-            if taken is not None and (self.last_uses[taken] != position or taken in savers):
+            if taken is not None and (self.last_uses[taken] != position or taken in saved):
                 name = self.values[taken].name
                 raise ParseError(f"operation {op.name} takes over {name}, which is needed afterwards")
         for index, value in enumerate(self.values):
@@ -271,9 +264,13 @@ class Graph:
 
         A value that is read before its last in-place write has two contents over time; no cut may fall
         between its production and its last use, so that a kept copy is never mistaken for the older one.
-        What makes a mere view reads no content.
+        What makes a mere view reads no content. Of what is written piece by piece and read afterwards alone, nobody
+        needs a half: the forward has it, and what runs a stretch of these writes again leaves them out.
         """
-        last = list(self.last_writes)
+        last = [
+            producer if v in self._written_in_pieces else last
+            for v, (producer, last) in enumerate(zip(self.producers, self.last_writes, strict=True))
+        ]
         for t, op in enumerate(self.operations):
             for v in op.reads if op.writes or op.saves else ():
                 if v not in op.writes and t < self.last_writes[v]:
@@ -283,6 +280,20 @@ class Graph:
         for before, after in zip(self.producers, last, strict=True):
             barred.update(range(before + 1, after + 1))
         return tuple(cut for cut in range(len(self) + 1) if cut not in barred or cut in (0, len(self)))
+
+    @cached_property
+    def _written_in_pieces(self) -> frozenset[int]:
+        """The values of which no operation that may run again needs what is there before the last write."""
+        places = zip(self.producers, self.last_writes, self.last_uses, strict=True)
+        found = {v for v, (first, last, use) in enumerate(places) if first < last < use}
+        for t, op in enumerate(self.operations):
+            for v in found.intersection((*op.reads, *op.writes)):
+                is_writer = v in op.writes
+                is_asked = op.writes != (v,) or op.internal_bytes or op.low_memory  # by others, or for its own sake
+                needs_half = t <= self.last_writes[v] and (v in op.saves or (op.writes and not is_writer))
+                if needs_half or (is_writer and is_asked):
+                    found.discard(v)
+        return frozenset(found)
 
     def boundary(self, cut: int) -> tuple[int, ...]:
         """Values made before ``cut`` and used at or after it (outputs are used by the caller)."""

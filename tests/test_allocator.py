@@ -278,3 +278,31 @@ def test_attention_with_dropout_peaks_as_simulated(profile, needs_weights):
     optimised = ogc.optimize(model, x, profile=profile)
     assert measured_peak(model, (x,)) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.01)
     assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.01)
+
+
+TRANSFORMS = {
+    "matrix exponential": torch.matrix_exp,
+    "spectrum of a transposed signal": lambda x: torch.fft.irfft(torch.fft.rfft(x, dim=1) * 2, n=x.shape[1], dim=1),
+    "spectrum of an image": lambda x: torch.fft.fft2(x.transpose(1, 2)).real.transpose(1, 2) * 0.01,
+}
+
+
+class Transformed(nn.Module):
+    def __init__(self, transform):
+        super().__init__()
+        self.layers, self.transform = nn.ModuleList(nn.Linear(48, 48) for _ in range(3)), transform
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.transform(layer(x) * 0.01).tanh()
+        return x.mean()
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_whole_matrices_and_signals_peak_as_simulated(name, profile):
+    model, x = Transformed(TRANSFORMS[name]), torch.randn(16, 48, 48)
+    optimised = ogc.optimize(model, x, profile=profile)
+    assert measured_peak(model, (x,)) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.01)
+    assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.01)
+    assert_same_training(model, optimised, (x,), steps=1)

@@ -38,6 +38,7 @@ from ..torch_state.private import (
     own_call,
     saved_tensors_hooks_in_use,
     untraced,
+    version_alone,
     version_of,
 )
 from ..torch_state.ranks.collectives import alone
@@ -275,7 +276,7 @@ class _Forward:
                 part = self.graphs.part(module, name, Call(args, kwargs))
         except Exception as error:  # if the call is broken, it raises the same below
             return self._run_plain(module, name, _first_sentence(error), args, kwargs, module.forward)
-        shadows = [shadow for tensor in tensor_leaves(args, kwargs) if (shadow := _without_memory(tensor)) is not None]
+        shadows = [shadow for tensor in tensor_leaves(args, kwargs) if (shadow := version_alone(tensor)) is not None]
         if part not in self.found.parts:
             self.found.parts.append(part)
         self.found.calls.append(self.found.parts.index(part))
@@ -380,16 +381,6 @@ def _unpacked(packed: torch.Tensor | None) -> torch.Tensor:
     if packed is None:
         raise _Unpacked
     return packed
-
-
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor that counts the same changes in place, and holds no memory."""
-    shadow = tensor.detach()
-    try:
-        shadow.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    except (RuntimeError, TypeError):
-        return None
-    return shadow
 
 
 def _first_sentence(error: Exception) -> str:

@@ -21,7 +21,7 @@ from ..planning.stored import tell_broken, tolerant
 from ..program.leaf import Leaf
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
-from ..solver import solver_of
+from ..solver import NEGLIGIBLE, solver_of
 from ..torch_state.allocator import can_measure
 from ..torch_state.ranks.agreement import first_of_all
 from .choice.agreed import agreed_choice
@@ -104,6 +104,7 @@ class _Planning:
         found = find_parts(self.model, self.sample_input, self.options, plain)
         saved = None if self.saved is None else SavedParts(self.saved)
         ways = self._ways(found.parts) if saved is None else [saved.ways(part.name, part.graph) for part in found.parts]
+        ways = list(map(self._left_alone, ways))
         if self.options.solver != "none":
             self.idle = tuple(
                 saved_decisions(part.graph, of_part[0].plan.decisions, part.name)
@@ -129,6 +130,12 @@ class _Planning:
             if part.like not in by_kind:
                 by_kind[part.like] = self.options.ways(part.graph)
         return [by_kind[part.like] for part in parts]
+
+    def _left_alone(self, ways: tuple[Way, ...]) -> tuple[Way, ...]:
+        """The ways, of which the plain one takes no time, unless larger inputs may need another one."""
+        if self.options.wish.is_in_bytes or not ways[-1].plan.is_plain:
+            return ways
+        return (*ways[:-1], replace(ways[-1], cost=replace(ways[-1].cost, seconds=0.0)))
 
     def measure(self) -> None:
         """Find out what the rest takes, in a step with plans that keep little."""
@@ -183,10 +190,14 @@ class _Planning:
             if found is None:
                 raise SolveError(self._infeasible(budget))
             return found
+        if self.options.solver != "optimal":
+            return (0,) * len(self.ways)
         if wish.max_overhead is not None:
             # Of the time of the parts alone: that of the rest is measured, and would make plans vary.
-            return within(problem, wish.max_overhead * self._part_seconds)
-        return (0,) * len(self.ways) if self.options.solver != "optimal" else least_peak(problem)
+            found = within(problem, wish.max_overhead * self._part_seconds)
+        else:
+            found = least_peak(problem, NEGLIGIBLE)
+        return found if (1 + NEGLIGIBLE) * problem.peak(found) < problem.peak(self._plain) else self._plain
 
     def keeps_wish(self, plan: PartsPlan) -> bool:
         """Whether a plan that was taken up keeps the wish; it is told if not."""
@@ -305,7 +316,7 @@ class _Planning:
 
     def _infeasible(self, budget: int) -> str:
         problem = self.problem
-        least = least_peak(problem)
+        least = least_peak(problem, NEGLIGIBLE)
         peak, floor = problem.peak(least), max(problem.before, *(stop.after for stop in problem.stops))
         overhead = problem.seconds(least) / self._part_seconds if self._part_seconds else 0.0
         plain = ", ".join(_named(self.found.plain))
@@ -353,6 +364,9 @@ def _few(names: Sequence[str]) -> str:
 
 def _tell(plan: PartsPlan) -> None:
     """One warning that names what stays plain and what it costs."""
+    if plan.is_plain and plan.budget_bytes is None and plan.solver != "none":
+        log.warning("no plan of its parts needs less memory than the plain model (%.1f MB)", plan.peak_bytes / 1e6)
+        return
     rests = {f"{rest.name or 'the model itself'} {rest.saved_bytes / 1e6:.1f} MB": rest.why for rest in plan.plain}
     share = f"{plan.rest_seconds / plan.step_seconds:.0%} of the time" if plan.is_measured else "unmeasured time"
     log.warning(

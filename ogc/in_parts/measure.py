@@ -18,10 +18,10 @@ from ..parser.arguments import call_arguments, copies
 from ..parser.weigh.leaf import leaf_nodes
 from ..plan import PartCost
 from ..program.program import device_of_model, tensor_leaves
-from ..program.structures import InputSpec, TensorSpec
+from ..program.results import OutputSpec
+from ..program.structures import Given, InputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
 from ..torch_state.no_trace import cut_history, untouched
-from ..torch_state.private import pytree
 from ..torch_state.ranks.collectives import alone
 from ..torch_state.ranks.shards import own_parameters
 from .choice.combine import Stop
@@ -91,11 +91,14 @@ class _Marking:
 
     def call(self, twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, self.calls = self.calls, self.calls + 1
-        marked = {id(t): self._marked(t, f"done {number}") for t in tensor_leaves(args, kwargs)}
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: marked[id(t)], (args, kwargs))
+        spec, tensors = InputSpec.of(args, kwargs)
+        marked = spec.rebuild([self._marked(tensor, f"done {number}") for tensor in tensors])
+        given = Given(*marked)
         self.mark(f"enter {number}")
-        result = twin.call(args, kwargs)
+        result = twin.call(*marked)
         self.mark(f"leave {number}")
+        outputs, tensors = OutputSpec.of(result, given)
+        result = outputs.deliver(tensors, args, kwargs)
         for tensor in tensor_leaves(result):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda gradient: self.mark(f"back {number}"))

@@ -113,7 +113,15 @@ register(
         is_heavy=True,
         layer=lambda args: (args[1], args[2], args[0], True) if len(args) == 3 else None,
     ),
-    *run_for_bytes(aten.cdist.default),
+    # Kernels that compute a whole matrix or signal at once copy what they are given as it lies.
+    *run_for_bytes(aten.cdist.default, aten.matrix_exp.default, aten.linalg_matrix_exp.default),
+    *run_for_bytes(
+        *(
+            getattr(aten, f"fft_{kind}{end}").default
+            for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
+            for end in ("", "2", "n")
+        )
+    ),
     Operator(
         aten.scaled_dot_product_attention.default,
         along=batched_products,

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from ..errors import ParseError
 from ..graph import Form, Graph, Operation, Value
 from ..operators.registry import copies_strided_gradients, of
 from ..operators.weights import Weights
@@ -80,9 +81,25 @@ def versions_of(graph: torch.fx.Graph, observation: Observation) -> dict[int, tu
     """
     ends = [observation.rebased.get(ref, ref) for ref in refs_of_outputs(graph)]
     dead = forget_unreached(observation, [_gradients(record, record.weights) for record in observation.records], ends)
+    _refuse_overwritten(observation)
     taken = separate_versions(observation, {ref.node for ref in refs_of_outputs(graph)})
     note_lifetimes(observation, taken, dead)
     return taken
+
+
+def _refuse_overwritten(observation: Observation) -> None:
+    for value, saver, writer in observation.overwritten:
+        if value in saver.saved_values:
+            name = observation.value_names[value]
+            (place, by), (where, at) = ((one.node.name, _place(one.node)) for one in (writer, saver))
+            raise ParseError(
+                f"{place} ({by}) changes {name} in place after {where} ({at}) saved it for its backward, which "
+                "autograd refuses; make the in-place operation out of place"
+            )
+
+
+def _place(node: torch.fx.Node) -> str:
+    return node.meta.get("module", "") or str(node.meta.get("source", ""))
 
 
 def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:

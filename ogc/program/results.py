@@ -11,7 +11,7 @@ import torch
 
 from ..errors import InputError
 from ..torch_state.private import pytree
-from .structures import Given, HolderSpec, flat_leaves, is_holder
+from .structures import Given, HolderSpec, flat_leaves, hold, is_container, is_holder, items_of
 
 TENSOR = object()
 """Stands for a tensor among the leaves of a result."""
@@ -23,8 +23,8 @@ class OutputSpec:
 
     Attributes:
         tree: its structure; where objects that were given are changed, that of a pair: the result, and what they hold.
-        leaves: TENSOR for each tensor, a HolderSpec for each object that is taken apart, else an object that was given,
-            or the leaf itself.
+        leaves: TENSOR for each tensor, a HolderSpec for each object that is taken apart, else an object, list or dict
+            that was given, or the leaf itself.
         changed: the numbers of the given objects that are changed.
     """
 
@@ -37,10 +37,14 @@ class OutputSpec:
         """The specification of a result and its tensors, in order; those that objects hold are among them."""
         holders = [] if given is None else given.holders
         changed = () if given is None else given.changed_holders()
-        known = {id(holder): _GivenObject(number) for number, holder in enumerate(holders)}
+        known = {
+            id(holder): _GivenObject(number)
+            for number, holder in enumerate(holders)
+            if changed or not is_container(holder)
+        }
         if not changed:
             return _output_of(result, known)
-        spec, tensors = _output_of((result, [_Content(vars(holders[number])) for number in changed]), known)
+        spec, tensors = _output_of((result, [_Content(holders[number]) for number in changed]), known)
         return OutputSpec(spec.tree, spec.leaves, changed), tensors
 
     @property
@@ -68,9 +72,7 @@ class OutputSpec:
             return result
         result, contents = result
         for number, content in zip(self.changed, contents, strict=True):
-            attributes = vars(holders[number])
-            attributes.clear()
-            attributes.update(content.attributes)
+            hold(holders[number], content.items)
         return result
 
     def _rebuild(self, source: Iterator[torch.Tensor], holders: list[Any]) -> Any:
@@ -97,10 +99,10 @@ def _only(leaf: Any, number: int, count: Iterator[int]) -> Any:
 
 
 class _Content:
-    """What a given object holds after a call."""
+    """What a given object, list or dict holds after a call."""
 
-    def __init__(self, attributes: dict[str, Any]) -> None:
-        self.attributes = dict(attributes)
+    def __init__(self, holder: Any) -> None:
+        self.items = items_of(holder)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _output_of(
     result: Any, known: dict[int, _GivenObject], around: tuple[Any, ...] = ()
 ) -> tuple[OutputSpec, list[torch.Tensor]]:
     """The specification and the tensors; ``around`` are the objects that hold the result."""
-    leaves, tree = pytree.tree_flatten(result)
+    leaves, tree = pytree.tree_flatten(result, is_leaf=lambda thing: id(thing) in known)
     opened = [_open(leaf, known, around) for leaf in leaves]
     return OutputSpec(tree, tuple(leaf for leaf, _ in opened)), [tensor for _, inside in opened for tensor in inside]
 

@@ -1,14 +1,17 @@
 """How the arguments of a call flatten into tensors, and how they are put together again.
 
 Lists, tuples, dicts and whatever is registered as a pytree are taken apart; so are objects that hold nothing but
-tensors, constants and such objects (caches, dataclasses). A call may change these objects: what they hold then is part
-of its result. An object that is given twice is one object when it is put together again.
+tensors, constants and such objects (caches, dataclasses). A call may change these objects, lists and dicts: what they
+hold then is part of its result. An object that is given twice is one object when it is put together again.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
 import operator
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -160,7 +163,8 @@ class _TakenApart:
 
     def spec(self, given: Any, casts: tuple[Any, ...] = ()) -> InputSpec:
         """The specification of what is given."""
-        leaves, tree = pytree.tree_flatten(given, is_leaf=self._is_leaf)
+        own = weakref.proxy(self)  # as pytree's function is in a cycle, with what it is given to call
+        leaves, tree = pytree.tree_flatten(given, is_leaf=lambda thing: own._is_leaf(thing))
         return InputSpec(tree, tuple(map(self._described, leaves)), casts)
 
     def _is_leaf(self, thing: Any) -> bool:
@@ -238,29 +242,67 @@ class Given:
     """The arguments of one call, to see afterwards what the call has changed in them.
 
     Attributes:
-        holders: the objects among them that are taken apart.
+        holders: the objects among them that are taken apart, then the lists and dicts, each once.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.arguments = args, kwargs
-        self.leaves, self.tree = pytree.tree_flatten(self.arguments)
-        self.holders = [leaf for leaf in self.leaves if is_holder(leaf)]
+        leaves, nodes = _opened([*args, *kwargs.values()])
+        found = [leaf for leaf in leaves if is_holder(leaf)] + [node for node in nodes if is_container(node)]
+        self.holders = list({id(holder): holder for holder in found}.values())
         self.before = list(map(_content, self.holders))
+        self.others = [node for node in nodes if not is_container(node)]
+        self.others_before = list(map(self._flat, self.others))
 
     def changed_holders(self) -> tuple[int, ...]:
-        """The numbers of the objects that hold something else than before."""
+        """The numbers of the objects, lists and dicts that hold something else than before."""
         pairs = zip(map(_content, self.holders), self.before, strict=True)
-        alike = (now == then and _same_objects(tensors, before) for (now, tensors), (then, before) in pairs)
+        alike = (now.fits(then) and _same_objects(tensors, before) for (now, tensors), (then, before) in pairs)
         return tuple(number for number, same in enumerate(alike) if not same)
 
     def has_other_items(self) -> bool:
-        """Whether lists or dicts among the arguments hold something else than before."""
-        leaves, tree = pytree.tree_flatten(self.arguments)
-        return tree != self.tree or not _same_objects(leaves, self.leaves)
+        """Whether something else among the arguments that is taken apart holds something else than before."""
+        pairs = zip(map(self._flat, self.others), self.others_before, strict=True)
+        return not all(now == then and _same_objects(leaves, before) for (leaves, now), (before, then) in pairs)
+
+    def _flat(self, node: Any) -> tuple[list[Any], pytree.TreeSpec]:
+        known = set(map(id, self.holders))
+        return pytree.tree_flatten(node, is_leaf=lambda thing: id(thing) in known)
+
+
+def is_container(thing: Any) -> bool:
+    """Whether it is a list or a dict that is taken apart."""
+    return type(thing) in (list, dict, OrderedDict, defaultdict)
+
+
+def _opened(arguments: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The leaves of arguments, and what is taken apart there and can be changed, from the outside in."""
+    nodes: list[Any] = []
+
+    def note(thing: Any) -> bool:
+        if type(thing) in pytree.SUPPORTED_NODES and not isinstance(thing, tuple) and thing is not arguments:
+            nodes.append(thing)
+        return False
+
+    return pytree.tree_leaves(arguments, is_leaf=note), nodes
+
+
+def items_of(holder: Any) -> Any:
+    """What an object, list or dict holds, in a list or dict of its own."""
+    return copy.copy(holder if is_container(holder) else vars(holder))
+
+
+def hold(holder: Any, items: Any) -> None:
+    """Let an object, list or dict hold these items."""
+    held = holder if is_container(holder) else vars(holder)
+    if isinstance(held, list):
+        held[:] = items
+    else:
+        held.clear()
+        held.update(items)
 
 
 def _content(holder: Any) -> tuple[InputSpec, list[torch.Tensor]]:
-    return InputSpec.of((vars(holder),), {})
+    return InputSpec.of((items_of(holder),), {})
 
 
 def _same_objects(some: list[Any], others: list[Any]) -> bool:

@@ -21,7 +21,7 @@ from ..torch_state.forwards import (
     original_class,
     plain_forward,
 )
-from ..torch_state.private import CALL, share_shards
+from ..torch_state.private import CALL, WRAPPED_CALL, share_shards
 from ..torch_state.ranks.shards import is_unit
 from .calls.report import Report
 from .compiling import kept_from_compiling
@@ -111,6 +111,8 @@ def instance_around(
     members = {ORIGINAL: original, **slots, "__reduce_ex__": _reduced, **members}
     members = {OWN_PLAN: shown.get("plan"), **members}
     members |= {"__prepare_scriptable__": plain_instance, OWN: members["forward"]}
+    if isinstance(model, torch.fx.GraphModule):  # whose forward is a member of its class, which changes with its graph
+        members["recompile"] = _recompile
     members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     for key, value in shown.items():
@@ -132,12 +134,27 @@ def plain_instance(self: torch.nn.Module) -> torch.nn.Module:
     return plain
 
 
+def _recompile(self: torch.nn.Module) -> Any:
+    plain: Any = plain_instance(self)
+    return plain.recompile()
+
+
 def copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     """A deep copy of a module that :func:`instance_around` made, without what else its kind may need."""
-    twin = type(module).__new__(type(module))
+    kind = _with_own_code(type(module)) if isinstance(module, torch.fx.GraphModule) else type(module)
+    twin: torch.nn.Module = object.__new__(kind)
     memo[id(module)] = twin
     vars(twin).update(copy.deepcopy(vars(module), memo))
     return twin
+
+
+def _with_own_code(kind: type) -> type:
+    """Such a class of an optimized ``GraphModule`` on top of a plain one that is no other module's."""
+    original, slots = getattr(kind, ORIGINAL), (REPLACED, COMPILED_CALL)
+    own = {name: getattr(original, name) for name in ("forward", WRAPPED_CALL, "__module__")}
+    plain = type(original.__name__, (original,), own)
+    members = {key: value for key, value in vars(kind).items() if key not in slots}
+    return type(kind.__name__, (plain,), {**members, ORIGINAL: plain})
 
 
 def _reduced(self: torch.nn.Module, protocol: Any) -> Any:

@@ -12,7 +12,7 @@ from ..graph import Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
 from .forms import search_of
 from .references import REFERENCES
-from .wish import Budget, Solver, Wish, bytes_of
+from .wish import NEGLIGIBLE, Budget, Solver, Wish, bytes_of
 
 
 @collecting_new_only()
@@ -34,8 +34,8 @@ def solve(
             ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a wish.
 
     Returns:
-        The plan. If the plain model meets the wish, or nothing beats it, that is it (``plan.is_plain``). The
-        plan of a reference solver is returned even where the plain model needs less.
+        The plan. If the plain model meets the wish, or nothing beats it by more than half a percent of its peak, that
+        is it (``plan.is_plain``). The plan of a reference solver is returned even where the plain model needs less.
 
     Raises:
         InputError: a wish is of the wrong kind, both are given, the solver is unknown or takes no wish, or this
@@ -106,7 +106,8 @@ def optimal(graph: Graph, wish: Wish) -> Plan:
         found = search.within(wish.max_overhead * graph.step_seconds)
     else:
         found = search.least_peak
-    return found.as_plan(plain) if found is not None and found.peak_bytes < plain.peak_bytes else plain
+    slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
+    return found.as_plan(plain) if found is not None and found.peak_bytes < plain.peak_bytes - slack else plain
 
 
 def _infeasible(graph: Graph, least: Plan, budget: int) -> str:

@@ -13,6 +13,9 @@ from ..plan import Plan
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+NEGLIGIBLE = 0.005
+"""Share of a peak that no time is spent for: peaks are not known better."""
+
 Budget = int | float | str
 
 

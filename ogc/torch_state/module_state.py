@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .private import HOOKS, MEMBERS, parameters_of, submodules_of
+from .private import CODE, HOOKS, MEMBERS, parameters_of, submodules_of
 from .ranks.shards import is_flat, is_spread
 
 _training = itemgetter("training")
@@ -37,7 +37,7 @@ class State(NamedTuple):
         hooks: how many each table of hooks has.
         forwards: of each module, whether its forward was replaced on the instance.
         is_spread: whether parameters are spread over ranks.
-        scripts: what scripted modules tell of themselves.
+        scripts: what scripted modules tell of themselves, and the code of those that torch.fx made.
     """
 
     structure: int
@@ -137,7 +137,7 @@ class WatchedModule:
             and list(map(len, self.attributes)) == self.sizes
             and list(map(_training, self.attributes)) == self.training
             and list(map(_look, self.parameters)) == self.looks
-            and (not self.scripted or _describe_scripted(self.scripted) == self.scripts)
+            and (not (self.scripted or self.coded) or _describe_scripted(self.scripted, self.coded) == self.scripts)
         )
 
     def _remember(self, model: torch.nn.Module) -> None:
@@ -145,6 +145,7 @@ class WatchedModule:
         self.scripted = [child for child in self.children if _is_wrapper(child)]
         plain = [child for child in self.children if not _is_wrapper(child)]
         self.attributes = [vars(module) for module in chain([model], plain)]
+        self.coded = [found for found in self.attributes if CODE in found]
         hooks = [found[name] for found in map(vars, self.children) for name in HOOKS if name in found]
         members = [found[name] for found in self.attributes for name in MEMBERS]
         self.empty = [found for found in chain(members, hooks) if not found]
@@ -155,7 +156,7 @@ class WatchedModule:
         self.training = list(map(_training, self.attributes))
         self.looks = list(map(_look, self.parameters))
         self.required = list(map(_requires_grad, self.parameters))
-        self.scripts = _describe_scripted(self.scripted)
+        self.scripts = _describe_scripted(self.scripted, self.coded)
         self.is_flat = any(map(is_flat, self.parameters))
         self.description = self._describe(hooks)
 
@@ -180,8 +181,9 @@ def _is_wrapper(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) or "training" not in vars(module)
 
 
-def _describe_scripted(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, ...]]:
-    return [(module.training, *map(_look, parameters_of(module).values())) for module in modules]
+def _describe_scripted(modules: Sequence[torch.nn.Module], coded: Sequence[dict[str, Any]]) -> list[Any]:
+    described = [(module.training, *map(_look, parameters_of(module).values())) for module in modules]
+    return [*described, *map(itemgetter(CODE), coded)]
 
 
 def _children(model: torch.nn.Module) -> list[torch.nn.Module]:

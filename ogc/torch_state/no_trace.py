@@ -21,6 +21,9 @@ from .private import MEMBERS, buffers_of, leave_saved_tensors_hooks, pytree, sav
 from .random_state import cuda_devices, random_states, set_random_states
 from .reads.put_back import Before
 
+unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Modules that fail where their operators are seen: as leaves they are called without anybody looking."""
+
 writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose forward was seen to write their own parameters: copies are made of these, too."""
 

@@ -39,6 +39,17 @@ version_of: Any = attrgetter("_version")
 """How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
 
 
+def version_alone(tensor: torch.Tensor) -> torch.Tensor | None:
+    """An empty tensor whose version goes up with another's, if it has one. Without it writes beside what was saved are
+    unknown."""
+    alone = tensor.detach()
+    try:
+        alone.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    except (RuntimeError, TypeError):
+        return None
+    return alone
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether autograd takes a tensor for a view. Without it what is held of a view holds the memory of its base."""
     return tensor._is_view()
@@ -188,6 +199,10 @@ eval_frame: Any = torch._dynamo.eval_frame
 """The module of ``ENTERS_COMPILED``. Without it as without that."""
 ENTERS_COMPILED = "_callback_from_stance"
 """What each call of a compiled function asks what to compile by. Without it such functions are recorded, and fail."""
+WRAPPED_CALL = "_wrapped_call"
+"""What a class that torch.fx made has its call in. Without it copies of such modules call themselves for ever."""
+CODE = "_code"
+"""Where a module that torch.fx made has the text of its forward. Without it plans run what the text was."""
 REPLICATE = "_replicate_for_data_parallel"
 """What DataParallel copies a module by. Without it a model that is planned in parts runs there, and plain."""
 sdp_order: Any = _C._get_sdp_priority_order

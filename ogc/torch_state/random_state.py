@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.random import set_rng_state  # itself, also where a recorder sees the calls of torch's
 
 State = NDArray[np.uint8]
 
@@ -21,7 +22,7 @@ def random_states(devices: Iterable[torch.device]) -> tuple[State, ...]:
 
 def set_random_states(states: Sequence[State], devices: Iterable[torch.device]) -> None:
     """Put back what :func:`random_states` returned for the same devices."""
-    torch.set_rng_state(torch.from_numpy(states[0]))
+    set_rng_state(torch.from_numpy(states[0]))
     for device, state in zip(devices, states[1:], strict=True):
         torch.cuda.set_rng_state(torch.from_numpy(state), device)
 

@@ -1047,3 +1047,26 @@ def assert_much_less(model, optimised, given):
 
 def trace_of_training_of(model):
     return lambda run, given: trace_of_training(model, run, given)
+
+
+class Aside(Tower):
+    """What takes the memory is not in the parts."""
+
+    def forward(self, x):
+        y = torch.cat([x] * 40, -1).exp()
+        for _ in range(4):
+            y = scaled(y, 1.01).sin()
+        return super().forward(x[:2]).mean() + y.mean()
+
+
+@pytest.mark.parametrize("wish", [{}, {"max_overhead": 0.5}])
+def test_parts_run_as_they_are_where_their_plans_save_nothing(wish, caplog):
+    model, (given,) = Aside(), rows()
+    given = given.repeat(40, *[1] * (given.dim() - 1))
+    with caplog.at_level(logging.WARNING):
+        optimised = ogc.optimize(model, given, **wish)
+    assert optimised.plan.is_plain and not optimised.plan.overhead and not optimised.code
+    assert optimised.plan.peak_bytes == optimised.plan.plain_peak_bytes
+    assert "no plan of its parts needs less memory than the plain model" in caplog.text
+    assert_same_training(model, optimised, (given,))
+    assert not optimised.report().planned

@@ -47,6 +47,24 @@ def test_equal_calls_are_measured_once_in_a_process():
     assert graphs[0].operations == graphs[1].operations
 
 
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return sum(self.layer(x[t]).chunk(2, 1)[t % 2].sum() for t in range(len(x)))
+
+
+def test_a_view_is_measured_once_wherever_it_lies(monkeypatch):
+    counts = []
+    for rows in (2, 12):
+        monkeypatch.setattr(timing, "_known", {})
+        ogc.parse(Rows(), torch.randn(rows, 4, 8)[:rows])
+        counts.append(len(timing._known))
+    assert counts[0] == counts[1]
+
+
 def test_plans_by_measured_times_train_bitwise():
     model = Residual()
     for wish in ({}, {"memory_budget": 0.8}, {"max_overhead": 0.5}):

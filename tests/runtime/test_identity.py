@@ -1,6 +1,8 @@
 """Arguments that are one object stay one object: what a forward makes of that, a plan makes of it too."""
 
 import copy
+import gc
+import weakref
 from collections import namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,7 +13,8 @@ from helpers import forced, runner_of
 from torch import nn
 
 import ogc
-from ogc.program.structures import InputSpec
+from ogc.program.results import OutputSpec
+from ogc.program.structures import Given, InputSpec
 
 Pair = namedtuple("Pair", ("left", "right"))
 
@@ -129,6 +132,21 @@ def test_the_pattern_is_kept_where_the_arguments_are_put_together_again():
     assert one is again is first.content is y and many is named["a"] and many[0] is named["b"]["c"][1] is x
     assert first is named["b"]["c"][0] and first is not box and many is not shared and many[1] is first.other == [1]
     assert not any(leaf is inner for leaf in spec.constants)
+
+
+def test_nothing_is_held_of_arguments_that_were_looked_at():
+    tensor, kept = new(), []
+    arguments = [tensor], {"a": tensor, "b": Box({"c": tensor})}
+    gone, gc_was_on = weakref.ref(tensor), gc.isenabled()
+    gc.disable()
+    try:
+        kept.append(InputSpec.of(arguments, {})[0])
+        kept.append(OutputSpec.of(arguments, Given(arguments, {}))[0])
+        del tensor, arguments
+        assert gone() is None
+    finally:
+        if gc_was_on:
+            gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,19 @@
 """Activations in place after norms: whatever the plan runs out of place has the gradients of the plain model's."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
-from helpers import Function, assert_same_training, measured_peak, random_tree, random_values
+from helpers import (
+    Function,
+    assert_same_training,
+    measured_peak,
+    random_decisions,
+    random_plans,
+    random_tree,
+    random_values,
+)
 from torch import nn
 
 import ogc
@@ -177,3 +186,140 @@ def test_what_is_returned_has_its_gradient_after_the_write():
         held = sum(result.nbytes for result in step())
         assert peak_bytes(step, "cpu") - held == pytest.approx(predicted, rel=0.01)
     assert_same_training(model, optimised, (x,))
+
+
+def into_rows(rows, net, h):
+    for t in range(len(rows)):
+        h = h + 0.1 * net(h)
+        rows[t] = h
+    return rows
+
+
+def into_columns(rows, net, h):
+    for t in range(len(rows)):
+        h = net(h) + h
+        rows[:, t % rows.shape[1], : h.shape[-1]] += h[: len(rows)]
+    return rows
+
+
+def by_index(rows, net, h):
+    where = torch.arange(len(rows))
+    for t in range(len(rows)):
+        h = net(h) + h
+        rows = rows.index_put_((where[t],), h)
+    return rows * 2
+
+
+def both_ways(rows, net, h):
+    return torch.cat([into_rows(rows, net, h), into_rows(rows.new_empty(rows.shape), net, h.flip(0))], -1)
+
+
+FILLED = {"rows": into_rows, "columns": into_columns, "an index": by_index, "both ways": both_ways}
+
+
+class Filled(nn.Module):
+    """Results of a loop are written one by one into memory that is there before."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.fill, self.net = fill, nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Sigmoid())
+        self.head = nn.LazyLinear(4)
+
+    def forward(self, x):
+        return self.head(self.fill(x.new_zeros(20, *x.shape), self.net, x)).mean()
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+@pytest.mark.parametrize("name", FILLED)
+def test_a_loop_that_fills_a_tensor_is_cut_between_its_writes(name, profile):
+    torch.manual_seed(0)
+    model, x = Filled(FILLED[name]), torch.randn(48, 32)
+    model(x)
+    optimised = ogc.optimize(model, x, profile=profile)
+    plan = optimised.plan
+    assert plan.peak_bytes < 0.75 * plan.plain_peak_bytes
+    assert measured_peak(model, (x,)) == pytest.approx(plan.plain_peak_bytes, rel=0.03)
+    assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
+    assert_same_training(model, optimised, (x,))
+
+
+def gates(x, h, weight):
+    """As ``nn.GRUCell`` computes them."""
+    of_x, of_h = (x @ weight).unsafe_chunk(3, 1), (h @ weight).unsafe_chunk(3, 1)
+    keep = of_h[1].add_(of_x[1]).sigmoid_()
+    new = of_x[2].add(of_h[2].mul_(of_h[0].add_(of_x[0]).sigmoid_())).tanh_()
+    return (h - new).mul_(keep).add_(new)
+
+
+def split(x, h, weight):
+    first, rest = (x @ weight).unsafe_split_with_sizes((32, 64), 1)
+    rest = rest.sin_().unsafe_chunk(2, 1)
+    return first.exp_() * 0.01 + rest[0].tanh_() * rest[1].sigmoid_() + h
+
+
+class Unrolled(nn.Module):
+    """A cell, step by step; what it writes in place are parts with versions of their own."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell(32, 32) if isinstance(cell, type) else cell
+        self.weight = nn.Parameter(0.1 * torch.randn(32, 96))
+
+    def forward(self, x):
+        h = torch.zeros_like(x[0])
+        h = (h, h) if isinstance(self.cell, nn.LSTMCell) else h
+        for step in x:
+            h = self.cell(step, h) if isinstance(self.cell, nn.Module) else self.cell(step, h, self.weight)
+        return (h[0] if isinstance(h, tuple) else h).mean()
+
+
+CELLS = {"gru": nn.GRUCell, "lstm": nn.LSTMCell, "rnn": nn.RNNCell, "gates": gates, "split": split}
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+@pytest.mark.parametrize("name", CELLS)
+def test_a_loop_of_cells_is_planned(name, profile):
+    torch.manual_seed(0)
+    model, x = Unrolled(CELLS[name]), torch.randn(16, 64, 32)
+    optimised = ogc.optimize(model, x, profile=profile)
+    plan = optimised.plan
+    assert plan.peak_bytes < 0.6 * plan.plain_peak_bytes
+    assert measured_peak(model, (x,)) == pytest.approx(plan.plain_peak_bytes, rel=0.03)
+    assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
+    assert_same_training(model, optimised, (x,))
+
+
+@pytest.mark.parametrize(
+    "make", [*(partial(Unrolled, cell) for cell in CELLS.values()), *map(partial, [Filled] * 4, FILLED.values())]
+)
+def test_any_plan_of_what_is_written_part_by_part_is_bitwise(make):
+    torch.manual_seed(0)
+    model, rng = make(), random.Random(1)
+    x = torch.randn(24, 32) if isinstance(model, Filled) else torch.randn(5, 8, 32)
+    model(x)
+    graph = ogc.parse(model, x, profile="estimate")
+    for plan in random_plans(graph, rng, 4) + random_plans(graph, rng, 4, random_decisions):
+        assert_same_training(model, ogc.apply(model, graph, plan), (x,), steps=1)
+
+
+class WritesSavedPart(nn.Module):
+    """Parts with versions of their own, one of which is written after it was saved."""
+
+    def __init__(self, overlaps):
+        super().__init__()
+        self.layer, self.overlaps = nn.Linear(8, 8), overlaps
+
+    def forward(self, x):
+        first, second = self.layer(x).unsafe_chunk(2, 1)
+        saved = first.exp_()
+        (first[:, 1:] if self.overlaps else second).mul_(2)
+        return saved.sum() + second.sum()
+
+
+def test_only_what_was_saved_must_not_be_written():
+    with pytest.raises(ogc.ParseError, match=r"mul_.* in place after exp_.* saved it for its backward, which autograd"):
+        ogc.parse(WritesSavedPart(True), torch.randn(3, 8))
+    graph = ogc.parse(WritesSavedPart(False), torch.randn(3, 8))
+    plan = ogc.make_plan(graph, [ogc.recomputed(0, len(graph))])
+    model = WritesSavedPart(False)
+    assert_same_training(model, ogc.apply(model, graph, plan), (torch.randn(3, 8),))

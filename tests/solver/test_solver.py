@@ -614,3 +614,11 @@ def test_the_frontier_has_plans_for_the_budgets_asked_for():
         assert found <= ogc.solve(graph, memory_budget=budget).recomputed_seconds
     with pytest.raises(InputError, match="memory_budget must be"):
         ogc.frontier(graph, budgets=["much"])
+
+
+def test_no_time_is_spent_for_next_to_nothing():
+    graph = chain([3, 3, 3, 3], backward_bytes=10_000)
+    plain = ogc.solve(graph, solver="none").peak_bytes
+    assert ogc.frontier(graph).plans[0].peak_bytes < plain
+    assert ogc.solve(graph).is_plain and ogc.solve(graph, max_overhead=1.0).is_plain
+    assert ogc.solve(graph, memory_budget=plain - 1).peak_bytes < plain, "who asks for that gets it"

@@ -322,6 +322,21 @@ def counts_holders(holders):
     return holders(x) == before + 1 and view is not None
 
 
+class Relu(nn.Module):
+    def forward(self, x):
+        return x.relu()
+
+
+def counts_writes_without_memory(version_alone):
+    parts = torch.zeros(2, 4).unsafe_chunk(2)
+    alone = version_alone(parts[0])
+    before = alone._version
+    parts[1].add_(1)
+    unchanged = alone._version == before
+    parts[0][0, 1:].add_(1)
+    return unchanged and alone._version == before + 1 and not alone.untyped_storage().nbytes()
+
+
 def counts_writes(version_of):
     x = torch.ones(2)
     before = version_of(x)
@@ -421,6 +436,9 @@ def asks_what_to_compile_by(name):
 CHECKS = {
     "pytree": flattens,
     "version_of": counts_writes,
+    "WRAPPED_CALL": lambda name: name in vars(type(torch.fx.symbolic_trace(nn.ReLU()))),
+    "CODE": lambda name: "relu" in vars(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()).append(Relu())))[name],
+    "version_alone": counts_writes_without_memory,
     "base_of": lambda base_of: base_of(X[0]) is X and base_of(X) is None,
     "is_view": lambda is_view: is_view(X[0]) and not is_view(X),
     "id_of_storage": lambda of: (

@@ -92,9 +92,10 @@ Choice = tuple[int, ...]
 """For each part, the number of its option."""
 
 
-def least_peak(problem: Problem) -> Choice:
-    """The choice with the least peak, and the least time at it."""
-    return _polished(problem, _least(problem))
+def least_peak(problem: Problem, slack: float = 0.0) -> Choice:
+    """The choice with the least peak, and the least time at it or at this share more."""
+    least = _least(problem)
+    return _polished(problem, least, int((1 + slack) * problem.peak(least)))
 
 
 def fastest(problem: Problem, budget: int) -> Choice | None:
@@ -135,9 +136,8 @@ def _better(problem: Problem, one: Choice | None, other: Choice | None) -> Choic
     return min(found, key=lambda choice: (problem.seconds(choice), problem.peak(choice)), default=None)
 
 
-def _polished(problem: Problem, choice: Choice, budget: int | None = None) -> Choice:
-    """The choice after exchanges, of one part's option each, that save time within the same peak or the budget."""
-    budget = problem.peak(choice) if budget is None else budget
+def _polished(problem: Problem, choice: Choice, budget: int) -> Choice:
+    """The choice after exchanges, of one part's option each, that save time within the budget."""
     while True:
         quicker = [c for c in _neighbours(problem, choice) if problem.seconds(c) < problem.seconds(choice)]
         fits = [c for c in quicker if problem.peak(c) <= budget]

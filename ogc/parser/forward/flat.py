@@ -48,7 +48,10 @@ class FlatForward:
         with made_as_they_are():
             result = self.forward(*args, **kwargs)
         if given.has_other_items():
-            raise OpaqueError("the forward changes lists or dicts that it is given", {"": "changes its arguments"})
+            raise OpaqueError(
+                "the forward changes what it is given, which is no list, dict or object of plain attributes",
+                {"": "changes its arguments"},
+            )
         self.output_spec, outputs = OutputSpec.of(result, given)
         if not outputs:
             raise ParseError("the model's forward returns no tensor; there is nothing to train")

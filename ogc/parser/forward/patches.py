@@ -6,14 +6,16 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
 from ...program.leaf import Leaf
+from ...torch_state.dispatch import out_of_mode
 from ...torch_state.hooks import hooks_off
+from ...torch_state.no_trace import unwatched
 from ...torch_state.private import CHECKPOINTS, is_functorch_active, version_of
 from .flat import Pack, saved_until_done
 
@@ -86,7 +88,7 @@ def seen_as_recorded(
     Args:
         graph: the program; its leaves have what they save as long as they run, whatever else is saved.
         told: called with each tensor that leaves save.
-        paused: entered while tensors become text, or Python gets hold of their content.
+        paused: entered while tensors become text, or Python gets hold of their content or their ``.data``.
     """
     leaves = [node.target for node in graph.nodes if isinstance(node.target, Leaf)]
     modules = {leaf.function or model.get_submodule(leaf.module): leaf.takes_no_hooks for leaf in leaves}
@@ -97,6 +99,9 @@ def seen_as_recorded(
             yield
 
     def in_leaves(call: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module in modules and module in unwatched:
+            with paused(), out_of_mode(), saved_until_done():
+                return call(module, *args, **kwargs)
         with saving(module) if module in modules else nullcontext():
             return call(module, *args, **kwargs)
 
@@ -119,4 +124,5 @@ def seen_as_recorded(
         checkpoint_nothing(stack)
         for name in (*CONTENT, *TEXT):
             wrap(stack, torch.Tensor, name, aside)
+        replace(stack, torch.Tensor, "data", lambda data: property(partial(aside, data.__get__), data.__set__))
         yield

@@ -14,6 +14,7 @@ import torch
 
 from ...torch_state.dispatch import in_mode, unseen
 from ...torch_state.hooks import TAKES_NONE, collectors_watched, hooks_off_in
+from ...torch_state.no_trace import unwatched
 from ...torch_state.private import ENTERS_COMPILED, MAKE_SUBCLASS, eval_frame, is_functorch_active
 from ...torch_state.random_state import python_random_state
 from ...torch_state.reads import call_unseen
@@ -50,9 +51,10 @@ class PythonCalls:
         self.thread = threading.get_ident()
         self.draws = python_random_state()
         self.has_draws = False
+        self.failed = ""  # the leaf that was left by an exception
         self.patches = ExitStack()
-        self.compiled = ExitStack()  # what is on while a leaf runs compiled code, and after that
-        self.is_away = False  # the patches are, as a leaf runs compiled code
+        self.away = ExitStack()  # what is on while nobody looks into a leaf
+        self.is_away = False  # the patches are, until the leaf is left
         self.is_writing_text = False
 
     @property
@@ -90,8 +92,12 @@ class PythonCalls:
             return call(module, *args, **kwargs)
         self.look_for_draws()
         if name in self.recorder.leaves:
+            own = partial(self._unwatched if module in unwatched else self._in_leaf, call, module)
             try:
-                return self.calls.module(name, partial(self._in_leaf, call, module), args, kwargs)
+                return self.calls.module(name, own, args, kwargs)
+            except Exception:
+                self.failed = self.failed or name
+                raise
             finally:
                 self.draws = python_random_state()
         with self.recorder.scopes.inside(name):
@@ -100,19 +106,31 @@ class PythonCalls:
             return result
 
     def _compiled(self, known: Callable[[Any], Any], callback: Any) -> Any:
-        """A compiled function begins. A leaf may call one: nothing is patched from then on, as it is looked into."""
+        """A compiled function begins. A leaf may call one."""
         if callable(callback) and threading.get_ident() == self.thread:
             if self.is_on:
                 self._refuse_at_once(f"calls compiled code at {user_line()}")
-            self.patches.close()
-            self.compiled.enter_context(unseen())
-            self.compiled.enter_context(call_unseen())
-            self.is_away = True
+            self._look_away()
         return known(callback)
+
+    def _look_away(self) -> None:
+        """Nothing is patched from now on, until the leaf is left, which may read numbers out of tensors.
+
+        Compiled code looks at what it calls, tensors of other classes hand calls on.
+        """
+        self.recorder.counting.add(str(self.recorder.leaf))
+        self.patches.close()
+        self.away.enter_context(unseen())
+        self.away.enter_context(call_unseen())
+        self.is_away = True
+
+    def _unwatched(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._look_away()
+        return self._in_leaf(call, *args, **kwargs)
 
     def _in_leaf(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            with self.compiled:
+            with self.away:
                 return call(*args, **kwargs)
         finally:
             if self.is_away:
@@ -139,13 +157,10 @@ class PythonCalls:
     def _function(self, known: Any) -> Any:
         def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             own = known.__get__(None, kind)
-            # The transforms of functorch take a function apart themselves.
-            is_leaf = self.is_on and not is_functorch_active()
-            return (
-                self.calls.function(kind, partial(self._in_leaf, own), args, kwargs)
-                if is_leaf
-                else own(*args, **kwargs)
-            )
+            # The transforms of functorch take a function apart themselves, an operator may have its backward from one.
+            if not self.is_on or self.recorder.is_in_operator or is_functorch_active():
+                return own(*args, **kwargs)
+            return self.calls.function(kind, partial(self._in_leaf, own), args, kwargs)
 
         return classmethod(apply)
 

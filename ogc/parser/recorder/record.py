@@ -13,7 +13,7 @@ from ...program.leaf import Leaf
 from ...program.program import OWN, call_beside, storage_of
 from ...program.structures import TensorSpec
 from ...torch_state.dispatch import dispatched_to
-from ...torch_state.no_trace import writing
+from ...torch_state.no_trace import unwatched, writing
 from ...torch_state.private import id_of_storage
 from ...torch_state.ranks.collectives import told_of_collectives
 from ..arguments import Sample
@@ -79,11 +79,24 @@ def _run(
             recorder.raise_if_leaky()  # which may be what it is about
             if isinstance(error, OgcError):
                 raise
-            what = f"fails while it is recorded: {str(error).partition(chr(10))[0]}"
-            raise OpaqueError(f"the forward {what}", {recorder.scopes.failed: what}) from error
+            failed = calls.failed or recorder.scopes.failed
+            if failed in recorder.leaves and recorder.model.get_submodule(failed) not in unwatched:
+                unwatched.add(recorder.model.get_submodule(failed))
+                raise RecordAgain(is_careful) from error
+            unwatched.add(recorder.model.get_submodule(failed))
+            what = _failure(error)
+            raise OpaqueError(f"the forward {what}", {failed: what}) from error
         calls.look_for_draws()
     flat.finish(outputs, tensors)
     return outputs, calls.has_draws
+
+
+def _failure(error: Exception) -> str:
+    """What a module does that fails where its operators are seen, and nowhere else."""
+    text = str(error).partition("\n")[0]
+    if "INTERNAL ASSERT" in text or "Tensor subclass" in text:  # PyTorch's words for it
+        return "computes with tensors of a class that has operators of its own (quantized, nested, an attention bias)"
+    return f"fails while it is recorded: {text}"
 
 
 def _refuse_shared_casts(graph: torch.fx.Graph) -> None:

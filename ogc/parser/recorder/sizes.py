@@ -17,7 +17,7 @@ import torch
 from ...program.program import tensor_leaves
 from ...torch_state.dispatch import Call, unseen
 from ...torch_state.private import FakeTensorMode, log_of_fakes, pytree
-from ...torch_state.random_state import cuda_devices
+from ...torch_state.random_state import cuda_devices, random_states, set_random_states
 
 KINDS = 10_000
 """Of how many kinds of calls it is remembered."""
@@ -101,11 +101,14 @@ def _found_by_symbols(call: Call) -> bool | None:
 def _differ_by_trying(call: Call, place: int) -> bool:
     """Whether other sizes come of other content of one tensor that is given, or nothing, as its kernel refuses it."""
     sizes = []
-    with torch.random.fork_rng(cuda_devices()):
+    states = random_states(devices := cuda_devices())
+    try:
         for change in (torch.clone, *_CHANGES):
             changes = {place: change}
             with suppress(Exception):
                 sizes.append(_shapes(_run(call, partial(_changed, changes))))
+    finally:
+        set_random_states(states, devices)
     return len(sizes) < 2 or any(one != sizes[0] for one in sizes)
 
 

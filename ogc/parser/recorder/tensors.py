@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...program.program import CONSTANT, SHAPE, storage_of
+from ...program.program import CONSTANT, OWN, SHAPE, storage_of
 from ...torch_state.private import id_of_storage
 from ..forward.location import user_line
 from ..traced import ALIVE, BYTES, CALL, History
@@ -195,6 +195,7 @@ class Tensors:
             self.refuse(f"sees a tensor past autograd at {user_line()}")
         storage.is_aliased = True
         result = self.graph.call_function(torch.ops.aten.detach.default, (node,))
+        result.meta[OWN] = True
         if storage.layout != layout_of(tensor):
             result = self.graph.call_function(torch.ops.aten.as_strided.default, (result, *layout_of(tensor)))
         return result

@@ -106,7 +106,8 @@ class Estimator:
         if key not in self.seen:
             weights = self._by_kernel(record, args, kwargs)
             gradients = of(kernel).to_run_with
-            if gradients is None and _may_copy_operands(kernel, weights, args, kwargs):
+            is_known = kernel.namespace == "aten"  # what a library's kernels take is nowhere to be seen
+            if gradients is None and not (is_known and not _may_copy_operands(kernel, weights, args, kwargs)):
                 gradients = ones_like
             if gradients and self._can_measure():
                 weights = with_measured_bytes(weights, Call(record, args, kwargs, gradients=gradients))

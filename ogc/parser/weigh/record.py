@@ -15,7 +15,7 @@ from ...operators.weights import Place, Weights
 from ...program.layouts import Layout, is_dense
 from ...program.leaf import Leaf
 from ...program.program import Saved, TensorRef, has_history, tensor_leaves
-from ...torch_state.private import base_of, storage_id
+from ...torch_state.private import base_of, storage_id, version_alone, version_of
 from .backward.again import Again
 from .gradients import Rebase
 
@@ -99,6 +99,14 @@ class Span(NamedTuple):
     bytes: int
 
 
+class Overwritten(NamedTuple):
+    """A value that an operation wrote after another one had saved that part of it, so that no backward may use it."""
+
+    value: int
+    saver: Record
+    writer: Record
+
+
 @dataclass
 class Observation:
     """One record per operation, and what the program made; ``inputs`` are the externals that it was given."""
@@ -114,6 +122,7 @@ class Observation:
     grad_targets: frozenset[Any] = frozenset()
     unused: Sequence[Span] = ()  # what the plain forward makes besides, and nothing uses
     held: dict[int, int] = field(default_factory=dict)  # the last operation during which the plain forward does
+    overwritten: list[Overwritten] = field(default_factory=list)
 
     def take_saves(self) -> None:
         """Let operations save what their weights say that they save on another device."""
@@ -135,6 +144,7 @@ class Memory:
         self.externals: dict[int, int] = {}
         self.views: dict[int, list[TensorRef]] = {}  # the program tensors in each value
         self.views_of_externals: set[TensorRef] = set()  # such as slices of a parameter, with gradients of their own
+        self.saved: dict[int, list[tuple[Record, torch.Tensor, int]]] = {}  # by value: who saved it, at which version
         self.result = Observation([], [], [], {}, [], set())  # what was seen so far
 
     def external(self, tensor: Any) -> Any:
@@ -198,12 +208,21 @@ class Memory:
             value = self.value(tensor)
             if value is not None:
                 _add(record.writes, value)
+                self._note_overwritten(record, value)
             elif storage_id(tensor) not in harmless:
                 _add(record.writes_external, self.external_number(tensor))
         for key in harmless:
             number = self.externals.get(key)
             if number in record.reads_external:
                 record.reads_external.remove(number)
+
+    def _note_overwritten(self, record: Record, value: int) -> None:
+        """Versions tell which of a value's tensors were written: parts that are no views of it have their own."""
+        self.result.overwritten += [
+            Overwritten(value, saver, record)
+            for saver, tensor, version in self.saved.get(value, [])
+            if version_of(tensor) != version
+        ]
 
     def note_rebase(self, record: Record, tensors: list[torch.Tensor], histories: list[Any]) -> None:
         """What was read before the write to a view stands for the whole tensor as it is after it from here on."""
@@ -230,6 +249,8 @@ class Memory:
             key = storage_id(tensor)
             if saved.tensor is not None and value is not None:
                 _add(record.saved_values, value)
+                if (alone := version_alone(tensor)) is not None:
+                    self.saved.setdefault(value, []).append((record, alone, version_of(tensor)))
             elif not saved.external and key not in internal:
                 internal.add(key)
                 record.internal_bytes += tensor.untyped_storage().nbytes()

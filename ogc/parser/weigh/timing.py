@@ -38,7 +38,7 @@ from ...torch_state.private import OpOverload, pytree
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from ..passes.in_place import COPIED
-from .calls import Call, call_key
+from .calls import Call, call_key, timing_key
 from .measure import LONG_SECONDS, Measurer, page_faults, seconds_of
 from .record import Record
 
@@ -199,7 +199,7 @@ class Timer(Measurer):
     def _timed(self, record: Record, function: Any, args: Any, kwargs: Any, weights: Weights) -> Weights:
         guess = weights.forward_seconds + weights.backward_seconds
         found = self._known_or(
-            call_key(_described(function), args, kwargs),
+            timing_key(record, _described(function), args, kwargs),
             record.internal_bytes + weights.working_bytes,
             lambda: _TimedCall(self, record, function, args, kwargs).seconds(weights.repeat_seconds is not None),
         )

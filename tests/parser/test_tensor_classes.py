@@ -1,0 +1,132 @@
+"""Tensors of classes that have operators of their own, and operators of libraries: what computes with them is a leaf,
+or recorded like any other, and the rest is planned."""
+
+import logging
+
+import pytest
+import torch
+from helpers import assert_same_training, measured_peak
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+import ogc
+
+aten = torch.ops.aten
+
+
+class Quantized(torch.Tensor):
+    """Small numbers and a scale, which are multiplied where an operator wants them."""
+
+    @staticmethod
+    def __new__(cls, numbers, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype, device=numbers.device)
+
+    def __init__(self, numbers, scale):
+        self.numbers, self.scale = numbers, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (aten.detach.default, aten.alias.default, aten.clone.default):
+            return cls(function(args[0].numbers), args[0].scale)
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda one: one.numbers * one.scale, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+class FrozenLinear(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        numbers = (10 * torch.randn(width, width)).round().to(torch.int8)
+        self.weight = nn.Parameter(Quantized(numbers, torch.tensor(0.02)), requires_grad=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class Biased(nn.Module):
+    def forward(self, x):
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        bias = causal_lower_right(x.shape[1], x.shape[1])
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias).transpose(1, 2).flatten(2)
+
+
+class Jagged(nn.Module):
+    def forward(self, x):
+        ends = torch.tensor([0, 3, x.shape[0] * x.shape[1]])
+        return torch.nested.nested_tensor_from_jagged(x.flatten(0, 1), ends).sin().values().view(x.shape)
+
+
+@torch.library.custom_op("ogc_tests::cube", mutates_args=())
+def cube(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return scale * x**3
+
+
+cube.register_fake(lambda x, scale: torch.empty_like(x))
+cube.register_autograd(
+    lambda ctx, gradient: (gradient * 3 * ctx.scale * ctx.saved_tensors[0] ** 2, None),
+    setup_context=lambda ctx, inputs, output: (ctx.save_for_backward(inputs[0]), setattr(ctx, "scale", inputs[1])),
+)
+
+
+class Cubed(nn.Module):
+    def forward(self, x):
+        return cube(x, 0.5)
+
+
+class Block(nn.Module):
+    def __init__(self, inner, width):
+        super().__init__()
+        self.norm, self.adapter, self.inner = nn.LayerNorm(width), nn.Linear(width, width), inner
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        x = x + self.inner(self.adapter(self.norm(x)))
+        return x + self.down(F.gelu(self.up(x)).tanh())
+
+
+class Stack(nn.Module):
+    def __init__(self, make, width=32):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(make(width), width) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()
+
+
+LEAVES = {"quantized": FrozenLinear, "bias": lambda width: Biased(), "jagged": lambda width: Jagged()}
+quiet = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+
+
+@quiet
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_computes_with_them_is_a_leaf_and_the_rest_is_planned(name, caplog):
+    torch.manual_seed(0)
+    model, x = Stack(LEAVES[name]), torch.randn(16, 16, 32)
+    with caplog.at_level(logging.WARNING, "ogc.parser.leaves"):
+        optimised = ogc.optimize(model, x)
+    assert "blocks.0.inner (computes with tensors of a class that has operators of its own" in caplog.text
+    assert "INTERNAL ASSERT" not in caplog.text
+    assert optimised.plan.peak_bytes < 0.6 * optimised.plan.plain_peak_bytes
+    assert measured_peak(optimised, (x,)) < 0.6 * measured_peak(model, (x,))
+    assert_same_training(model, optimised, (x,))
+
+
+def test_operators_of_libraries_are_recorded_like_others():
+    torch.manual_seed(0)
+    model, x = Stack(lambda width: Cubed()), torch.randn(16, 16, 32)
+    optimised = ogc.optimize(model, x)
+    targets = [op.target for op in optimised.graph.operations]
+    assert targets.count("ogc_tests.cube.default") == 4 and not any(target.startswith("leaf") for target in targets)
+    assert optimised.plan.peak_bytes < 0.6 * optimised.plan.plain_peak_bytes
+    plain = measured_peak(model, (x,))
+    assert plain == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.03)
+    assert measured_peak(optimised, (x,)) < 0.6 * plain
+    assert_same_training(model, optimised, (x,))
+
+
+def test_leaves_that_are_asked_for_may_compute_with_them():
+    model, x = Stack(FrozenLinear), torch.randn(16, 16, 32)
+    optimised = ogc.optimize(model, x, leaf_modules=["blocks.1", FrozenLinear])
+    assert_same_training(model, optimised, (x,))
