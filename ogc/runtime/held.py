@@ -53,7 +53,10 @@ class Bound:
                 seen = _copy(seen)
             else:
                 self.sample = _copy(_sample(seen))
-        self.tensor = seen.requires_grad_(tensor.requires_grad)
+        if type(tensor) is torch.nn.Parameter:  # compiled code makes a difference
+            self.tensor: torch.Tensor = torch.nn.Parameter(seen, tensor.requires_grad)
+        else:
+            self.tensor = seen.requires_grad_(tensor.requires_grad)
 
     def is_written(self) -> bool:
         """Whether it was seen to be written past autograd."""
