@@ -58,12 +58,12 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
             is_careful = again.is_careful
         except OpaqueError as problem:
             if isinstance(problem.__cause__, Exception):
-                raise_own_error(*sample)
+                raise_own_error(*sample, seen=problem.__cause__)
             leaves.cover(problem)
         except OgcError:
             raise
         except Exception as error:
-            raise_own_error(*sample)
+            raise_own_error(*sample, seen=error)
             what = f"fails while it is watched: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise ParseError(f"the model's forward {what}; by itself it runs") from error
 

@@ -69,10 +69,13 @@ class FlatForward:
             self.finish(self(*tensors), tensors)
 
 
-def raise_own_error(model: torch.nn.Module, spec: InputSpec, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise what the model's own forward raises when nobody looks, with a note that says so; else do nothing.
+def raise_own_error(
+    model: torch.nn.Module, spec: InputSpec, tensors: Sequence[torch.Tensor], seen: Exception | None = None
+) -> None:
+    """If the model's own forward raises when nobody looks, raise that, with a note that says so; else do nothing.
 
-    It is tried with the memory of inference first; where that fails, with the memory of a plain step.
+    What it raised where it was ``seen`` is raised in its place: it may have run as for another device. It is tried with
+    the memory of inference first; where that fails, with the memory of a plain step.
     """
 
     def run(as_in_training: Callable[[], AbstractContextManager[None]]) -> None:
@@ -86,8 +89,9 @@ def raise_own_error(model: torch.nn.Module, spec: InputSpec, tensors: Sequence[t
         try:
             run(torch.enable_grad)
         except Exception as error:
-            add_note(error, "ogc: this error was raised by the model's own forward on the sample input.")
-            raise error from None
+            own = seen or error
+            add_note(own, "ogc: this error was raised by the model's own forward on the sample input.")
+            raise own from None
 
 
 def gradient_targets(
