@@ -89,7 +89,8 @@ class _Slice:
         self.storages: set[int] = set()
         for node in dropwhile(lambda node: node is not read.last, reversed(recorder.graph.nodes)):
             self._include(node)
-        runs = self.nodes | ({read.node} if read.deciding else set())
+        is_run = read.deciding and operator_name(read.node.target) not in PACKED
+        runs = self.nodes | ({read.node} if is_run else set())
         included = (node for node in recorder.graph.nodes if node in runs)
         self.obstacle = next(filter(None, map(self._why_not, included)), "")
 

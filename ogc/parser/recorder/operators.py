@@ -53,8 +53,8 @@ def usual_name(operator: OpOverload) -> OpOverload:
     return usual
 
 
-PACKED = {"_pack_padded_sequence", "_pad_packed_sequence"}
-"""Operators whose second argument says how long the sequences of a batch are."""
+PACKED = {"_pack_padded_sequence", "_pad_packed_sequence", "gru", "lstm", "rnn_tanh", "rnn_relu"}
+"""Operators whose second argument says how long the sequences of a batch are; of recurrent layers, those packed."""
 
 _DECIDED_BY: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
     "index": lambda args: [one for one in args[1] if one is not None and one.dtype in (torch.bool, torch.uint8)],
