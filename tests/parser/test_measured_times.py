@@ -17,6 +17,7 @@ from ogc.parser.weigh import timing
 from ogc.parser.weigh.host import costs as host
 from ogc.parser.weigh.host.costs import runtime_costs
 from ogc.parser.weigh.measure import seconds_of
+from ogc.torch_state.reads import Reads
 
 pytestmark = pytest.mark.usefixtures("measured_times")
 
@@ -162,8 +163,8 @@ def test_a_plan_is_quicker_than_the_plain_model_by_the_calls_of_modules_that_it_
 def test_choosing_a_plan_has_the_price_of_a_look_at_each_module():
     few, many = (nn.Sequential(*(nn.Tanh() for _ in range(number))) for number in (2, 2000))
     for_any = host.OF_CHOICE * host.hook_seconds()
-    assert host.choice_seconds(many) - for_any > 5 * (host.choice_seconds(few) - for_any) > 0
-    assert host.choice_seconds(many) == host.choice_seconds(copy.deepcopy(many))
+    assert host.choice_seconds(many, Reads()) - for_any > 5 * (host.choice_seconds(few, Reads()) - for_any) > 0
+    assert host.choice_seconds(many, Reads()) == host.choice_seconds(copy.deepcopy(many), Reads())
 
 
 def test_the_plain_model_has_the_price_of_a_look_too():
