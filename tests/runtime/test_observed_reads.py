@@ -269,3 +269,36 @@ def test_a_module_that_reads_what_a_leaf_writes_is_one_too():
             assert model[2].board["positive"] > 0
         ours, theirs = ([p.grad for p in model.parameters()] for model in (other, plain))
         assert all(map(torch.equal, ours, theirs)) and plain[2].board == other[2].board
+
+
+class Bare:
+    """Has no table of attributes, but what its class has."""
+
+    __slots__ = ("value",)
+    gain = 2.0
+
+    def __init__(self):
+        self.value = 1.5
+
+    def scale(self, x):
+        return x if hasattr(self, "late") else x * self.value * self.gain
+
+
+class Holds(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.bare = Bare()
+
+    def forward(self, x):
+        return self.bare.scale(torch.tanh(super().forward(x)))
+
+
+def test_objects_without_a_table_are_read_too(monkeypatch):
+    model = nn.Sequential(Holds(), Holds(), Holds())
+    optimised = ogc.optimize(model, IMAGES, profile="estimate")
+    results = [model(IMAGES)]
+    for change in (lambda: setattr(model[0].bare, "value", 3.0), lambda: monkeypatch.setattr(Bare, "gain", 0.5)):
+        change()
+        results.append(model(IMAGES))
+        assert torch.equal(optimised(IMAGES), results[-1]) and not torch.equal(*results[-2:])
+    assert optimised.report().plain == 0

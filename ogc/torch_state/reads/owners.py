@@ -162,7 +162,7 @@ def _fixed_name(thing: Any, path: str) -> str:
 
 def table_of(thing: Any) -> Mapping[str, Any]:
     """The names that an object, a class, a Python module or a function's globals have, and what they stand for."""
-    return thing if type(thing) is dict else vars(thing)
+    return thing if type(thing) is dict else vars(thing) if hasattr(thing, "__dict__") else {}
 
 
 def is_container(thing: Any) -> bool:
