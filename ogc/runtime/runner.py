@@ -98,7 +98,9 @@ class Variant:
 
     def is_settled_by(self, model: torch.nn.Module) -> bool:
         """Whether a call now is a first one, which settles what Python reads in these calls."""
-        return self.cold is not None and self.cold.first_changed(model) is None
+        if self.cold is None or self.reads is None or self.reads.first_changed(model) is None:
+            return False
+        return self.cold.first_changed(model) is None
 
     @cached_property
     def runs(self) -> str:
