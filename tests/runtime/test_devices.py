@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from queue import SimpleQueue
 from unittest.mock import patch
 
 import pytest
@@ -215,7 +216,20 @@ def counted_all_gather(*args, run=dist.all_gather, **kwargs):
     return run(*args, **kwargs)
 
 
-counts = []
+class Counts(SimpleQueue):
+    """A list that planning does not put back, as nobody sees what is in it."""
+
+    append = SimpleQueue.put
+
+    def __len__(self):
+        return self.qsize()
+
+    def clear(self):
+        while not self.empty():
+            self.get()
+
+
+counts = Counts()
 COLLECTIVES = {"norm": NormOverRanks, "gather": Gathered, "functional": Functional, "in place": InPlace}
 
 
@@ -234,7 +248,7 @@ def collective(rank, name):
         with Opened() as opened, patch.object(dist, "all_gather", counted_all_gather):
             runs.append(trained(rank, one, list(one.parameters())))
         runs[-1] += list(one.state_dict().values())
-        assert counts == [name] * 3
+        assert [counts.get() for _ in range(len(counts))] == [name] * 3
     assert_same(*runs)
     assert opened.count >= 3
 

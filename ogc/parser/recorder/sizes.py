@@ -18,6 +18,7 @@ from ...program.program import tensor_leaves
 from ...torch_state.dispatch import Call, unseen
 from ...torch_state.private import FakeTensorMode, log_of_fakes, pytree
 from ...torch_state.random_state import cuda_devices, random_states, set_random_states
+from ...torch_state.reads import call_unseen
 
 KINDS = 10_000
 """Of how many kinds of calls it is remembered."""
@@ -40,7 +41,7 @@ def sizes_of(call: Call, results: list[torch.Tensor]) -> Sizes:
     if known is None:
         if len(_known) >= KINDS:
             _known.clear()
-        with unseen(), torch.no_grad(), warnings.catch_warnings():
+        with call_unseen(), unseen(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             known = _known[kind] = _found(call, results)
     return known
