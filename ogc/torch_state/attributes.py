@@ -86,14 +86,14 @@ def watched_attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
     return {name: {key: value for key, value in found.items() if key not in UNWATCHED} for name, found in held.items()}
 
 
-class _Itself:
+class Itself:
     """Equal to what wraps the same object."""
 
     def __init__(self, wrapped: Any) -> None:
         self.wrapped = wrapped
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self.wrapped is other.wrapped
+        return isinstance(other, Itself) and self.wrapped is other.wrapped
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -102,7 +102,7 @@ def _content(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return type(value), repr(value)  # a NaN is the same as before
     if not isinstance(value, (list, tuple, dict, set)) or depth == DEEP:
-        return _Itself(value)
+        return Itself(value)
     if length(value) > LARGE:
         return type(value), length(value)
     if isinstance(value, set):

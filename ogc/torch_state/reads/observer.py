@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...on_thread import OnThread
+from ..attributes import TABLES
 from ..forwards import original_class
 from ..private import CALL, MEMBERS, parameters_of
 from ..ranks.shards import has_flat_parameters, views_of_flat
@@ -23,9 +24,6 @@ from .functions import Called, CalledFunctions
 from .owner import Owner, Write, reads_of
 from .owners import FIXED, MODULE, Reads, Source, is_container, is_plain, items_of, numbers_of
 from .put_back import Before, same_objects
-
-TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstance(value, dict))
-"""What torch.nn.Module keeps parameters, buffers, submodules and hooks in."""
 
 UNWATCHED = frozenset((*TABLES, "training", "forward", CALL))
 """Attributes of the model's modules that plans are chosen by anyway, or that stand in for calls."""

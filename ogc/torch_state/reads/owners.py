@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from ..attributes import Itself
 from ..forwards import original_class
 
 MODULE, FIXED = -1, -2
@@ -221,18 +222,6 @@ def content(value: Any, known: Mapping[int, int]) -> Any:
     if isinstance(value, MethodType):
         return content(value.__self__, known), Itself(value.__func__)
     return Itself(value)
-
-
-class Itself:
-    """Equal to what wraps the same object."""
-
-    def __init__(self, wrapped: Any) -> None:
-        self.wrapped = wrapped
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Itself) and self.wrapped is other.wrapped
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def numbers_of(objects: Sequence[Any]) -> dict[int, int]:
