@@ -4,6 +4,7 @@ A program is written as text and run in a world of its own: a Python module with
 the same program exists twice, once for the plain model and once for the optimized one.
 """
 
+import contextlib
 import random
 import types
 
@@ -290,8 +291,9 @@ class World:
         self.model = self.module.Net()
 
     def change(self, text: str, block: int, number: float) -> None:
-        """Make one of the changes."""
-        exec(text, vars(self.module), {"m": self.model, "b": self.model.blocks[block], "r": number})
+        """Make one of the changes, unless what it changes was taken away by others before."""
+        with contextlib.suppress(LookupError, AttributeError, TypeError):
+            exec(text, vars(self.module), {"m": self.model, "b": self.model.blocks[block], "r": number})
 
     def state(self) -> str:
         """What is to be seen of what was written."""

@@ -13,6 +13,7 @@ import torch
 
 from ..torch_state.forwards import original_class, plain_forward
 from ..torch_state.private import is_exporting
+from .calls.unreached import note_reached
 from .runner import log
 
 ADVICE = (
@@ -26,7 +27,12 @@ def kept_from_compiling(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     What torch.export sees, and torch.compile where no gradients are on, is the plain forward.
     """
-    as_it_is = torch.compiler.disable(forward, reason=ADVICE)
+
+    def reached(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        note_reached(self)
+        return forward(self, *args, **kwargs)
+
+    as_it_is = torch.compiler.disable(reached, reason=ADVICE)
 
     def forward_or_plain(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_exporting() or (torch.compiler.is_compiling() and not torch.is_grad_enabled()):

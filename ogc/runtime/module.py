@@ -24,6 +24,7 @@ from ..torch_state.forwards import (
 from ..torch_state.private import CALL, WRAPPED_CALL, share_shards
 from ..torch_state.ranks.shards import is_unit
 from .calls.report import Report
+from .calls.unreached import REACH, Reach, followed_methods
 from .compiling import kept_from_compiling
 from .runner import Planner, Runner, log
 
@@ -106,8 +107,8 @@ def instance_around(
 
     What is in ``shown`` becomes a member too, unless the model has an attribute of that name.
     """
-    original = original_class(model)
-    slots = {"__slots__": (REPLACED, COMPILED_CALL), CALL: OwnCall()}
+    original, reach = original_class(model), Reach()
+    slots = {"__slots__": (REPLACED, COMPILED_CALL), CALL: OwnCall(reach.followed_call)}
     members = {ORIGINAL: original, **slots, "__reduce_ex__": _reduced, **members}
     members = {OWN_PLAN: shown.get("plan"), **members}
     members |= {"__prepare_scriptable__": plain_instance, OWN: members["forward"]}
@@ -115,6 +116,9 @@ def instance_around(
         members["recompile"] = _recompile
     members["forward"] = OwnForward(members["forward"], model)
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
+    if "report" in shown:
+        shown = {**shown, "report": reach.reported(shown["report"])}
+        members = {REACH: reach, **followed_methods(original, reach), **members}
     for key, value in shown.items():
         if hasattr(original, key) or key in vars(model):
             log.warning("the model has an attribute %r of its own; the optimized module's %r is not set", key, key)

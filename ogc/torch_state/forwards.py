@@ -86,7 +86,13 @@ class OwnCall:
     """What an optimized module calls in the place of its own call, as an attribute of its class.
 
     The attributes that it shares with the plain model may hold compiled code of that one.
+
+    Args:
+        follow: gives what is called where another forward was assigned; None for the module's own call.
     """
+
+    def __init__(self, follow: Callable[[torch.nn.Module], Callable[..., Any] | None]) -> None:
+        self.follow = follow
 
     @untraced
     def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[..., Any] | None:
@@ -94,6 +100,8 @@ class OwnCall:
             return None
         compiled: Callable[..., Any] | None = getattr(module, COMPILED_CALL, None)
         shared = vars(module).get(CALL)
+        if compiled is None and getattr(module, REPLACED, None) is not None:
+            compiled = self.follow(module)
         return shared if compiled is None and calls_part(shared, module) else compiled
 
     def __set__(self, module: torch.nn.Module, compiled: Callable[..., Any] | None) -> None:
