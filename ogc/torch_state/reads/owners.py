@@ -31,6 +31,7 @@ ABSENT = object()
 """In the place of a value: there is none."""
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_NO_DATA = ("__", "_abc_")
 _look = attrgetter("requires_grad", "dtype", "device", "shape")
 
 
@@ -176,9 +177,8 @@ def items_of(thing: Any) -> tuple[list[Any], list[Any]]:
     if isinstance(thing, dict):
         return list(dict.keys(thing)), list(dict.values(thing))
     if isinstance(thing, type):
-        named = {key: value for key, value in vars(thing).items() if not key.startswith(("__", "_abc_"))}
-        data = {key: value for key, value in named.items() if not hasattr(type(value), "__get__")}
-        return [*data, *(named.keys() - data.keys())], list(data.values())
+        data = data_of_class(thing)
+        return list(data), list(data.values())
     if isinstance(thing, CellType):
         return [], _of_cell(thing)
     if isinstance(thing, FunctionType):
@@ -193,6 +193,12 @@ def items_of(thing: Any) -> tuple[list[Any], list[Any]]:
     if kind is not None:
         return [], list(kind.__iter__(thing))
     return list(vars(thing)), list(vars(thing).values())
+
+
+def data_of_class(kind: type) -> dict[str, Any]:
+    """The attributes of a class that are no methods nor what Python itself keeps there."""
+    named = {key: value for key, value in vars(kind).items() if not key.startswith(_NO_DATA)}
+    return {key: value for key, value in named.items() if not hasattr(type(value), "__get__")}
 
 
 def _of_cell(cell: CellType) -> list[Any]:
@@ -249,7 +255,10 @@ def _content_of_owner(known: Mapping[int, int], owner: OwnerReads, thing: Any) -
         inside = [content(item, known) for item in items]
         if isinstance(thing, numpy.ndarray):
             inside = [array_content(thing)]
-        found["[]"] = sorted(map(repr, keys)) if isinstance(thing, type) else [*map(repr, keys)], inside
+        found["[]"] = [*map(repr, keys)], inside
+        if isinstance(thing, type):
+            methods = {key: Itself(value) for key, value in vars(thing).items() if not key.startswith(_NO_DATA)}
+            found["[]"] = {**methods, **dict(zip(keys, inside, strict=True))}
     return found
 
 

@@ -6,15 +6,19 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, contains, is_, itemgetter, methodcaller
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy
 import torch
 
-from .owners import MODULE, Reads, array_content, items_of, table_of
+from .owners import MODULE, Reads, array_content, data_of_class, items_of, table_of
 
 _values = methodcaller("values")
 _look = attrgetter("requires_grad", "dtype", "device", "shape")
+_of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_of_cell = attrgetter("cell_contents")
+_END = object()
 _GONE = (LookupError, AttributeError, ValueError, TypeError)
 
 
@@ -57,6 +61,9 @@ class _Seen:
         self.others: list[Callable[[], Any]] = []  # what gives the values of other owners
         self.dicts: list[Mapping[Any, Any]] = []
         self.lists: list[Any] = []
+        self.classes: list[Mapping[str, Any]] = []
+        self.functions: list[FunctionType] = []
+        self.cells: list[CellType] = []
         self.typed: list[Any] = []
         self.arrays: list[numpy.ndarray] = []
         for owner, thing in zip(reads.owners, objects, strict=True):
@@ -69,13 +76,18 @@ class _Seen:
                 self.others.append(lambda thing=thing, get=get: get(thing))  # type: ignore[misc]
             if owner.source.parent != MODULE or owner.source.key:
                 self.typed.append(thing)
-            if owner.is_whole:
+            if owner.is_whole and isinstance(thing, type):
+                self.classes.append(vars(thing))
+                if data := data_of_class(thing):
+                    alike.setdefault(tuple(data), []).append(vars(thing))
+            elif owner.is_whole:
                 self._add_whole(thing)
         self.looks = [(itemgetter(*keys, keys[0]), same) for keys, same in alike.items()]  # two at least, for a tuple
         self.tables, self.names = [table for table, _ in self.absent], [key for _, key in self.absent]
         self.types = list(map(type, self.typed))
         self.values = list(self._values())
         self.sizes = list(map(len, self.lists))
+        self.members = self._members()
         self.contents = list(map(array_content, self.arrays))
         self.tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
         self.tensor_looks = list(map(_look, self.tensors))
@@ -83,12 +95,11 @@ class _Seen:
     def is_same(self) -> bool:
         """Whether each value is the same object, and nothing is there that was not."""
         try:
-            now = list(self._values())
             return (
                 list(map(type, self.typed)) == self.types
                 and list(map(len, self.lists)) == self.sizes
-                and len(now) == len(self.values)
-                and all(map(is_, now, self.values))
+                and all(map(is_, self._values(), self.values))
+                and self._members() == self.members  # of which data are among the values
                 and not any(map(contains, self.tables, self.names))
                 and list(map(_look, self.tensors)) == self.tensor_looks
                 and list(map(array_content, self.arrays)) == self.contents
@@ -102,17 +113,26 @@ class _Seen:
             self.dicts.append(thing)
         elif type(thing) in (list, tuple):
             self.lists.append(thing)
-        elif isinstance(thing, type):
-            self.lists.append(vars(thing))
-            self.dicts.append(vars(thing))
+        elif isinstance(thing, FunctionType):
+            self.functions.append(thing)
+            self._add_whole(vars(thing))
+        elif isinstance(thing, CellType) and items_of(thing)[1]:
+            self.cells.append(thing)
         elif isinstance(thing, numpy.ndarray):
             self.arrays.append(thing)
         else:
             self.others.append(lambda: chain(*items_of(thing)))
 
+    def _members(self) -> list[Any]:
+        """The names in classes and what they stand for; what are no data are equal if they are the same."""
+        return [*chain.from_iterable(self.classes), *chain.from_iterable(map(_values, self.classes))]
+
     def _values(self) -> Iterator[Any]:
+        """What is compared, and an end: so that others are never a beginning of these."""
         tables = chain.from_iterable(chain.from_iterable(map(look, tables) for look, tables in self.looks))
+        functions = chain.from_iterable(map(_of_function, self.functions))
+        cells = map(_of_cell, self.cells)
         lists = chain.from_iterable(self.lists)  # of dicts, the keys
         dicts = chain.from_iterable(map(_values, self.dicts))
         others = chain.from_iterable(give() for give in self.others)
-        return chain(tables, lists, dicts, others)
+        return chain(tables, functions, cells, lists, dicts, others, (_END,))
