@@ -204,7 +204,7 @@ READS = (
     "x = with_default(x)",
     "x = with_attribute(x)",
     "x = self.partial(x)",
-    "x = Block.of_static(Base.of_class(x))",
+    "x = Block.of_static(Block.of_class(x))",
     "x = self.function(x)",
     "x = x * vars(self)['scale0']",
     "x = x * self.__dict__['scale1']",
@@ -275,7 +275,7 @@ CHANGES = (
     "b.norm.eps = 1e-3", "b.cache.clear()", "b.seen = 0", "b.calls = 0", "globals()['COUNT'] = 3", "b.last = None",
     "b.table = b.config.table", "b.slotted = Slotted()", "b.notes = r", "CONFIG.notes = r", "globals()['NEW'] = r",
     "b.config.table = dict(b.config.table)", "b.items = list(b.items)",
-    "Block.method = lambda self, x, name='', r=r: x * r", "Base.of_class = classmethod(lambda cls, x, r=r: x * r)",
+    "Block.method = lambda self, x, name='', r=r: x * r", "Block.of_class = classmethod(lambda cls, x, r=r: x * r)",
     "Block.of_static = staticmethod(lambda x, r=r: x * r)", "Block.prop = property(lambda self, r=r: r)",
     "globals()['helper'] = lambda module, x, name, r=r: x * r", "with_default.__code__ = with_other_default.__code__",
 )  # fmt: skip

@@ -29,7 +29,7 @@ READ_AND_CHANGED = {
     "attribute of a class, hidden by a subclass's": ("x = x * type(self).K", "Block.K = r"),
     "dict of a class": ("x = self.of_class(x)", "Base.TABLE['a'] = r"),
     "method of a class": ("x = self.method(x)", "Block.method = lambda self, x, r=r: x * r"),
-    "class method": ("x = self.of_class(x)", "Base.of_class = classmethod(lambda cls, x, r=r: 3 * x * r)"),
+    "class method": ("x = self.of_class(x)", "Block.of_class = classmethod(lambda cls, x, r=r: x * r)"),
     "method called through a class": ("x = Block.of_static(x)", "Block.of_static = staticmethod(lambda x, r=r: x * r)"),
     "another property": ("x = x * self.prop", "Block.prop = property(lambda self, r=r: r)"),
     "global function": ("x = helper(self, x, 'scale')", "globals()['helper'] = lambda module, x, name, r=r: x * r"),
