@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import InputError
 from ..graph import Graph
@@ -29,12 +28,13 @@ from ..plan.plan import Plan
 from ..program.layouts import is_dense
 from ..program.program import attribute, get_attribute, tensor_leaves
 from ..program.step import Rest, losses_among
+from ..program.storages import ByStorage, LiveBytes
 from ..program.structures import TensorSpec
 from ..runtime.frame import Step
 from ..runtime.generate import generate
 from ..torch_state.flags import flags
 from ..torch_state.forwards import plain_forward
-from ..torch_state.private import TorchDispatchMode, storage_id
+from ..torch_state.private import TorchDispatchMode
 
 _ADD = torch.ops.aten.add.Tensor
 _TORCH, _ENGINE = str(Path(torch.__file__).parent), "_engine_run_backward"
@@ -158,35 +158,25 @@ class _Allocations(TorchDispatchMode):
     def __init__(self, known: Iterable[torch.Tensor], gpu: Gpu | None) -> None:
         super().__init__()
         self.gpu = gpu
-        self.known = {storage_id(tensor) for tensor in known}
-        self.alive: dict[Any, tuple[StorageWeakRef, int]] = {}
-        self.bytes = self.peak = 0
+        self.known = {tensor.untyped_storage() for tensor in known}
+        self.alive, self.peak = LiveBytes(), 0
         self.operator = ""
-        self.sum: tuple[int, int] | None = None  # the storage that it may be written over, and bytes if it is not
+        self.sum: ByStorage[int] = ByStorage()  # the storage that it may be written over, with the bytes if it is not
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._let_go()
-        if self.sum is not None and self.sum[0] in self.alive:
-            self._reach(self.sum[1], str(_ADD))
-        self.sum = None
+        for reached in self.sum.values():
+            self._reach(reached, str(_ADD))
+        self.sum.clear()
         result = function(*args, **(kwargs or {}))
-        self._let_go()
         for tensor in tensor_leaves(result):
-            key, storage = storage_id(tensor), tensor.untyped_storage()
-            if key not in self.known and key not in self.alive:
-                self.alive[key] = StorageWeakRef(storage), storage.nbytes()
-                self.bytes += storage.nbytes()
+            if (storage := tensor.untyped_storage()) not in self.known:
+                self.alive.add(storage)
         if function is _ADD and is_dense(args[0]) and _is_called_by_autograd():
-            self.sum = storage_id(args[0]), self.bytes
+            if (storage := args[0].untyped_storage()) in self.alive:
+                self.sum[storage] = self.alive.bytes
         else:
-            self._reach(self.bytes + hidden_in_backward(function, args, self.gpu), str(function))
+            self._reach(self.alive.bytes + hidden_in_backward(function, args, self.gpu), str(function))
         return result
-
-    def _let_go(self) -> None:
-        for key, (storage, size) in list(self.alive.items()):
-            if storage.expired():
-                self.bytes -= size
-                del self.alive[key]
 
     def _reach(self, reached: int, operator: str) -> None:
         if reached > self.peak:

@@ -15,15 +15,15 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..program.copies import copies
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
+from ..program.storages import ByStorage
 from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.dispatch import run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
-from ..torch_state.private import TorchDispatchMode, id_of_storage
+from ..torch_state.private import TorchDispatchMode
 from .arguments import Sample
 from .forward.call_counter import CallCounter
 from .forward.contents import has_content
@@ -129,7 +129,7 @@ class _Log(TorchDispatchMode):
         self.owners: list[torch.fx.Node | None] = []  # for each, the node of the program that it belongs to
         self.owner: torch.fx.Node | None = None
         self.is_paused = False
-        self.storages: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.storages: ByStorage[int] = ByStorage()
         self.count = 0
         for tensor in known:
             if storage_of(tensor) is not None:
@@ -186,11 +186,10 @@ class _Log(TorchDispatchMode):
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
-        known = self.storages.get(id_of_storage(storage))
-        if known is None or known[1].expired():
-            known = self.storages[id_of_storage(storage)] = self.count, StorageWeakRef(storage)
+        if storage not in self.storages:
+            self.storages[storage] = self.count
             self.count += 1
-        return known[0]
+        return self.storages[storage]
 
 
 class _Run:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import copy
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import ParseError
 from ...program.program import tensor_leaves
-from ...torch_state.private import FakeTensor, TorchDispatchMode, id_of_storage, schema_of, storage_id
+from ...program.storages import ByStorage
+from ...torch_state.private import FakeTensor, TorchDispatchMode, schema_of
 from .location import user_line
 
 LARGEST = 4 << 20
@@ -26,19 +26,12 @@ LARGEST = 4 << 20
 _DECIDED_BY_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class _Content(NamedTuple):
-    """Of the storage of a meta tensor."""
-
-    reference: StorageWeakRef  # keeps the address from being used again while the entry stands
-    real: torch.UntypedStorage
-
-
 class Contents(TorchDispatchMode):
     """Runs operators on meta tensors, and knows what is in some of these."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: dict[int, _Content] = {}
+        self.known: ByStorage[torch.UntypedStorage] = ByStorage()  # with the content of a meta tensor's
 
     def meta(self, tensor: torch.Tensor) -> torch.Tensor:
         """A meta tensor laid out as a real one, whose content is known from here on; a meta tensor as it is."""
@@ -55,7 +48,7 @@ class Contents(TorchDispatchMode):
         args, kwargs = self._on_one_device(args, kwargs or {})
         given = tensor_leaves(args, kwargs)
         is_random = torch.Tag.nondeterministic_seeded in function.tags
-        is_known = not is_random and all(not t.is_meta or self._entry(t) is not None for t in given)
+        is_known = not is_random and all(not t.is_meta or t.untyped_storage() in self.known for t in given)
         is_read = any(tag in function.tags for tag in _DECIDED_BY_DATA) or _leaves_meta(given, kwargs)
         if is_known and is_read:
             return self._decided(function, args, kwargs)
@@ -94,20 +87,20 @@ class Contents(TorchDispatchMode):
 
     def _follow(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Compute what an operator made of known tensors, or wrote to them."""
-        made = [t for t in tensor_leaves(result) if t.is_meta and self._entry(t) is None]
+        made = [t for t in tensor_leaves(result) if t.is_meta and t.untyped_storage() not in self.known]
         writes = getattr(schema_of(function), "is_mutable", False)
         if not writes and (not made or sum(map(_size, made)) > LARGEST):
             return
         real = function(*self._real(args), **self._real(kwargs))
         for ours, theirs in zip(tensor_leaves(result), tensor_leaves(real), strict=True):
-            if ours.is_meta and self._entry(ours) is None and ours.stride() == theirs.stride():
+            if ours.is_meta and ours.untyped_storage() not in self.known and ours.stride() == theirs.stride():
                 self._bind(ours, theirs)
 
     def _forget(self, function: Any, args: Any) -> None:
         for argument, given in zip(schema_of(function).arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensor_leaves(given):
-                    self.known.pop(storage_id(tensor), None)
+                    self.known.pop(tensor.untyped_storage(), None)
 
     def _real(self, tree: Any) -> Any:
         return map_aggregate(tree, self._real_leaf)
@@ -117,23 +110,17 @@ class Contents(TorchDispatchMode):
             return torch.device("cpu")
         if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
             return leaf
-        entry = self._entry(leaf)
-        assert entry is not None
+        real = self.known[leaf.untyped_storage()]
         return torch.empty(0, dtype=leaf.dtype, device="cpu").set_(
-            entry.real, leaf.storage_offset(), leaf.shape, leaf.stride()
+            real, leaf.storage_offset(), leaf.shape, leaf.stride()
         )
 
-    def _entry(self, tensor: torch.Tensor) -> _Content | None:
-        entry = self.known.get(storage_id(tensor))
-        return None if entry is None or entry.reference.expired() else entry
-
     def _bind(self, meta: torch.Tensor, real: torch.Tensor) -> None:
-        self.known = {key: entry for key, entry in self.known.items() if not entry.reference.expired()}
         storage = meta.untyped_storage()
         if real.storage_offset() or real.untyped_storage().nbytes() < storage.nbytes():
             real = real.clone(memory_format=torch.preserve_format)
         if real.stride() == meta.stride() and real.untyped_storage().nbytes() >= storage.nbytes():
-            self.known[id_of_storage(storage)] = _Content(StorageWeakRef(storage), real.untyped_storage())
+            self.known[storage] = real.untyped_storage()
 
 
 def _leaves_meta(given: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:

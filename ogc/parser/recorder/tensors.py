@@ -9,11 +9,10 @@ from itertools import chain
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...program.program import CONSTANT, OWN, SHAPE, storage_of
-from ...torch_state.private import id_of_storage
+from ...program.storages import ByStorage
 from ..forward.location import user_line
 from ..traced import ALIVE, BYTES, CALL, History
 from ..weigh.record import layout_of
@@ -25,7 +24,6 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 class Storage:
     """A storage; ``layout`` (shape, strides, offset in entries) is that of its first tensor, which is ``node``."""
 
-    reference: StorageWeakRef
     number: int
     leaf: str | None  # that made it, if one did
     is_state: bool = False  # whether it is that of a parameter or buffer
@@ -54,8 +52,7 @@ class Tensors:
         self.state = dict(chain(model.named_parameters(), model.named_buffers()))
         self._names = {id(tensor): name for name, tensor in self.state.items()}  # all are held by the model
         self._nodes = WeakTensorKeyDictionary()
-        self._storages: dict[int, Storage] = {}
-        self._alive: list[Storage] = []  # but inputs and the model's state
+        self._storages: ByStorage[Storage] = ByStorage()
         self._calls = 0
         self._count = 0
         for number, tensor in enumerate(inputs):
@@ -63,7 +60,6 @@ class Tensors:
         for tensor in self.state.values():
             if (storage := self.storage(tensor)) is not None:
                 storage.is_state = True
-        self._alive.clear()
         self.external_numbers = frozenset(range(self._count))  # of the storages of inputs, parameters and buffers
 
     def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
@@ -80,15 +76,14 @@ class Tensors:
         """Number a call, and note which storages the forward holds during it."""
         self._calls += 1
         node.meta[CALL] = self._calls
-        self._alive = [storage for storage in self._alive if not storage.reference.expired()]
-        for storage in self._alive:
-            if storage.node is not None:
+        for storage in self._storages.values():
+            if storage.node is not None and storage.number not in self.external_numbers:
                 storage.node.meta[ALIVE] = self._calls
 
     def history(self, results: list[torch.Tensor], saved: list[torch.Tensor]) -> History:
         """That of a call with these results, which saves these tensors."""
-        raws = {id_of_storage(raw): raw for raw in map(storage_of, saved) if raw is not None}
-        entries = [(raw, self._entry(raw)) for raw in raws.values()]
+        raws = dict.fromkeys(raw for raw in map(storage_of, saved) if raw is not None)
+        entries = [(raw, self._storages.get(raw)) for raw in raws]
         own = [storage for storage in map(self.storage, results) if storage is not None]
         return History(
             results=tuple(storage.node.name for storage in own if storage.node is not None),
@@ -124,21 +119,16 @@ class Tensors:
         raw = storage_of(tensor)
         if raw is None:
             return None
-        known = self._entry(raw)
+        known = self._storages.get(raw)
         if known is None:
-            known = self._storages[id_of_storage(raw)] = Storage(StorageWeakRef(raw), self._count, leaf)
+            known = self._storages[raw] = Storage(self._count, leaf)
             self._count += 1
-            self._alive.append(known)
         return known
-
-    def _entry(self, raw: torch.UntypedStorage) -> Storage | None:
-        known = self._storages.get(id_of_storage(raw))
-        return None if known is None or known.reference.expired() else known
 
     def is_new(self, tensor: torch.Tensor) -> bool:
         """Whether nothing is known of the tensor's storage."""
         raw = storage_of(tensor)
-        return raw is None or self._entry(raw) is None
+        return raw is None or raw not in self._storages
 
     def write(self, tensor: torch.Tensor) -> None:
         """Note that the tensor is written."""
