@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.low_memory import LowMemory
 from ...operators.registry import live_arguments
@@ -15,6 +14,7 @@ from ...operators.weights import Place, Weights
 from ...program.layouts import Layout, is_dense
 from ...program.leaf import Leaf
 from ...program.program import Saved, TensorRef, has_history, tensor_leaves
+from ...program.storages import ByStorage
 from ...torch_state.private import base_of, storage_id, version_alone, version_of
 from .backward.again import Again
 from .gradients import Rebase
@@ -140,7 +140,7 @@ class Memory:
     """The storages of a program that runs, by identity: values, which it makes, and externals, each numbered from 0."""
 
     def __init__(self) -> None:
-        self.values: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.values: ByStorage[int] = ByStorage()
         self.externals: dict[int, int] = {}
         self.views: dict[int, list[TensorRef]] = {}  # the program tensors in each value
         self.views_of_externals: set[TensorRef] = set()  # such as slices of a parameter, with gradients of their own
@@ -159,8 +159,7 @@ class Memory:
 
     def value(self, tensor: torch.Tensor) -> int | None:
         """The number of the value that a tensor is in, or None."""
-        number, reference = self.values.get(storage_id(tensor), (None, None))
-        return number if reference is not None and not reference.expired() else None
+        return self.values.get(tensor.untyped_storage())
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in a value or an external."""
@@ -184,8 +183,7 @@ class Memory:
             ref = TensorRef(record.node.name, index)
             if not self.knows(tensor):
                 number = len(self.result.value_bytes)
-                # The weak reference keeps the address from being used again while the entry stands.
-                self.values[storage_id(tensor)] = number, StorageWeakRef(tensor.untyped_storage())
+                self.values[tensor.untyped_storage()] = number
                 self.result.value_bytes.append(tensor.untyped_storage().nbytes())
                 self.result.value_names.append(record.node.name if index == 0 else f"{record.node.name}.{index}")
                 record.writes.append(number)
