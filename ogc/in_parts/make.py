@@ -152,8 +152,6 @@ class _Planning:
             raise ParseError(f"In parts, a step of it fails ({type(error).__name__}: {error})") from error
         finally:
             parts.uninstall()
-            for twin in self.twins.values():  # may be what runs the part later: this step counts as no call of it
-                twin.runner.calls.clear()
         self.rest = rest_of_step(marks, calls, costs)
 
     @cached_property
