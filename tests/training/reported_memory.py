@@ -189,19 +189,16 @@ def weights_of_each_edge(training):
     learn(training, training.optimize(Molecules(), given), given)
 
 
-@report("neuraloperator/neuraloperator#726")
+@report("neuraloperator/neuraloperator#726", 0.8)
 def messages_that_are_added_up_in_chunks(training):
-    """Graphs of other sizes in each step."""
-    given = torch.randn(40, 8), torch.randint(40, (2, 240)), torch.randn(240, 4)
-    run = training.optimize(Chunked(), given)
-    for nodes, edges in ((40, 240), (30, 200)):
-        learn(training, run, (torch.randn(nodes, 8), torch.randint(nodes, (2, edges)), torch.randn(edges, 4)), count=2)
+    given = torch.randn(40, 8), torch.randint(40, (2, 160)), torch.randn(160, 4)
+    learn(training, training.optimize(Chunked(), given), given)
 
 
 class Chunked(Molecules):
     def forward(self, x, edges, features):
         for layer in self.layers:
-            parts = zip(edges.split(100, 1), features.split(100), strict=True)
+            parts = zip(edges.split(90, 1), features.split(90), strict=True)
             x = x + torch.stack([layer(x, part, known) for part, known in parts]).sum(0)
         return x.mean(0)
 
