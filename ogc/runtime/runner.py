@@ -212,7 +212,7 @@ class Runner:
         """Count a call that runs the plain model whatever its kind; with ``is_told``, log the reason once."""
         self.calls["", f"plain: {why}"] += 1
         if is_told:
-            self._tell(f"ogc runs the plain model, which keeps all activations: {why}")
+            tell_plain(why, self.told)
 
     def _kind(self, model: torch.nn.Module, inputs: InputSpec) -> Kind:
         return Kind((self.watched.get(model) or self.watch(model)).state(model), inputs, flags())
@@ -332,6 +332,13 @@ UNDER_HOOKS = (
 )
 COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, TRANSFORMED, REPLACED, MODE, SAVED)
 """Reasons to run the plain model in what may well be a training step."""
+
+
+def tell_plain(why: str, told: set[str]) -> None:
+    """Log once why the plain model runs; ``told`` has what was."""
+    if why not in told:
+        told.add(why)
+        log.warning(f"ogc runs the plain model, which keeps all activations: {why}")
 
 
 def plain_because(model: torch.nn.Module, training: bool) -> str:
