@@ -5,8 +5,9 @@ for them makes a collector, the hooks add to it while it runs, and it returns wh
 they do nothing. Where the collector comes and goes within the recorded forward, all that they do is in the program.
 Other hooks may do anything, so these are told by name.
 
-Hooks for saved tensors are off where torch.func differentiates, which takes none, and saves past them. Around a forward,
-such hooks may change what is saved, and a mode may have functions of torch do something else: neither is in a program.
+Hooks for saved tensors are off where torch.func differentiates, which takes none, and saves past them. Around a
+forward such hooks may change what is saved, and a mode may have functions of torch do something else. Neither is in a
+program.
 """
 
 from __future__ import annotations

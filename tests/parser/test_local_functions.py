@@ -22,7 +22,7 @@ def in_a_loop(layers, x):
 
 def as_a_lambda(layers, x):
     for layer in layers:
-        x = x + (lambda h: layer(h))(x)  # noqa: B023
+        x = x + (lambda h: layer(h))(x)
     return x
 
 

@@ -189,7 +189,10 @@ def energy_forces_and_hessian(training):
         (energy + forces.square().mean()).backward()
 
 
-@report("pytorch/pytorch#165880", says="it runs in a transform of torch.func or with forward-mode derivatives, which recompute nothing")
+@report(
+    "pytorch/pytorch#165880",
+    says="it runs in a transform of torch.func or with forward-mode derivatives, which recompute nothing",
+)
 def gradients_of_each_sample(training):
     x = torch.randn(16, 32)
     run = training.optimize(layers(drop=0.0), torch.randn(BATCH, 32))
@@ -303,7 +306,7 @@ def layers_that_are_converted_afterwards(training):
 class Packed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.gru, self.head = nn.Embedding(40, 16), nn.GRU(16, 16, 2, batch_first=True), layers(3, 16, 16)
+        self.embed, self.gru, self.head = nn.Embedding(40, 16), nn.GRU(16, 16, batch_first=True), layers(2, 16, 16)
 
     def forward(self, ids, lengths):
         packed = nn.utils.rnn.pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
@@ -329,8 +332,8 @@ class ManyInputs(nn.Module):
 
 
 @report("pytorch/pytorch#6959", 0.8)
-def hundreds_of_regions_side_by_side(training):
-    inputs = [torch.randn(16, 16) for _ in range(100)]
+def dozens_of_regions_side_by_side(training):
+    inputs = [torch.randn(16, 16) for _ in range(60)]
     learn(training, training.optimize(ManyInputs(), (inputs,)), (inputs,), count=2)
 
 

@@ -26,7 +26,7 @@ def loss_of_it(output):
 def a_language_model_that_fills_its_cache(training):
     transformers = library("transformers")
     config = transformers.Qwen2Config(
-        vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=WORDS, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, attention_dropout=0.1,
     )  # fmt: skip
     sample = {**batch(sentences()), "use_cache": True}
@@ -77,7 +77,10 @@ def preferences_against_the_model_without_its_adapters(training):
     optimizer = sgd(run)
 
     def likelihood(is_reference):
-        with torch.no_grad() if is_reference else nullcontext(), run.disable_adapter() if is_reference else nullcontext():
+        with (
+            torch.no_grad() if is_reference else nullcontext(),
+            run.disable_adapter() if is_reference else nullcontext(),
+        ):
             scores = run(**sample).logits[:, :-1].log_softmax(-1)
         return scores.gather(2, rows["labels"][:, 1:, None]).sum((1, 2))
 
@@ -94,8 +97,8 @@ def preferences_against_the_model_without_its_adapters(training):
 def a_unet_of_which_a_part_is_frozen(training):
     diffusers = library("diffusers")
     model = diffusers.UNet2DModel(
-        16, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        16, block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, add_attention=False,
+        down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2,
     )  # fmt: skip
     model.requires_grad_(False)
     model.mid_block.requires_grad_(True)

@@ -153,11 +153,13 @@ def a_region_that_ends_in_place_behind_a_view(training):
 class Routed(nn.Module):
     """Rows go to the expert with the best score; scores are noisy and have ties."""
 
-    def __init__(self, experts=4):
+    def __init__(self, experts=2):
         super().__init__()
-        self.before, self.score = layers(4, out=32), nn.Linear(32, experts, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(experts))
-        self.after = layers(4)
+        self.before, self.score = layers(3, out=32), nn.Linear(32, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(experts)
+        )
+        self.after = layers(2)
 
     def forward(self, x):
         x = self.before(x)

@@ -111,7 +111,7 @@ class CalledFunctions:
 
     def _made_within(self, frame: FrameType | None) -> set[int]:
         """The numbers of the codes of which calls that run in the forward make functions."""
-        made = set()
+        made: set[int] = set()
         while frame is not None and frame is not self._around:
             made.update(id(constant) for constant in frame.f_code.co_consts if isinstance(constant, CodeType))
             frame = frame.f_back
