@@ -24,7 +24,7 @@ from ..program.program import Program, attribute, get_attribute, without_autocas
 from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.flags import Flags, flags, flags_held, without_benchmark
 from ..torch_state.forwards import is_as_assigned
-from ..torch_state.hooks import MODE, SAVED, what_is_around
+from ..torch_state.hooks import DISPATCH, MODE, SAVED, what_is_around
 from ..torch_state.module_state import State, WatchedModule
 from ..torch_state.no_trace import is_plain
 from ..torch_state.private import (
@@ -330,7 +330,7 @@ UNDER_HOOKS = (
     "it is called under hooks for saved tensors, as those of torch.utils.checkpoint; switch gradient checkpointing "
     "off, in the model and in the trainer (gradient_checkpointing=False): what is planned recomputes by itself"
 )
-COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, TRANSFORMED, REPLACED, MODE, SAVED)
+COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, TRANSFORMED, REPLACED, MODE, DISPATCH, SAVED)
 """Reasons to run the plain model in what may well be a training step."""
 
 

@@ -23,6 +23,7 @@ from .private import (
     COMPILED,
     DeviceContext,
     always_called_of,
+    dispatch_modes,
     enter_saved_tensors_hooks,
     function_modes,
     hooks_of,
@@ -44,6 +45,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 MODE = "a TorchFunctionMode is on, which may have functions of torch do something else"
+DISPATCH = "a TorchDispatchMode is on, which may have operators do something else; its only_looks = True says it does not"
 SAVED = "hooks for saved tensors are on, which may give the backward something else than was saved"
 
 
@@ -51,13 +53,15 @@ def what_is_around() -> str:
     """What the caller has put around the forward that may change what it gives, in words; "" if nothing."""
     if any(type(mode) is not DeviceContext for mode in function_modes()):
         return MODE
+    if not all(_is_known(type(mode)) or getattr(mode, "only_looks", False) for mode in dispatch_modes()):
+        return DISPATCH
     hooks = saved_tensors_hooks_in_use()
-    return "" if hooks is None or all(map(_only_keeps, hooks)) else SAVED
+    return "" if hooks is None or all(map(_is_known, hooks)) else SAVED
 
 
-def _only_keeps(hook: Any) -> bool:
-    """Whether a hook is PyTorch's own, of which none changes values, or the runtime's."""
-    return getattr(hook, "__module__", "").partition(".")[0] in ("torch", __name__.partition(".")[0])
+def _is_known(thing: Any) -> bool:
+    """Whether it is PyTorch's own, of which none changes values, or ours."""
+    return getattr(thing, "__module__", "").partition(".")[0] in ("torch", __name__.partition(".")[0])
 
 
 def only_collects(module: torch.nn.Module) -> bool:

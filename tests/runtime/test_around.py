@@ -6,6 +6,7 @@ from helpers import loss_of
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ogc
@@ -16,6 +17,22 @@ class Sines(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return torch.sin(*args) if function is torch.tanh else function(*args, **(kwargs or {}))
+
+
+class SinesBelow(TorchDispatchMode):
+    """Has a sine be computed for each hyperbolic tangent, below autograd."""
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return torch.sin(*args) if operator is torch.ops.aten.tanh.default else operator(*args, **(kwargs or {}))
+
+
+class Looks(TorchDispatchMode):
+    """Looks at operators."""
+
+    only_looks = True
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        return operator(*args, **(kwargs or {}))
 
 
 class Tanhs(nn.Module):
@@ -46,7 +63,7 @@ def rounding():
     )
 
 
-CHANGES = {"TorchFunctionMode": Sines, "hooks for saved tensors": rounding}
+CHANGES = {"TorchFunctionMode": Sines, "TorchDispatchMode": SinesBelow, "hooks for saved tensors": rounding}
 
 
 def gradients(model, run, x, around):
@@ -82,7 +99,7 @@ def on_the_cpu():
     return torch.device("cpu")
 
 
-@pytest.mark.parametrize("around", [save_on_cpu, on_the_cpu])
+@pytest.mark.parametrize("around", [save_on_cpu, on_the_cpu, Looks])
 def test_what_changes_nothing_is_planned_for(around):
     model, x = Tanhs(), torch.randn(256, 32)
     with around():

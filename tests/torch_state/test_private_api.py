@@ -383,6 +383,11 @@ def within_a_mode(modes):
         return modes() == [mode]
 
 
+def within_a_dispatch_mode(modes):
+    with torch.utils._python_dispatch.BaseTorchDispatchMode() as mode:
+        return modes() == [mode]
+
+
 def on_a_device(modes):
     with torch.device("cpu"):
         return modes()
@@ -484,6 +489,7 @@ CHECKS = {
     "has_kernel": lambda has: has("aten::linear", "AutocastCPU") and not has("aten::relu", "AutocastCPU"),
     "saved_tensors_hooks_in_use": lambda hooks: hooks() is None and in_use(hooks),
     "function_modes": lambda modes: modes() == [] and within_a_mode(modes),
+    "dispatch_modes": lambda modes: modes() == [] and within_a_dispatch_mode(modes),
     "DeviceContext": lambda kind: type(on_a_device(torch.overrides._get_current_function_mode_stack)[0]) is kind,
     "leave_saved_tensors_hooks": lambda leave: not left_in_use(leave),
     "enter_saved_tensors_hooks": entered,
