@@ -23,6 +23,8 @@ from .private import (
     COMPILED,
     DeviceContext,
     always_called_of,
+    count_dispatch_modes,
+    count_function_modes,
     dispatch_modes,
     enter_saved_tensors_hooks,
     function_modes,
@@ -45,18 +47,24 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 MODE = "a TorchFunctionMode is on, which may have functions of torch do something else"
-DISPATCH = "a TorchDispatchMode is on, which may have operators do something else; its only_looks = True says it does not"
+DISPATCH = (
+    "a TorchDispatchMode is on, which may have operators do something else; if it only looks, give it only_looks = True"
+)
 SAVED = "hooks for saved tensors are on, which may give the backward something else than was saved"
 
 
 def what_is_around() -> str:
     """What the caller has put around the forward that may change what it gives, in words; "" if nothing."""
-    if any(type(mode) is not DeviceContext for mode in function_modes()):
+    if count_function_modes() and any(type(mode) is not DeviceContext for mode in function_modes()):
         return MODE
-    if not all(_is_known(type(mode)) or getattr(mode, "only_looks", False) for mode in dispatch_modes()):
+    if count_dispatch_modes() and not all(map(_only_looks, dispatch_modes())):
         return DISPATCH
     hooks = saved_tensors_hooks_in_use()
     return "" if hooks is None or all(map(_is_known, hooks)) else SAVED
+
+
+def _only_looks(mode: Any) -> bool:
+    return _is_known(type(mode)) or getattr(mode, "only_looks", False)
 
 
 def _is_known(thing: Any) -> bool:
