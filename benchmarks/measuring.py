@@ -51,6 +51,8 @@ class FlopCounter(TorchDispatchMode):
     Unlike ``FlopCounterMode`` it lets compiled code run as compiled: that one makes ``torch.compile`` step aside.
     """
 
+    only_looks = True  # so that plans run under it
+
     def __init__(self) -> None:
         super().__init__()
         self.total = 0

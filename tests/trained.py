@@ -29,6 +29,7 @@ class Training:
     def __init__(self, is_plain: bool) -> None:
         self.is_plain = is_plain
         self.models: list[nn.Module] = []
+        self.optimised: list[nn.Module] = []
         self.found: list[torch.Tensor] = []
         self.peak = 0
 
@@ -38,6 +39,7 @@ class Training:
             return model
         optimised = ogc.optimize(model, sample, **wish)
         assert not optimised.plan.is_plain
+        self.optimised.append(optimised)
         return optimised
 
     def same(self, *tensors: torch.Tensor) -> None:
@@ -68,11 +70,11 @@ def assert_trained_alike(
     monkeypatch: pytest.MonkeyPatch,
     share: float | None = None,
     runs_plan: bool = True,
-) -> None:
+) -> Training:
     """``train`` ends with the same weights, gradients, buffers and random state, bit by bit, and runs a plan.
 
     With ``runs_plan`` False it runs the plain model, for a reason that is logged.
-    The peak that it measured is at most this share of the plain one.
+    The peak that it measured is at most this share of the plain one. Returned is that of the optimized model.
     """
     plain, ours = Training(True), Training(False)
     opened: list[int] = []
@@ -91,6 +93,7 @@ def assert_trained_alike(
     assert not different, different
     if share is not None:
         assert 0 < ours.peak <= share * plain.peak, f"{ours.peak} bytes, {plain.peak} of the plain model"
+    return ours
 
 
 def sentences(count: int = 14, length: int = 32, shortest: int | None = None) -> list[dict[str, torch.Tensor]]:

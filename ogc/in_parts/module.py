@@ -25,7 +25,7 @@ from ..program.structures import Call
 from ..runtime.calls.report import Calls, Report
 from ..runtime.compiling import kept_from_compiling
 from ..runtime.module import copied, instance_around, planned_forward
-from ..runtime.runner import UNDER_HOOKS, Planner, Runner, log, plain_because
+from ..runtime.runner import COSTS_THE_SAVING, UNDER_HOOKS, Planner, Runner, log, plain_because, tell_plain
 from ..torch_state.forwards import original_class
 from ..torch_state.no_trace import is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
@@ -254,6 +254,8 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
             return original.forward(self, *args, **kwargs)
         if why := plain_because(self, training):
             plain[why] += 1
+            if why in COSTS_THE_SAVING:
+                tell_plain(why, found.told)
             return original.forward(self, *args, **kwargs)
         with found.running():
             return original.forward(self, *args, **kwargs)

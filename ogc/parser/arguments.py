@@ -11,7 +11,7 @@ from ..errors import InputError, ParseError
 from ..program.copies import copies
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec, autocast_state
-from ..torch_state.hooks import is_compiled
+from ..torch_state.hooks import MODE, is_compiled, what_is_around
 from ..torch_state.ranks.shards import is_spread
 from .forward.contents import Contents, has_content, lacks_content, on_meta
 
@@ -39,6 +39,8 @@ def check_model(model: Any, may_lack_content: bool = False) -> None:
             )
     if torch.is_inference_mode_enabled():
         raise InputError("nothing can be trained under torch.inference_mode(); leave it first")
+    if what_is_around() == MODE:
+        raise InputError(f"{MODE}, and a plan made in it would do that ever after; leave it first")
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise InputError(f"parameter {name} is not initialized; call the model once on an input before")

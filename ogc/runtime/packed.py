@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import ReplayError
 from ..program.leaf import Leaf
 from ..program.program import storage_of
-from ..torch_state.private import id_of_storage, is_view, untraced, version_of
+from ..torch_state.private import id_of_storage, is_view, keeps_graph, untraced, version_of
 from .marks import Marks
 
 
@@ -54,10 +54,16 @@ def dropped(tensor: torch.Tensor) -> tuple[_Nobody, None]:
 
 @untraced
 def unpack(packed: Any) -> torch.Tensor:
-    """The tensor that a pair stands for: (tensor, its version), or (who has it, its slot there)."""
-    owner, key = packed if type(packed) is tuple else packed.pair
+    """The tensor that a pair stands for: (tensor, its version), or (who has it, its slot there).
+
+    The backward of a custom function may ask for it more than once, so there it stays until autograd lets go of it.
+    """
+    is_leafs = type(packed) is Packed
+    owner, key = packed.pair if is_leafs else packed
     if not isinstance(owner, torch.Tensor):
         found: torch.Tensor = owner.fetch(key)
+        if is_leafs and not keeps_graph():
+            packed.pair = kept(found)
         return found
     if version_of(owner) != key:
         raise ReplayError(
@@ -65,6 +71,13 @@ def unpack(packed: Any) -> torch.Tensor:
             f"a tensor of shape {tuple(owner.shape)} is at version {version_of(owner)}, expected {key}"
         )
     return owner
+
+
+@dataclass(eq=False)
+class Packed:
+    """A pair that may be replaced by another one: what leaves save."""
+
+    pair: Any
 
 
 class Argument:
@@ -80,9 +93,9 @@ class Argument:
     def is_like(self, tensor: torch.Tensor) -> bool:
         return (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == self.kind
 
-    def save(self, tensor: torch.Tensor) -> tuple[Argument, Any]:
+    def save(self, tensor: torch.Tensor) -> Packed:
         self.saved += 1
-        return self, (tensor.shape, tensor.stride(), tensor.storage_offset())
+        return Packed((self, (tensor.shape, tensor.stride(), tensor.storage_offset())))
 
     def fetch(self, layout: Any) -> torch.Tensor:
         with self.frame.lock:
@@ -95,13 +108,6 @@ class Argument:
             return found
 
 
-@dataclass(eq=False)
-class _Packed:
-    """A pair that may be replaced by another one."""
-
-    pair: Any
-
-
 class RepeatedCall:
     """One call of a leaf that is called twice, and what it saved, in order.
 
@@ -111,17 +117,17 @@ class RepeatedCall:
     def __init__(self, operation: int, leaf: Leaf) -> None:
         self.operation = operation
         self.leaf = leaf
-        self.packed: list[_Packed] = []
+        self.packed: list[Packed] = []
         self.count = 0
-        self.dropped: list[tuple[int, weakref.ref[_Packed]]] = []  # its number, and what autograd holds for it
+        self.dropped: list[tuple[int, weakref.ref[Packed]]] = []  # its number, and what autograd holds for it
         self.marks = Marks((), ())  # of what was dropped, and of the results
 
     def run(self, module: torch.nn.Module | None, given: list[torch.Tensor]) -> Any:
         """The results of the call."""
 
         @untraced
-        def pack(tensor: torch.Tensor) -> _Packed:
-            self.packed.append(_Packed(kept(tensor)))
+        def pack(tensor: torch.Tensor) -> Packed:
+            self.packed.append(Packed(kept(tensor)))
             return self.packed[-1]
 
         with saved_tensors_hooks(pack, unpack):

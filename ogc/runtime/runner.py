@@ -24,6 +24,7 @@ from ..program.program import Program, attribute, get_attribute, without_autocas
 from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.flags import Flags, flags, flags_held, without_benchmark
 from ..torch_state.forwards import is_as_assigned
+from ..torch_state.hooks import DISPATCH, MODE, SAVED, what_is_around
 from ..torch_state.module_state import State, WatchedModule
 from ..torch_state.no_trace import is_plain
 from ..torch_state.private import (
@@ -211,7 +212,7 @@ class Runner:
         """Count a call that runs the plain model whatever its kind; with ``is_told``, log the reason once."""
         self.calls["", f"plain: {why}"] += 1
         if is_told:
-            self._tell(f"ogc runs the plain model, which keeps all activations: {why}")
+            tell_plain(why, self.told)
 
     def _kind(self, model: torch.nn.Module, inputs: InputSpec) -> Kind:
         return Kind((self.watched.get(model) or self.watch(model)).state(model), inputs, flags())
@@ -329,8 +330,15 @@ UNDER_HOOKS = (
     "it is called under hooks for saved tensors, as those of torch.utils.checkpoint; switch gradient checkpointing "
     "off, in the model and in the trainer (gradient_checkpointing=False): what is planned recomputes by itself"
 )
-COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, TRANSFORMED, REPLACED)
+COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, TRANSFORMED, REPLACED, MODE, DISPATCH, SAVED)
 """Reasons to run the plain model in what may well be a training step."""
+
+
+def tell_plain(why: str, told: set[str]) -> None:
+    """Log once why the plain model runs; ``told`` has what was."""
+    if why not in told:
+        told.add(why)
+        log.warning(f"ogc runs the plain model, which keeps all activations: {why}")
 
 
 def plain_because(model: torch.nn.Module, training: bool) -> str:
@@ -343,7 +351,7 @@ def plain_because(model: torch.nn.Module, training: bool) -> str:
         return EVAL
     if is_functorch_active() or has_tangents():
         return TRANSFORMED
-    return HOOKED if has_global_hooks() else CACHED if parametrizations_are_cached() else ""
+    return HOOKED if has_global_hooks() else CACHED if parametrizations_are_cached() else what_is_around()
 
 
 def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[Any, ...]:

@@ -5,7 +5,9 @@ for them makes a collector, the hooks add to it while it runs, and it returns wh
 they do nothing. Where the collector comes and goes within the recorded forward, all that they do is in the program.
 Other hooks may do anything, so these are told by name.
 
-Hooks for saved tensors are off where torch.func differentiates, which takes none, and saves past them.
+Hooks for saved tensors are off where torch.func differentiates, which takes none, and saves past them. Around a
+forward such hooks may change what is saved, and a mode may have functions of torch do something else. Neither is in a
+program.
 """
 
 from __future__ import annotations
@@ -19,8 +21,13 @@ import torch
 from .private import (
     CALL,
     COMPILED,
+    DeviceContext,
     always_called_of,
+    count_dispatch_modes,
+    count_function_modes,
+    dispatch_modes,
     enter_saved_tensors_hooks,
+    function_modes,
     hooks_of,
     leave_saved_tensors_hooks,
     saved_tensors_hooks_in_use,
@@ -37,6 +44,32 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls of the module run compiled code."""
     compiled = getattr(module, CALL)  # or a part of a model that is planned in parts
     return COMPILED in submodules_of(module) or not (compiled is None or hasattr(compiled, "part_of"))
+
+
+MODE = "a TorchFunctionMode is on, which may have functions of torch do something else"
+DISPATCH = (
+    "a TorchDispatchMode is on, which may have operators do something else; if it only looks, give it only_looks = True"
+)
+SAVED = "hooks for saved tensors are on, which may give the backward something else than was saved"
+
+
+def what_is_around() -> str:
+    """What the caller has put around the forward that may change what it gives, in words; "" if nothing."""
+    if count_function_modes() and any(type(mode) is not DeviceContext for mode in function_modes()):
+        return MODE
+    if count_dispatch_modes() and not all(map(_only_looks, dispatch_modes())):
+        return DISPATCH
+    hooks = saved_tensors_hooks_in_use()
+    return "" if hooks is None or all(map(_is_known, hooks)) else SAVED
+
+
+def _only_looks(mode: Any) -> bool:
+    return _is_known(type(mode)) or getattr(mode, "only_looks", False)
+
+
+def _is_known(thing: Any) -> bool:
+    """Whether it is PyTorch's own, of which none changes values, or ours."""
+    return getattr(thing, "__module__", "").partition(".")[0] in ("torch", __name__.partition(".")[0])
 
 
 def only_collects(module: torch.nn.Module) -> bool:

@@ -105,6 +105,16 @@ has_kernel: Any = cache(_C._dispatch_has_kernel_for_dispatch_key)
 """Whether an operator, by name, has a kernel for a dispatch key. Without it as without ``AUTOCAST``."""
 saved_tensors_hooks_in_use: Any = partial(_C._autograd._top_saved_tensors_default_hooks, True)
 """The innermost hooks for saved tensors, or None. Without it parts are planned in torch.utils.checkpoint."""
+function_modes: Any = torch.overrides._get_current_function_mode_stack
+"""The modes that functions of torch are handed to. Without it those around a planned forward are passed by."""
+count_function_modes: Any = _C._len_torch_function_stack
+"""How many ``function_modes`` there are. Without it as without these."""
+count_dispatch_modes: Any = _C._len_torch_dispatch_stack
+"""How many ``dispatch_modes`` there are. Without it as without these."""
+dispatch_modes: Any = torch.utils._python_dispatch._get_current_dispatch_mode_stack
+"""The modes that operators are handed to. Without it what runs again runs outside of those around the forward."""
+DeviceContext = torch.utils._device.DeviceContext
+"""The mode that a default device is. Without it the plain model runs wherever one is set."""
 enter_saved_tensors_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
 """Puts hooks for saved tensors on. Without it nothing runs again."""
 leave_saved_tensors_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks

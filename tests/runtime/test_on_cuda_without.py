@@ -21,6 +21,8 @@ from ogc.torch_state.private import TorchDispatchMode
 class Reading(TorchDispatchMode):
     """Notes what waits for a device: numbers that are read out of tensors."""
 
+    only_looks = True
+
     def __init__(self):
         super().__init__()
         self.read = []

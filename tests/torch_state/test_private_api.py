@@ -378,6 +378,21 @@ def is_finished(work):
     return "Work" in str(work()._type()) and work()._has_method("wait")
 
 
+def within_a_mode(modes):
+    with torch.overrides.BaseTorchFunctionMode() as mode:
+        return modes() == [mode]
+
+
+def within_a_dispatch_mode(modes, expected=None):
+    with torch.utils._python_dispatch.BaseTorchDispatchMode() as mode:
+        return modes() == (expected or [mode])
+
+
+def on_a_device(modes):
+    with torch.device("cpu"):
+        return modes()
+
+
 def goes_before_others(alone):
     from ogc.torch_state.ranks import collectives
 
@@ -473,6 +488,11 @@ CHECKS = {
     "not_recording": is_off,
     "has_kernel": lambda has: has("aten::linear", "AutocastCPU") and not has("aten::relu", "AutocastCPU"),
     "saved_tensors_hooks_in_use": lambda hooks: hooks() is None and in_use(hooks),
+    "function_modes": lambda modes: modes() == [] and within_a_mode(modes),
+    "count_function_modes": lambda count: count() == 0 and on_a_device(count) == 1,
+    "count_dispatch_modes": lambda count: count() == 0 and within_a_dispatch_mode(lambda: [None] * count(), [None]),
+    "dispatch_modes": lambda modes: modes() == [] and within_a_dispatch_mode(modes),
+    "DeviceContext": lambda kind: type(on_a_device(torch.overrides._get_current_function_mode_stack)[0]) is kind,
     "leave_saved_tensors_hooks": lambda leave: not left_in_use(leave),
     "enter_saved_tensors_hooks": entered,
     "set_grad_enabled": switches,

@@ -80,6 +80,7 @@ class PythonCalls:
                 wrap(stack, torch.Tensor, name, call)
         for owner, name in product((torch, torch.random), _SEEDS):
             wrap(stack, owner, name, self._seed)
+        wrap(stack, torch.autograd.graph.saved_tensors_hooks, "__enter__", self._saved)
         wrap(stack, torch.Tensor, "requires_grad_", self._requires_grad)
         replace(stack, torch.Tensor, "shape", lambda shape: property(partial(self._size, shape.__get__)))
         replace(stack, torch.Tensor, "requires_grad", self._requires_grad_property)
@@ -200,6 +201,11 @@ class PythonCalls:
         if self.is_on:
             self.recorder.refuse(f"calls {method.__name__} of a tensor at {user_line()}")
         return method(*args, **kwargs)
+
+    def _saved(self, enter: Callable[..., Any], hooks: Any) -> Any:
+        if self.is_on:
+            self.recorder.refuse(f"has hooks of its own for what is saved (saved_tensors_hooks) at {user_line()}")
+        return enter(hooks)
 
     def _requires_grad(self, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.gradient_begun_at(tensor) if self.is_on else nullcontext():

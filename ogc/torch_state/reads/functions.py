@@ -59,6 +59,7 @@ class CalledFunctions:
         self._others: dict[int, CodeType] = {}  # which also keeps their numbers from being used again
         self._seen: set[tuple[Any, ...]] = set()
         self._has_looked = False
+        self._around: FrameType | None = None  # the frame that calls the forward
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -73,10 +74,14 @@ class CalledFunctions:
             yield
         finally:
             put(before)
+            self._around = None
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != "call" or id(code) in self._others:
+        if event != "call":
+            return
+        self._around = self._around or frame.f_back
+        if id(code) in self._others:
             return
         if not is_followed(frame.f_globals.get("__name__")):
             self._others[id(code)] = code
@@ -95,11 +100,22 @@ class CalledFunctions:
         if self._has_looked or known:
             return known
         self._has_looked = True
+        old = {id(function) for found in _functions.values() for reference in found if (function := reference())}
+        made = self._made_within(frame)
         _functions.clear()
         for function in _all_functions():
-            if is_followed(function.__globals__.get("__name__")):
+            is_made = id(function.__code__) in made and id(function) not in old
+            if not is_made and is_followed(function.__globals__.get("__name__")):
                 _functions.setdefault(id(function.__code__), []).append(weakref.ref(function))
         return _known(code, frame)
+
+    def _made_within(self, frame: FrameType | None) -> set[int]:
+        """The numbers of the codes of which calls that run in the forward make functions."""
+        made: set[int] = set()
+        while frame is not None and frame is not self._around:
+            made.update(id(constant) for constant in frame.f_code.co_consts if isinstance(constant, CodeType))
+            frame = frame.f_back
+        return made
 
 
 def _known(code: CodeType, frame: FrameType) -> list[FunctionType]:

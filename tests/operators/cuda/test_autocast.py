@@ -55,6 +55,8 @@ MODELS = {"words": (Words, torch.arange(24).view(2, 12)), "images": (Images, tor
 class Dispatched(TorchDispatchMode):
     """The operators below autograd, and the types of what they give."""
 
+    only_looks = True
+
     def __init__(self):
         super().__init__()
         self.calls = []
