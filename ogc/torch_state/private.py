@@ -5,6 +5,8 @@ Operators of aten whose names begin so are no part of this. tests/torch_state/te
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 import torch._C._profiler
 import torch._dynamo
 import torch._dynamo.types
+import torch._functorch.pyfunctorch
 import torch._ops
 import torch._subclasses.fake_tensor
 import torch.profiler._utils
@@ -119,6 +122,28 @@ matmul_precision: Any = _C._get_float32_matmul_precision
 """How exact products of float32 are. Without it as without ``FLAGS``."""
 is_functorch_active: Any = _C._are_functorch_transforms_active
 """Whether a transform of torch.func runs. Without it custom functions inside one are made leaves, and fail."""
+_BATCHED, _VMAP = map(_C._parse_dispatch_key, ("Batched", "VmapMode"))
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for many, as in ``vmap``. Without it low-memory backwards fail for many gradients."""
+    return _C._dispatch_keys(tensor).has(_BATCHED) or _C._functorch.is_batchedtensor(tensor)
+
+
+def is_mapped() -> bool:
+    """Whether a ``vmap`` runs, also for ``is_grads_batched``. Without it as without ``unmapped``."""
+    is_for_many = _C._dispatch_tls_is_dispatch_key_included(_VMAP) and not _C._dispatch_tls_is_dispatch_key_excluded(_VMAP)
+    return is_for_many or is_functorch_active()
+
+
+@contextmanager
+def unmapped() -> Iterator[None]:
+    """Inside, no ``vmap`` and no transform runs. Without it nothing runs again in a backward for many gradients."""
+    with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
+        with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_VMAP)):
+            yield
+
+
 
 
 def has_tangents() -> bool:
