@@ -82,10 +82,20 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A tensor that is no leaf, without its history."""
+    """A leaf, or another tensor without its history, and whether it required grad, which may have been set since."""
 
     tensor: torch.Tensor
     requires_grad: bool
+
+    @property
+    def is_to_start(self) -> bool:
+        """Whether it is to be made differentiable."""
+        return self.requires_grad and not self.tensor.requires_grad
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether the tensor may be used as it is."""
+        return self.requires_grad == self.tensor.requires_grad
 
 
 def detached(value: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
@@ -94,7 +104,7 @@ def detached(value: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
         is_own = value.is_leaf and not is_view(value)  # a view holds on to what it is a view of
         tensor = value if is_own else value.detach()
         tensors.append((tensor, version_of(tensor)))
-        return value if is_own else _Held(tensor, value.requires_grad)
+        return _Held(tensor, value.requires_grad)
     if isinstance(value, (list, tuple)):
         return type(value)([detached(item, tensors) for item in value])
     return value
@@ -109,7 +119,7 @@ def differentiable(held: list[Any]) -> Any:
 def _starts(held: Any) -> Iterator[torch.Tensor]:
     """The tensors that are to be made differentiable."""
     if isinstance(held, _Held):
-        if held.requires_grad:
+        if held.is_to_start:
             yield held.tensor
     elif isinstance(held, (list, tuple)):
         for item in held:
@@ -119,7 +129,9 @@ def _starts(held: Any) -> Iterator[torch.Tensor]:
 def _with(held: Any, made: Iterator[torch.Tensor]) -> Any:
     """What was held, with what was made of these."""
     if isinstance(held, _Held):
-        return next(made) if held.requires_grad else held.tensor
+        if held.is_to_start:
+            return next(made)
+        return held.tensor if held.is_as_it_was else held.tensor.detach()
     if isinstance(held, (list, tuple)):
         return type(held)([_with(item, made) for item in held])
     return held
