@@ -33,6 +33,7 @@ from ..torch_state.hooks import TAKES_NONE, hooks_off_in, is_compiled
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.private import (
     CALL,
+    current_backward,
     id_of_storage,
     is_functorch_active,
     own_call,
@@ -71,6 +72,7 @@ class FoundParts:
     Attributes:
         parts: in the order of their first calls.
         calls: for each call of a part, the number of the part, in order.
+        again: for each of these calls, the bytes it saves that a backward inside the forward saves, too.
         plain: the modules that stay plain, by name, and why; ``""`` is the model itself.
         saved_bytes: what autograd saves for the operators of each of these, beside what others do.
         late: submodules that were not called, by name.
@@ -78,6 +80,7 @@ class FoundParts:
 
     parts: list[Part] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
     plain: dict[str, str] = field(default_factory=dict)
     saved_bytes: dict[str, int] = field(default_factory=dict)
     late: dict[str, torch.nn.Module] = field(default_factory=dict)
@@ -186,6 +189,7 @@ class _Forward:
         self.hooks = saved_tensors_hooks(self._saved, _unpacked)
         self.given: list[tuple[str, torch.Tensor, int]] = []  # part, what shares the version of its input, version
         self.counted: dict[int, StorageWeakRef] = {}
+        self.of_parts: dict[int, tuple[StorageWeakRef, int]] = {}  # what they saved, and the number of the call
         self.attributes: dict[str, dict[str, Any]] = {}  # as they were, but for what parts changed of their own
         self.unfit: dict[str, str] = {}  # parts that cannot be, after all
         self.compiled = {m: vars(m).get(CALL) for m in _eager(self.names) if is_compiled(m)}
@@ -280,6 +284,7 @@ class _Forward:
         if part not in self.found.parts:
             self.found.parts.append(part)
         self.found.calls.append(self.found.parts.index(part))
+        self.found.again.append(0)
         self.in_part = True
         try:
             return module.forward(*args, **kwargs)
@@ -315,9 +320,16 @@ class _Forward:
 
     @untraced
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if not self.in_part and self._is_new(tensor):
-            scope = self.scopes[-1]
-            self.found.saved_bytes[scope] = self.found.saved_bytes.get(scope, 0) + tensor.untyped_storage().nbytes()
+        storage = storage_of(tensor)
+        if storage is not None and self.in_part:
+            self.of_parts[id_of_storage(storage)] = StorageWeakRef(storage), len(self.found.calls) - 1
+        elif storage is not None and self._is_new(tensor):
+            reference, call = self.of_parts.get(id_of_storage(storage), (None, 0))
+            if reference is not None and not reference.expired() and current_backward() != -1:
+                self.found.again[call] += storage.nbytes()
+            else:
+                scope = self.scopes[-1]
+                self.found.saved_bytes[scope] = self.found.saved_bytes.get(scope, 0) + storage.nbytes()
         return tensor.detach() if self.keeps else None
 
     def _is_new(self, tensor: torch.Tensor) -> bool:

@@ -162,9 +162,13 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
+current_backward: Any = _C._current_graph_task_id
+"""The number of the backward that runs on this thread, or -1. Without it as without ``keeps_graph``."""
+
+
 def keeps_graph() -> bool:
     """Whether another backward may come: none runs, or one with ``retain_graph=True``. Without it that one fails."""
-    return _C._current_graph_task_id() == -1 or bool(_C._autograd._get_current_graph_task_keep_graph())
+    return current_backward() == -1 or bool(_C._autograd._get_current_graph_task_keep_graph())
 
 
 CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")

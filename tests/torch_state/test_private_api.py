@@ -58,6 +58,15 @@ def tried(name):
         pytest.fail(f"torch {torch.__version__}, {name}: {STATEMENTS[name][1]} ({why})")
 
 
+def numbers_backwards(current):
+    x, seen = torch.ones(2, requires_grad=True), []
+    y = (x * 2).sum()
+    x.register_hook(lambda gradient: seen.append(current()))
+    y.backward(retain_graph=True)
+    y.backward()
+    return current() == -1 and -1 not in seen and len(set(seen)) == 2
+
+
 def keeps_graph(keeps):
     x = torch.ones(2, requires_grad=True)
     y, seen = x.exp().sum(), [keeps()]
@@ -506,6 +515,7 @@ CHECKS = {
     "is_any_autocast_enabled": lambda is_enabled: not is_enabled() and sees_autocast(is_enabled),
     "are_deterministic": lambda both: [asked() for asked in both] == [False] * 2 and deterministic(both) == [True] * 2,
     "matmul_precision": lambda precision: precision() == torch.get_float32_matmul_precision(),
+    "current_backward": numbers_backwards,
     "keeps_graph": keeps_graph,
     "CHECKPOINTS": runs_checkpoints,
     "is_profiled": profiled,

@@ -4,7 +4,8 @@ Parts are called one after the other and run backward in the reverse order. Whil
 is what all calls before it keep, what it takes itself, and what the rest of the model holds then. So the largest of
 these sums is the peak, and only what is kept adds up. A table over the bytes kept so far, call by call, finds the
 least time within a budget, or the least peak. Bytes are counted in units, rounded up; what that loses is looked for
-afterwards by exchanging single choices.
+afterwards by exchanging single choices. Where a backward runs inside the forward, calls may end there: what they kept
+is subtracted, so the plans of their parts are looked for one by one, as those of parts that are called several times.
 """
 
 from __future__ import annotations
@@ -37,12 +38,18 @@ class Stop:
         part: the number of the part.
         forward, backward: bytes of others while it runs.
         after: most bytes of the rest between this call and the next, forward or backward.
+        again: bytes that it saves and that derivatives of its gradients hold too, made again where it keeps less.
+        backwards: how often it is run backward.
+        ended: the numbers of the calls that keep nothing any more when the next call begins.
     """
 
     part: int
     forward: int = 0
     backward: int = 0
     after: int = 0
+    again: int = 0
+    backwards: int = 1
+    ended: tuple[int, ...] = ()
 
     def most(self, cost: PartCost) -> int:
         """Most bytes alive in this call, forward or backward, where the part takes ``cost``."""
@@ -70,22 +77,31 @@ class Problem:
 
     @cached_property
     def repeated(self) -> tuple[int, ...]:
-        """The parts that are called several times."""
-        return tuple(part for part, count in sorted(self.calls.items()) if count > 1)
+        """The parts that are called several times, or of which calls end inside the forward."""
+        ended = {self.stops[call].part for stop in self.stops for call in stop.ended}
+        return tuple(part for part, count in sorted(self.calls.items()) if count > 1 or part in ended)
+
+    def kept(self, stop: Stop, option: int) -> int:
+        """Bytes that stay of a call which runs by an option; of what the plain model holds, no more than all."""
+        costs = self.options[stop.part]
+        beyond = costs[option].beyond_bytes
+        saved = costs[option].kept_bytes - beyond
+        return beyond + max(saved, min(saved + stop.again, costs[-1].kept_bytes))
 
     def peak(self, choice: Sequence[int]) -> int:
         """Most bytes alive at once where each part runs by the option that ``choice`` names."""
         held, peak = 0, self.before
         for stop in self.stops:
-            cost = self.options[stop.part][choice[stop.part]]
-            peak = max(peak, held + stop.most(cost))
-            held += cost.kept_bytes
+            option = choice[stop.part]
+            peak = max(peak, held + stop.most(self.options[stop.part][option]))
+            held += self.kept(stop, option)
             peak = max(peak, held + stop.after)
+            held -= sum(self.kept(self.stops[call], choice[self.stops[call].part]) for call in stop.ended)
         return peak
 
     def seconds(self, choice: Sequence[int]) -> float:
         """The time that one step recomputes."""
-        return sum(self.options[part][choice[part]].seconds * count for part, count in self.calls.items())
+        return sum(self.options[stop.part][choice[stop.part]].seconds * stop.backwards for stop in self.stops)
 
 
 Choice = tuple[int, ...]
@@ -188,25 +204,28 @@ def _cheapest(problem: Problem, budget: int, fixed: dict[int, int], pay: Pay) ->
     """
     unit = max(1, -(-budget // CELLS))
     held = np.arange(budget // unit + 1, dtype=np.int64) * unit
-    units = [[-(-cost.kept_bytes // unit) for cost in costs] for costs in problem.options]
+    units = [[-(-problem.kept(s, n) // unit) for n in range(len(problem.options[s.part]))] for s in problem.stops]
+    gone = [sum(units[n][fixed[problem.stops[n].part]] for n in stop.ended) for stop in problem.stops]
     start = np.where(held == 0, 0.0, np.inf)
     table, chosen = pay(start, np.array(problem.before), 0.0), []
-    for stop in problem.stops:
+    for number, stop in enumerate(problem.stops):
         best, taken = np.full(len(held), np.inf), np.full(len(held), -1, np.int32)  # by the units kept after the call
         for option, cost in enumerate(problem.options[stop.part]):
-            more = units[stop.part][option]
+            more = units[number][option]
             if fixed.get(stop.part, option) == option and more < len(held):
-                there = pay(table, held + stop.most(cost), cost.seconds)[: len(held) - more]
+                there = pay(table, held + stop.most(cost), cost.seconds * stop.backwards)[: len(held) - more]
                 better = there < best[more:]
                 best[more:][better] = there[better]
                 taken[more:][better] = option
         table = pay(best, held + stop.after, 0.0)
+        table = np.append(table[gone[number] :], np.full(min(gone[number], len(held)), np.inf))
         chosen.append(taken)
     end = int(np.argmin(table))
     if not np.isfinite(table[end]):
         return None
     choice = [0] * len(problem.options)
-    for stop, taken in zip(reversed(problem.stops), reversed(chosen), strict=True):
-        choice[stop.part] = option = int(taken[end])
-        end -= units[stop.part][option]
+    for number in reversed(range(len(problem.stops))):
+        end += gone[number]
+        choice[problem.stops[number].part] = option = int(chosen[number][end])
+        end -= units[number][option]
     return tuple(choice)
