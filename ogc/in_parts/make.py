@@ -160,7 +160,7 @@ class _Planning:
     def _stops(self) -> tuple[Stop, ...]:
         """The calls of the sample's forward, as far as that showed them."""
         calls = zip(self.found.calls, self.found.again, strict=True)
-        return tuple(Stop(part, again=again) for part, again in calls)
+        return tuple(Stop(part, again=tuple(again.values())) for part, again in calls)
 
     @cached_property
     def problem(self) -> Problem:
@@ -178,8 +178,9 @@ class _Planning:
         before = [n for n in alike if order[self.parts[stops[n].part].name] < order[part.name]]
         beside = before[-1] if before else alike[0]
         place = beside + bool(before)
-        stops.insert(place, replace(stops[beside], part=number, ended=()))
-        stops[:] = [replace(s, ended=tuple(call + (call >= place) for call in s.ended)) for s in stops]
+        new = replace(stops[beside], part=number, inside=(), ended=())
+        stops[:] = [stop.making_room(place) for stop in stops]
+        stops.insert(place, new)
         # What is given from one to the next stays, too, and the rest holds it.
         given = sum(value.bytes for value in part.graph.values if value.is_output)
         for n, stop in enumerate(stops[beside + 1 :], beside + 1):

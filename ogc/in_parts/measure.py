@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from ..parser.arguments import call_arguments, copies
 from ..parser.weigh.leaf import leaf_nodes
@@ -100,9 +101,12 @@ class _Marking:
         self.mark(f"leave {number}")
         outputs, tensors = OutputSpec.of(result, given)
         result = outputs.deliver(tensors, args, kwargs)
-        for tensor in tensor_leaves(result):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                self._mark_backward(tensor, f"back {number}")
+        made = [tensor for tensor in tensor_leaves(result) if tensor.requires_grad and tensor.grad_fn is not None]
+        for tensor in made:
+            self._mark_backward(tensor, f"back {number}")
+        if not any(tensor.requires_grad for tensor in tensor_leaves(marked)):
+            for node in _nodes_of_parameters(made, twin.module):
+                self._mark_backward(node, f"done {number}")
         return result
 
     def _marked(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
@@ -112,9 +116,26 @@ class _Marking:
         self._mark_backward(seen, label)
         return seen
 
-    def _mark_backward(self, tensor: torch.Tensor, label: str) -> None:
-        """Mark when its gradient is there, with the number of the backward, and whether another one may come."""
-        tensor.register_hook(lambda gradient: self.mark(f"{label} {current_backward()} {int(keeps_graph())}"))
+    def _mark_backward(self, of: torch.Tensor | Node, label: str) -> None:
+        """Mark when the gradient of a tensor is there, or a node is done, with the number of the backward, and whether
+        another one may come."""
+        of.register_hook(lambda *_: self.mark(f"{label} {current_backward()} {int(keeps_graph())}"))
+
+
+def _nodes_of_parameters(results: Sequence[torch.Tensor], module: torch.nn.Module) -> list[Node]:
+    """The nodes of the graph behind results from which gradients of a module's parameters come."""
+    ends = {parameter.grad_fn for parameter in module.parameters()}  # they may be computed, as in functional_call
+    found, seen, waiting = [], set(ends), [result.grad_fn for result in results]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = [after for after, _ in node.next_functions if after is not None]
+        if any(after in ends or not after.next_functions for after in following):
+            found.append(node)
+        waiting += following
+    return found
 
 
 class _Seeds(torch.autograd.Function):
@@ -157,6 +178,7 @@ class _Reading:
         self.backward: list[int | None] = [None] * len(stops)
         self.rest = [0] * (len(stops) + 1)  # by the number of calls
         self.ended: list[list[int]] = [[] for _ in stops]
+        self.inside: list[dict[int, int]] = [{} for _ in stops]
         self.backwards: list[set[str]] = [set() for _ in stops]
         self.open: set[int] = set()  # calls of which something is kept
         self.ending: set[int] = set()  # those whose graph is gone when the forward goes on
@@ -176,6 +198,7 @@ class _Reading:
                 backward=self.forward[n] if (back := self.backward[n]) is None else back,
                 after=self.rest[n + 1],
                 backwards=max(1, len(self.backwards[n])),
+                inside=tuple(self.inside[n].items()),
                 ended=tuple(self.ended[n]),
             )
             for n, stop in enumerate(self.stops)
@@ -236,10 +259,15 @@ class _Reading:
 
     def _backward_of_part(self, mark: Mark, call: int, start: int) -> None:
         cost = self.costs[call]
-        held = start - self.before[call] - self.kept[call] - cost.gradient_bytes
-        rest = max(held, mark.peak_bytes - self.before[call] - cost.backward_bytes)
-        known = self.backward[call]
-        self.backward[call] = rest if known is None else max(known, rest)
+        kept = self._held - self.kept[call] if self.turn is None else self.before[call]
+        held = start - kept - self.kept[call] - cost.gradient_bytes
+        rest = max(held, mark.peak_bytes - kept - cost.backward_bytes)
+        if self.turn is None:
+            inside = self.inside[self.calls - 1]
+            inside[call] = max(inside.get(call, rest), rest)
+        else:
+            known = self.backward[call]
+            self.backward[call] = rest if known is None else max(known, rest)
 
     def _rest(self, mark: Mark) -> None:
         self.rest[self.calls] = max(self.rest[self.calls], mark.peak_bytes - self._held)

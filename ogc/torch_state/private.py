@@ -132,18 +132,18 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 def is_mapped() -> bool:
     """Whether a ``vmap`` runs, also for ``is_grads_batched``. Without it as without ``unmapped``."""
-    is_for_many = _C._dispatch_tls_is_dispatch_key_included(_VMAP) and not _C._dispatch_tls_is_dispatch_key_excluded(_VMAP)
+    is_for_many = _C._dispatch_tls_is_dispatch_key_included(_VMAP) and not _C._dispatch_tls_is_dispatch_key_excluded(
+        _VMAP
+    )
     return is_for_many or is_functorch_active()
 
 
 @contextmanager
 def unmapped() -> Iterator[None]:
     """Inside, no ``vmap`` and no transform runs. Without it nothing runs again in a backward for many gradients."""
-    with torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack():
-        with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_VMAP)):
-            yield
-
-
+    no_transform = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
+    with no_transform, _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_VMAP)):
+        yield
 
 
 def has_tangents() -> bool:

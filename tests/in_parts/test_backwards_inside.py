@@ -1,7 +1,7 @@
 """Gradients that a forward takes inside of what its submodules compute: these are planned, their bytes are foreseen."""
 
 import copy
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ X = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
 
 def network(out, drop=0.0, width=64, depth=5):
     sizes = [8, *[width] * depth]
-    layers = [[nn.Linear(a, b), nn.Tanh(), *([nn.Dropout(drop)] if drop else [])] for a, b in pairwise(sizes)]
-    return nn.Sequential(*sum(layers, []), nn.Linear(width, out))
+    layers = [(nn.Linear(a, b), nn.Tanh(), *([nn.Dropout(drop)] if drop else [])) for a, b in pairwise(sizes)]
+    return nn.Sequential(*chain.from_iterable(layers), nn.Linear(width, out))
 
 
 def gradient(y, x, **how):
@@ -156,16 +156,20 @@ MODELS = {
 }
 
 LESS = {
+    "forces with dropout": 0.85,
     "penalty": 0.65,
-    "penalty with dropout": 0.75,
-    "inner step of first order": 0.5,
-    "inner step": 0.95,
+    "penalty with dropout": 0.45,
+    "inner step of first order": 0.65,
     "sampler": 0.4,
-    "blocks": 0.97,
-    "blocks of first order": 0.65,
-    "many at once": 0.95,
+    "blocks": 0.93,
+    "blocks with batch norm": 0.93,
+    "blocks of first order": 0.4,
+    "many at once": 0.87,
 }
-"""To what share of the plain peak some come at least; what second derivatives hold of all others is all that there is."""
+"""To what share of the plain peak some come at least."""
+
+PLAIN = {"forces", "forces by a flag on the argument", "score", "score with dropout", "product"}
+"""Those that hold all that is saved until the end, as second derivatives need it."""
 
 
 def made(name):
@@ -192,8 +196,8 @@ def test_the_peak_is_as_expected_and_never_more_than_the_plain_one(name):
     assert ours <= 1.005 * plain
     assert ours <= LESS.get(name, 1.005) * plain
     assert 0.97 * ours - 20_000 <= plan.peak_bytes <= 1.05 * ours + 20_000
-    assert 0.97 * plain - 20_000 <= plan.plain_peak_bytes <= 1.1 * plain + 20_000
-    assert plan.is_plain == (name not in LESS)
+    assert 0.97 * plain - 20_000 <= plan.plain_peak_bytes <= 1.13 * plain + 20_000
+    assert plan.is_plain or name not in PLAIN
 
 
 @pytest.mark.parametrize("name", ["penalty", "inner step", "sampler"])
@@ -213,7 +217,7 @@ def test_a_budget_is_kept(name, share):
     optimised = ogc.optimize(model, X, memory_budget=share)
     plain, ours = measured_peak(model, (X,)), measured_peak(optimised, (X,))
     assert ours <= 1.03 * share * plain
-    assert 0 < optimised.plan.overhead
+    assert optimised.plan.overhead > 0
     assert_same_training(model, optimised, (X,))
 
 
@@ -244,7 +248,10 @@ class InTransform(Forces):
     ("make", "reason"),
     [
         (OwnWeight, "runs a backward pass inside its forward.* Nothing in it can be planned either$"),
-        (InTransform, r"differentiates by torch.func.* net, net.0 and \d more \(is called in a transform of torch.func\)$"),
+        (
+            InTransform,
+            r"differentiates by torch.func.* net, net.0 and \d more \(is called in a transform of torch.func\)$",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_told_without_advice_that_was_followed(make, reason):

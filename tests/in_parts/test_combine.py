@@ -33,8 +33,10 @@ def with_backwards_inside(problem: Problem, seed: int) -> Problem:
         open_calls.append(number)
         ended = [call for call in open_calls if rng.random() < 0.3]
         open_calls = [call for call in open_calls if call not in ended]
-        again = rng.choice([0, rng.randrange(60)])
-        stops.append(replace(stop, again=again, backwards=rng.choice([1, 1, 2]), ended=tuple(ended)))
+        again = tuple(rng.randrange(60) for _ in range(rng.choice([0, 0, 1, 2])))
+        inside = tuple((call, rng.randrange(20)) for call in {*ended, *open_calls} if rng.random() < 0.3)
+        backwards = rng.choice([1, 1, 2])
+        stops.append(replace(stop, again=again, backwards=backwards, inside=inside, ended=tuple(ended)))
     options = [[replace(c, beyond_bytes=rng.randint(0, c.kept_bytes)) for c in costs] for costs in problem.options]
     return replace(problem, stops=tuple(stops), options=tuple(map(tuple, options)))
 
@@ -99,9 +101,13 @@ def peak_event_by_event(problem: Problem, choice: tuple[int, ...]) -> int:
         cost, plain = problem.options[stop.part][choice[stop.part]], problem.options[stop.part][-1]
         before = sum(held.values())
         sums += [before + stop.forward + cost.forward_bytes, before + stop.backward + cost.backward_bytes]
-        saved = cost.kept_bytes - cost.beyond_bytes
-        held[number] = cost.beyond_bytes + max(saved, min(saved + stop.again, plain.kept_bytes))
+        held[number] = cost.kept_bytes
+        for again in stop.again:
+            held[number] += max(0, min(again, plain.kept_bytes - (cost.kept_bytes - cost.beyond_bytes)))
         sums.append(sum(held.values()) + stop.after)
+        for call, others in stop.inside:
+            backward = problem.options[problem.stops[call].part][choice[problem.stops[call].part]].backward_bytes
+            sums.append(sum(kept for number, kept in held.items() if number != call) + others + backward)
         for call in stop.ended:
             del held[call]
     return max(sums)

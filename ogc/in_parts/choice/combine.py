@@ -6,13 +6,14 @@ these sums is the peak, and only what is kept adds up. A table over the bytes ke
 least time within a budget, or the least peak. Bytes are counted in units, rounded up; what that loses is looked for
 afterwards by exchanging single choices. Where a backward runs inside the forward, calls may end there: what they kept
 is subtracted, so the plans of their parts are looked for one by one, as those of parts that are called several times.
+What such a backward takes is not in the table: its budget is made smaller until that fits, too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,8 +39,10 @@ class Stop:
         part: the number of the part.
         forward, backward: bytes of others while it runs.
         after: most bytes of the rest between this call and the next, forward or backward.
-        again: bytes that it saves and that derivatives of its gradients hold too, made again where it keeps less.
+        again: bytes that it saves and that derivatives of its gradients hold, too: each time they are taken, what
+            it does not keep is made again for that.
         backwards: how often it is run backward.
+        inside: calls that run backward inside the forward before the next call, with bytes of others while they do.
         ended: the numbers of the calls that keep nothing any more when the next call begins.
     """
 
@@ -47,13 +50,23 @@ class Stop:
     forward: int = 0
     backward: int = 0
     after: int = 0
-    again: int = 0
+    again: tuple[int, ...] = ()
     backwards: int = 1
+    inside: tuple[tuple[int, int], ...] = ()
     ended: tuple[int, ...] = ()
 
     def most(self, cost: PartCost) -> int:
         """Most bytes alive in this call, forward or backward, where the part takes ``cost``."""
         return max(self.forward + cost.forward_bytes, self.backward + cost.backward_bytes)
+
+    def making_room(self, place: int) -> Stop:
+        """The same where another call is put in as number ``place``."""
+
+        def renumbered(call: int) -> int:
+            return call + (call >= place)
+
+        inside = tuple((renumbered(call), others) for call, others in self.inside)
+        return replace(self, inside=inside, ended=tuple(map(renumbered, self.ended)))
 
 
 @dataclass(frozen=True)
@@ -82,22 +95,27 @@ class Problem:
         return tuple(part for part, count in sorted(self.calls.items()) if count > 1 or part in ended)
 
     def kept(self, stop: Stop, option: int) -> int:
-        """Bytes that stay of a call which runs by an option; of what the plain model holds, no more than all."""
-        costs = self.options[stop.part]
-        beyond = costs[option].beyond_bytes
-        saved = costs[option].kept_bytes - beyond
-        return beyond + max(saved, min(saved + stop.again, costs[-1].kept_bytes))
+        """Bytes that stay of a call which runs by an option, with what derivatives of its gradients hold."""
+        cost, plain = self.options[stop.part][option], self.options[stop.part][-1]
+        missing = max(0, plain.kept_bytes - cost.kept_bytes + cost.beyond_bytes)
+        return cost.kept_bytes + sum(min(again, missing) for again in stop.again)
 
     def peak(self, choice: Sequence[int]) -> int:
         """Most bytes alive at once where each part runs by the option that ``choice`` names."""
         held, peak = 0, self.before
+        runs = {call for stop in self.stops for call, _ in stop.inside}
+        own = {call: self._backward_beyond_kept(self.stops[call], choice) for call in runs}
         for stop in self.stops:
             option = choice[stop.part]
             peak = max(peak, held + stop.most(self.options[stop.part][option]))
             held += self.kept(stop, option)
-            peak = max(peak, held + stop.after)
+            peak = max(peak, held + stop.after, *(held + others + own[call] for call, others in stop.inside))
             held -= sum(self.kept(self.stops[call], choice[self.stops[call].part]) for call in stop.ended)
         return peak
+
+    def _backward_beyond_kept(self, stop: Stop, choice: Sequence[int]) -> int:
+        option = choice[stop.part]
+        return self.options[stop.part][option].backward_bytes - self.kept(stop, option)
 
     def seconds(self, choice: Sequence[int]) -> float:
         """The time that one step recomputes."""
@@ -189,8 +207,18 @@ Pay = Callable[[Any, Any, float], Any]
 
 
 def _fastest(problem: Problem, budget: int, fixed: dict[int, int]) -> Choice | None:
-    """The least time within the budget; ``fixed`` as for :func:`_cheapest`."""
-    return _cheapest(problem, budget, fixed, lambda costs, held, time: np.where(held <= budget, costs + time, np.inf))
+    """The least time within the budget, as far as it is found; ``fixed`` as for :func:`_cheapest`."""
+    within = budget
+    for _ in range(STEPS):
+
+        def pay(costs: Any, held: Any, time: float, within: int = within) -> Any:
+            return np.where(held <= within, costs + time, np.inf)
+
+        found = _cheapest(problem, within, fixed, pay) if within >= 0 else None
+        if found is None or problem.peak(found) <= budget:
+            return found
+        within -= problem.peak(found) - budget
+    return None
 
 
 def _cheapest(problem: Problem, budget: int, fixed: dict[int, int], pay: Pay) -> Choice | None:
