@@ -1,4 +1,4 @@
-"""Whose bytes are those that autograd saves in one forward: those of parts, of the rest, or of derivatives of gradients.
+"""Counts the bytes that autograd saves in one forward: those of parts, of the rest, of derivatives of gradients.
 
 Where a backward runs inside the forward and is to be differentiated, autograd saves for that what it took out of parts,
 too: the plain model holds it once.

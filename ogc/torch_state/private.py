@@ -132,10 +132,8 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 def is_mapped() -> bool:
     """Whether a ``vmap`` runs, also for ``is_grads_batched``. Without it as without ``unmapped``."""
-    is_for_many = _C._dispatch_tls_is_dispatch_key_included(_VMAP) and not _C._dispatch_tls_is_dispatch_key_excluded(
-        _VMAP
-    )
-    return is_for_many or is_functorch_active()
+    is_on, is_off = _C._dispatch_tls_is_dispatch_key_included(_VMAP), _C._dispatch_tls_is_dispatch_key_excluded(_VMAP)
+    return (is_on and not is_off) or is_functorch_active()
 
 
 @contextmanager
