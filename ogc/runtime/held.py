@@ -9,23 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..torch_state.private import is_view, untraced, version_of
-
-
-class _Start(torch.autograd.Function):
-    """Makes tensors differentiable without a graph that holds them, as that of a leaf does."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple([tensor.detach() for tensor in tensors])
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        return (None, *(None for _ in gradients))
-
-
-_anchor = torch.empty(0, requires_grad=True)
+from ..program.copies import Start, anchor
+from ..torch_state.private import is_view, version_of
 
 
 SMALL = 1 << 14
@@ -113,7 +98,7 @@ def detached(value: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
 def differentiable(held: list[Any]) -> Any:
     """The values that were held, differentiable as before."""
     starts = list(_starts(held))
-    return _with(held, iter(_Start.apply(_anchor, *starts) if starts else ()))
+    return _with(held, iter(Start.apply(anchor, *starts) if starts else ()))
 
 
 def _starts(held: Any) -> Iterator[torch.Tensor]:
