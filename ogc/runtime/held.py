@@ -12,7 +12,6 @@ import torch
 from ..program.copies import Start, anchor
 from ..torch_state.private import is_view, version_of
 
-
 SMALL = 1 << 14
 """Bytes up to which a vector on the CPU is copied: others may write it where no version counter shows it.
 
