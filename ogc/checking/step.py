@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..program.copies import copies
 from ..program.program import tensor_leaves
@@ -109,6 +110,9 @@ def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, lo
     spec, tensors = InputSpec.of(*call)
     given = copies(tensors)
     args, kwargs = spec.rebuild(given)
+    sources = _edges(
+        {f"input {n}": tensor for n, tensor in enumerate(given)}
+    )  # as they are now: the run may write them
     with torch.enable_grad():
         result = run(*args, **kwargs)
     if loss_alone:
@@ -116,7 +120,7 @@ def _step(run: torch.nn.Module, before: Snapshot, call: Arguments, seed: int, lo
         result = [tensors[n] for n in losses_among(result, tensors, [t.requires_grad for t in tensors])]
     leaves, tree = pytree.tree_flatten(result)
     outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    sources = {f"input {number}": tensor for number, tensor in enumerate(given)} | dict(run.named_parameters())
+    sources |= _edges(dict(run.named_parameters()))
     found: Results = [("structure of the output", tree)]
     found += [(f"output {number}", _detached(leaf)) for number, leaf in enumerate(leaves)]
     found += [(f"requires_grad of output {n}", tensor.requires_grad) for n, tensor in enumerate(outputs)]
@@ -132,11 +136,15 @@ def state(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return buffers + [(f"parameter {name}", tensor) for name, tensor in model.named_parameters()]
 
 
+def _edges(tensors: dict[str, torch.Tensor]) -> dict[str, GradientEdge]:
+    """Where the gradients of those arrive that require any."""
+    return {name: get_gradient_edge(tensor) for name, tensor in tensors.items() if tensor.requires_grad}
+
+
 def _gradients(
-    outputs: list[torch.Tensor], sources: dict[str, torch.Tensor], seed: int
+    outputs: list[torch.Tensor], sources: dict[str, GradientEdge], seed: int
 ) -> dict[str, torch.Tensor | None]:
-    """Gradients of the sources that require any, for random gradients of the outputs."""
-    sources = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
+    """Gradients of the sources, for random gradients of the outputs."""
     differentiable = [tensor for tensor in outputs if tensor.requires_grad]
     if not differentiable or not sources:
         return dict.fromkeys(sources)

@@ -7,6 +7,7 @@ calls is looked at instead. Nothing is saved for a backward, so that memory is t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import InputError, OgcError, ParseError
 from ..graph import Graph
@@ -25,7 +25,7 @@ from ..parser.arguments import call_arguments
 from ..parser.forward.flat import raise_own_error
 from ..parser.forward.patches import wrap
 from ..program.copies import copies
-from ..program.program import storage_of, tensor_leaves
+from ..program.program import tensor_leaves
 from ..program.structures import Call, InputSpec, TensorSpec
 from ..torch_state.attributes import changes, watched_attributes
 from ..torch_state.forwards import plain_forward
@@ -33,7 +33,6 @@ from ..torch_state.hooks import TAKES_NONE, hooks_off_in, is_compiled
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.private import (
     CALL,
-    id_of_storage,
     is_functorch_active,
     own_call,
     saved_tensors_hooks_in_use,
@@ -43,6 +42,7 @@ from ..torch_state.private import (
 )
 from ..torch_state.ranks.collectives import alone
 from .options import Options
+from .saved import Saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +71,7 @@ class FoundParts:
     Attributes:
         parts: in the order of their first calls.
         calls: for each call of a part, the number of the part, in order.
+        again: for each of these calls, by the number of a backward inside the forward, the bytes that both save.
         plain: the modules that stay plain, by name, and why; ``""`` is the model itself.
         saved_bytes: what autograd saves for the operators of each of these, beside what others do.
         late: submodules that were not called, by name.
@@ -78,6 +79,7 @@ class FoundParts:
 
     parts: list[Part] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
+    again: list[Counter[int]] = field(default_factory=list)
     plain: dict[str, str] = field(default_factory=dict)
     saved_bytes: dict[str, int] = field(default_factory=dict)
     late: dict[str, torch.nn.Module] = field(default_factory=dict)
@@ -185,7 +187,7 @@ class _Forward:
         self.in_part = False
         self.hooks = saved_tensors_hooks(self._saved, _unpacked)
         self.given: list[tuple[str, torch.Tensor, int]] = []  # part, what shares the version of its input, version
-        self.counted: dict[int, StorageWeakRef] = {}
+        self.saved = Saved()
         self.attributes: dict[str, dict[str, Any]] = {}  # as they were, but for what parts changed of their own
         self.unfit: dict[str, str] = {}  # parts that cannot be, after all
         self.compiled = {m: vars(m).get(CALL) for m in _eager(self.names) if is_compiled(m)}
@@ -193,7 +195,7 @@ class _Forward:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run it, and note what is called."""
         for tensor in (*tensor_leaves(args, kwargs), *self.model.parameters(), *self.model.buffers()):
-            self._is_new(tensor)
+            self.saved.is_new(tensor)
         parameters, self.attributes = dict(self.model.named_parameters()), watched_attributes(self.model)
         with torch.enable_grad(), plainly(), alone(), self._watched():
             results = tensor_leaves(plain_forward(self.model)(*args, **kwargs))
@@ -280,6 +282,7 @@ class _Forward:
         if part not in self.found.parts:
             self.found.parts.append(part)
         self.found.calls.append(self.found.parts.index(part))
+        self.found.again.append(Counter())
         self.in_part = True
         try:
             return module.forward(*args, **kwargs)
@@ -315,21 +318,12 @@ class _Forward:
 
     @untraced
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if not self.in_part and self._is_new(tensor):
+        if self.in_part:
+            self.saved.by_part(tensor, self.found.again[-1])
+        elif bytes_of_rest := self.saved.by_rest(tensor):
             scope = self.scopes[-1]
-            self.found.saved_bytes[scope] = self.found.saved_bytes.get(scope, 0) + tensor.untyped_storage().nbytes()
+            self.found.saved_bytes[scope] = self.found.saved_bytes.get(scope, 0) + bytes_of_rest
         return tensor.detach() if self.keeps else None
-
-    def _is_new(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory was not counted yet."""
-        storage = storage_of(tensor)
-        if storage is None:
-            return False
-        known = self.counted.get(id_of_storage(storage))
-        if known is not None and not known.expired():
-            return False
-        self.counted[id_of_storage(storage)] = StorageWeakRef(storage)
-        return True
 
     def _uncalled(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
         """The largest modules that this forward left out, though others may call them."""

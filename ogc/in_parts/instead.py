@@ -51,11 +51,11 @@ def in_parts_instead(
     model: torch.nn.Module, sample_input: Any, options: Options, problem: ParseError, saved: SavedPlan | None
 ) -> Any:
     """The model with its parts planned, where the whole cannot be; None if a saved plan does not keep the wish."""
-    why = {"": str(problem).partition(" Nothing smaller")[0]}
+    why = str(problem).partition(" Nothing smaller")[0].rstrip(".")
     try:
-        return optimize_in_parts(model, sample_input, options, why, saved=saved)
+        return optimize_in_parts(model, sample_input, options, {"": why}, saved=saved)
     except ParseError as error:
-        raise ParseError(f"{problem} {error}") from problem
+        raise ParseError(f"{why}. {error}") from problem
 
 
 def in_parts_if_better(

@@ -114,7 +114,8 @@ class _Planning:
             found, ways = _without_idle(found, ways)
         self.found, self.parts, self.ways = found, [*found.parts], ways
         if not ways:
-            raise ParseError(f"Nothing in it can be planned either: {_listed(_named(found.plain))}")
+            reasons = _listed({name: why for name, why in found.plain.items() if name})
+            raise ParseError(f"Nothing in it can be planned either{reasons and f': {reasons}'}")
         for name, module in found.late.items():
             like = next((n for n, part in enumerate(found.parts) if is_alike(part, module)), None)
             if like is not None:
@@ -141,24 +142,31 @@ class _Planning:
         """Find out what the rest takes, in a step with plans that keep little."""
         if not can_measure(device_of_model(self.model)):
             return
-        calls = self.found.calls
-        choice = least_peak(self._problem(tuple(Stop(part) for part in calls)))
+        problem = self._problem(self._stops)
+        choice = least_peak(problem)
         parts = self._parts(self._twins(choice), choice, {})
         optimized = module_in_parts(self.model, parts, {})
-        costs = [self.ways[part][choice[part]].cost for part in calls]
+        costs = [self.ways[stop.part][choice[stop.part]].cost for stop in problem.stops]
+        kept = [problem.kept(stop, choice[stop.part]) for stop in problem.stops]
         try:
             marks = measure(self.model, optimized, parts, self.sample_input)
         except Exception as error:
             raise ParseError(f"In parts, a step of it fails ({type(error).__name__}: {error})") from error
         finally:
             parts.uninstall()
-        self.rest = rest_of_step(marks, calls, costs)
+        self.rest = rest_of_step(marks, problem.stops, costs, kept)
+
+    @property
+    def _stops(self) -> tuple[Stop, ...]:
+        """The calls of the sample's forward, as far as that showed them."""
+        calls = zip(self.found.calls, self.found.again, strict=True)
+        return tuple(Stop(part, again=tuple(again.values())) for part, again in calls)
 
     @cached_property
     def problem(self) -> Problem:
         """What is to be chosen; every part that the sample left out is called too."""
         rest = self.rest
-        stops = list(rest.stops if rest else (Stop(part) for part in self.found.calls))
+        stops = list(rest.stops if rest else self._stops)
         for number in self.late:
             self._put_in(stops, number)
         return self._problem(tuple(stops), rest.before if rest else 0)
@@ -169,11 +177,15 @@ class _Planning:
         alike = [n for n, stop in enumerate(stops) if self.parts[stop.part].like == part.like]
         before = [n for n in alike if order[self.parts[stops[n].part].name] < order[part.name]]
         beside = before[-1] if before else alike[0]
-        stops.insert(beside + bool(before), replace(stops[beside], part=number))
+        place = beside + bool(before)
+        new = replace(stops[beside], part=number, inside=(), ended=())
+        stops[:] = [stop.making_room(place) for stop in stops]
+        stops.insert(place, new)
         # What is given from one to the next stays, too, and the rest holds it.
         given = sum(value.bytes for value in part.graph.values if value.is_output)
         for n, stop in enumerate(stops[beside + 1 :], beside + 1):
-            stops[n] = Stop(stop.part, stop.forward + given, stop.backward + given, stop.after + given)
+            more = {name: getattr(stop, name) + given for name in ("forward", "backward", "after")}
+            stops[n] = replace(stop, **more)
 
     def choose(self) -> Choice:
         """The choice that the wish asks for.
@@ -343,6 +355,7 @@ def _without_idle(found: FoundParts, ways: list[tuple[Way, ...]]) -> tuple[Found
         found,
         parts=[found.parts[number] for number in stay],
         calls=[stay.index(call) for call in found.calls if call in stay],
+        again=[again for call, again in zip(found.calls, found.again, strict=True) if call in stay],
         saved_bytes=saved,
     )
     return without, [ways[number] for number in stay]

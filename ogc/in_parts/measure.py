@@ -8,11 +8,12 @@ known that the parts take; what is there beyond that is the rest's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from ..parser.arguments import call_arguments, copies
 from ..parser.weigh.leaf import leaf_nodes
@@ -22,6 +23,7 @@ from ..program.results import OutputSpec
 from ..program.structures import Given, InputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
 from ..torch_state.no_trace import cut_history, untouched
+from ..torch_state.private import current_backward, keeps_graph
 from ..torch_state.ranks.collectives import alone
 from ..torch_state.ranks.shards import own_parameters
 from .choice.combine import Stop
@@ -99,17 +101,41 @@ class _Marking:
         self.mark(f"leave {number}")
         outputs, tensors = OutputSpec.of(result, given)
         result = outputs.deliver(tensors, args, kwargs)
-        for tensor in tensor_leaves(result):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda gradient: self.mark(f"back {number}"))
+        made = [tensor for tensor in tensor_leaves(result) if tensor.requires_grad and tensor.grad_fn is not None]
+        for tensor in made:
+            self._mark_backward(tensor, f"back {number}")
+        if not any(tensor.requires_grad for tensor in tensor_leaves(marked)):
+            for node in _nodes_of_parameters(made, twin.module):
+                self._mark_backward(node, f"done {number}")
         return result
 
     def _marked(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
         seen = tensor.view_as(tensor)
-        seen.register_hook(lambda gradient: self.mark(label))
+        self._mark_backward(seen, label)
         return seen
+
+    def _mark_backward(self, of: torch.Tensor | Node, label: str) -> None:
+        """Mark when the gradient of a tensor is there, or a node is done, with the number of the backward, and whether
+        another one may come."""
+        of.register_hook(lambda *_: self.mark(f"{label} {current_backward()} {int(keeps_graph())}"))
+
+
+def _nodes_of_parameters(results: Sequence[torch.Tensor], module: torch.nn.Module) -> list[Node]:
+    """The nodes of the graph behind results from which gradients of a module's parameters come."""
+    ends = {parameter.grad_fn for parameter in module.parameters()}  # they may be computed, as in functional_call
+    found, seen, waiting = [], set(ends), [result.grad_fn for result in results]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = [after for after, _ in node.next_functions if after is not None]
+        if any(after in ends or not after.next_functions for after in following):
+            found.append(node)
+        waiting += following
+    return found
 
 
 class _Seeds(torch.autograd.Function):
@@ -125,30 +151,39 @@ class _Seeds(torch.autograd.Function):
         return tuple(torch.ones(like.shape, dtype=like.dtype, device=like.device) for like in ctx.like)
 
 
-def rest_of_step(marks: Sequence[Mark], calls: Sequence[int], costs: Sequence[PartCost]) -> Rest | None:
+def rest_of_step(
+    marks: Sequence[Mark], stops: Sequence[Stop], costs: Sequence[PartCost], kept: Sequence[int]
+) -> Rest | None:
     """What the rest takes, by the marks of a step; None if its calls were others.
 
     Args:
         marks: of :func:`measure`.
-        calls: for each call, the number of its part.
+        stops: for each call, what is known of it.
         costs: for each call, what the part takes by the plan that it ran by.
+        kept: for each call, the bytes that stay of it.
     """
     entered = [mark.label for mark in marks if mark.label.startswith("enter ")]
-    return _Reading(calls, costs).read(marks) if len(entered) == len(calls) else None
+    return _Reading(stops, costs, kept).read(marks) if len(entered) == len(stops) else None
 
 
 class _Reading:
     """Adds up, mark by mark, what is there beyond what parts keep."""
 
-    def __init__(self, calls: Sequence[int], costs: Sequence[PartCost]) -> None:
-        self.calls = calls
+    def __init__(self, stops: Sequence[Stop], costs: Sequence[PartCost], kept: Sequence[int]) -> None:
+        self.stops = stops
         self.costs = costs
-        self.kept = [0, *accumulate(cost.kept_bytes for cost in costs)]  # by how many calls are kept
-        self.forward = [0] * len(calls)
-        self.backward: list[int | None] = [None] * len(calls)
-        self.rest = [0] * (len(calls) + 1)  # like ``kept``
-        self.turn = 0
-        self.open: set[int] = set()  # calls whose backward is not done
+        self.kept = kept
+        self.before = [0] * len(stops)  # what is kept of others when a call begins
+        self.forward = [0] * len(stops)
+        self.backward: list[int | None] = [None] * len(stops)
+        self.rest = [0] * (len(stops) + 1)  # by the number of calls
+        self.ended: list[list[int]] = [[] for _ in stops]
+        self.inside: list[dict[int, int]] = [{} for _ in stops]
+        self.backwards: list[set[str]] = [set() for _ in stops]
+        self.open: set[int] = set()  # calls of which something is kept
+        self.ending: set[int] = set()  # those whose graph is gone when the forward goes on
+        self.calls = 0  # that there were, or are not done with their backward
+        self.turn: int | None = None
         self.running: tuple[int, int] | None = None  # a call in its backward, and the bytes when that began
         self.seconds = [0.0, 0.0]  # of the rest's forward, and of the parts'
 
@@ -157,45 +192,82 @@ class _Reading:
         for number, (last, mark) in enumerate(pairwise(marks), 1):
             self._between(last, mark, is_last=ends[mark.label] == number)
         stops = tuple(
-            Stop(part, self.forward[n], self.forward[n] if back is None else back, self.rest[n + 1])
-            for n, (part, back) in enumerate(zip(self.calls, self.backward, strict=True))
+            replace(
+                stop,
+                forward=self.forward[n],
+                backward=self.forward[n] if (back := self.backward[n]) is None else back,
+                after=self.rest[n + 1],
+                backwards=max(1, len(self.backwards[n])),
+                inside=tuple(self.inside[n].items()),
+                ended=tuple(self.ended[n]),
+            )
+            for n, stop in enumerate(self.stops)
         )
-        return Rest(self.rest[0], stops, self.turn, self.seconds[0] / (self.seconds[1] or 1.0))
+        return Rest(self.rest[0], stops, self.turn or 0, self.seconds[0] / (self.seconds[1] or 1.0))
 
     def _between(self, last: Mark, mark: Mark, is_last: bool) -> None:
-        kind, _, number = mark.label.partition(" ")
-        call = int(number or 0)
+        kind, number, *backward = *mark.label.split(), *["0"] * (" " not in mark.label)
+        call = int(number)
         if self.running is not None:
             self._backward_of_part(mark, *self.running)
         elif kind == "leave":
             self._forward_of_part(last, mark, call)
         else:
             self._rest(mark)
-        if kind in ("enter", "leave", "turn"):
-            self.seconds[kind == "leave"] += mark.seconds - last.seconds
-        if kind == "turn":
-            self.turn = max(0, mark.bytes - self.kept[-1])
-        if kind == "leave":
+        if backward:
+            self._go_back(mark, kind, call, backward, is_last)
+        else:
+            self._go_on(last, mark, kind, call)
+
+    def _go_on(self, last: Mark, mark: Mark, kind: str, call: int) -> None:
+        """The forward goes on; a backward inside of it, if there was one, is over."""
+        self.running = None
+        for number in sorted(self.ending & self.open):
+            self.ended[self.calls - 1].append(number)
+            self.open.remove(number)
+        self.seconds[kind == "leave"] += mark.seconds - last.seconds
+        if kind == "enter":
+            self.before[call] = self._held
+        elif kind == "leave":
             self.open.add(call)
-        elif kind == "back":
+            self.calls = call + 1
+        elif kind == "turn":
+            self.turn = max(0, mark.bytes - self._held)
+
+    def _go_back(self, mark: Mark, kind: str, call: int, backward: list[str], is_last: bool) -> None:
+        """The backward with this number comes to a call, or is done with it."""
+        number, keeps_graph = backward
+        if kind == "back":
+            self.backwards[call].add(number)
             if self.running is None or self.running[0] != call:
                 self.running = (call, mark.bytes)
-        elif kind == "done" and is_last and self.running is not None and self.running[0] == call:
+        elif is_last and self.running is not None and self.running[0] == call:
             self.running = None
-        if kind in ("back", "done"):
+        if self.turn is not None:
             self.open = {n for n in self.open if n < call or (n == call and kind == "back")}
+            self.calls = 1 + max(self.open, default=-1)
+        elif keeps_graph == "0":
+            self.ending.add(call)
+
+    @property
+    def _held(self) -> int:
+        return sum(self.kept[call] for call in self.open)
 
     def _forward_of_part(self, last: Mark, mark: Mark, call: int) -> None:
         most = max(last.bytes, mark.peak_bytes - self.costs[call].forward_bytes)
-        self.forward[call] = most - self.kept[call]
+        self.forward[call] = most - self.before[call]
 
     def _backward_of_part(self, mark: Mark, call: int, start: int) -> None:
         cost = self.costs[call]
-        held = start - self.kept[call + 1] - cost.gradient_bytes
-        rest = max(held, mark.peak_bytes - self.kept[call] - cost.backward_bytes)
-        known = self.backward[call]
-        self.backward[call] = rest if known is None else max(known, rest)
+        kept = self._held - self.kept[call] if self.turn is None else self.before[call]
+        held = start - kept - self.kept[call] - cost.gradient_bytes
+        rest = max(held, mark.peak_bytes - kept - cost.backward_bytes)
+        if self.turn is None:
+            inside = self.inside[self.calls - 1]
+            inside[call] = max(inside.get(call, rest), rest)
+        else:
+            known = self.backward[call]
+            self.backward[call] = rest if known is None else max(known, rest)
 
     def _rest(self, mark: Mark) -> None:
-        kept = 1 + max(self.open, default=-1)
-        self.rest[kept] = max(self.rest[kept], mark.peak_bytes - self.kept[kept])
+        self.rest[self.calls] = max(self.rest[self.calls], mark.peak_bytes - self._held)

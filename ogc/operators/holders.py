@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..on_thread import OnThread
-from ..torch_state.private import base_of, storage_holders, tensor_holders
+from ..torch_state.private import base_of, is_batched, storage_holders, tensor_holders
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +34,15 @@ def is_ours(gradient: torch.Tensor) -> bool:
     return bool(holders) and holders in (_here.value or holders_when_ours())
 
 
+def is_pytorchs(gradient: torch.Tensor) -> bool:
+    """Whether a backward has to be by PyTorch's own operators: it is differentiated, or for many gradients at once."""
+    return torch.is_grad_enabled() or is_batched(gradient)
+
+
 def _holders(gradient: torch.Tensor) -> tuple[int, ...]:
     base = base_of(gradient)
     whole = gradient.is_contiguous() and (base is None or base.numel() == gradient.numel())
-    if type(gradient) is not torch.Tensor or not whole:
+    if type(gradient) is not torch.Tensor or not whole or is_batched(gradient):
         return ()
     holders = sys.getrefcount(gradient), tensor_holders(gradient), storage_holders(gradient)
     return holders if base is None else (*holders, sys.getrefcount(base), tensor_holders(base))

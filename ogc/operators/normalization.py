@@ -19,7 +19,7 @@ from ..torch_state.private import untraced
 from .cuda.composites import batch_norm_on_cuda, cudnn_normalizes, rms_norm_on_cuda
 from .cuda.hidden import of_group_norm
 from .cuda.on_meta import is_for_cuda, runs_kernels_of_cuda
-from .holders import is_ours
+from .holders import is_ours, is_pytorchs
 from .low_memory import Extra, LowMemory
 from .registry import Operator, like, ones_like, register, run_for_bytes
 from .slices.axes import before_last, of_first, over
@@ -89,7 +89,7 @@ class _Function(torch.autograd.Function):
             return _gradients(ctx.is_cudnns, ctx.needs_input_grad[:3], gradient, x, weight, *known, ctx.eps)
 
         # A gradient that is not contiguous takes another kernel, which adds up in another order, in no more memory.
-        if torch.is_grad_enabled() or not gradient.is_contiguous():
+        if is_pytorchs(gradient) or not gradient.is_contiguous():
             return (*found(gradient, x, weight, *statistics), *(None,) * 8)
         result = gradient if in_place and gradient.stride() == x.stride() else torch.empty_like(x)
         return (result, *_in_parts(found, result, gradient, x, weight, *statistics), *(None,) * 8)

@@ -16,6 +16,7 @@ import torch
 
 from ..torch_state.private import untraced
 from .cuda.on_meta import is_for_cuda
+from .holders import is_pytorchs
 from .low_memory import Extra, LowMemory
 from .parts import has_usual_strides, untouched
 from .registry import Operator, register, run_for_bytes
@@ -94,7 +95,7 @@ class _Function(torch.autograd.Function):
         starts, _ = _windows(shape[3], places, *ctx.settings[:-1])
         nothing = (None,) * ctx.given
         backward = aten.max_pool2d_with_indices_backward
-        if torch.is_grad_enabled():
+        if is_pytorchs(gradient):
             x = _shaped(shape, dtype, device)
             return (backward.default(gradient, x, *ctx.settings, places + starts), *nothing)
         gradient = gradient.contiguous()

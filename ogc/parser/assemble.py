@@ -171,14 +171,15 @@ def without_outside(graph: torch.fx.Graph, outputs: int) -> torch.fx.Graph:
 def memory_of(observation: Observation, taken: dict[int, tuple[int, Any]]) -> list[dict[str, Any]]:
     """For each operation, the fields of the graph's that say what it does to memory, whatever it weighs."""
     records, storages = observation.records, observation.storages
-    written = {e for record in records for e in record.writes_external}
-    if not written.isdisjoint(observation.inputs):  # those of another call may share memory, views or not
-        written |= observation.inputs
+    written = {e for record in records for e in record.writes_external} - observation.inputs
+    writers = (t for t, record in enumerate(records) if not observation.inputs.isdisjoint(record.writes_external))
+    last_of_inputs = max(writers, default=-1)  # those of another call may share memory, views or not
     fields = []
     for t, record in enumerate(records):
         # What a read of a buffer saw is gone once it is written, by a later operation or by the next forward, which may
-        # come before this one's backward.
-        stale = not written.isdisjoint(record.reads_external)
+        # come before this one's backward; what one of an input saw, once a later operation has written that.
+        is_early = t < last_of_inputs and not observation.inputs.isdisjoint(record.reads_external)
+        stale = is_early or not written.isdisjoint(record.reads_external)
         fields.append(
             {
                 "reads": tuple(record.reads),

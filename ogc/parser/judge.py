@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..program.copies import copies
+from ..program.copies import copies, input_started
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
 from ..program.storages import ByStorage
 from ..torch_state.compare import difference, fingerprint, same_bits
@@ -27,7 +27,7 @@ from ..torch_state.private import TorchDispatchMode
 from .arguments import Sample
 from .forward.call_counter import CallCounter
 from .forward.contents import has_content
-from .forward.flat import FlatForward, gradient_targets, nothing_saved, other_state, state_of
+from .forward.flat import FlatForward, edges, gradient_targets, nothing_saved, other_state, state_of
 from .forward.patches import seen_as_recorded
 from .traced import ON_CONSTANTS, READS, SIZED, OpaqueError, Traced
 from .weigh.record import layout_of
@@ -215,9 +215,10 @@ class _Run:
         known = {id(tensor): number for number, tensor in enumerate(ends)}
         described: list[Any] = [None if t.grad_fn is None else (numbers[t.grad_fn], t.output_nr) for t in outputs]
         for node in self._nodes:
-            edges = [None if after is None else (numbers[after], place) for after, place in node.next_functions]
+            after = [None if other is None else (numbers[other], place) for other, place in edges(node)]
             variable = getattr(node, "variable", None)
-            described.append((node.name(), edges, None if variable is None else known.get(id(variable))))
+            target = input_started(node) if variable is None else known.get(id(variable))
+            described.append((node.name(), after, target))
         return described
 
 

@@ -23,6 +23,7 @@ class PartCost:
         forward_bytes, backward_bytes: most bytes alive in its forward, and from there on.
         seconds: that the plan adds.
         gradient_bytes: gradients of its outputs, which are there when its backward starts.
+        beyond_bytes: those kept that no backward of the plain model asks for.
     """
 
     kept_bytes: int
@@ -30,6 +31,7 @@ class PartCost:
     backward_bytes: int
     seconds: float
     gradient_bytes: int
+    beyond_bytes: int = 0
 
 
 def part_cost(graph: Graph, plan: Plan) -> PartCost:
@@ -46,6 +48,7 @@ def part_cost(graph: Graph, plan: Plan) -> PartCost:
         backward_bytes=max(sizes[len(graph) :], default=0),
         seconds=plan.added_seconds,
         gradient_bytes=memory.graph.operations[-1].gradient_bytes if len(graph) else 0,
+        beyond_bytes=memory.beyond_bytes,
     )
 
 
@@ -55,7 +58,7 @@ class _Part(Memory):
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule)
         self.returned: list[tuple[int, int]] = []
-        self.kept_bytes = 0
+        self.kept_bytes = self.beyond_bytes = 0
 
     def take(self, number: int, step: Step) -> None:
         """Carry out one step."""
@@ -64,6 +67,8 @@ class _Part(Memory):
             for copy in self.returned:
                 self._drop(copy)
             self.kept_bytes = self.live_bytes + self.internal_bytes
+            saved = {v for op in self.graph.of_the_plain_model.operations for v in op.saves}
+            self.beyond_bytes = sum(self.graph.values[v].bytes for _, v in self.live if v not in saved)
 
     def _drop_all(self, copies: Iterable[tuple[int, int]]) -> None:
         """Drop these copies, but the outputs when the forward is over."""

@@ -11,8 +11,10 @@ from ..torch_state.flags import Flags, flags, flags_held
 from ..torch_state.private import (
     enter_saved_tensors_hooks,
     is_any_autocast_enabled,
+    is_mapped,
     leave_saved_tensors_hooks,
     set_grad_enabled,
+    unmapped,
 )
 from .program import without_autocast
 
@@ -23,11 +25,14 @@ def run_saving(
     pack: Callable[[torch.Tensor], Any],
     unpack: Callable[[Any], torch.Tensor],
 ) -> None:
-    """Call it under the settings, with gradients on and autocast off; what autograd saves goes to ``pack``.
+    """Call it under the settings, with gradients on, autocast and ``vmap`` off; what autograd saves goes to ``pack``.
 
     Kernels may depend on gradients being on, and without them nothing is saved.
     """
-    if is_any_autocast_enabled() or flags() != settings:
+    if is_mapped():
+        with unmapped():
+            run_saving(call, settings, pack, unpack)
+    elif is_any_autocast_enabled() or flags() != settings:
         with without_autocast(), flags_held(settings):
             _run(call, pack, unpack)
     else:

@@ -7,16 +7,51 @@ from typing import Any
 
 import torch
 
-from ..torch_state.private import storage_id
+from ..torch_state.private import storage_id, untraced
 from .layouts import Layout, is_dense
 from .program import storage_of
 
 
+class Start(torch.autograd.Function):
+    """Makes tensors differentiable, as what operators made is: they may be written, and no graph holds them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    @untraced
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        return (None, *(None for _ in gradients))
+
+
+anchor = torch.empty(0, requires_grad=True)
+"""What a ``Start`` takes first."""
+
+
 def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Inputs of their own for a run on the side, of the same strides; those that share memory share it again."""
+    """Inputs of their own for a run on the side, of the same strides; those that share memory share it again.
+
+    Autograd's graph starts at them. Those that are leaves are leaves again; others are results of a ``Start`` each,
+    whose node has the number of the input.
+    """
     tensors = list(tensors)
-    made = made_copies(tensors)
-    return [copy.detach().requires_grad_(t.requires_grad) for copy, t in zip(made, tensors, strict=True)]
+    made = zip(made_copies(tensors), tensors, strict=True)
+    return [_copy_like(copy.detach(), tensor, number) for number, (copy, tensor) in enumerate(made)]
+
+
+def _copy_like(copy: torch.Tensor, tensor: torch.Tensor, number: int) -> torch.Tensor:
+    if tensor.is_leaf or not tensor.requires_grad:
+        return copy.requires_grad_(tensor.requires_grad)
+    with torch.enable_grad():
+        (started,) = Start.apply(anchor, copy)
+    started.grad_fn.number_of_input = number
+    return started
+
+
+def input_started(node: Any) -> int | None:
+    """The number of the input that starts at a node of autograd's graph, if that is one of ``copies``."""
+    return getattr(node, "number_of_input", None)
 
 
 def made_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

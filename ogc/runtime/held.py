@@ -9,24 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..torch_state.private import is_view, untraced, version_of
-
-
-class _Start(torch.autograd.Function):
-    """Makes tensors differentiable without a graph that holds them, as that of a leaf does."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple([tensor.detach() for tensor in tensors])
-
-    @staticmethod
-    @untraced
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        return (None, *(None for _ in gradients))
-
-
-_anchor = torch.empty(0, requires_grad=True)
-
+from ..program.copies import Start, anchor
+from ..torch_state.private import is_view, version_of
 
 SMALL = 1 << 14
 """Bytes up to which a vector on the CPU is copied: others may write it where no version counter shows it.
@@ -82,10 +66,20 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A tensor that is no leaf, without its history."""
+    """A leaf, or another tensor without its history, and whether it required grad, which may have been set since."""
 
     tensor: torch.Tensor
     requires_grad: bool
+
+    @property
+    def is_to_start(self) -> bool:
+        """Whether it is to be made differentiable."""
+        return self.requires_grad and not self.tensor.requires_grad
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether the tensor may be used as it is."""
+        return self.requires_grad == self.tensor.requires_grad
 
 
 def detached(value: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
@@ -94,7 +88,7 @@ def detached(value: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
         is_own = value.is_leaf and not is_view(value)  # a view holds on to what it is a view of
         tensor = value if is_own else value.detach()
         tensors.append((tensor, version_of(tensor)))
-        return value if is_own else _Held(tensor, value.requires_grad)
+        return _Held(tensor, value.requires_grad)
     if isinstance(value, (list, tuple)):
         return type(value)([detached(item, tensors) for item in value])
     return value
@@ -103,13 +97,13 @@ def detached(value: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
 def differentiable(held: list[Any]) -> Any:
     """The values that were held, differentiable as before."""
     starts = list(_starts(held))
-    return _with(held, iter(_Start.apply(_anchor, *starts) if starts else ()))
+    return _with(held, iter(Start.apply(anchor, *starts) if starts else ()))
 
 
 def _starts(held: Any) -> Iterator[torch.Tensor]:
     """The tensors that are to be made differentiable."""
     if isinstance(held, _Held):
-        if held.requires_grad:
+        if held.is_to_start:
             yield held.tensor
     elif isinstance(held, (list, tuple)):
         for item in held:
@@ -119,7 +113,9 @@ def _starts(held: Any) -> Iterator[torch.Tensor]:
 def _with(held: Any, made: Iterator[torch.Tensor]) -> Any:
     """What was held, with what was made of these."""
     if isinstance(held, _Held):
-        return next(made) if held.requires_grad else held.tensor
+        if held.is_to_start:
+            return next(made)
+        return held.tensor if held.is_as_it_was else held.tensor.detach()
     if isinstance(held, (list, tuple)):
         return type(held)([_with(item, made) for item in held])
     return held

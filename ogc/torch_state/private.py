@@ -5,6 +5,8 @@ Operators of aten whose names begin so are no part of this. tests/torch_state/te
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 import torch._C._profiler
 import torch._dynamo
 import torch._dynamo.types
+import torch._functorch.pyfunctorch
 import torch._ops
 import torch._subclasses.fake_tensor
 import torch.profiler._utils
@@ -129,6 +132,26 @@ matmul_precision: Any = _C._get_float32_matmul_precision
 """How exact products of float32 are. Without it as without ``FLAGS``."""
 is_functorch_active: Any = _C._are_functorch_transforms_active
 """Whether a transform of torch.func runs. Without it custom functions inside one are made leaves, and fail."""
+_BATCHED, _VMAP = map(_C._parse_dispatch_key, ("Batched", "VmapMode"))
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for many, as in ``vmap``. Without it low-memory backwards fail for many gradients."""
+    return _C._dispatch_keys(tensor).has(_BATCHED) or _C._functorch.is_batchedtensor(tensor)
+
+
+def is_mapped() -> bool:
+    """Whether a ``vmap`` runs, also for ``is_grads_batched``. Without it as without ``unmapped``."""
+    is_on, is_off = _C._dispatch_tls_is_dispatch_key_included(_VMAP), _C._dispatch_tls_is_dispatch_key_excluded(_VMAP)
+    return (is_on and not is_off) or is_functorch_active()
+
+
+@contextmanager
+def unmapped() -> Iterator[None]:
+    """Inside, no ``vmap`` and no transform runs. Without it nothing runs again in a backward for many gradients."""
+    no_transform = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
+    with no_transform, _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_VMAP)):
+        yield
 
 
 def has_tangents() -> bool:
@@ -147,9 +170,13 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
+current_backward: Any = _C._current_graph_task_id
+"""The number of the backward that runs on this thread, or -1. Without it as without ``keeps_graph``."""
+
+
 def keeps_graph() -> bool:
     """Whether another backward may come: none runs, or one with ``retain_graph=True``. Without it that one fails."""
-    return _C._current_graph_task_id() == -1 or bool(_C._autograd._get_current_graph_task_keep_graph())
+    return current_backward() == -1 or bool(_C._autograd._get_current_graph_task_keep_graph())
 
 
 CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")

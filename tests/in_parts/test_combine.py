@@ -1,6 +1,7 @@
 """The plans of parts, combined: against every combination there is."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -22,6 +23,22 @@ def some_problem(seed: int, repeated: bool = False) -> Problem:
     order = [*range(count), *([rng.randrange(count)] if repeated else [])]
     stops = tuple(Stop(part, rng.randrange(20), rng.randrange(20), rng.randrange(150)) for part in order)
     return Problem(stops, tuple(options() for _ in range(count)), rng.randrange(200))
+
+
+def with_backwards_inside(problem: Problem, seed: int) -> Problem:
+    """The same, where some calls end inside the forward, hold more, or are run backward twice."""
+    rng = random.Random(seed)
+    stops, open_calls = [], []
+    for number, stop in enumerate(problem.stops):
+        open_calls.append(number)
+        ended = [call for call in open_calls if rng.random() < 0.3]
+        open_calls = [call for call in open_calls if call not in ended]
+        again = tuple(rng.randrange(60) for _ in range(rng.choice([0, 0, 1, 2])))
+        inside = tuple((call, rng.randrange(20)) for call in {*ended, *open_calls} if rng.random() < 0.3)
+        backwards = rng.choice([1, 1, 2])
+        stops.append(replace(stop, again=again, backwards=backwards, inside=inside, ended=tuple(ended)))
+    options = [[replace(c, beyond_bytes=rng.randint(0, c.kept_bytes)) for c in costs] for costs in problem.options]
+    return replace(problem, stops=tuple(stops), options=tuple(map(tuple, options)))
 
 
 def every_choice(problem: Problem) -> list[tuple[int, ...]]:
@@ -74,6 +91,53 @@ def test_the_least_peak_within_a_time_is_that_of_all_choices(seed):
             assert problem.peak(found) == min(map(problem.peak, allowed))
         else:
             assert problem.seconds(found) == min(map(problem.seconds, every_choice(problem)))
+
+
+def peak_event_by_event(problem: Problem, choice: tuple[int, ...]) -> int:
+    """The peak from a list of what each call holds."""
+    held: dict[int, int] = {}
+    sums = [problem.before]
+    for number, stop in enumerate(problem.stops):
+        cost, plain = problem.options[stop.part][choice[stop.part]], problem.options[stop.part][-1]
+        before = sum(held.values())
+        sums += [before + stop.forward + cost.forward_bytes, before + stop.backward + cost.backward_bytes]
+        held[number] = cost.kept_bytes
+        for again in stop.again:
+            held[number] += max(0, min(again, plain.kept_bytes - (cost.kept_bytes - cost.beyond_bytes)))
+        sums.append(sum(held.values()) + stop.after)
+        for call, others in stop.inside:
+            backward = problem.options[problem.stops[call].part][choice[problem.stops[call].part]].backward_bytes
+            sums.append(sum(kept for number, kept in held.items() if number != call) + others + backward)
+        for call in stop.ended:
+            del held[call]
+    return max(sums)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_backwards_inside_the_forward_are_counted(seed):
+    problem = with_backwards_inside(some_problem(seed), seed)
+    choices = every_choice(problem)
+    assert [problem.peak(choice) for choice in choices] == [peak_event_by_event(problem, choice) for choice in choices]
+    best = min(map(problem.peak, choices))
+    assert best <= problem.peak(least_peak(problem)) <= 1.1 * best
+    for budget in sorted(set(map(problem.peak, choices)))[:6]:
+        found = fastest(problem, budget)
+        seconds = [problem.seconds(choice) for choice in choices if problem.peak(choice) <= budget]
+        if found is not None:
+            assert problem.peak(found) <= budget
+            assert problem.seconds(found) >= min(seconds)
+    assert problem.peak(fastest(problem, 10**6)) <= 10**6
+
+
+def test_with_backwards_inside_almost_every_choice_is_the_best():
+    same = 0
+    for seed in range(100):
+        problem = with_backwards_inside(some_problem(seed), seed)
+        budget = sorted(map(problem.peak, every_choice(problem)))[len(every_choice(problem)) // 2]
+        found = fastest(problem, budget)
+        best = min(problem.seconds(c) for c in every_choice(problem) if problem.peak(c) <= budget)
+        same += found is not None and problem.seconds(found) == best
+    assert same >= 95
 
 
 def test_large_sums_lose_little_by_rounding():

@@ -114,3 +114,21 @@ def test_two_forwards_before_a_backward():
         (first + second).backward()
         found.append([parameter.grad for parameter in one.parameters()])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_argument_that_gets_another_flag(requires_grad):
+    model = Layers()
+    plain = copy.deepcopy(model)
+    sample = torch.randn(8, 16).requires_grad_(requires_grad)
+    optimized = forced(model, sample)
+
+    def found(module, run):
+        x = sample.detach().clone().requires_grad_(requires_grad)
+        result = gradients(run, x, lambda _: x.requires_grad_(not requires_grad))
+        return [*result, *([] if x.grad is None else [x.grad])]
+
+    expected, ours = found(plain, plain), found(model, optimized)
+    assert optimized.report().planned
+    assert len(expected) == len(ours)
+    assert all(map(torch.equal, expected, ours))

@@ -58,6 +58,15 @@ def tried(name):
         pytest.fail(f"torch {torch.__version__}, {name}: {STATEMENTS[name][1]} ({why})")
 
 
+def numbers_backwards(current):
+    x, seen = torch.ones(2, requires_grad=True), []
+    y = (x * 2).sum()
+    x.register_hook(lambda gradient: seen.append(current()))
+    y.backward(retain_graph=True)
+    y.backward()
+    return current() == -1 and -1 not in seen and len(set(seen)) == 2
+
+
 def keeps_graph(keeps):
     x = torch.ones(2, requires_grad=True)
     y, seen = x.exp().sum(), [keeps()]
@@ -65,6 +74,30 @@ def keeps_graph(keeps):
     y.backward(retain_graph=True)
     y.backward()
     return seen == [True, True, False]
+
+
+def in_both_maps(holds):
+    """Whether something holds in a backward for many gradients, and in one within vmap."""
+    x, seen = torch.ones(2, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda gradient: seen.append(holds(gradient)))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.func.vmap(lambda seed: torch.autograd.grad(y, x, seed, retain_graph=True)[0])(torch.eye(2))
+    return seen == [True, True]
+
+
+def draws_out_of_maps(unmapped):
+    def draws(gradient):
+        with unmapped():
+            return torch.rand(2).shape == (2,) and bool((Doubled.apply(torch.ones(2)) == 2).all())
+
+    return in_both_maps(draws)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
 
 
 def keeps_busy(sleep):
@@ -484,6 +517,9 @@ CHECKS = {
     ),
     "AUTOCAST": lambda keys: len(keys) == 2 and all(torch._C.DispatchKeySet(key).has(key) for key in keys.values()),
     "is_functorch_active": in_transform,
+    "is_batched": lambda is_batched: in_both_maps(is_batched) and not is_batched(X),
+    "is_mapped": lambda is_mapped: in_both_maps(lambda gradient: is_mapped()) and not is_mapped(),
+    "unmapped": draws_out_of_maps,
     "recording": is_on,
     "not_recording": is_off,
     "has_kernel": lambda has: has("aten::linear", "AutocastCPU") and not has("aten::relu", "AutocastCPU"),
@@ -499,6 +535,7 @@ CHECKS = {
     "is_any_autocast_enabled": lambda is_enabled: not is_enabled() and sees_autocast(is_enabled),
     "are_deterministic": lambda both: [asked() for asked in both] == [False] * 2 and deterministic(both) == [True] * 2,
     "matmul_precision": lambda precision: precision() == torch.get_float32_matmul_precision(),
+    "current_backward": numbers_backwards,
     "keeps_graph": keeps_graph,
     "CHECKPOINTS": runs_checkpoints,
     "is_profiled": profiled,

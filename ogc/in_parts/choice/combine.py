@@ -4,14 +4,16 @@ Parts are called one after the other and run backward in the reverse order. Whil
 is what all calls before it keep, what it takes itself, and what the rest of the model holds then. So the largest of
 these sums is the peak, and only what is kept adds up. A table over the bytes kept so far, call by call, finds the
 least time within a budget, or the least peak. Bytes are counted in units, rounded up; what that loses is looked for
-afterwards by exchanging single choices.
+afterwards by exchanging single choices. Where a backward runs inside the forward, calls may end there: what they kept
+is subtracted, so the plans of their parts are looked for one by one, as those of parts that are called several times.
+What such a backward takes is not in the table: its budget is made smaller until that fits, too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,16 +39,34 @@ class Stop:
         part: the number of the part.
         forward, backward: bytes of others while it runs.
         after: most bytes of the rest between this call and the next, forward or backward.
+        again: bytes that it saves and that derivatives of its gradients hold, too: each time they are taken, what
+            it does not keep is made again for that.
+        backwards: how often it is run backward.
+        inside: calls that run backward inside the forward before the next call, with bytes of others while they do.
+        ended: the numbers of the calls that keep nothing any more when the next call begins.
     """
 
     part: int
     forward: int = 0
     backward: int = 0
     after: int = 0
+    again: tuple[int, ...] = ()
+    backwards: int = 1
+    inside: tuple[tuple[int, int], ...] = ()
+    ended: tuple[int, ...] = ()
 
     def most(self, cost: PartCost) -> int:
         """Most bytes alive in this call, forward or backward, where the part takes ``cost``."""
         return max(self.forward + cost.forward_bytes, self.backward + cost.backward_bytes)
+
+    def making_room(self, place: int) -> Stop:
+        """The same where another call is put in as number ``place``."""
+
+        def renumbered(call: int) -> int:
+            return call + (call >= place)
+
+        inside = tuple((renumbered(call), others) for call, others in self.inside)
+        return replace(self, inside=inside, ended=tuple(map(renumbered, self.ended)))
 
 
 @dataclass(frozen=True)
@@ -70,22 +90,36 @@ class Problem:
 
     @cached_property
     def repeated(self) -> tuple[int, ...]:
-        """The parts that are called several times."""
-        return tuple(part for part, count in sorted(self.calls.items()) if count > 1)
+        """The parts that are called several times, or of which calls end inside the forward."""
+        ended = {self.stops[call].part for stop in self.stops for call in stop.ended}
+        return tuple(part for part, count in sorted(self.calls.items()) if count > 1 or part in ended)
+
+    def kept(self, stop: Stop, option: int) -> int:
+        """Bytes that stay of a call which runs by an option, with what derivatives of its gradients hold."""
+        cost, plain = self.options[stop.part][option], self.options[stop.part][-1]
+        missing = max(0, plain.kept_bytes - cost.kept_bytes + cost.beyond_bytes)
+        return cost.kept_bytes + sum(min(again, missing) for again in stop.again)
 
     def peak(self, choice: Sequence[int]) -> int:
         """Most bytes alive at once where each part runs by the option that ``choice`` names."""
         held, peak = 0, self.before
+        runs = {call for stop in self.stops for call, _ in stop.inside}
+        own = {call: self._backward_beyond_kept(self.stops[call], choice) for call in runs}
         for stop in self.stops:
-            cost = self.options[stop.part][choice[stop.part]]
-            peak = max(peak, held + stop.most(cost))
-            held += cost.kept_bytes
-            peak = max(peak, held + stop.after)
+            option = choice[stop.part]
+            peak = max(peak, held + stop.most(self.options[stop.part][option]))
+            held += self.kept(stop, option)
+            peak = max(peak, held + stop.after, *(held + others + own[call] for call, others in stop.inside))
+            held -= sum(self.kept(self.stops[call], choice[self.stops[call].part]) for call in stop.ended)
         return peak
+
+    def _backward_beyond_kept(self, stop: Stop, choice: Sequence[int]) -> int:
+        option = choice[stop.part]
+        return self.options[stop.part][option].backward_bytes - self.kept(stop, option)
 
     def seconds(self, choice: Sequence[int]) -> float:
         """The time that one step recomputes."""
-        return sum(self.options[part][choice[part]].seconds * count for part, count in self.calls.items())
+        return sum(self.options[stop.part][choice[stop.part]].seconds * stop.backwards for stop in self.stops)
 
 
 Choice = tuple[int, ...]
@@ -173,8 +207,18 @@ Pay = Callable[[Any, Any, float], Any]
 
 
 def _fastest(problem: Problem, budget: int, fixed: dict[int, int]) -> Choice | None:
-    """The least time within the budget; ``fixed`` as for :func:`_cheapest`."""
-    return _cheapest(problem, budget, fixed, lambda costs, held, time: np.where(held <= budget, costs + time, np.inf))
+    """The least time within the budget, as far as it is found; ``fixed`` as for :func:`_cheapest`."""
+    within = budget
+    for _ in range(STEPS):
+
+        def pay(costs: Any, held: Any, time: float, within: int = within) -> Any:
+            return np.where(held <= within, costs + time, np.inf)
+
+        found = _cheapest(problem, within, fixed, pay) if within >= 0 else None
+        if found is None or problem.peak(found) <= budget:
+            return found
+        within -= problem.peak(found) - budget
+    return None
 
 
 def _cheapest(problem: Problem, budget: int, fixed: dict[int, int], pay: Pay) -> Choice | None:
@@ -188,25 +232,28 @@ def _cheapest(problem: Problem, budget: int, fixed: dict[int, int], pay: Pay) ->
     """
     unit = max(1, -(-budget // CELLS))
     held = np.arange(budget // unit + 1, dtype=np.int64) * unit
-    units = [[-(-cost.kept_bytes // unit) for cost in costs] for costs in problem.options]
+    units = [[-(-problem.kept(s, n) // unit) for n in range(len(problem.options[s.part]))] for s in problem.stops]
+    gone = [sum(units[n][fixed[problem.stops[n].part]] for n in stop.ended) for stop in problem.stops]
     start = np.where(held == 0, 0.0, np.inf)
     table, chosen = pay(start, np.array(problem.before), 0.0), []
-    for stop in problem.stops:
+    for number, stop in enumerate(problem.stops):
         best, taken = np.full(len(held), np.inf), np.full(len(held), -1, np.int32)  # by the units kept after the call
         for option, cost in enumerate(problem.options[stop.part]):
-            more = units[stop.part][option]
+            more = units[number][option]
             if fixed.get(stop.part, option) == option and more < len(held):
-                there = pay(table, held + stop.most(cost), cost.seconds)[: len(held) - more]
+                there = pay(table, held + stop.most(cost), cost.seconds * stop.backwards)[: len(held) - more]
                 better = there < best[more:]
                 best[more:][better] = there[better]
                 taken[more:][better] = option
         table = pay(best, held + stop.after, 0.0)
+        table = np.append(table[gone[number] :], np.full(min(gone[number], len(held)), np.inf))
         chosen.append(taken)
     end = int(np.argmin(table))
     if not np.isfinite(table[end]):
         return None
     choice = [0] * len(problem.options)
-    for stop, taken in zip(reversed(problem.stops), reversed(chosen), strict=True):
-        choice[stop.part] = option = int(taken[end])
-        end -= units[stop.part][option]
+    for number in reversed(range(len(problem.stops))):
+        end += gone[number]
+        choice[problem.stops[number].part] = option = int(chosen[number][end])
+        end -= units[number][option]
     return tuple(choice)

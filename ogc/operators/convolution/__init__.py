@@ -14,7 +14,7 @@ import torch
 
 from ...torch_state.private import untraced
 from ..cuda.on_meta import is_for_cuda
-from ..holders import is_ours
+from ..holders import is_ours, is_pytorchs
 from ..low_memory import Extra, LowMemory
 from ..parts import even_parts, has_usual_strides
 from ..registry import Operator, register
@@ -68,7 +68,7 @@ class _Function(torch.autograd.Function):
         of_input, *of_weights = ctx.needs_input_grad[:3]
         nothing = (None,) * (len(ctx.settings) - 1)
         x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if is_pytorchs(gradient):
             found = aten.convolution_backward.default(gradient, x, weight, *ctx.settings, [of_input, *of_weights])
             return (*found, *nothing)
         weights = (None, None)

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ...program.program import without_autocast
 from ...torch_state.private import untraced
+from ..holders import is_pytorchs
 from .stretch import Sliced, Tensors, differentiable, that_need
 
 ROWS, TARGETS, WEIGHT, BIAS, CLASSES = range(5)
@@ -153,7 +154,7 @@ class _Loss(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled():
+        if is_pytorchs(gradient):
             return None, *differentiable(stretch, tensors, needs, gradient)
         found, ctx.gradients = ctx.gradients, None  # a second backward makes them anew
         if found is None:

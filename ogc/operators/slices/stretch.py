@@ -16,6 +16,7 @@ import torch
 
 from ...program.program import call_node, run_nodes, without_autocast
 from ...torch_state.private import untraced
+from ..holders import is_pytorchs
 from ..low_memory import LowMemory
 from ..parts import even_parts
 
@@ -114,7 +115,7 @@ class _Slices(torch.autograd.Function):
     @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
-        if torch.is_grad_enabled():
+        if is_pytorchs(gradient):
             return None, *differentiable(stretch, tensors, needs, gradient)
         axes, entries = stretch.axes, stretch.entries(tensors)
         whole = [t.detach().requires_grad_() if need else t for t, need in zip(tensors, needs, strict=True)]

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...errors import ParseError, add_note
-from ...program.copies import copies
+from ...program.copies import copies, input_started
 from ...program.results import OutputSpec
 from ...program.structures import Given, InputSpec
 from ...torch_state.compare import difference, same_bits
@@ -119,7 +119,9 @@ def gradient_targets(
     pending = [node for node, count in holders.items() if count == 0]
     while pending:
         nodes.append(node := pending.pop())
-        if hasattr(node, "variable"):
+        if (number := input_started(node)) is not None:
+            found.add(number)
+        elif hasattr(node, "variable"):
             found.add(numbers.get(id(node.variable), node.variable))
         for following in _following(node):
             holders[following] -= 1
@@ -128,8 +130,13 @@ def gradient_targets(
     return frozenset(found), nodes[::-1]
 
 
+def edges(node: Any) -> list[tuple[Any, int]]:
+    """The nodes that a node hands gradients to, and the places there, as far as they are the forward's."""
+    return [] if input_started(node) is not None else node.next_functions
+
+
 def _following(node: Any) -> list[Any]:
-    return [following for following, _ in node.next_functions if following is not None]
+    return [following for following, _ in edges(node) if following is not None]
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
