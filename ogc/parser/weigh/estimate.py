@@ -210,7 +210,7 @@ class Estimator:
             tensors = tensor_leaves(given)
             # What is written in place is another tensor afterwards.
             starts = [(n, get_gradient_edge(t) if in_place else t) for n, t in enumerate(tensors) if t.requires_grad]
-            with saving(saved), meter:
+            with saving(saved, asked=meter.asked), meter:
                 result = target(*given[0], **given[1])
             outputs = tensor_leaves(result)
             forward = meter.take()
@@ -244,6 +244,7 @@ class Estimator:
         return replace(
             weights,
             working_bytes=backward.peak_bytes,
+            first_bytes=backward.first_bytes,
             backward_seconds=backward.seconds,
             backward_flops=backward.flops,
             gradients=input_gradients(pairs, shared),
