@@ -106,6 +106,7 @@ class Meter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.gpu = gpu
+        self.first: int | None = None  # the bytes alive when something saved was first asked for
         self.seconds_of = seconds
         self.on_meta = on_meta
         self.kernel_copies = kernel_copies
@@ -128,7 +129,7 @@ class Meter(TorchDispatchMode):
     def _reset(self) -> None:
         self.seconds, self.flops, self.peak = 0.0, 0, 0
         self.fresh: dict[int, tuple[int, StorageWeakRef]] = {}
-        self.first: int | None = None
+        self.first = None
 
     def _has_storage(self, tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided if self.on_meta else storage_of(tensor) is not None
