@@ -628,6 +628,47 @@ def test_leaves_by_name_and_by_type(chosen, caplog):
     assert_same_training(model, optimised, (X,))
 
 
+class Experts(nn.ModuleDict):
+    """Sends each row to the expert that it asks for, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__({str(n): nn.Sequential(nn.Linear(6, 6), nn.GELU()) for n in range(3)})
+
+    def forward(self, x, chosen):
+        y = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            (rows,) = torch.where(chosen == number)
+            y.index_add_(0, rows, self[str(number)](x[rows]))
+        return y
+
+
+class ExpertList(nn.ModuleList):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, chosen):
+        return torch.stack([self[number](row) for row, number in zip(x, chosen.tolist(), strict=True)])
+
+
+class Routed(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 3), experts
+
+    def forward(self, x):
+        return self.experts(x, self.router(x.tanh()).argmax(-1)).sigmoid()
+
+
+@pytest.mark.parametrize("experts", [Experts, ExpertList])
+def test_a_list_or_dict_with_a_forward_is_a_leaf_like_any_other(experts):
+    model = Net(Routed(experts()))
+    optimised = forced(model, X)
+    assert {op.module for op in leaves(optimised.graph)} == {"body.0.1.experts"}
+    assert_same_training(model, optimised, (X,))
+    asked = ogc.optimize(model, X, leaf_modules=[experts])
+    assert {op.module for op in leaves(asked.graph)} == {"body.0.1.experts"}
+
+
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
 from ...program.layouts import Layout
-from ...program.program import has_history, storage_bytes, tensor_leaves
+from ...program.program import has_backward, storage_bytes, tensor_leaves
 from ...torch_state.allocator import Mark, marked_bytes, peak_bytes
 from ...torch_state.private import pytree, untraced
 from ...torch_state.random_state import cuda_devices
@@ -75,7 +75,7 @@ class Call:
         self.backward()
 
     def ends(self) -> list[torch.Tensor]:
-        return [t for t in tensor_leaves(self.result) if has_history(t)]
+        return [t for t in tensor_leaves(self.result) if has_backward(t)]
 
     def own_bytes(self) -> int:
         """Bytes of what the forward made and keeps: its results and what it saves."""

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...operators.weights import Weights
 from ...program.copies import made_copies
 from ...program.leaf import Leaf
-from ...program.program import device_of_model, has_history, storage_bytes, storage_of, tensor_leaves
+from ...program.program import device_of_model, has_backward, storage_bytes, storage_of, tensor_leaves
 from ...program.wrapped import contents
 from ...torch_state.allocator import allocated_bytes, can_measure, marked_bytes
 from ...torch_state.compare import fingerprint
@@ -175,7 +175,7 @@ class _Call:
         self.prepare()
         with saved_tensors_hooks(self._pack, self._unpack):
             self.forward()
-        ends = [(number, t) for number, t in enumerate(self.results) if has_history(t)]
+        ends = [(number, t) for number, t in enumerate(self.results) if has_backward(t)]
         starts = [t for t in (*self.starts, *self.parameters) if t.requires_grad]
         if ends and starts:
             self.root = _Seed.apply(self, [number for number, _ in ends], *(t for _, t in ends))
