@@ -628,6 +628,48 @@ def test_leaves_by_name_and_by_type(chosen, caplog):
     assert_same_training(model, optimised, (X,))
 
 
+cube = Cube.apply  # which nothing that is put in the place of ``apply`` is seen by
+
+
+class Called(nn.Module):
+    def forward(self, x):
+        return cube(x.tanh()).exp()
+
+
+class Through(torch.autograd.Function):
+    """Calls a module, whose backward is its own."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        with torch.enable_grad():
+            ctx.ends = [x := x.detach().requires_grad_(), module(x)]
+        return ctx.ends[1].detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.autograd.grad(ctx.ends[1], ctx.ends[0], gradient)[0], None
+
+
+through = Through.apply
+
+
+class CalledThrough(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x):
+        return through(x, self.inner).tanh()
+
+
+@pytest.mark.parametrize("part", [Called, CalledThrough])
+def test_a_function_called_by_a_name_makes_a_leaf_of_the_module_that_calls_it(part):
+    model = Net(part())
+    optimised = forced(model, X)
+    assert {op.module for op in leaves(optimised.graph)} == {"body.0.1"}
+    assert_same_training(model, optimised, (X,))
+
+
 class Experts(nn.ModuleDict):
     """Sends each row to the expert that it asks for, as mixtures of experts do."""
 
