@@ -143,7 +143,7 @@ class _Call:
         self.leaf = leaf
         self.module, self.given, self.state = args
         self.parameters = [t for t in self.state if t.requires_grad and t.is_leaf]
-        self.when_asked: Callable[[], None] = lambda: None
+        self.when_asked: Callable[[], None] | None = None  # something for the first time that may run again
         self.in_place = in_place
         self.results: list[torch.Tensor] = []
         self.found: list[tuple[int, torch.Tensor]] = []  # gradients, by the number of the given tensor
@@ -221,7 +221,7 @@ class _Call:
         """The backward, with a mark whenever it asks for what a plan may have to compute again."""
 
         def asked() -> None:
-            self.when_asked = lambda: None
+            self.when_asked = None
             self.first_seed_bytes = sum(size for size, one in self.references if not one.expired())
             mark(ASKED)
 
@@ -234,6 +234,8 @@ class _Call:
 
     @untraced
     def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.when_asked is None:
+            return tensor
         here = {storage_id(t) for t in contents(tensor) if storage_of(t) is not None}
         stays = {storage_id(t) for t in self.state if storage_of(t) is not None}
         given = {storage_id(t) for t in self.inputs if storage_of(t) is not None}
