@@ -28,7 +28,7 @@ from ..program.copies import copies
 from ..program.program import tensor_leaves
 from ..program.structures import Call, InputSpec, TensorSpec
 from ..torch_state.attributes import changes, watched_attributes
-from ..torch_state.forwards import plain_forward
+from ..torch_state.forwards import only_holds, plain_forward
 from ..torch_state.hooks import TAKES_NONE, hooks_off_in, is_compiled
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.private import (
@@ -333,7 +333,7 @@ class _Forward:
             if child in self.called:
                 if self.names[child] in self.found.plain and self.names[child] not in self.closed:
                     yield from self._uncalled(child)
-            elif isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)) or self._has_called(child):
+            elif only_holds(child) or self._has_called(child):
                 yield from self._uncalled(child)
             elif any(p.requires_grad for p in child.parameters()):
                 yield child

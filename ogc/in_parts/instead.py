@@ -14,6 +14,7 @@ from ..graph import Graph
 from ..plan import Plan, SavedPlan
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
+from ..torch_state.forwards import only_holds
 from .make import optimize_in_parts
 from .options import Options
 from .plan import PartsPlan
@@ -42,8 +43,7 @@ def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict
     if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
         return {}
     around = chain.from_iterable(list(accumulate(name.split("."), "{}.{}".format))[:-1] for _, name in held)
-    lists = torch.nn.ModuleList, torch.nn.ModuleDict
-    names = ["", *(name for name in around if not isinstance(model.get_submodule(name), lists))]
+    names = ["", *(name for name in around if not only_holds(model.get_submodule(name)))]
     return dict.fromkeys(names, "leaves in it would hold much of the memory")
 
 

@@ -272,8 +272,6 @@ class _Planning:
             twins = {name: twin for name, twin in twins.items() if not twin.runner.is_plain}
         code = {name: twin.runner.generated.source for name, twin in twins.items()}
         parts = self._parts(twins, choice, self.found.late)
-        for twin in parts.twins.values():
-            twin.runner.calls.clear()  # those that were measured
         return module_in_parts(self.model, parts, {"plan": plan, "graph": self._graphs(), "code": code})
 
     def _problem(self, stops: tuple[Stop, ...], before: int = 0) -> Problem:

@@ -278,5 +278,7 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
     members = {"forward": kept_from_compiling(forward), "__deepcopy__": deep_copy, REPLICATE: refuse_replicas}
     result = instance_around(model, original.__name__, members, {**shown, "report": report})
     of[result] = parts
+    for twin in parts.twins.values():
+        twin.runner.calls.clear()  # those that were measured
     parts.install()
     return result

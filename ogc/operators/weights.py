@@ -42,6 +42,7 @@ class Weights:
     forward_seconds: float = 0.0
     forward_flops: int = 0
     working_bytes: int = 0
+    first_bytes: int = 0  # what its backward has allocated once it asks for what was saved
     late_bytes: int = 0  # most bytes its backward allocates once it has let go of what it saved
     backward_seconds: float = 0.0
     backward_flops: int = 0

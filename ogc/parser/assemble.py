@@ -293,7 +293,7 @@ def _gradients(record: Record, weights: Weights, target: Any = None) -> Operatio
         changed = replace(gradients, gradients=new.gradients, working_bytes=new.working_bytes, again=None)
         return replace(
             changed,
-            first_bytes=found.first,
+            first_bytes=max(found.first, weights.first_bytes),
             late_bytes=new.late_bytes,
             copies_strided=changed.copies_strided and not found.has_copies,
         )
@@ -305,6 +305,7 @@ def _gradients(record: Record, weights: Weights, target: Any = None) -> Operatio
         arguments=tuple(record.receivers),
         gradients=weights.gradients,
         working_bytes=weights.working_bytes,
+        first_bytes=weights.first_bytes,
         late_bytes=weights.late_bytes,
         ready_bytes=weights.ready_bytes,
         copies_strided=copies_strided_gradients(target or record.node.target),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParseError
+from ..torch_state.forwards import only_holds
 from ..torch_state.hooks import is_compiled, only_collects
 from ..torch_state.private import hooks_of
 from .traced import OpaqueError
@@ -25,7 +26,7 @@ class Leaves:
     Args:
         asked_for: names and types of leaves.
         repeatable: names and types of modules such that leaves in them may be called again; True for all. With None
-            it is those that are seen to compute the same again, and to draw no random numbers.
+            it is those that are seen to compute the same again.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Leaves:
 
     def _smallest(self, name: str) -> str:
         """The smallest module that holds the named one and is not within a leaf; "" for the whole model."""
-        while name and (_is_within(name, self.names) or isinstance(self.modules[name], _NEVER_CALLED)):
+        while name and (_is_within(name, self.names) or only_holds(self.modules[name])):
             name = name.rpartition(".")[0]
         return name
 
@@ -113,9 +114,6 @@ class Leaves:
             self.names = self.names - inside | {name}
             self.reasons = {leaf: reason for leaf, reason in self.reasons.items() if leaf not in inside}
             self.reasons[name] = why
-
-
-_NEVER_CALLED = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def refuse_root_hooks(model: torch.nn.Module) -> None:
@@ -150,7 +148,7 @@ def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str)
     for entry in asked_for:
         if isinstance(entry, type):
             names = [name for name, module in modules.items() if isinstance(module, entry)]
-            names = [name for name in names if not isinstance(modules[name], _NEVER_CALLED)]
+            names = [name for name in names if not only_holds(modules[name])]
             known = sorted({type(module).__name__ for module in modules.values()})
             wanted, what = entry.__name__, "no submodule of the model is a"
         elif isinstance(entry, str):
@@ -161,7 +159,7 @@ def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str)
         if not names:
             near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.3) or known[:3]
             raise InputError(f"{argument}: {what} {wanted!r}; the nearest are {', '.join(near) or 'none'}")
-        if isinstance(modules[names[0]], _NEVER_CALLED):
+        if only_holds(modules[names[0]]):
             kind = type(modules[names[0]]).__name__
             raise InputError(f"{argument}: {names[0]!r} is a {kind}, which is never called; name modules in it")
         resolved += names

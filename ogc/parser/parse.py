@@ -119,11 +119,11 @@ def parse(
             operator (control flow on data, custom autograd functions, hooks, scripted code) is made part of the
             smallest such module by itself, with a warning in the log.
         repeatable_leaves: leaves may be called again for their backward, as with ``torch.utils.checkpoint``, where they
-            are seen to depend on nothing but their arguments and parameters: they have no hooks, change no buffers or
-            attributes, draw no random numbers and give the same bits twice. Names and types of submodules, or True
-            for all, say which instead; leaves in these may draw torch's random numbers too, and those in whose way
-            something else stands are called once all the same, with a warning. With False none is called again. A
-            call that saves or returns other bits than the first one raises ReplayError in the backward.
+            are seen to depend on nothing but their arguments, their parameters and torch's random state: they have no
+            hooks, change no buffers or attributes and give the same bits twice. Names and types of submodules, or True
+            for all, say which instead, with a warning for those in whose way something stands, which are called once
+            all the same. With False none is called again. A call that saves or returns other bits than the first one
+            raises ReplayError in the backward.
 
     Returns:
         The graph; ``print(graph)`` shows it as a table.
@@ -282,7 +282,7 @@ def _allow_repeats(model: torch.nn.Module, leaves: Leaves, record: Record, args:
     node = record.node
     assert isinstance(node.target, Leaf)
     name, is_named = node.target.module, leaves.is_repeatable(node.target.module)
-    if not is_named and (record.random or not leaves.finds_repeatable):
+    if not is_named and not leaves.finds_repeatable:
         return
     changed = leaves.changed_attribute(name) if node.target.submodule is not None else None
     obstacle = f"changes {changed}" if changed else why_not_repeatable(model, record, args)

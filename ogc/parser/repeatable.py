@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from ..errors import ReplayError
 from ..graph import SMALL_INTERNALS
 from ..program.leaf import Leaf
 from ..program.program import device_of_model, storage_of, tensor_leaves
+from ..program.wrapped import contents
 from ..torch_state.allocator import allocated_bytes, can_measure
 from ..torch_state.attributes import attributes_of, changes
 from ..torch_state.compare import same_bits
@@ -83,6 +85,8 @@ def _difference(
         return "draws random numbers of Python or numpy"
     if not all(torch.equal(generator.get_state(), state) for generator, state in own):
         return "draws from a torch.Generator of its own"
+    if any(tensor.is_nested for tensor in chain(*first)):
+        return "saves nested tensors in one piece (layout=torch.strided), which cannot be told apart"
     set_random_states(states, devices)
     again = _call(leaf, module, given)
     if not all(len(a) == len(b) and all(map(same_bits, a, b)) for a, b in zip(first, again, strict=True)):
@@ -103,7 +107,7 @@ def _call(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor])
     """The tensors that a call of a leaf saves, detached, and those that it returns."""
     with saved_until_done() as packed:
         results = tensor_leaves(leaf(module, given))
-        saved = [tensor.detach() for tensor in packed]
+        saved = [inner.detach() for tensor in packed for inner in contents(tensor)]
     return saved, results
 
 

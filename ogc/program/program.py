@@ -232,6 +232,11 @@ def has_history(tensor: torch.Tensor) -> bool:
         return False
 
 
+def has_backward(tensor: torch.Tensor) -> bool:
+    """Whether a backward may start from the tensor; PyTorch has none for some operators, ``bernoulli`` among these."""
+    return has_history(tensor) and (tensor.grad_fn is None or "NotImplemented" not in tensor.grad_fn.name())
+
+
 def attribute(root: Any, name: str) -> Any:
     """What a dotted name such as ``layer1.0.weight`` stands for, looked up from ``root``."""
     for part in name.split("."):

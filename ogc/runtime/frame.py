@@ -32,7 +32,7 @@ from ..torch_state.private import id_of_storage, keeps_graph, storage_id, untrac
 from ..torch_state.random_state import State, random_states, set_random_states
 from .held import Bound, detached, differentiable
 from .marks import Marks
-from .packed import Argument, RepeatedCall, dropped, kept, unpack
+from .packed import Argument, RepeatedCall, dropped, in_parts, kept, unpack
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward. Below it, KEEP - 1 - t marks one that also is of use
@@ -261,7 +261,7 @@ class Frame:
         slots = ((tensor, self._next_slot()) for tensor in arguments)
         given = {storage_id(t): Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
 
-        @untraced
+        @in_parts
         def pack(tensor: torch.Tensor) -> Any:
             storage = storage_of(tensor)
             argument = given.get(id_of_storage(storage)) if storage is not None else None

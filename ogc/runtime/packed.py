@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol
@@ -14,8 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import ReplayError
 from ..program.leaf import Leaf
 from ..program.program import storage_of
-from ..torch_state.private import id_of_storage, is_view, keeps_graph, untraced, version_of
+from ..program.wrapped import is_content, parts_of
+from ..torch_state.private import id_of_storage, is_view, keeps_graph, maker_of, untraced, version_of
 from .marks import Marks
+
+Pack = Callable[[torch.Tensor], Any]
+"""What to hold for a tensor that autograd saves."""
 
 
 class Slots(Protocol):
@@ -80,6 +84,31 @@ class Packed:
     pair: Any
 
 
+class Wrapped:
+    """A saved tensor of a class with operators of its own, apart: of what it holds, each is packed by itself."""
+
+    def __init__(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor], pack: Pack) -> None:
+        self.make = maker_of(tensor)
+        # A nested tensor knows its lengths by the very tensor that they are in.
+        self.parts = {
+            name: pack(part) if is_content(part) else (part, version_of(part)) for name, part in parts.items()
+        }
+
+    def fetch(self, slot: object) -> torch.Tensor:
+        return self.make({name: unpack(part) for name, part in self.parts.items()}).detach()
+
+
+def in_parts(pack: Pack) -> Pack:
+    """What packs a tensor of a class of its own in parts, and any other by ``pack``."""
+
+    @untraced
+    def packed(tensor: torch.Tensor) -> Any:
+        parts = parts_of(tensor)
+        return (Wrapped(tensor, parts, packed), None) if parts else pack(tensor)
+
+    return packed
+
+
 class Argument:
     """The slot of a tensor that a leaf was given and saved, any number of times."""
 
@@ -125,7 +154,7 @@ class RepeatedCall:
     def run(self, module: torch.nn.Module | None, given: list[torch.Tensor]) -> Any:
         """The results of the call."""
 
-        @untraced
+        @in_parts
         def pack(tensor: torch.Tensor) -> Packed:
             self.packed.append(Packed(kept(tensor)))
             return self.packed[-1]

@@ -31,6 +31,11 @@ def original_class(model: torch.nn.Module) -> type[torch.nn.Module]:
     return found
 
 
+def only_holds(module: torch.nn.Module) -> bool:
+    """Whether a module is never called, as it has no forward: a list or dict of others that adds none."""
+    return "forward" not in vars(module) and original_class(module).forward is torch.nn.Module.forward
+
+
 def plain_forward(model: torch.nn.Module) -> Callable[..., Any]:
     """The forward that was optimized, whatever was wrapped around the optimized one since; of others their own.
 

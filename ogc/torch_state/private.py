@@ -5,7 +5,7 @@ Operators of aten whose names begin so are no part of this. tests/torch_state/te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
 from operator import attrgetter
@@ -73,6 +73,24 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a sparse tensor. Without it sparse gradients of embeddings cannot be weighed."""
     return tensor._indices(), tensor._values()
 
+
+def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a tensor of a class with operators of its own holds, by its attributes; nothing for any other. Without it
+    what a leaf saves of nested tensors stays in memory, and no promise has it."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not _is_wrapper(tensor):
+        return {}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def maker_of(tensor: torch.Tensor) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+    """Makes a tensor like this one of others in place of its inner ones. Without it as without ``inner_tensors``."""
+    wrapper: Any = tensor
+    made: Any = partial(type(wrapper).__tensor_unflatten__, outer_size=wrapper.shape, outer_stride=wrapper.stride())
+    context = wrapper.__tensor_flatten__()[1]
+    return lambda parts: made(dict(parts), context)
+
+
+_is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 OpOverload = torch._ops.OpOverload
 """The class of operators. Without it those of a program cannot be told from Python's functions."""

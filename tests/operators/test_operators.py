@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import forced
+from helpers import assert_same_training, forced
 from torch import nn
 from torch.nn import functional as F
 
@@ -91,3 +91,25 @@ def test_sparse_gradients(profile):
         gradients.append(model.embedding.weight.grad)
     assert all(gradient.is_sparse for gradient in gradients)
     assert torch.equal(gradients[0].to_dense(), gradients[1].to_dense())
+
+
+class Masks(nn.Module):
+    """PyTorch has no derivative of ``bernoulli`` with a probability, and no backward comes to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        return self.last(torch.where(torch.bernoulli(x, 0.5) == 1, x, 0.0).exp())
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+def test_operators_without_a_derivative_that_no_backward_comes_to(profile):
+    model, x = Masks(), torch.randn(64, 8)
+    graph = ogc.parse(model, x, profile=profile)
+    assert "aten.bernoulli.p" in [op.target for op in graph.operations]
+    assert_same_training(model, ogc.optimize(model, x, profile=profile), (x,))
+    wholly = ogc.apply(model, graph, ogc.make_plan(graph, [ogc.recomputed(0, len(graph))]))
+    assert_same_training(model, wholly, (x,))

@@ -628,6 +628,89 @@ def test_leaves_by_name_and_by_type(chosen, caplog):
     assert_same_training(model, optimised, (X,))
 
 
+cube = Cube.apply  # which nothing that is put in the place of ``apply`` is seen by
+
+
+class Called(nn.Module):
+    def forward(self, x):
+        return cube(x.tanh()).exp()
+
+
+class Through(torch.autograd.Function):
+    """Calls a module, whose backward is its own."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        with torch.enable_grad():
+            ctx.ends = [x := x.detach().requires_grad_(), module(x)]
+        return ctx.ends[1].detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.autograd.grad(ctx.ends[1], ctx.ends[0], gradient)[0], None
+
+
+through = Through.apply
+
+
+class CalledThrough(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x):
+        return through(x, self.inner).tanh()
+
+
+@pytest.mark.parametrize("part", [Called, CalledThrough])
+def test_a_function_called_by_a_name_makes_a_leaf_of_the_module_that_calls_it(part):
+    model = Net(part())
+    optimised = forced(model, X)
+    assert {op.module for op in leaves(optimised.graph)} == {"body.0.1"}
+    assert_same_training(model, optimised, (X,))
+
+
+class Experts(nn.ModuleDict):
+    """Sends each row to the expert that it asks for, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__({str(n): nn.Sequential(nn.Linear(6, 6), nn.GELU()) for n in range(3)})
+
+    def forward(self, x, chosen):
+        y = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            (rows,) = torch.where(chosen == number)
+            y.index_add_(0, rows, self[str(number)](x[rows]))
+        return y
+
+
+class ExpertList(nn.ModuleList):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, chosen):
+        return torch.stack([self[number](row) for row, number in zip(x, chosen.tolist(), strict=True)])
+
+
+class Routed(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.router, self.experts = nn.Linear(6, 3), experts
+
+    def forward(self, x):
+        return self.experts(x, self.router(x.tanh()).argmax(-1)).sigmoid()
+
+
+@pytest.mark.parametrize("experts", [Experts, ExpertList])
+def test_a_list_or_dict_with_a_forward_is_a_leaf_like_any_other(experts):
+    model = Net(Routed(experts()))
+    optimised = forced(model, X)
+    assert {op.module for op in leaves(optimised.graph)} == {"body.0.1.experts"}
+    assert_same_training(model, optimised, (X,))
+    asked = ogc.optimize(model, X, leaf_modules=[experts])
+    assert {op.module for op in leaves(asked.graph)} == {"body.0.1.experts"}
+
+
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [

@@ -192,6 +192,43 @@ def test_random_numbers_that_only_some_data_call_for():
         assert_same_training(model, optimised, (given,), steps=2)
 
 
+class DropsByData(nn.Module):
+    """Branches on what it computes, and draws random numbers on either way."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = nn.functional.dropout(self.layer(x).tanh(), 0.4)
+        return nn.functional.dropout(y.exp(), 0.3) * x if y.sum() > 0 else y.sin() * torch.rand_like(x)
+
+
+class SkipsByChance(nn.Module):
+    """How much of it is computed is drawn, and so is what that gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = x.tanh().exp()
+        return y + (self.layer(y).sigmoid() * torch.randn(6) if torch.rand(()) < 0.5 else 0)
+
+
+@pytest.mark.parametrize("leaf", [DropsByData, SkipsByChance])
+def test_leaves_that_draw_torchs_random_numbers_are_called_again_unasked(leaf, caplog):
+    model = Net(leaf())
+    optimised = wholly(model, X)
+    assert called_again(optimised) and "never again" not in caplog.text
+    assert_same_training(model, optimised, (X,), steps=8)
+    loss = loss_of(optimised(X))
+    weights = [model.first[0].weight, model.body[0][0].weight]
+    first, again = (torch.autograd.grad(loss, weights, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+    assert not any(op.replayable for op in leaves(ogc.parse(model, X, repeatable_leaves=False)))
+
+
 @pytest.mark.parametrize("inside", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_autocast_and_no_grad_around_a_leaf(inside):
     class Within(Net):

@@ -73,6 +73,73 @@ class Cubed(nn.Module):
         return cube(x, 0.5)
 
 
+def late(gradient, saved):
+    """Take memory first, and ask for what was saved only then."""
+    wide = torch.cat([gradient] * 4)
+    return wide[: len(gradient)] * 3 * saved()[0] ** 2
+
+
+@torch.library.custom_op("ogc_tests::late_cube", mutates_args=())
+def late_cube(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+late_cube.register_fake(torch.empty_like)
+late_cube.register_autograd(
+    lambda ctx, gradient: late(gradient, lambda: ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class LateFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return late(gradient, lambda: ctx.saved_tensors)
+
+
+class LateModule(nn.Module):
+    """Of its backward, the first part saves nothing and takes memory."""
+
+    def forward(self, x):
+        y = x.tanh().sin()
+        if y.abs().max() > 100:
+            y = 2 * y
+        return y.flip(0) + torch.cat([y, y])[: len(y)]
+
+
+class Calling(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class JaggedNorm(nn.Module):
+    """Its lengths are a view, its result is saved by what comes after it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        ends = torch.tensor([9, 0, 100, x.shape[0] * x.shape[1]])[1:]
+        rows = torch.nested.nested_tensor_from_jagged(x.flatten(0, 1), ends)
+        return self.out(F.gelu(self.norm(rows)).values().view(x.shape))
+
+
+class InOnePiece(nn.Module):
+    def forward(self, x):
+        rows = torch.nested.as_nested_tensor([x[0], x[1], x[2:].flatten(0, 1)])
+        return torch.cat(rows.sin().unbind()).view(x.shape)
+
+
 class Block(nn.Module):
     def __init__(self, inner, width):
         super().__init__()
@@ -124,6 +191,45 @@ def test_operators_of_libraries_are_recorded_like_others():
     assert plain == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.03)
     assert measured_peak(optimised, (x,)) < 0.6 * plain
     assert_same_training(model, optimised, (x,))
+
+
+BACKWARDS = {
+    "library": lambda width: Cubed(),
+    "late library": lambda width: Calling(late_cube),
+    "late function": lambda width: Calling(LateFunction.apply),
+    "late module": lambda width: LateModule(),
+    "jagged": lambda width: Jagged(),
+    "jagged norm": JaggedNorm,
+    "nested in one piece": lambda width: InOnePiece(),
+    "bias": lambda width: Biased(),
+}
+
+
+@quiet
+@pytest.mark.parametrize("again", [None, False])
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_what_they_hold_and_take_is_promised(name, again):
+    torch.manual_seed(0)
+    model, x = Stack(BACKWARDS[name]), torch.randn(16, 16, 32)
+    optimised = ogc.optimize(model, x, profile="estimate", repeatable_leaves=again)
+    assert measured_peak(model, (x,)) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.002)
+    assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.002)
+    assert_same_training(model, optimised, (x,))
+
+
+@quiet
+@pytest.mark.parametrize("make", [lambda width: Jagged(), JaggedNorm])
+def test_jagged_leaves_are_called_again(make):
+    torch.manual_seed(0)
+    model, x = Stack(make), torch.randn(16, 16, 32)
+    once, again = (ogc.optimize(model, x, repeatable_leaves=repeatable) for repeatable in (False, None))
+    assert again.plan.peak_bytes < 0.7 * once.plan.peak_bytes
+    loss = again(x)
+    (before,) = torch.autograd.grad(loss, model.blocks[0].up.weight, retain_graph=True)
+    (after,) = torch.autograd.grad(loss, model.blocks[0].up.weight)
+    assert torch.equal(before, after)
+    (plain,) = torch.autograd.grad(model(x), model.blocks[0].up.weight)
+    assert torch.equal(plain, after)
 
 
 def test_leaves_that_are_asked_for_may_compute_with_them():

@@ -481,12 +481,34 @@ def asks_what_to_compile_by(name):
     return any(before) and not any(asked[len(before) :])
 
 
+@contextmanager
+def jagged():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield torch.nested.nested_tensor_from_jagged(torch.ones(5, 2), torch.tensor([0, 2, 5]))
+
+
+def takes_apart(inner_tensors):
+    with jagged() as rows:
+        found = inner_tensors(rows)
+        return inner_tensors(X) == {} and any(part is rows.values() or part.shape == (5, 2) for part in found.values())
+
+
+def puts_together(maker_of):
+    with jagged() as rows:
+        names = rows.__tensor_flatten__()[0]
+        made = maker_of(rows)({name: getattr(rows, name) for name in names})
+        return made.shape == rows.shape and torch.equal(made.values(), rows.values())
+
+
 CHECKS = {
     "pytree": flattens,
     "version_of": counts_writes,
     "WRAPPED_CALL": lambda name: name in vars(type(torch.fx.symbolic_trace(nn.ReLU()))),
     "CODE": lambda name: "relu" in vars(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU()).append(Relu())))[name],
     "version_alone": counts_writes_without_memory,
+    "inner_tensors": takes_apart,
+    "maker_of": puts_together,
     "base_of": lambda base_of: base_of(X[0]) is X and base_of(X) is None,
     "is_view": lambda is_view: is_view(X[0]) and not is_view(X),
     "id_of_storage": lambda of: (

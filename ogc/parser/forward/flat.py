@@ -187,8 +187,8 @@ def saved_until_done(told: Pack = id) -> Iterator[list[torch.Tensor]]:
     saved.clear()
 
 
-def saving(saved: list[torch.Tensor], told: Pack = id) -> saved_tensors_hooks:
-    """Hooks that list what autograd saves, and tell of it."""
+def saving(saved: list[torch.Tensor], told: Pack = id, asked: Callable[[], object] = int) -> saved_tensors_hooks:
+    """Hooks that list what autograd saves, and tell of it; and of each time that a backward has ``asked`` for it."""
 
     @untraced
     def pack(tensor: torch.Tensor) -> int:
@@ -196,4 +196,8 @@ def saving(saved: list[torch.Tensor], told: Pack = id) -> saved_tensors_hooks:
         saved.append(tensor)
         return len(saved) - 1
 
-    return saved_tensors_hooks(pack, saved.__getitem__)
+    def unpack(number: int) -> torch.Tensor:
+        asked()
+        return saved[number]
+
+    return saved_tensors_hooks(pack, unpack)

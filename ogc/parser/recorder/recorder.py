@@ -86,9 +86,9 @@ class Recorder:
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
         self._given: set[int] = set()  # numbers of the storages that it was given
 
-    def refuse(self, why: str) -> None:
-        """Note what the running module does that no program can hold."""
-        self.opaque.setdefault(self.scopes.current, why)
+    def refuse(self, why: str, module: str | None = None) -> None:
+        """Note what the running module, or the named one, does that no program can hold."""
+        self.opaque.setdefault(self.scopes.current if module is None else module, why)
 
     def note_collective(self) -> None:
         """Note that ranks talk to one another, which they do once in each step."""

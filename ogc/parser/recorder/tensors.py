@@ -41,7 +41,7 @@ class Tensors:
     """
 
     def __init__(
-        self, graph: torch.fx.Graph, model: torch.nn.Module, inputs: list[torch.Tensor], refuse: Callable[[str], None]
+        self, graph: torch.fx.Graph, model: torch.nn.Module, inputs: list[torch.Tensor], refuse: Callable[..., None]
     ) -> None:
         self.graph = graph
         self.refuse = refuse
@@ -102,7 +102,8 @@ class Tensors:
             if isinstance(tensor.grad_fn, BackwardCFunction):  # called by a name that it got before
                 self.refuse(
                     f"calls a custom torch.autograd.Function past its class, {tensor.grad_fn.name()}, seen at "
-                    f"{user_line()}"
+                    f"{user_line()}",
+                    node.meta.get("module"),  # where its result was made, not where that was used
                 )
             elif storage is None or not storage.is_written:  # else a write has made it so
                 self.refuse(f"changes what requires grad past autograd, seen at {user_line()}")

@@ -13,13 +13,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
 from ...program.layouts import Layout
-from ...program.program import has_history, storage_bytes, tensor_leaves
-from ...torch_state.allocator import allocated_bytes, marked_bytes, peak_bytes
+from ...program.program import has_backward, storage_bytes, tensor_leaves
+from ...torch_state.allocator import Mark, marked_bytes, peak_bytes
 from ...torch_state.private import pytree, untraced
 from ...torch_state.random_state import cuda_devices
 from ..passes.in_place import COPIED
 from .backward.again import Layouts
 from .record import Record
+
+ASKED = "asked"
+"""The label of the moments at which a backward asks for what was saved."""
 
 
 class Call:
@@ -66,8 +69,13 @@ class Call:
         # Kept by the caller's frame only, so that they are freed when it is done.
         return torch.autograd.grad(self.ends()[: len(self.gradients)], self.edges, self.gradients, allow_unused=True)
 
+    def marked(self, mark: Callable[[str], None]) -> None:
+        """The backward, with a mark whenever it asks for what was saved."""
+        self.when_asked = partial(mark, ASKED)
+        self.backward()
+
     def ends(self) -> list[torch.Tensor]:
-        return [t for t in tensor_leaves(self.result) if has_history(t)]
+        return [t for t in tensor_leaves(self.result) if has_backward(t)]
 
     def own_bytes(self) -> int:
         """Bytes of what the forward made and keeps: its results and what it saves."""
@@ -99,12 +107,19 @@ def with_measured_bytes(weights: Weights, call: Call) -> Weights:
     """The same with the bytes that the call, and its backward, are measured to take on a CPU beside what it keeps."""
     with torch.random.fork_rng([]):
         call.prepare()
-        scratch, working = max(0, peak_bytes(call.forward, "cpu") - call.own_bytes()), 0
+        scratch, working, first = max(0, peak_bytes(call.forward, "cpu") - call.own_bytes()), 0, 0
         call.prepare(with_gradients=True)
         if call.ends() and call.starts:
             # Prepared once more under the eyes of the profiler: what several operators saved goes one by one.
-            working, _ = allocated_bytes(call.backward, "cpu", partial(call.prepare, with_gradients=True))
-    return replace(weights, scratch_bytes=scratch, working_bytes=working)
+            working, first = most_and_first(
+                marked_bytes(call.marked, "cpu", partial(call.prepare, with_gradients=True))
+            )
+    return replace(weights, scratch_bytes=scratch, working_bytes=working, first_bytes=first)
+
+
+def most_and_first(marks: Sequence[Mark]) -> tuple[int, int]:
+    """The most bytes of a backward, and those until it first asked for what was saved, of which there are marks."""
+    return max(mark.peak_bytes for mark in marks[1:]), next((mark.bytes for mark in marks if mark.label == ASKED), 0)
 
 
 @dataclass
@@ -148,19 +163,15 @@ def backward_measured(
         call.result = _Given.apply([layouts[n] for n in results], seeds, *results.values())
 
     def run(mark: Callable[[str], None]) -> None:
-        call.when_asked = lambda: mark(_ASKED)
+        call.when_asked = partial(mark, ASKED)
         starts = [n for n, tensor in enumerate(tensor_leaves(call.inputs)) if tensor.requires_grad]
         results = torch.autograd.grad(call.result, call.edges, allow_unused=True)
         found.update((n, Layout.of(t)) for n, t in zip(starts, results, strict=True) if t is not None)
 
     with torch.random.fork_rng(cuda_devices()):
         marks = marked_bytes(run, device, prepare)
-    first = next((mark.bytes for mark in marks if mark.label == _ASKED), 0)
-    most = max(mark.peak_bytes for mark in marks[1:])
+    most, first = most_and_first(marks)
     return BackwardBytes(max(0, most - seeds.bytes), max(0, first - seeds.bytes), found)
-
-
-_ASKED = "asked"
 
 
 class _Given(torch.autograd.Function):

@@ -27,7 +27,7 @@ from ...operators.slices import Compiled, Sliced, SlicedLoss
 from ...operators.weights import InputGradient, Use, Weights
 from ...program.layouts import Layout, is_dense
 from ...program.leaf import runs_once
-from ...program.program import WithoutGrad, has_history, storage_bytes, tensor_leaves
+from ...program.program import WithoutGrad, has_backward, storage_bytes, tensor_leaves
 from ...torch_state.allocator import can_measure
 from ...torch_state.dispatch import out_of_mode
 from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts, storage_id
@@ -210,19 +210,19 @@ class Estimator:
             tensors = tensor_leaves(given)
             # What is written in place is another tensor afterwards.
             starts = [(n, get_gradient_edge(t) if in_place else t) for n, t in enumerate(tensors) if t.requires_grad]
-            with saving(saved), meter:
+            with saving(saved, asked=meter.asked), meter:
                 result = target(*given[0], **given[1])
             outputs = tensor_leaves(result)
             forward = meter.take()
             kept = storage_bytes(outputs + saved, tensors)
             ready = max(0, forward.held_bytes - kept) if runs_once(target) else 0
             scratch = max(0, forward.peak_bytes - kept - ready)
-            ends = [t for t in outputs if has_history(t)]
+            ends = [t for t in outputs if has_backward(t)]
             weights = Weights(scratch, forward.seconds, forward.flops, ready_bytes=ready)
             if layouts is None:
                 gradients = {id(end): like(end) for end in ends}
             else:
-                numbered = ((layouts.get(n), t) for n, t in enumerate(outputs) if has_history(t))
+                numbered = ((layouts.get(n), t) for n, t in enumerate(outputs) if has_backward(t))
                 gradients = {
                     id(t): layout.zeros(t.dtype, t.device.type) for layout, t in numbered if layout is not None
                 }
@@ -244,6 +244,7 @@ class Estimator:
         return replace(
             weights,
             working_bytes=backward.peak_bytes,
+            first_bytes=backward.first_bytes,
             backward_seconds=backward.seconds,
             backward_flops=backward.flops,
             gradients=input_gradients(pairs, shared),

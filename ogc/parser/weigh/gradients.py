@@ -88,6 +88,7 @@ class OperationGradients:
             arguments=tuple(rebase.before if n == rebase.argument else a for n, a in enumerate(self.arguments)),
             gradients=tuple(map(changed, self.gradients)),
             working_bytes=self.working_bytes + copied,
+            first_bytes=self.first_bytes + copied,
             late_bytes=self.late_bytes and self.late_bytes + copied,
             copies_strided=False,
             base=len(self.outputs),

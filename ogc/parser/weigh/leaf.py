@@ -14,14 +14,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...operators.weights import Weights
 from ...program.copies import made_copies
 from ...program.leaf import Leaf
-from ...program.program import device_of_model, has_history, storage_bytes, storage_of, tensor_leaves
-from ...torch_state.allocator import allocated_bytes, can_measure
+from ...program.program import device_of_model, has_backward, storage_bytes, storage_of, tensor_leaves
+from ...program.wrapped import contents
+from ...torch_state.allocator import allocated_bytes, can_measure, marked_bytes
 from ...torch_state.compare import fingerprint
 from ...torch_state.no_trace import cut_history, members_put_back, untouched, unwatched
 from ...torch_state.private import storage_id, untraced
 from ...torch_state.ranks.collectives import are_several
 from ...torch_state.ranks.shards import own_parameters
 from ..forward.flat import gradient_targets, saved_until_done
+from .calls import ASKED, most_and_first
 from .estimate import Estimator, input_gradients
 from .measure import Measurer
 from .meter import Reading, Seconds, metered
@@ -61,13 +63,14 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
             return weights
         backward = _reading(call, seconds, call.backward)
         call.prepare()
-        working = backward.peak_bytes
+        working, first = backward.peak_bytes, 0
         if can_measure(home):
-            working, _ = allocated_bytes(call.backward, home, call.prepare_backward)
+            working, first = most_and_first(marked_bytes(call.marked, home, call.prepare_backward))
         weights = replace(
             weights,
             # The gradients of its results are made inside, here, so that they go as early as in a step.
             working_bytes=max(0, working - call.seed_bytes),
+            first_bytes=max(0, first - call.first_seed_bytes),
             gradients=input_gradients(call.found, call.seeds),
             backward_seconds=backward.seconds,
             backward_flops=backward.flops,
@@ -138,14 +141,16 @@ class _Call:
 
     def __init__(self, leaf: Leaf, args: Any, in_place: bool) -> None:
         self.leaf = leaf
-        self.module, self.given, state = args
-        self.parameters = [t for t in state if t.requires_grad and t.is_leaf]
+        self.module, self.given, self.state = args
+        self.parameters = [t for t in self.state if t.requires_grad and t.is_leaf]
+        self.when_asked: Callable[[], None] | None = None  # something for the first time that may run again
         self.in_place = in_place
         self.results: list[torch.Tensor] = []
         self.found: list[tuple[int, torch.Tensor]] = []  # gradients, by the number of the given tensor
         self.seeds: dict[int, int] = {}  # storage of a result's gradient -> number of the result
         self.seed_bytes = 0
-        self.references: list[StorageWeakRef] = []
+        self.first_seed_bytes = 0  # of those that are there when it first asks for what was saved
+        self.references: list[tuple[int, StorageWeakRef]] = []  # their bytes and memory
         self.root: torch.Tensor | None = None
         self.ends: set[Any] = set()
         modules = [] if self.module is None else list(self.module.modules())
@@ -168,8 +173,9 @@ class _Call:
     def prepare_backward(self) -> bool:
         """Fresh inputs and a forward; whether there is a backward."""
         self.prepare()
-        self.forward()
-        ends = [(number, t) for number, t in enumerate(self.results) if has_history(t)]
+        with saved_tensors_hooks(self._pack, self._unpack):
+            self.forward()
+        ends = [(number, t) for number, t in enumerate(self.results) if has_backward(t)]
         starts = [t for t in (*self.starts, *self.parameters) if t.requires_grad]
         if ends and starts:
             self.root = _Seed.apply(self, [number for number, _ in ends], *(t for _, t in ends))
@@ -190,8 +196,9 @@ class _Call:
 
         @untraced
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            saved.append(tensor.detach())
-            return saved[-1]
+            held = tensor.detach()
+            saved.extend(contents(held))
+            return held
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             self.forward()
@@ -209,6 +216,32 @@ class _Call:
         finally:  # else no backward of the model would ever give these a gradient
             for handle in handles:
                 handle.remove()
+
+    def marked(self, mark: Callable[[str], None]) -> None:
+        """The backward, with a mark whenever it asks for what a plan may have to compute again."""
+
+        def asked() -> None:
+            self.when_asked = None
+            self.first_seed_bytes = sum(size for size, one in self.references if not one.expired())
+            mark(ASKED)
+
+        self.when_asked = asked
+        self.backward()
+
+    @untraced
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @untraced
+    def _unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.when_asked is None:
+            return tensor
+        here = {storage_id(t) for t in contents(tensor) if storage_of(t) is not None}
+        stays = {storage_id(t) for t in self.state if storage_of(t) is not None}
+        given = {storage_id(t) for t in self.inputs if storage_of(t) is not None}
+        if not here <= stays if self.leaf.repeatable else here & given:
+            self.when_asked()
+        return tensor
 
     def result_bytes(self) -> int:
         """Bytes of the storages that the results do not share with what was given."""
@@ -244,7 +277,7 @@ class _Seed(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
         # The weak references keep the addresses from being reused.
-        ctx.call.references = [StorageWeakRef(t.untyped_storage()) for t in made]
+        ctx.call.references = [(t.untyped_storage().nbytes(), StorageWeakRef(t.untyped_storage())) for t in made]
         ctx.call.seeds = {storage_id(t): n for n, t in zip(ctx.numbers, made, strict=True)}
-        ctx.call.seed_bytes = sum(t.untyped_storage().nbytes() for t in made)
+        ctx.call.seed_bytes = sum(size for size, _ in ctx.call.references)
         return None, None, *made

@@ -79,12 +79,14 @@ def metered(seconds: Seconds, run: Callable[[], object]) -> Reading:
 
 @dataclass(frozen=True)
 class Reading:
-    """Estimated seconds and FLOPs, the most fresh bytes alive at once, and those alive at the end."""
+    """Estimated seconds and FLOPs, the most fresh bytes alive at once, and those alive at the end; and those alive when
+    something that was saved was first asked for, if it was."""
 
     seconds: float
     flops: int
     peak_bytes: int
     held_bytes: int
+    first_bytes: int = 0
 
 
 class Meter(TorchDispatchMode):
@@ -104,6 +106,7 @@ class Meter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.gpu = gpu
+        self.first: int | None = None  # the bytes alive when something saved was first asked for
         self.seconds_of = seconds
         self.on_meta = on_meta
         self.kernel_copies = kernel_copies
@@ -112,14 +115,21 @@ class Meter(TorchDispatchMode):
 
     def take(self) -> Reading:
         """What was measured since the last call."""
-        held = sum(size for size, storage in self.fresh.values() if not storage.expired())
-        reading = Reading(self.seconds, self.flops, self.peak, held)
+        reading = Reading(self.seconds, self.flops, self.peak, self._alive(), self.first or 0)
         self._reset()
         return reading
+
+    def asked(self) -> None:
+        """Note that something is asked for that was saved."""
+        self.first = self._alive() if self.first is None else self.first
+
+    def _alive(self) -> int:
+        return sum(size for size, storage in self.fresh.values() if not storage.expired())
 
     def _reset(self) -> None:
         self.seconds, self.flops, self.peak = 0.0, 0, 0
         self.fresh: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.first = None
 
     def _has_storage(self, tensor: torch.Tensor) -> bool:
         return tensor.layout is torch.strided if self.on_meta else storage_of(tensor) is not None

@@ -19,6 +19,7 @@ from ...during_step import progress
 from ...operators.registry import said_to_be_written
 from ...program.leaf import Leaf
 from ...program.program import TensorRef, args_of, get_attribute, run_nodes, storage_of, tensor_leaves, without_autocast
+from ...program.wrapped import contents
 from ...torch_state.compare import same_bits
 from ...torch_state.private import base_of, version_of
 from ...torch_state.random_state import State, random_states, same_states
@@ -107,7 +108,7 @@ class _Observer:
         written = [t for t, v in zip(tensors, versions, strict=True) if version_of(t) != v or id(t) in said]
         if is_leaf:
             written += self._other_writes(buffers, own)
-            packed[:] = [tensor for tensor in packed if storage_of(tensor) is not None]
+            packed[:] = [inner for tensor in packed for inner in contents(tensor) if storage_of(inner) is not None]
         self.memory.note_reads(record, refs, tensors)
         self.memory.note_outputs(record, result)
         self.memory.note_writes(record, written, args)

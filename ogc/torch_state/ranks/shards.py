@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..forwards import only_holds
 from ..private import parameters_of
 
 
@@ -62,7 +63,7 @@ def planned_apart(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str
     """The largest trained submodules, by name, of which all parameters are there while they run."""
     for key, child in module.named_children():
         inner = f"{name}.{key}" if name else key
-        if has_inner_units(child) or isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        if has_inner_units(child) or only_holds(child):
             yield from planned_apart(child, inner)
         elif any(parameter.requires_grad for parameter in child.parameters()):
             yield inner, child
