@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..program.program import storage_of
-from ..torch_state.private import current_backward, id_of_storage
+from ..program.storages import ByStorage
+from ..torch_state.private import current_backward
 
 
 class Saved:
     """The memory that was seen until now."""
 
     def __init__(self) -> None:
-        self.counted: dict[int, StorageWeakRef] = {}
-        self.of_parts: dict[int, tuple[StorageWeakRef, Counter[int], set[int]]] = {}  # by a call; again by backwards
+        self.counted: ByStorage[bool] = ByStorage()
+        self.of_parts: ByStorage[tuple[Counter[int], set[int]]] = ByStorage()  # by a call; again by backwards
 
     def by_part(self, tensor: torch.Tensor, again: Counter[int]) -> None:
         """Note what a call of a part saves; ``again`` counts, by its number, what a backward saves of that."""
         storage = storage_of(tensor)
         if storage is not None:
-            self.of_parts[id_of_storage(storage)] = StorageWeakRef(storage), again, set()
+            self.of_parts[storage] = again, set()
 
     def by_rest(self, tensor: torch.Tensor) -> int:
         """The bytes that are the rest's where that saves a tensor; none if they were counted before."""
@@ -38,20 +38,17 @@ class Saved:
     def is_new(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory was not counted yet; now it is."""
         storage = storage_of(tensor)
-        if storage is None:
+        if storage is None or storage in self.counted:
             return False
-        known = self.counted.get(id_of_storage(storage))
-        if known is not None and not known.expired():
-            return False
-        self.counted[id_of_storage(storage)] = StorageWeakRef(storage)
+        self.counted[storage] = True
         return True
 
     def _is_saved_again(self, storage: torch.UntypedStorage) -> bool:
         """Whether a backward saves what a call of a part has saved."""
-        known, number = self.of_parts.get(id_of_storage(storage)), current_backward()
-        if known is None or known[0].expired() or number == -1:
+        known, number = self.of_parts.get(storage), current_backward()
+        if known is None or number == -1:
             return False
-        _, again, backwards = known
+        again, backwards = known
         if number not in backwards:
             backwards.add(number)
             again[number] += storage.nbytes()

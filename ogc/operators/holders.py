@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..on_thread import OnThread
 from ..torch_state.private import base_of, is_batched, storage_holders, tensor_holders
@@ -89,9 +88,8 @@ def _holders_in_backward() -> set[tuple[int, ...]]:
 
     def look(gradient: torch.Tensor) -> None:
         counts.add(_holders(gradient))
-        tensors = [weakref.ref(t) for t in (gradient, base_of(gradient)) if t is not None]
-        gone.append(lambda: all(tensor() is None for tensor in tensors))
-        gone.append(StorageWeakRef(gradient.untyped_storage()).expired)
+        held = [weakref.ref(t) for t in (gradient, base_of(gradient), gradient.untyped_storage()) if t is not None]
+        gone.append(lambda: all(one() is None for one in held))
 
     class Probe(torch.autograd.Function):
         @staticmethod

@@ -11,7 +11,7 @@ device that the model is not on, it is found out under FakeTensorMode, which nee
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from ...program.leaf import runs_once
 from ...program.program import WithoutGrad, has_backward, storage_bytes, tensor_leaves
 from ...torch_state.allocator import can_measure
 from ...torch_state.dispatch import out_of_mode
-from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts, storage_id
+from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from ..passes.in_place import COPIES, REBASED
@@ -239,7 +239,7 @@ class Estimator:
         with meter:
             found = torch.autograd.grad(ends, [start for _, start in starts], list(given.values()), allow_unused=True)
         backward = meter.take()
-        shared = {storage_id(given[id(t)]): n for n, t in enumerate(outputs) if id(t) in given}
+        shared = {given[id(t)].untyped_storage(): n for n, t in enumerate(outputs) if id(t) in given}
         pairs = [(n, gradient) for (n, _), gradient in zip(starts, found, strict=True) if gradient is not None]
         return replace(
             weights,
@@ -251,23 +251,25 @@ class Estimator:
         )
 
 
-def input_gradients(found: Sequence[tuple[int, torch.Tensor]], of_results: dict[int, int]) -> tuple[InputGradient, ...]:
+def input_gradients(
+    found: Sequence[tuple[int, torch.Tensor]], of_results: Mapping[torch.UntypedStorage, int]
+) -> tuple[InputGradient, ...]:
     """What there is to know of the gradients of arguments, by number, and of results, by their storages."""
-    groups: dict[int, int] = {}
+    groups: dict[Any, int] = {}
     gradients = []
     for argument, gradient in found:
         if gradient.layout is not torch.strided:
             size = sum(part.untyped_storage().nbytes() for part in sparse_parts(gradient))
-            group = groups.setdefault(-1 - argument, len(groups))
+            group = groups.setdefault(argument, len(groups))
             gradients.append(InputGradient(argument, size, None, group, dense=False, contiguous=False))
             continue
-        key = storage_id(gradient)
+        storage = gradient.untyped_storage()
         gradients.append(
             InputGradient(
                 argument=argument,
-                bytes=gradient.untyped_storage().nbytes(),
-                shares=of_results.get(key),
-                group=groups.setdefault(key, len(groups)),
+                bytes=storage.nbytes(),
+                shares=of_results.get(storage),
+                group=groups.setdefault(storage, len(groups)),
                 dense=is_dense(gradient),
                 contiguous=gradient.is_contiguous(),
                 is_view=is_view(gradient),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...operators.weights import Weights
 from ...program.copies import made_copies
 from ...program.leaf import Leaf
 from ...program.program import device_of_model, has_backward, storage_bytes, storage_of, tensor_leaves
+from ...program.storages import ByStorage
 from ...program.wrapped import contents
 from ...torch_state.allocator import allocated_bytes, can_measure, marked_bytes
 from ...torch_state.compare import fingerprint
@@ -112,17 +113,12 @@ def held_aside(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Ten
     count. The model may be changed by the call.
     """
     inputs = made_copies(given)  # as the graph holds what is a leaf of autograd
-    ids = [None if storage_of(t) is None else storage_id(t) for t in inputs]
-    references = [None if storage_of(t) is None else StorageWeakRef(t.untyped_storage()) for t in inputs]
+    references = [(n, weakref.ref(storage)) for n, storage in enumerate(map(storage_of, inputs)) if storage is not None]
     with torch.enable_grad(), saved_until_done():
         results = tensor_leaves(leaf(module, inputs))
     inputs.clear()
-    returned = {storage_id(t) for t in results if storage_of(t) is not None}
-    return [
-        n
-        for n, reference in enumerate(references)
-        if reference is not None and ids[n] not in returned and not reference.expired()
-    ]
+    returned = {storage_of(t) for t in results}
+    return [n for n, reference in references if (storage := reference()) is not None and storage not in returned]
 
 
 def _bytes_aside(record: Record, leaf: Leaf, args: Any) -> int:
@@ -147,10 +143,9 @@ class _Call:
         self.in_place = in_place
         self.results: list[torch.Tensor] = []
         self.found: list[tuple[int, torch.Tensor]] = []  # gradients, by the number of the given tensor
-        self.seeds: dict[int, int] = {}  # storage of a result's gradient -> number of the result
+        self.seeds: ByStorage[int] = ByStorage()  # storage of a result's gradient -> number of the result
         self.seed_bytes = 0
         self.first_seed_bytes = 0  # of those that are there when it first asks for what was saved
-        self.references: list[tuple[int, StorageWeakRef]] = []  # their bytes and memory
         self.root: torch.Tensor | None = None
         self.ends: set[Any] = set()
         modules = [] if self.module is None else list(self.module.modules())
@@ -222,7 +217,7 @@ class _Call:
 
         def asked() -> None:
             self.when_asked = None
-            self.first_seed_bytes = sum(size for size, one in self.references if not one.expired())
+            self.first_seed_bytes = sum(storage.nbytes() for storage in self.seeds)
             mark(ASKED)
 
         self.when_asked = asked
@@ -276,8 +271,6 @@ class _Seed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
-        # The weak references keep the addresses from being reused.
-        ctx.call.references = [(t.untyped_storage().nbytes(), StorageWeakRef(t.untyped_storage())) for t in made]
-        ctx.call.seeds = {storage_id(t): n for n, t in zip(ctx.numbers, made, strict=True)}
-        ctx.call.seed_bytes = sum(size for size, _ in ctx.call.references)
+        ctx.call.seeds = ByStorage({t.untyped_storage(): n for n, t in zip(ctx.numbers, made, strict=True)})
+        ctx.call.seed_bytes = storage_bytes(made)
         return None, None, *made

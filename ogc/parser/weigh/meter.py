@@ -9,14 +9,14 @@ from functools import cache, reduce
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from ...operators.cuda.gpus import Gpu, gpu_named
 from ...operators.cuda.hidden import hidden_in_sums
 from ...operators.registry import of
 from ...program.program import storage_of, tensor_leaves
-from ...torch_state.private import OpOverload, TorchDispatchMode, decomposes, id_of_storage, schema_of, storage_id
+from ...program.storages import LiveBytes
+from ...torch_state.private import OpOverload, TorchDispatchMode, decomposes, schema_of, storage_id
 
 log = logging.getLogger(__name__)
 
@@ -115,20 +115,17 @@ class Meter(TorchDispatchMode):
 
     def take(self) -> Reading:
         """What was measured since the last call."""
-        reading = Reading(self.seconds, self.flops, self.peak, self._alive(), self.first or 0)
+        reading = Reading(self.seconds, self.flops, self.peak, self.fresh.bytes, self.first or 0)
         self._reset()
         return reading
 
     def asked(self) -> None:
         """Note that something is asked for that was saved."""
-        self.first = self._alive() if self.first is None else self.first
-
-    def _alive(self) -> int:
-        return sum(size for size, storage in self.fresh.values() if not storage.expired())
+        self.first = self.fresh.bytes if self.first is None else self.first
 
     def _reset(self) -> None:
         self.seconds, self.flops, self.peak = 0.0, 0, 0
-        self.fresh: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.fresh = LiveBytes()
         self.first = None
 
     def _has_storage(self, tensor: torch.Tensor) -> bool:
@@ -154,13 +151,11 @@ class Meter(TorchDispatchMode):
             self.seconds += self.seconds_of(flops, moved, *_computed_in(function, outputs))
             self.flops += flops
         for tensor in made:
-            storage = tensor.untyped_storage()
-            self.fresh[id_of_storage(storage)] = (storage.nbytes(), StorageWeakRef(storage))
-        self.fresh = {key: entry for key, entry in self.fresh.items() if not entry[1].expired()}
+            self.fresh.add(tensor.untyped_storage())
         copies = special.hidden_bytes(args, outputs) if self.kernel_copies else 0
         copies += _converted_bytes(function, inputs) if self.on_cpu else 0
         copies += hidden_in_sums(function, args, self.gpu)
-        self.peak = max(self.peak, sum(size for size, _ in self.fresh.values()) + copies)
+        self.peak = max(self.peak, self.fresh.bytes + copies)
         return result
 
 
