@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from reported import Report, learn, mean_square, registering
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from trained import BATCH, Images, layers, sgd
 
 REPORTS: dict[str, Report] = {}
@@ -335,75 +333,3 @@ class ManyInputs(nn.Module):
 def dozens_of_regions_side_by_side(training):
     inputs = [torch.randn(16, 16) for _ in range(60)]
     learn(training, training.optimize(ManyInputs(), (inputs,)), (inputs,), count=2)
-
-
-class Softer(TorchFunctionMode):
-    """Has each activation replaced while it is on."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {})) if function is not torch.tanh else torch.sin(*args)
-
-
-@report("pytorch/pytorch#148023", says="a TorchFunctionMode is on, which may have functions of torch do something else")
-def a_function_mode_around_the_forward(training):
-    x = torch.randn(BATCH, 32)
-    run = training.optimize(Tanhs(), x)
-
-    def softer(x):
-        with Softer():
-            return run(x)
-
-    softer.parameters = run.parameters
-    learn(training, softer, (x,))
-
-
-class Tanhs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-
-    def forward(self, x):
-        for linear in self.linears:
-            x = torch.tanh(linear(x))
-        return x
-
-
-def rounded(tensor):
-    return tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
-
-
-@report(
-    "pytorch/pytorch#147565",
-    says="hooks for saved tensors are on, which may give the backward something else than was saved",
-)
-def hooks_of_saved_tensors_around_the_forward(training):
-    """The caller's hooks round what is kept, so that gradients are others."""
-    x = torch.randn(BATCH, 32)
-    run = training.optimize(layers(), x)
-
-    def around(x):
-        with saved_tensors_hooks(rounded, lambda t: t.float()):
-            return run(x)
-
-    around.parameters = run.parameters
-    learn(training, around, (x,))
-
-
-class OwnHooks(nn.Module):
-    """Keeps what a block inside saves as it says itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.inside, self.after = layers(3, out=32), layers(3, out=32), layers(3)
-
-    def forward(self, x):
-        x = self.before(x)
-        with saved_tensors_hooks(lambda t: t, lambda t: t):
-            x = self.inside(x)
-        return self.after(x)
-
-
-@report("pytorch/pytorch#115255")
-def hooks_of_saved_tensors_in_the_forward(training):
-    x = torch.randn(BATCH, 32)
-    learn(training, training.optimize(OwnHooks(), x), (x,))
