@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import pickle
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ PLAIN = (
 ABSENT = object()
 """In the place of a value: there is none."""
 
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_CONTAINERS = (list, tuple, OrderedDict, dict, set, frozenset, deque)
 _NO_DATA = ("__", "_abc_")
 _look = attrgetter("requires_grad", "dtype", "device", "shape")
 
@@ -175,7 +175,8 @@ def is_container(thing: Any) -> bool:
 def items_of(thing: Any) -> tuple[list[Any], list[Any]]:
     """The keys and the items of what is read as a whole, whatever its class makes of them."""
     if isinstance(thing, dict):
-        return list(dict.keys(thing)), list(dict.values(thing))
+        kind = kind_of_container(thing)
+        return list(kind.keys(thing)), list(kind.values(thing))
     if isinstance(thing, type):
         data = data_of_class(thing)
         return list(data), list(data.values())
@@ -189,10 +190,14 @@ def items_of(thing: Any) -> tuple[list[Any], list[Any]]:
         return [], [thing.func, thing.args, thing.keywords]
     if isinstance(thing, numpy.ndarray):
         return [], []
-    kind = next((kind for kind in _CONTAINERS if isinstance(thing, kind)), None)
-    if kind is not None:
+    if (kind := kind_of_container(thing)) is not None:
         return [], list(kind.__iter__(thing))
     return list(vars(thing)), list(vars(thing).values())
+
+
+def kind_of_container(thing: Any) -> Any:
+    """The class of Python's own that a container is of, None for other objects."""
+    return next((kind for kind in _CONTAINERS if isinstance(thing, kind)), None)
 
 
 def data_of_class(kind: type) -> dict[str, Any]:

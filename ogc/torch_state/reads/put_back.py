@@ -9,7 +9,17 @@ from typing import Any
 
 import numpy
 
-from .owners import ABSENT, array_content, content, is_container, items_of, set_attribute, slots_of, table_of
+from .owners import (
+    ABSENT,
+    array_content,
+    content,
+    is_container,
+    items_of,
+    kind_of_container,
+    set_attribute,
+    slots_of,
+    table_of,
+)
 
 
 class Before:
@@ -92,9 +102,11 @@ class Before:
     def _put_items_back(self, thing: Any) -> None:
         assert self.items is not None
         keys, items = self.items
+        kind = kind_of_container(thing)
         if isinstance(thing, dict):
-            dict.clear(thing)
-            dict.update(thing, zip(keys, items, strict=True))
+            kind.clear(thing)
+            for key, item in zip(keys, items, strict=True):
+                kind.__setitem__(thing, key, item)
         elif isinstance(thing, CellType):
             if items:
                 thing.cell_contents = items[0]
@@ -104,9 +116,9 @@ class Before:
             thing.__defaults__, thing.__kwdefaults__ = items[1:3]
             vars(thing).clear()
             vars(thing).update(zip(keys, items[3:], strict=True))
-        elif hasattr(thing, "clear"):
-            thing.clear()
-            getattr(thing, "extend", getattr(thing, "update", None))(items)  # type: ignore[misc]
+        elif hasattr(kind, "clear"):
+            kind.clear(thing)
+            (kind.update if kind is set else kind.extend)(thing, items)
 
     def _table(self, thing: Any) -> Mapping[str, Any]:
         """The names of the object and what they stand for; those of containers are among their items."""

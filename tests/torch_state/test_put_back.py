@@ -1,0 +1,113 @@
+"""Whatever container a forward writes into, it holds afterwards what it held before, and is usable."""
+
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import pytest
+import torch
+from torch import nn
+
+import ogc
+from ogc.torch_state.reads.put_back import Before
+
+
+class Loud(OrderedDict):
+    """It does something of its own when it is written."""
+
+    def __setitem__(self, key, value):
+        raise AssertionError("nobody asked for this")
+
+
+class Longer(list):
+    """Nobody asks it to grow."""
+
+    def extend(self, items):
+        raise AssertionError("nobody asked for this")
+
+
+def loud():
+    found = Loud()
+    OrderedDict.__setitem__(found, "a", 1)
+    OrderedDict.__setitem__(found, "b", 2)
+    return found
+
+
+MADE = {
+    "dict": lambda: {"a": 1, "b": 2},
+    "ordered dict": lambda: OrderedDict(a=1, b=2),
+    "default dict": lambda: defaultdict(int, a=1, b=2),
+    "counter": lambda: Counter(a=1, b=2),
+    "ordered dict of its own class": loud,
+    "list": lambda: [1, 2],
+    "list of its own class": lambda: Longer([1, 2]),
+    "deque": lambda: deque([1, 2], maxlen=2),
+    "set": lambda: {1, 2},
+}
+
+
+def write(thing):
+    if isinstance(thing, dict):
+        kind = OrderedDict if isinstance(thing, OrderedDict) else dict
+        kind.pop(thing, "a")
+        kind.__setitem__(thing, "c", 3)
+    elif isinstance(thing, set):
+        thing.add(3)
+    else:
+        thing.append(3)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_containers_are_put_back(kind):
+    thing, other = MADE[kind](), MADE[kind]()
+    before = Before(thing)
+    write(thing)
+    assert thing != other
+    before.put_back(thing)
+    assert thing == other and list(thing) == list(other) and type(thing) is type(other)
+    write(thing)
+    write(other)
+    assert thing == other and list(thing) == list(other)
+
+
+def test_the_order_of_an_ordered_dict_is_put_back():
+    thing = OrderedDict(a=1, b=2, c=3)
+    before = Before(thing)
+    thing.move_to_end("a")
+    assert list(before.changed(thing))
+    before.put_back(thing)
+    assert list(thing) == ["a", "b", "c"]
+
+
+class Cached(nn.Module):
+    """It keeps the masks of the last two lengths, as caches do that forget what was used least."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.masks = OrderedDict()
+
+    def forward(self, x):
+        length = x.shape[0]
+        if length not in self.masks:
+            self.masks[length] = torch.arange(length)[:, None] % 2
+        self.masks.move_to_end(length)
+        while len(self.masks) > 2:
+            self.masks.popitem(last=False)
+        return self.layers(x) * self.masks[length]
+
+
+def test_a_cache_that_forgets_is_the_plain_models():
+    torch.manual_seed(0)
+    plain, other = Cached(), Cached()
+    other.load_state_dict(plain.state_dict())
+    optimised = ogc.optimize(other, torch.randn(16, 8), profile="estimate")
+    assert not other.masks
+    for length in (16, 12, 16, 20, 12, 12, 16):
+        x = torch.randn(length, 8)
+        results = [run(x) for run in (plain, optimised)]
+        assert torch.equal(*results)
+        assert list(other.masks) == list(plain.masks)
+        grads = [
+            torch.autograd.grad(result.square().sum(), list(m.parameters()))
+            for result, m in zip(results, (plain, other), strict=True)
+        ]
+        assert all(map(torch.equal, *grads))
