@@ -10,21 +10,31 @@ from ogc.parser import arguments
 from ogc.parser.weigh.host import costs
 from ogc.runtime import frame
 
+DEFAULT = "not slow and not full"
+"""The tests that run where nothing else is asked for, by their marks."""
+
 
 def pytest_xdist_auto_num_workers(config):
     """No workers for named files, as these take seconds to start, nor for slow tests, which measure seconds."""
-    files = [Path(config.invocation_params.dir, arg.partition("::")[0]).is_file() for arg in config.args]
     chosen = config.option.markexpr
-    if all(files) or ("slow" in chosen and "not slow" not in chosen):
+    if are_files_named(config) or ("slow" in chosen and "not slow" not in chosen):
         return 0
     return None  # xdist then takes one for each core
 
 
-def pytest_configure(config):
-    """Workers and what they start have one thread each; where a test asks for more, these do not wait by spinning.
+def are_files_named(config):
+    """Whether certain files are to be run, not all of a folder."""
+    return all(Path(config.invocation_params.dir, arg.partition("::")[0]).is_file() for arg in config.args)
 
-    A thread that spins takes the core from the tests beside it, whose threads then spin all the longer.
+
+def pytest_configure(config):
+    """Of files that are named, all runs but what is slow.
+
+    Workers and what they start have one thread each; where a test asks for more, these do not wait by spinning. A
+    thread that spins takes the core from the tests beside it, whose threads then spin all the longer.
     """
+    if config.option.markexpr == DEFAULT and are_files_named(config):
+        config.option.markexpr = "not slow"
     if config.getoption("numprocesses"):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
