@@ -11,6 +11,7 @@ import types
 SOURCE = """
 import dataclasses
 import functools
+import random
 import types
 
 import numpy
@@ -137,6 +138,7 @@ class Block(Base):
         self.array = numpy.array([1.0, 1.5])
         self.shift = torch.full((8,), 0.1)
         self.partial = functools.partial(scaled, scale=1.4)
+        self.rng, self.noise = random.Random(number), numpy.random.default_rng(number)
         self.function = torch.sin
         self._hidden = 1.05
         self.seen, self.calls, self.cache, self.last, self.kept = 0, 0, {{}}, None, None
@@ -206,6 +208,8 @@ READS = (
     "x = self.partial(x)",
     "x = Block.of_static(Block.of_class(x))",
     "x = self.function(x)",
+    "x = x * (1.5 if self.rng.random() < 0.5 else 1.0)",
+    "x = x * (1.5 if self.noise.random() < 0.5 else 1.0)",
     "x = x * vars(self)['scale0']",
     "x = x * self.__dict__['scale1']",
     "x = x * sum(self.items) + len(self.items)",
@@ -277,6 +281,7 @@ CHANGES = (
     "b.config.table = dict(b.config.table)", "b.items = list(b.items)",
     "Block.method = lambda self, x, name='', r=r: x * r", "Block.of_class = classmethod(lambda cls, x, r=r: x * r)",
     "Block.of_static = staticmethod(lambda x, r=r: x * r)", "Block.prop = property(lambda self, r=r: r)",
+    "b.rng.seed(int(100 * r))", "b.noise = numpy.random.default_rng(int(100 * r))",
     "globals()['helper'] = lambda module, x, name, r=r: x * r", "with_default.__code__ = with_other_default.__code__",
 )  # fmt: skip
 

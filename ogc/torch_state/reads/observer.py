@@ -24,6 +24,7 @@ from .functions import Called, CalledFunctions
 from .owner import Owner, Write, reads_of
 from .owners import FIXED, MODULE, Reads, Source, is_container, is_plain, items_of, numbers_of
 from .put_back import Before, same_objects
+from .states import refuse_used_up
 
 UNWATCHED = frozenset((*TABLES, "training", "forward", CALL))
 """Attributes of the model's modules that plans are chosen by anyway, or that stand in for calls."""
@@ -212,6 +213,8 @@ class Observer:
         """Look at a value that Python has got: from now on it may read from that."""
         if is_plain(value) or isinstance(value, torch.Tensor):
             return
+        place = f"[{source.key}]" if source.step == "item" else str(source.key)
+        refuse_used_up(value, lambda: self._name(source.parent, place))
         if isinstance(value, type):
             if is_followed(value.__module__) and not issubclass(value, Enum):
                 self._class(value)
@@ -327,11 +330,14 @@ class Observer:
 
     def name(self, write: Write) -> str:
         """What messages call what was written, as that of the module that writes it."""
-        name = Reads(tuple(owner.reads for owner in self.owners.values())).name(write.owner.number, write.key)
+        name = self._name(write.owner.number, write.key)
         name = re.sub(r"(\[\d+\])+$", "", name)  # the items of a container
         own = f"the attribute {write.module}." if write.module else "the attribute "
         is_own = name.startswith(own) and " of class " not in name
         return f"its attribute {name.removeprefix(own)}" if is_own else name
+
+    def _name(self, number: int, key: str) -> str:
+        return Reads(tuple(owner.reads for owner in self.owners.values())).name(number, key)
 
     def put_back(self) -> None:
         """Let all that was met hold what it held before; of two that share a table, the first that was met is right."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 
 from ..attributes import Itself
 from ..forwards import original_class
+from .states import content_of, has_state
 
 MODULE, FIXED = -1, -2
 """In the place of a parent: the object is a submodule of the model, by its name; or it is the same for all models."""
@@ -169,7 +169,7 @@ def table_of(thing: Any) -> Mapping[str, Any]:
 
 def is_container(thing: Any) -> bool:
     """Whether an object is read as a whole: what it gives of itself cannot be observed."""
-    return isinstance(thing, (*_CONTAINERS, partial, MethodType, CellType, FunctionType, numpy.ndarray))
+    return isinstance(thing, (*_CONTAINERS, partial, MethodType, CellType, FunctionType)) or has_state(thing)
 
 
 def items_of(thing: Any) -> tuple[list[Any], list[Any]]:
@@ -188,7 +188,7 @@ def items_of(thing: Any) -> tuple[list[Any], list[Any]]:
         return [], [thing.__func__, thing.__self__]
     if isinstance(thing, partial):
         return [], [thing.func, thing.args, thing.keywords]
-    if isinstance(thing, numpy.ndarray):
+    if has_state(thing):
         return [], []
     if (kind := kind_of_container(thing)) is not None:
         return [], list(kind.__iter__(thing))
@@ -258,19 +258,13 @@ def _content_of_owner(known: Mapping[int, int], owner: OwnerReads, thing: Any) -
     if owner.is_whole:
         keys, items = items_of(thing)
         inside = [content(item, known) for item in items]
-        if isinstance(thing, numpy.ndarray):
-            inside = [array_content(thing)]
+        if has_state(thing):
+            inside = [content_of(thing)]
         found["[]"] = [*map(repr, keys)], inside
         if isinstance(thing, type):
             methods = {key: Itself(value) for key, value in vars(thing).items() if not key.startswith(_NO_DATA)}
             found["[]"] = {**methods, **dict(zip(keys, inside, strict=True))}
     return found
-
-
-def array_content(array: numpy.ndarray) -> Any:
-    """What a numpy array holds."""
-    raw = pickle.dumps(array) if array.dtype.hasobject else array.tobytes()
-    return str(array.dtype), array.shape, array.strides, raw
 
 
 def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -7,11 +7,8 @@ from operator import is_
 from types import CellType, FunctionType
 from typing import Any
 
-import numpy
-
 from .owners import (
     ABSENT,
-    array_content,
     content,
     is_container,
     items_of,
@@ -20,6 +17,7 @@ from .owners import (
     slots_of,
     table_of,
 )
+from .states import content_of, has_state, kept_state, put_state
 
 
 class Before:
@@ -36,7 +34,7 @@ class Before:
         self.is_globals = is_globals
         self.slots = () if isinstance(thing, type) else tuple(slots_of(type(thing)))
         self.items = items_of(thing) if is_container(thing) and not is_globals else None
-        self.array = thing.copy() if isinstance(thing, numpy.ndarray) else None
+        self.state = (kept_state(thing), content_of(thing)) if has_state(thing) else None
         table = self._table(thing)
         self.values = list(table.values()) if not is_globals else []
         self.names = dict(table) if not is_globals else {}
@@ -68,14 +66,14 @@ class Before:
             keys = {key for key in keys if not (is_class and key.startswith("__"))}
             yield from (key for key in keys if table.get(key, ABSENT) is not self.names.get(key, ABSENT))
         yield from (name for name in self.slots if getattr(thing, name, ABSENT) is not self.in_slots[name])
-        is_other_array = self.array is not None and array_content(thing) != array_content(self.array)
-        if is_other_array or (self.items is not None and not _same(self.items, items_of(thing))):
+        is_other_state = self.state is not None and content_of(thing) != self.state[1]
+        if is_other_state or (self.items is not None and not _same(self.items, items_of(thing))):
             yield ""
 
     def is_equal(self, thing: Any, key: str, known: Mapping[int, int]) -> bool:
         """Whether what is another object now is equal to what was there."""
         if not key:
-            if self.items is None or self.array is not None:
+            if self.items is None or self.state is not None:
                 return False
             keys, items = items_of(thing)
             now, before = ([content(item, known) for item in found] for found in (items, self.items[1]))
@@ -86,8 +84,8 @@ class Before:
     def put_back(self, thing: Any) -> None:
         """Let the object hold what it held at first."""
         for key in list(self.changed(thing)):
-            if self.array is not None:
-                thing[...] = self.array
+            if self.state is not None and not key:
+                put_state(thing, self.state[0])
             elif not key:
                 self._put_items_back(thing)
             elif isinstance(thing, type) or key in self.slots:

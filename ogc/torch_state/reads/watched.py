@@ -9,10 +9,10 @@ from operator import attrgetter, contains, is_, itemgetter, methodcaller
 from types import CellType, FunctionType
 from typing import Any
 
-import numpy
 import torch
 
-from .owners import MODULE, Reads, array_content, data_of_class, items_of, table_of
+from .owners import MODULE, Reads, data_of_class, items_of, table_of
+from .states import content_of, has_state
 
 _values = methodcaller("values")
 _look = attrgetter("requires_grad", "dtype", "device", "shape")
@@ -65,7 +65,7 @@ class _Seen:
         self.functions: list[FunctionType] = []
         self.cells: list[CellType] = []
         self.typed: list[Any] = []
-        self.arrays: list[numpy.ndarray] = []
+        self.stateful: list[Any] = []
         for owner, thing in zip(reads.owners, objects, strict=True):
             if owner.keys:
                 alike.setdefault(owner.keys, []).append(table_of(thing))
@@ -88,7 +88,7 @@ class _Seen:
         self.values = list(self._values())
         self.sizes = list(map(len, self.lists))
         self.members = self._members()
-        self.contents = list(map(array_content, self.arrays))
+        self.contents = list(map(content_of, self.stateful))
         self.tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
         self.tensor_looks = list(map(_look, self.tensors))
 
@@ -102,7 +102,7 @@ class _Seen:
                 and self._members() == self.members  # of which data are among the values
                 and not any(map(contains, self.tables, self.names))
                 and list(map(_look, self.tensors)) == self.tensor_looks
-                and list(map(array_content, self.arrays)) == self.contents
+                and list(map(content_of, self.stateful)) == self.contents
             )
         except _GONE:
             return False
@@ -118,8 +118,8 @@ class _Seen:
             self._add_whole(vars(thing))
         elif isinstance(thing, CellType) and items_of(thing)[1]:
             self.cells.append(thing)
-        elif isinstance(thing, numpy.ndarray):
-            self.arrays.append(thing)
+        elif has_state(thing):
+            self.stateful.append(thing)
         else:
             self.others.append(lambda: chain(*items_of(thing)))
 
