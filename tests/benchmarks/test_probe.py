@@ -6,11 +6,10 @@ import json
 import pytest
 import torch
 
-import benchmark
-from benchmarks.networks import ARCHITECTURES
-from benchmarks.probe import making, questions
-from benchmarks.probe.making import Step, probe, steps_on
-from benchmarks.timing.networks import SUBJECTS
+from benchmarks import probe
+from benchmarks.cases import CASES
+from benchmarks.experiments import TIME
+from benchmarks.probe import Step, questions, steps_on
 
 
 @pytest.fixture
@@ -25,14 +24,14 @@ def test_a_step_that_fails_or_hangs_loses_no_other(monkeypatch, tmp_path, cpu, c
         Step("memory", "-m benchmarks.probe graphs", 2),
         Step("late", "-c 'pass'", 1),
     )
-    monkeypatch.setattr(making, "steps_on", lambda device: steps)
+    monkeypatch.setattr(probe, "steps_on", lambda device: steps)
     clock = iter([0.0, *[0.0] * 9, 70.0, 70.0])
-    monkeypatch.setattr(making.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: next(clock))
     path = tmp_path / "probe.json"
-    assert probe(cpu, path, "the command", minutes=1) == 1
+    assert probe.probe(cpu, path, ["the command"], minutes=1) == 1
     found = json.loads(path.read_text())
     steps = found["steps"]
-    assert found["command"] == "the command" and found["versions"]["torch"] == torch.__version__
+    assert found["command"] == "python 'the command'" and found["versions"]["torch"] == torch.__version__
     assert [steps[name]["status"].partition(" ")[0] for name in steps] == ["failed", "stopped", "done", "not"]
     assert steps["bad"]["said"] == ["1"]
     assert steps["memory"]["found"]["rows"] == [{"captured": None, "why": "only CUDA has graphs"}]
@@ -45,12 +44,12 @@ def test_all_steps_fit_in_the_time():
         assert len({step.name for step in steps}) == len(steps)
         assert {"tests", "published", "compare", "times", *questions.QUESTIONS} == {step.name for step in steps}
         arguments = {step.name: step.arguments.split() for step in steps}
-        assert set(arguments["times"][4:]) <= set(SUBJECTS)
+        assert set(arguments["times"][4:]) <= set(TIME.sizes)
         for name in ("published", "compare"):
             named = itertools.takewhile(
                 lambda word: not word.startswith("-"), arguments[name][arguments[name].index("--arch") + 1 :]
             )
-            assert set(named) <= {"all", *ARCHITECTURES}
+            assert set(named) <= {"all", *CASES}
 
 
 def test_settings_give_the_plain_models_bits(cpu):
@@ -80,13 +79,3 @@ def test_memory_is_as_simulated(cpu):
 def test_weights_are_estimated_and_measured(cpu):
     rows, _ = questions.weights(cpu)
     assert any(row["target"].startswith("aten.convolution") and row["forward_seconds"][1] > 0 for row in rows)
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [(["--probe"], "needs --json"), (["--probe", "--arch", "resnet18", "--json", "x"], "say one of --arch")],
-)
-def test_options_that_do_not_go_together(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        benchmark.main(arguments)
-    assert message in capsys.readouterr().err
