@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from statistics import linear_regression, median
@@ -61,7 +62,7 @@ def items_of(trial: Trial, rounds: int, seconds: float) -> Data:
         with torch.no_grad():
             return called(model, inputs)
 
-    steps = {name: partial(timed, run, inputs, clock) for name, run in runs.items()}
+    steps: dict[str, Callable[[], float]] = {n: partial(timed, run, inputs, clock) for n, run in runs.items()}
     steps[FORWARD] = lambda: timed_call(forward, inputs, clock)
     with as_before(model):
         took = in_turn(steps, rounds, seconds)

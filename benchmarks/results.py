@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 import ogc
 
-from .measuring import give_back_freed_memory
 from .row import Data, Row, printed
 
 T = TypeVar("T")
@@ -130,7 +129,6 @@ class Results:
             if failure.status == 4:
                 traceback.print_exc()
         if failure.status == 3 and hint:  # the traceback holds no tensors any more
-            give_back_freed_memory()
             failure = replace(failure, reason=hint())
         self.fail(failure)
         return None

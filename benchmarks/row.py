@@ -71,7 +71,8 @@ class Row:
     @classmethod
     def read(cls, data: Data) -> Row:
         """From what JSON makes of it."""
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+        fields: Data = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return cls(**fields)
 
     def written(self) -> Data:
         """For JSON: what is not as usual."""

@@ -27,7 +27,7 @@ from .measuring import MIB, deterministic, give_back_freed_memory, keep_freed_me
 from .results import Impossible, Results, environment, plain_progress, refusal_of
 from .row import with_verdicts
 from .summaries import largest as largest_table
-from .trial import Planned, Trial, within_published_overhead
+from .trial import Planned, Trial, what_fits, within_published_overhead
 from .ways import our_plans, peers_of
 
 CPU_BATCH_SIZE = 4
@@ -47,7 +47,8 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
     with deterministic(device), plain_progress():
         for name in tqdm(options.arch, desc="architectures", disable=True if len(options.arch) == 1 else None):
             give_back_freed_memory()
-            results.tried(name, lambda: measure(_trial(name, device, options, results), options))  # noqa: B023
+            hint = partial(what_fits, CASES[name], device, batch_size_of(name, device, options), options.size)
+            results.tried(name, lambda: measure(_trial(name, device, options, results), options), hint)  # noqa: B023
     if device.type == "cpu" and options.batch_size is None:
         print(f"CPU run: batch size {CPU_BATCH_SIZE} instead of the published ones (--batch-size published)")
     print(results)
@@ -104,12 +105,13 @@ def bench(trial: Trial, options: argparse.Namespace) -> None:
         return Planned(ogc.apply(trial.model, graph, plans[solver]), plans[solver])
 
     known = trial.case.published
+    published = None if known is None else asdict(known)
     for solver in options.solver:
         tolerance = SLICED_TOLERANCE if solver == "optimal" and options.batch_slices > 1 else 0.0
         make = partial(planned, solver)
         trial.measured(solver, make, is_ours=True, tolerance=tolerance, spared_seconds=trial.parse_seconds)
         _timed(trial, solver, options)
-        row = replace(trial.rows[solver], published=known and asdict(known), batch_slices=options.batch_slices)
+        row = replace(trial.rows[solver], published=published, batch_slices=options.batch_slices)
         if known and solver == "optimal" and row.at_published_size and not row.reason:
             plan = ogc.solve(trial.graph, memory_budget=known.theirs * MIB)
             row = replace(row, overhead_at_theirs=plan.overhead, flops_at_theirs=plan.flops_overhead)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 import ogc
@@ -76,6 +75,7 @@ class Trial:
         loss_of: Callable[[Inputs], Loss | None] = lambda inputs: None,
     ) -> None:
         self.arch, self.case, self.results = arch, case, results
+        self.hint = partial(what_fits, case, device, batch_size, size)
         self.seed, self.profile = seed, profile
         self.progress = tqdm(desc=f"{arch}: build", leave=False, disable=None)
         torch.manual_seed(seed)
@@ -135,7 +135,7 @@ class Trial:
             self.arch, way, device_name(tensor.device), tuple(tensor.shape),
             plain_bytes=plain.peak, plain_flops=plain.flops, unrepeatable=unsteady,
         )  # fmt: skip
-        start = time.perf_counter()
+        start, failure = time.perf_counter(), None
         try:
             with as_before(self.model):
                 made = make()
@@ -151,8 +151,9 @@ class Trial:
             row = replace(row, reason=str(error))
         except Exception as error:
             failure = failure_of(f"{self.arch}, {way}", error)
-            if failure.status == 3:
-                failure = replace(failure, reason=what_fits(self.case, self.inputs))
+        if failure:
+            if failure.status == 3:  # the traceback holds no tensors any more
+                failure = replace(failure, reason=self.hint())
             row = replace(row, reason=failure.reason, failed=is_ours)
             if is_ours:
                 self.results.fail(failure)
@@ -163,7 +164,7 @@ class Trial:
         """The rows of these ways with the time of their steps, all in turn with the plain one; gradients add up."""
         self.stage("time")
         own_runs = {way: self.runs.pop(way) for way in ways if way in self.runs}
-        runs = {"": self.model, **own_runs} if own_runs else {}
+        runs: dict[str, Run] = {"": self.model, **own_runs} if own_runs else {}
         steps = {way: partial(timed, run, self.inputs, clock, self.loss) for way, run in runs.items()}
         with as_before(self.model):
             found = in_turn(steps, rounds, seconds, twins=("", ways[0]) if twins else None) if rounds else {}
@@ -189,19 +190,18 @@ def _deviation(plain: Measured, apart: Mapping[str, float], tolerance: float, is
     return max(shares.values(), default=0.0)
 
 
-def what_fits(case: Case, inputs: Inputs) -> str:
+def what_fits(case: Case, device: torch.device, batch_size: int, size: int | None) -> str:
     """What did not fit, and what would: from a plan for a small batch, as activations grow with it."""
     give_back_freed_memory()
-    device, is_cuda = first_of(inputs).device, first_of(inputs).is_cuda
     memory = (
         torch.cuda.get_device_properties(device).total_memory
-        if is_cuda
+        if device.type == "cuda"
         else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
-    said = f"out of memory at batch size {len(first_of(inputs))} on {device} ({memory / MIB:.0f} MiB)"
+    said = f"out of memory at batch size {batch_size} on {device} ({memory / MIB:.0f} MiB)"
     try:
-        model, few = case.build(), tree_map(lambda tensor: tensor[:2].cpu(), inputs)
-        plan = ogc.solve(ogc.parse(model, few, profile="estimate"))
+        model = case.build()
+        plan = ogc.solve(ogc.parse(model, case.input.sample(2, size), profile="estimate"))
     except Exception:  # it is a hint, and there is little memory
         return said
     fixed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())

@@ -142,11 +142,12 @@ def test_what_cannot_be_run_is_refused(capsys):
         assert "finds no CUDA device; use --device cpu" in capsys.readouterr().err
 
 
-def test_out_of_memory_says_what_would_fit(run, capsys, monkeypatch):
+@pytest.mark.parametrize("where", ["unrepeatable", "distances"], ids=["the plain step", "a planned step"])
+def test_out_of_memory_says_what_would_fit(where, run, capsys, monkeypatch):
     def full(*arguments, **keywords):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(trial, "distances", full)
+    monkeypatch.setattr(trial, where, full)
     assert run()[0] == 3
     error = capsys.readouterr().err
     assert "out of memory at batch size 2 on cpu" in error and "samples would fit the plain model" in error

@@ -73,6 +73,7 @@ SMALL = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_what_cases_are():
     """Parameters as published, and blocks where ``--compare`` and ``time`` put checkpoints; nothing is allocated."""
     for name, case in CASES.items():

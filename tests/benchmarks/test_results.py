@@ -17,8 +17,8 @@ from benchmarks.hollow import errors
 from benchmarks.measuring import MIB
 from benchmarks.networks.search_space import NETWORKS
 from benchmarks.results import write_json
-from benchmarks.running import CPU_BATCH_SIZE
 from benchmarks.row import Row, with_verdicts
+from benchmarks.running import CPU_BATCH_SIZE
 from benchmarks.suites import FULL, RESULTS, ROOT, SUITES
 from benchmarks.summaries import beating, families, of_theirs, quicker_within, reason, rows_of, zoo
 from benchmarks.tables import document, files, inserted, on_gpus, on_many_devices, rows
@@ -149,8 +149,8 @@ MISSED = {
     "cuda": {"swin_t", "llama", "regnet_y_400mf", "mobilenet_v3_large"},
 }
 """Where a promise is further off than it may be. Of the tiny network, what Python finds in the caches decides. The
-others on a CPU were timed on a virtual machine on which two plain steps are up to 3.0 points apart; on the GPU the middle half
-of their plans' rounds is up to 23 points wide."""
+others on a CPU were timed on a virtual machine on which two plain steps are up to 3.0 points apart; on the GPU the
+middle half of their plans' rounds is up to 23 points wide."""
 
 
 @pytest.mark.parametrize(("device", "networks"), [("cpu", len(TIME.sizes)), ("cuda", 15)])
