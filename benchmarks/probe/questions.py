@@ -24,15 +24,15 @@ Rows = list[dict[str, Any]]
 Answer = tuple[Rows, bool]
 
 
-def encoder() -> nn.Module:
+def encoder(depth: int = 4) -> nn.Module:
     """A few layers of a transformer, with dropout. Input N, T, 64; output alike."""
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
 
 
-def convolutions() -> nn.Module:
+def convolutions(depth: int = 5) -> nn.Module:
     """Blocks of convolution, batch norm and dropout. Input N, 8, H, W; output alike."""
-    blocks = [[nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1)] for _ in range(5)]
+    blocks = [[nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1)] for _ in range(depth)]
     return nn.Sequential(*(layer for block in blocks for layer in block))
 
 

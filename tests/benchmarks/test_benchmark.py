@@ -81,12 +81,12 @@ def test_the_default_batch_on_cpu_is_small_and_the_output_says_so(capsys):
 
 def test_the_command_of_the_readme():
     """In a process of its own: without a terminal there is a line for each row, and no bar."""
-    options = ["--arch", "densenet_cifar", "--device", "cpu", "--batch-size", "1", "--iterations", "1"]
+    options = ["--arch", "resnet18", "--device", "cpu", "--batch-size", "2", "--size", "32", "--iterations", "1"]
     script = [sys.executable, "-W", "ignore", "benchmark.py", *options, "--profile", "estimate"]
     done = subprocess.run(script, capture_output=True, check=True, cwd=ROOT)
     assert b"\r" not in done.stdout + done.stderr
     lines = [line for line in done.stderr.decode().splitlines() if not line.startswith("[W")]  # PyTorch's own
-    assert [line.split(":")[0] for line in lines] == ["densenet_cifar, optimal"]
+    assert [line.split(":")[0] for line in lines] == ["resnet18, optimal"]
 
 
 def test_bars_of_ogc_are_for_terminals_alone(capsys):

@@ -51,11 +51,6 @@ REFERENCE_AT_BATCH_4 = {
 REFERENCE_PLAIN_AT_BATCH_4 = {"nasnet_cifar10": 295, "amoebanet_cifar10": 254, "darts_cifar10": 276}
 
 
-def small_search_space(name, depth):
-    """Few narrow cells, two of them reductions."""
-    return SearchSpaceNetwork(*NETWORKS[name].args, channels=4, depth=depth)
-
-
 # In small, or whole where that is quick, with an input that fits.
 SMALL = {
     "unet": lambda: (UNet(4), torch.randn(2, 3, 32, 32)),
@@ -66,10 +61,11 @@ SMALL = {
     "mixer": lambda: (Mixer(size=32, patch=8, width=16, depth=3), torch.randn(2, 3, 32, 32)),
     "fno_1d": lambda: (FourierNeuralOperator(1, 2, width=4, modes=3, hidden=2, depth=3), torch.randn(2, 2, 16)),
     "fno_3d": lambda: (FourierNeuralOperator(3, 5, 4, modes=2, hidden=4, depth=3), torch.randn(2, 5, 8, 8, 6)),
-    "nasnet_cifar10": lambda: (small_search_space("nasnet_cifar10", 3), torch.randn(2, 3, 16, 16)),
-    "amoebanet_cifar10": lambda: (small_search_space("amoebanet_cifar10", 3), torch.randn(2, 3, 16, 16)),
-    "darts_cifar10": lambda: (small_search_space("darts_cifar10", 3), torch.randn(2, 3, 16, 16)),
-    "resnet18": lambda: (CASES["resnet18"].build(), torch.randn(2, 3, 48, 48)),
+    "amoebanet_cifar10": lambda: (
+        SearchSpaceNetwork(*NETWORKS["amoebanet_cifar10"].args, channels=4, depth=3),  # one normal, two reductions
+        torch.randn(2, 3, 16, 16),
+    ),
+    "resnet18": lambda: (CASES["resnet18"].build(), torch.randn(2, 3, 32, 32)),
 }
 
 
@@ -97,7 +93,7 @@ def test_small_ones_train_bitwise(name):
     model, x = SMALL[name]()
     optimised = ogc.optimize(model, x, profile="estimate")
     assert not optimised.plan.is_plain or name in ("fno_1d", "mixer", "fno_3d")
-    assert_same_training(model, optimised, (x,), steps=2)
+    assert_same_training(model, optimised, (x,), steps=1)
 
 
 def test_shapes_of_the_search_space():
@@ -168,7 +164,7 @@ def assert_sequence(name, model, x):
 
 
 def test_a_sequence_gives_what_the_model_gives():
-    for name in ("bert_base", "gpt2_small", "densenet_cifar", "linear_relu_100", "darts_cifar10"):
+    for name in ("bert_base", "gpt2_small", "densenet_cifar", "linear_relu_100", "amoebanet_cifar10"):
         model, x = SMALL[name]()
         assert_sequence(name, model.eval(), x)
     assert_sequence("additions_100000", Additions(calls=2), torch.randn(2, 1))
@@ -184,7 +180,7 @@ def test_peaks_of_a_residual_network(monkeypatch, threads):
         assert within.peak_bytes == plan.peak_bytes
         assert plan.added_seconds <= within.added_seconds
     noise, peaks = random.Random(0), []
-    for _ in range(6):
+    for _ in range(4):
         slower = [replace(op, forward_seconds=op.forward_seconds * noise.uniform(0.8, 1.2)) for op in graph.operations]
         peaks.append(ogc.solve(replace(graph, operations=tuple(slower))).peak_bytes)
     assert max(peaks) <= 1.01 * min(peaks)
