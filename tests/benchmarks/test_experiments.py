@@ -141,14 +141,17 @@ def test_the_same_rows_make_the_same_picture(tmp_path):
 # -- runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_run(tmp_path, capsys):
+def test_a_run(monkeypatch, tmp_path, capsys):
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)]
+    smaller = replace(CASES[TINY], build=lambda: nn.Sequential(*blocks), input=Numbers((64,)))
+    monkeypatch.setitem(CASES, TINY, smaller)
     path = tmp_path / "time" / "cpu.json"
     given = ["--device", "cpu", "--rounds", "1", "--seconds", "0", "--profile", "estimate", "--json", str(path)]
     assert command.main(["time", TINY, *given, "--batch-factor", "2"]) == 0
     data = json.loads(path.read_text())
     assert (data["machine"]["threads"], data["failed"]) == (1, [])
     found = [Row.read(values) for values in data["rows"]]
-    assert {r.input_shape for r in found} == {(4, 4, 4, 4)} and [r.way for r in found] == list(TIME.ways)
+    assert {r.input_shape for r in found} == {(4, 64)} and [r.way for r in found] == list(TIME.ways)
     for planned in (r for r in found if r.promised is not None):
         assert planned.differs == () and planned.paid is not None and planned.rounds == 1
         assert planned.predicted_bytes == pytest.approx(planned.peak_bytes, rel=0.03)
@@ -178,13 +181,13 @@ def test_other_experiments(monkeypatch, tmp_path, capsys):
     assert rows[1].promised <= 0.1 and all(r.peak_bytes <= r.plain_bytes and not r.differs for r in rows)
     for way in [way for way in LOGITS.ways if "compiled" in way or "overhead" in way or "half" in way]:
         monkeypatch.delitem(LOGITS.ways, way)
-    small = replace(with_labels(60), build=partial(llama, 60, 32, 64, 2, 2, False, 2), input=Tokens(32, 60, True))
+    small = replace(with_labels(60), build=partial(llama, 60, 32, 64, 2, 2, False, 1), input=Tokens(32, 60, True))
     monkeypatch.setitem(EXPERIMENTS, "logits", replace(LOGITS, case_of=lambda words: small))
     pytest.importorskip("transformers", reason="its Llama is what is trained")
     assert command.main(["logits", "60", "--rounds", "1", "--profile", "estimate", "--json", str(path)]) == 0
     rows = {found["way"]: Row.read(found) for found in json.loads(path.read_text())["rows"]}
     assert rows.keys() == LOGITS.ways.keys() and rows["ogc"].arch == "60 words"
-    assert rows["ogc"].peak_bytes < rows["ogc"].plain_bytes and not rows["ogc"].differs
+    assert rows["ogc"].peak_bytes <= rows["ogc"].plain_bytes and not rows["ogc"].differs
     assert rows["ogc, 8 slices"].deviation < 1e-4
 
 

@@ -21,7 +21,7 @@ from benchmarks.networks.others import (
     densenet_cifar,
     linear_relu,
 )
-from benchmarks.networks.search_space import NETWORKS, FactorisedReduce, SearchSpaceNetwork
+from benchmarks.networks.search_space import NETWORKS, CellPlan, FactorisedReduce, SearchSpaceNetwork
 from benchmarks.networks.transformers import Bert, Gpt2
 from benchmarks.results import Results
 from benchmarks.trial import Trial
@@ -51,6 +51,13 @@ REFERENCE_AT_BATCH_4 = {
 REFERENCE_PLAIN_AT_BATCH_4 = {"nasnet_cifar10": 295, "amoebanet_cifar10": 254, "darts_cifar10": 276}
 
 
+def few_cells():
+    """Narrow ones, two of them reductions, with nearly every operation of the search space."""
+    normal = CellPlan(((("sep3", 0), ("dil3", 1)), (("skip", 2), ("avg3", 0))), concat=(2, 3))
+    reduction = CellPlan(((("conv7", 0), ("max3", 1)), (("skip", 0), ("sep5", 1))), concat=(2, 3))
+    return SearchSpaceNetwork(normal, reduction, channels=4, depth=3)
+
+
 # In small, or whole where that is quick, with an input that fits.
 SMALL = {
     "unet": lambda: (UNet(4), torch.randn(2, 3, 32, 32)),
@@ -61,10 +68,7 @@ SMALL = {
     "mixer": lambda: (Mixer(size=32, patch=8, width=16, depth=3), torch.randn(2, 3, 32, 32)),
     "fno_1d": lambda: (FourierNeuralOperator(1, 2, width=4, modes=3, hidden=2, depth=3), torch.randn(2, 2, 16)),
     "fno_3d": lambda: (FourierNeuralOperator(3, 5, 4, modes=2, hidden=4, depth=3), torch.randn(2, 5, 8, 8, 6)),
-    "amoebanet_cifar10": lambda: (
-        SearchSpaceNetwork(*NETWORKS["amoebanet_cifar10"].args, channels=4, depth=3),  # one normal, two reductions
-        torch.randn(2, 3, 16, 16),
-    ),
+    "darts_cifar10": lambda: (few_cells(), torch.randn(2, 3, 16, 16)),
     "resnet18": lambda: (CASES["resnet18"].build(), torch.randn(2, 3, 32, 32)),
 }
 
@@ -106,7 +110,8 @@ def test_shapes_of_the_search_space():
             assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
         assert sizes == [32] * 6 + [16] * 7 + [8] * 7
         assert not any(module.inplace for module in model.modules() if isinstance(module, nn.ReLU))
-    narrow = SearchSpaceNetwork(*NETWORKS["nasnet_cifar10"].args, channels=32)
+    with torch.device("meta"):
+        narrow = SearchSpaceNetwork(*NETWORKS["nasnet_cifar10"].args, channels=32)
     assert sum(p.numel() for p in narrow.parameters()) == pytest.approx(3.3e6, rel=0.1)
 
 
@@ -164,7 +169,7 @@ def assert_sequence(name, model, x):
 
 
 def test_a_sequence_gives_what_the_model_gives():
-    for name in ("bert_base", "gpt2_small", "densenet_cifar", "linear_relu_100", "amoebanet_cifar10"):
+    for name in ("bert_base", "gpt2_small", "densenet_cifar", "linear_relu_100", "darts_cifar10"):
         model, x = SMALL[name]()
         assert_sequence(name, model.eval(), x)
     assert_sequence("additions_100000", Additions(calls=2), torch.randn(2, 1))
@@ -180,7 +185,7 @@ def test_peaks_of_a_residual_network(monkeypatch, threads):
         assert within.peak_bytes == plan.peak_bytes
         assert plan.added_seconds <= within.added_seconds
     noise, peaks = random.Random(0), []
-    for _ in range(4):
+    for _ in range(3):
         slower = [replace(op, forward_seconds=op.forward_seconds * noise.uniform(0.8, 1.2)) for op in graph.operations]
         peaks.append(ogc.solve(replace(graph, operations=tuple(slower))).peak_bytes)
     assert max(peaks) <= 1.01 * min(peaks)
