@@ -14,38 +14,37 @@
 One step is a forward and ``sum().backward()``, or that of a ``--loss``, with the parameters' gradients already
 allocated. Memory is the allocator's peak during a step less what was allocated before it. Published figures: Feng &
 Huang, "Optimal Gradient Checkpoint Search for Arbitrary Computation Graphs", CVPR 2021. With ``--compare``: other ways
-to save activation memory beside ours, see benchmarks/peers. With ``--suite``: all committed results again, or the time
-that plans promise and steps pay, see benchmarks/suites.py. With ``--probe``: in at most 25 minutes all that is to be
-known of a device, see benchmarks/probe. Started by torchrun: on many devices, see benchmarks/devices.py. A row that
+to save activation memory beside ours, see benchmarks/ways.py. With ``--suite``: all committed results again, or the
+time that plans promise and steps pay, see benchmarks/suites.py. With ``--probe``: in at most 25 minutes all that is to
+be known of a device, see benchmarks/probe. Started by torchrun: on many devices, see benchmarks/devices.py. A row that
 fails is reported, the others are measured all the same, and the exit status is not 0.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 
 import torch
 
-from benchmarks import devices, making
+from benchmarks import devices
 from benchmarks.arguments import batch_size, budget, not_negative, optimizer, positive, share
+from benchmarks.cases import CASES, PUBLISHED, listed
 from benchmarks.losses import LOSSES
-from benchmarks.networks import ARCHITECTURES, PUBLISHED, listed
 from benchmarks.probe import probe
 from benchmarks.running import run
-from benchmarks.suites import SUITES
+from benchmarks.suites import SUITES, make
 from ogc.solver import SOLVERS
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = options_of(arguments)
-    command = shlex.join(["python", "benchmark.py", *(sys.argv[1:] if arguments is None else arguments)])
+    command = ["benchmark.py", *(sys.argv[1:] if arguments is None else arguments)]
     if options.probe:
         return probe(torch.device(options.device), options.json, command)
     if options.suite or options.only:
-        return making.make(options.suite or "full", options.only, options.results)
+        return make(options.suite or "full", options.only, options.results)
     if options.arch == ["list"]:
         print(listed())
         return 0
@@ -57,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    names = "'list' to see them all, 'all' for the published ones, or any of: " + ", ".join(ARCHITECTURES)
+    names = "'list' to see them all, 'all' for the published ones, or any of: " + ", ".join(CASES)
     add("--arch", nargs="+", metavar="NAME", help=names)
     add("--suite", choices=SUITES, help="all runs of a list, and the documents made of their results")
     add("--only", nargs="+", metavar="RUN", help="only these runs of the suite, by default of 'full'")

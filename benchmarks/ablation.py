@@ -1,23 +1,14 @@
 """What each part of the search gains: the same questions with one part left out, by simulator and allocator.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.ablation
-
 Each plan is run once, on the CPU, for its peak. Another order of the program is tried by writing the model's
-operations down in it, as a module of its own: parsed, planned and run like any other. It needs torchvision.
+operations down in it, as a module of its own: parsed, planned and run like any other.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import random
-import shlex
-import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,10 +20,9 @@ import ogc
 from ogc.solver import cut_search, local_search
 from ogc.torch_state.allocator import peak_bytes
 
-from .measuring import allocate_gradients, environment, step, write_json
-from .networks import ARCHITECTURES
-from .row import Failure
-from .suites import RESULTS
+from .cases import CASES
+from .measuring import allocate_gradients, step
+from .results import Results
 
 NETWORKS = {
     "resnet18": (4, None), "resnet50": (8, None), "densenet121": (4, None), "inception_v3": (4, None),
@@ -59,35 +49,18 @@ def without() -> Iterator[tuple[str, AbstractContextManager[Any]]]:
     yield "remade values", patch.object(local_search, "DROP_SIMULATIONS", 0)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: {' '.join(NETWORKS)}")
-    parser.add_argument("--json", type=Path, default=RESULTS / "ablation.json")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    command = shlex.join(["python", "-m", "benchmarks.ablation", *sys.argv[1:]])
-    data = environment(command, torch.device("cpu"), seed=0, keeps_freed_memory=False)
-    rows: list[dict[str, Any]] = []
-    failed: list[Failure] = []
-    for name in options.names or NETWORKS:
-        try:
-            for row in rows_of(name, *NETWORKS[name]):
-                rows.append(row)
-                write_json(options.json, {**data, "failed": [], "rows": rows})
-        except Exception as error:  # the other networks are tried all the same
-            failed.append(Failure(name, f"{type(error).__name__}: {error}", status=4))
-            print(failed[-1], file=sys.stderr)
-    write_json(options.json, {**data, "failed": [asdict(failure) for failure in failed], "rows": rows})
-    return failed[0].status if failed else 0
+def add_rows(name: str, results: Results) -> None:
+    """The rows of a network, each as soon as it is there."""
+    for row in rows_of(name, *NETWORKS[name]):
+        results.add(row)
 
 
 def rows_of(name: str, batch_size: int, size: int | None) -> Iterator[dict[str, Any]]:
     """A row for each wish, each part left out, and the best of some other orders."""
     torch.manual_seed(0)
-    model = ARCHITECTURES[name].build().train()
+    model = CASES[name].build().train()
     allocate_gradients(model)
-    inputs = ARCHITECTURES[name].input.sample(batch_size, size)
+    inputs = CASES[name].input.sample(batch_size, size)
     graph = ogc.parse(model, inputs, profile="estimate")
     plain = peak_bytes(lambda: step(model, inputs), "cpu")
     others = [other for seed in range(ORDERS) if (other := in_another_order(model, graph, seed)) is not None]
@@ -102,7 +75,6 @@ def rows_of(name: str, batch_size: int, size: int | None) -> Iterator[dict[str, 
             plans = [(ogc.solve(g, **asked), number) for number, (_, g) in enumerate(parsed)]
             plan, number = min(plans, key=lambda pair: (pair[0].peak_bytes, pair[0].overhead))
             yield {**about, "without": "program order", **_figures(*parsed[number], plan, inputs)}
-        print(name, wish, flush=True)
 
 
 def _figures(model: nn.Module, graph: ogc.Graph, plan: ogc.Plan, inputs: torch.Tensor) -> dict[str, Any]:
@@ -170,7 +142,3 @@ def _written_down(model: nn.Module, graph: fx.Graph, operations: list[fx.Node]) 
     for node in (*fixed, *operations, *end):
         copies[node] = written.node_copy(node, copies.__getitem__)
     return fx.GraphModule(model, written).train()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

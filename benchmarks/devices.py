@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,12 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ogc
-from ogc.graph import table
 from ogc.torch_state.allocator import peak_bytes
 
-from .bench import batch_size_of
-from .measuring import MIB, environment, keep_freed_memory, write_json
-from .networks import ARCHITECTURES
+from .cases import CASES
+from .measuring import keep_freed_memory
+from .results import environment, write_json
+from .row import Data
+from .running import batch_size_of
+from .suites import RESULTS
+from .summaries import on_many_devices
 
 STEPS = 5
 """How many losses are compared, at least."""
@@ -39,30 +40,13 @@ STEPS = 5
 CPU_BATCH_SIZE = 8
 """Of each rank: small, as both have to fit on one machine."""
 
-RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class DeviceRow:
-    """One way to train. Bytes and seconds of one step, by rank; whether losses and parameters are plain DDP's."""
-
-    arch: str
-    way: str
-    device: str
-    ranks: int
-    batch_size: int  # of each rank
-    peak_bytes: list[int]
-    seconds: list[float]
-    losses: list[float]
-    is_plain: bool
-
 
 def is_one_of_several() -> bool:
     """Whether torchrun has started this process beside others."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def run(options: argparse.Namespace, command: str) -> int:
+def run(options: argparse.Namespace, command: Sequence[str]) -> int:
     """Measure the first architecture on all ranks; the first of them prints and writes."""
     device = torch.device(options.device)
     if device.type == "cuda":
@@ -74,35 +58,41 @@ def run(options: argparse.Namespace, command: str) -> int:
         rows = [row for name in options.arch for row in _rows(name, device, options)]
         if dist.get_rank() == 0:
             path = options.json or RESULTS / ("cuda_devices.json" if device.type == "cuda" else "devices.json")
-            command = command.replace("python", f"torchrun --nproc-per-node {dist.get_world_size()}", 1)
-            measured = {"rows": list(map(asdict, rows))}
-            write_json(path, {**environment(command, device, options.seed, keeps), **measured})
-            print(f"{printed(rows)}\nwritten to {path}")
-        return 0 if all(row.is_plain for row in rows) else 1
+            launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(dist.get_world_size())]
+            write_json(path, {**environment([*launch, *command], device, options.seed, keeps), "rows": rows})
+            print(f"{on_many_devices([{'rows': rows}])}\nwritten to {path}")
+        return 0 if all(row["is_plain"] for row in rows) else 1
     finally:
         dist.destroy_process_group()
 
 
-def _rows(name: str, device: torch.device, options: argparse.Namespace) -> list[DeviceRow]:
+def _rows(name: str, device: torch.device, options: argparse.Namespace) -> list[Data]:
+    """For each way: bytes and seconds of one step, by rank; whether losses and parameters are plain DDP's."""
     torch.manual_seed(options.seed)
-    architecture = ARCHITECTURES[name]
-    model = architecture.build().to(device).train()
+    case = CASES[name]
+    model = case.build().to(device).train()
     size = CPU_BATCH_SIZE if device.type == "cpu" and not options.batch_size else batch_size_of(name, device, options)
     torch.manual_seed(options.seed + 1 + dist.get_rank())
-    batches = [architecture.input.sample(size, options.size).to(device) for _ in range(STEPS)]
+    batches = [case.sample(size, options.size, device) for _ in range(STEPS)]
     trainings = {way: _Training(make(model, batches[0])) for way, make in WAYS.items()}
     for number in range(max(STEPS, options.iterations)):
         for training in trainings.values():
             training.step(batches[number % STEPS])
     plain = trainings["plain"]
     return [
-        DeviceRow(
-            name, way, str(device.type), dist.get_world_size(), size,
-            _of_all(training.peak(batches[0])), _of_all(median(training.seconds[1:])), training.losses,
-            all(_of_all(training.losses == plain.losses and training.is_same(plain))),
-        )
+        {
+            "arch": name,
+            "way": way,
+            "device": str(device.type),
+            "ranks": dist.get_world_size(),
+            "batch_size": size,  # of each rank
+            "peak_bytes": _of_all(training.peak(batches[0])),
+            "seconds": _of_all(median(training.seconds[1:])),
+            "losses": training.losses,
+            "is_plain": all(_of_all(training.losses == plain.losses and training.is_same(plain))),
+        }
         for way, training in trainings.items()
-    ]  # fmt: skip
+    ]
 
 
 class _Training:
@@ -149,40 +139,25 @@ def _wait_for_all(batch: torch.Tensor) -> None:
     dist.barrier()
 
 
-def _plain(model: nn.Module, batch: torch.Tensor) -> nn.Module:
-    return copy.deepcopy(model)
-
-
 def _checkpointed(model: nn.Module, batch: torch.Tensor) -> nn.Module:
     """With torch's checkpoint on each dense layer, as in 2018, or on each block of another network."""
     twin = copy.deepcopy(model)
     layers = [module for module in twin.modules() if type(module).__name__ == "_DenseLayer"]
-    for layer in layers or _blocks(twin):
-        layer.forward = _again(layer.forward)  # type: ignore[method-assign]
+    blocks = (block for module in twin.modules() if isinstance(module, nn.Sequential) for block in module)
+    for layer in layers or list(blocks):
+        layer.forward = partial(_again, layer.forward)  # type: ignore[method-assign]
     return twin
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    return [block for module in model.modules() if isinstance(module, nn.Sequential) for block in module]
-
-
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def call(given: Any) -> Any:
-        # A dense block adds to the list that it gives its layers: what runs again must see it as it was.
-        as_it_is = list(given) if isinstance(given, list) else given
-        return checkpoint(forward, as_it_is, use_reentrant=False)
-
-    return call
-
-
-def _ours(model: nn.Module, batch: torch.Tensor) -> nn.Module:
-    return ogc.optimize(copy.deepcopy(model), batch)
+def _again(forward: Callable[..., Any], given: Any) -> Any:
+    # A dense block adds to the list that it gives its layers: what runs again must see it as it was.
+    return checkpoint(forward, list(given) if isinstance(given, list) else given, use_reentrant=False)
 
 
 WAYS: dict[str, Callable[[nn.Module, torch.Tensor], nn.Module]] = {
-    "plain": _plain,
+    "plain": lambda model, batch: copy.deepcopy(model),
     "torch's checkpoint on each layer": _checkpointed,
-    "ogc": _ours,
+    "ogc": lambda model, batch: ogc.optimize(copy.deepcopy(model), batch),
 }
 
 
@@ -191,24 +166,3 @@ def _of_all(value: Any) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def printed(rows: list[DeviceRow]) -> str:
-    """As a table."""
-    header = ["arch", "ranks × batch", "way", "MiB per rank", "s per step", "losses and parameters"]
-    cells = [
-        [
-            row.arch,
-            f"{row.ranks} × {row.batch_size}",
-            row.way,
-            " ".join(f"{peak / MIB:.1f}" for peak in row.peak_bytes),
-            f"{max(row.seconds):.3f}",
-            "plain DDP's" if row.is_plain else "others",
-        ]
-        for row in rows
-    ]
-    return table(header, cells)
-
-
-if __name__ == "__main__":
-    sys.exit("start it by torchrun --nproc-per-node 2 benchmark.py")

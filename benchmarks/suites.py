@@ -1,4 +1,4 @@
-"""Lists of runs that make all results again from nothing; making.py runs them and writes the documents.
+"""Lists of runs that make all results again from nothing, and what runs them: a few at a time, then the documents.
 
 A run is one process that writes one file. ``full`` writes what is committed in ``benchmarks/results``, docs/results.md
 and the README's table, in three to five hours on two cores. ``quick`` makes a little of every kind of result in
@@ -8,8 +8,13 @@ holds promised time against the clock.
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +82,7 @@ ON_CUDA = (
 
 alone = partial(Run, is_alone=True)
 
-TIME = alone("time", "-m benchmarks.timing --device cpu", "time/cpu.json")
+TIME = alone("time", "-m benchmarks time --device cpu", "time/cpu.json")
 
 FULL = (
     TIME,
@@ -86,7 +91,7 @@ FULL = (
     Run(
         "published_3", f"{PUBLISHED} vgg16 vgg19 nasnet_cifar10 amoebanet_cifar10 darts_cifar10", "cpu_published_3.json"
     ),
-    Run("ablation", "-m benchmarks.ablation", "ablation.json"),
+    Run("ablation", "-m benchmarks ablation", "ablation.json"),
     Run(
         "published_1",
         f"{PUBLISHED} resnet18 resnet34 resnet50 resnet101 resnet152 inception_v3 densenet201",
@@ -99,10 +104,10 @@ FULL = (
     Run("zoo_transformers", f"{ZOO} transformers", "zoo/transformers.json"),
     Run("sliced", f"{PUBLISHED} vgg11 vgg16 --batch-slices 8", "cpu_sliced.json"),
     Run("sliced_2", f"{PUBLISHED} vgg13 --batch-slices 8", "cpu_sliced_2.json"),
-    alone("logits", "-m benchmarks.logits", "logits.json"),
-    alone("compiled", "-m benchmarks.compiled --rounds 41", "compiled.json"),
-    alone("families", "-m benchmarks.families --rounds 5", "families.json"),
-    Run("hollow", "-m benchmarks.hollow", "hollow.json"),
+    alone("logits", "-m benchmarks logits", "logits.json"),
+    alone("compiled", "-m benchmarks compiled --rounds 41", "compiled.json"),
+    alone("families", "-m benchmarks families --rounds 5", "families.json"),
+    Run("hollow", "-m benchmarks hollow", "hollow.json"),
     alone(
         "devices",
         "-m torch.distributed.run --nproc-per-node 2 benchmark.py --device cpu --batch-size 8 --arch densenet_cifar",
@@ -128,16 +133,16 @@ FULL = (
 QUICK = (
     Run("compare", f"{COMPARE} resnet18 --batch-size 2 --size 96 --compile-backend aot_eager", "compare/cpu.json"),
     Run("zoo", f"{ZOO} torchvision resnet18 mobilenet_v3_small quantized_resnet18 r3d_18", "zoo/torchvision.json"),
-    Run("ablation", "-m benchmarks.ablation resnet18", "ablation.json"),
+    Run("ablation", "-m benchmarks ablation resnet18", "ablation.json"),
     Run("published", f"{PUBLISHED} darts_cifar10", "cpu_published.json"),
     Run("solvers", f"{SMALL} resnet18 vgg11 densenet121 {SOLVERS}", "cpu_solvers.json"),
     Run("sliced", f"{SMALL} alexnet --batch-slices 4", "cpu_sliced.json"),
-    Run("logits", "-m benchmarks.logits 500 --rounds 1", "logits.json"),
-    Run("compiled", "-m benchmarks.compiled pointwise --rounds 1", "compiled.json"),
-    Run("families", "-m benchmarks.families fno_3d --rounds 1", "families.json"),
-    Run("hollow", "-m benchmarks.hollow --arch resnet18", "hollow.json"),
+    Run("logits", "-m benchmarks logits 500 --rounds 1", "logits.json"),
+    Run("compiled", "-m benchmarks compiled pointwise --rounds 1", "compiled.json"),
+    Run("families", "-m benchmarks families fno_3d --rounds 1", "families.json"),
+    Run("hollow", "-m benchmarks hollow resnet18", "hollow.json"),
     Run("largest", f"{LARGEST} resnet18 --size 64".replace("2GiB", "128MiB"), "largest/cpu.json"),
-    Run("time", "-m benchmarks.timing --device cpu --seconds 2 small_blocks lstm", "time/cpu.json"),
+    Run("time", "-m benchmarks time --device cpu --seconds 2 small_blocks lstm", "time/cpu.json"),
 )
 
 CUDA = (
@@ -151,7 +156,7 @@ CUDA = (
         "benchmark.py --device cuda:0 --compare --arch resnet50 densenet121 gpt2_small unet",
         "compare/cuda.json",
     ),
-    Run("time", "-m benchmarks.timing --device cuda:0 --batch-factor 32", "time/cuda.json"),
+    Run("time", "-m benchmarks time --device cuda:0 --batch-factor 32", "time/cuda.json"),
 )
 
 SUITES = {
@@ -160,3 +165,60 @@ SUITES = {
     "cuda": Suite(CUDA, at_once=1),
     "time": Suite((replace(TIME, is_shown=True),), at_once=1),
 }
+
+
+# -- running them ------------------------------------------------------------------------------------------------
+
+
+def make(name: str, only: Sequence[str] | None = None, folder: Path | None = None) -> int:
+    """Run a suite, or these runs of it, and write the documents; the exit status, 1 if any run failed.
+
+    A run's earlier file is removed first: what is there afterwards was measured now. A run that fails loses no other.
+    """
+    suite = SUITES[name]
+    runs = [run for run in suite.runs if not only or run.name in only]
+    if unknown := sorted(set(only or ()) - {run.name for run in runs}):
+        names = ", ".join(run.name for run in suite.runs)
+        print(f"the suite {name!r} has no run named {', '.join(unknown)}; it has {names}", file=sys.stderr)
+        return 2
+    folder = (folder or suite.folder).resolve()
+    start = time.perf_counter()
+    failed = _failed([run for run in runs if run.is_alone], folder, at_once=1)
+    failed += _failed([run for run in runs if not run.is_alone], folder, suite.at_once)
+    from .tables import write
+
+    for path in write(folder, name):
+        print(f"written: {path}")
+    print(f"{len(runs)} runs in {time.perf_counter() - start:.0f} s{', failed: ' if failed else ''}{', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _failed(runs: Sequence[Run], folder: Path, at_once: int) -> list[str]:
+    """Run them, so many at once; the names of those that failed."""
+    with ThreadPoolExecutor(at_once) as pool:
+        statuses = list(pool.map(lambda run: _run(run, folder), runs))
+    return [run.name for run, status in zip(runs, statuses, strict=True) if status]
+
+
+def _run(run: Run, folder: Path) -> int:
+    """One process; a line when it is done, and what it said last if it failed."""
+    path = folder / run.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    start = time.perf_counter()
+    done = subprocess.run(
+        run.command(folder),
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=None if run.is_shown else subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    said = f"failed with status {done.returncode}:\n{_tail(done.stdout or '')}" if done.returncode else "done"
+    print(f"{run.name}: {said} ({time.perf_counter() - start:.0f} s)", flush=True)
+    return done.returncode
+
+
+def _tail(text: str, lines: int = 15) -> str:
+    return "\n".join(f"  {line}" for line in text.rstrip().splitlines()[-lines:])

@@ -1,17 +1,66 @@
-"""The tables of docs/results.md: one for each question, made of the rows that the runs wrote."""
+"""The tables of the documents: one for each question, made of the rows that runs wrote."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 from textwrap import shorten
 
-from .cells import MIB, Data, cut, error, in_order, mib, more_flops, more_time, ratio, table
-from .hollow import HollowRow
-from .timing.aims import findings
-from .timing.row import Items, TimeRow
+from .experiments import BLOCKS, OF_BLOCKS, OF_SELECTIVE, PLAIN, SELECTIVE
+from .hollow import errors
+from .measuring import MIB
+from .row import Data, Row
+from .timing import findings
+
+
+def rows_of(runs: Iterable[Data]) -> list[Row]:
+    """Ways to run a network, but for those that failed."""
+    rows = [row if isinstance(row, Row) else Row.read(row) for run in runs for row in run["rows"]]
+    return [row for row in rows if not row.failed]
+
+
+def in_order(runs: Iterable[Data]) -> list[Row]:
+    return sorted(rows_of(runs), key=lambda row: (row.arch[:3], len(row.arch), row.arch))
+
+
+# -- cells --------------------------------------------------------------------------------------------------------
+
+
+def table(header: str, cells: Iterable[Sequence[object]]) -> str:
+    """Markdown; empty without rows."""
+    names = header.split(" | ")
+    lines = [f"| {header} |", "|" + "---|" * len(names)]
+    for row in cells:
+        assert len(row) == len(names), row
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def mib(size: float) -> str:
+    return f"{size / MIB:.0f}"
+
+
+def cut(row: Row) -> str:
+    return f"{1 - row.peak_bytes / row.plain_bytes:.0%}"
+
+
+def theirs(row: Row) -> int:
+    """The published peak in MiB."""
+    return int(row.published["theirs"]) if row.published else 0
+
+
+def of_theirs(row: Row) -> float:
+    return row.peak_bytes / MIB / theirs(row)
+
+
+def ratio(found: Sequence[Row]) -> float:
+    """Geometric mean of ours over published."""
+    return geometric_mean(map(of_theirs, found))
+
+
+# -- against the published figures --------------------------------------------------------------------------------
 
 
 def published(runs: Sequence[Data]) -> str:
@@ -19,66 +68,153 @@ def published(runs: Sequence[Data]) -> str:
         "model | batch | plain | ogc | more FLOPs | recomputed | published | ours / published "
         "| published overhead | recomputed at the published memory"
     )
-    found = in_order(runs)
+    found = [row for row in in_order(runs) if row.published]
     cells = [
         [
-            *(row["arch"], row["batch_size"], mib(row["plain_bytes"]), mib(row["ogc_bytes"])),
-            *(more_flops(row), f"{row['predicted_overhead']:.1%}", row["published"]["theirs"]),
-            f"{row['ogc_bytes'] / MIB / row['published']['theirs']:.2f}",
-            *(f"{row['published']['overhead']:.0%}", f"{row['overhead_at_theirs']:.1%}"),
+            *(row.arch, row.input_shape[0], mib(row.plain_bytes), mib(row.peak_bytes), f"{row.more_flops:.1%}"),
+            *(f"{row.promised:.1%}", theirs(row), f"{of_theirs(row):.2f}", f"{row.published['overhead']:.0%}"),
+            "–" if row.overhead_at_theirs is None else f"{row.overhead_at_theirs:.1%}",
         ]
         for row in found
+        if row.published
     ]
     if not found:
         return ""
+    error = max(abs(row.predicted_bytes / row.peak_bytes - 1) for row in found)
     return (
         f"{table(header, cells)}\nGeometric mean of ours over published: {ratio(found):.2f}. Within the published "
         f"memory, of our overhead over the published one (at least 1 % each): {_overhead_ratio(found, 'overhead')} by "
         f"recomputed time, {_overhead_ratio(found, 'flops')} by FLOPs. The largest error of a predicted peak: "
-        f"{max(map(error, found)):.2%}.\n"
+        f"{error:.2%}.\n"
     )
 
 
-def _overhead_ratio(found: Sequence[Data], kind: str) -> str:
-    key = f"{kind}_at_theirs"
-    shares = [max(0.01, row[key]) / row["published"]["overhead"] for row in found if row.get(key) is not None]
+def _overhead_ratio(found: Sequence[Row], kind: str) -> str:
+    known = [(getattr(row, f"{kind}_at_theirs"), row.published["overhead"]) for row in found if row.published]
+    shares = [max(0.01, ours) / most for ours, most in known if ours is not None]
     return f"{geometric_mean(shares):.2f} over {len(shares)} models" if shares else "not counted"
 
 
 def solvers(runs: Sequence[Data]) -> str:
     """A row for each network, with its plans side by side."""
     found = in_order(runs)
-    names = list(dict.fromkeys(row["solver"] for row in found))
-    by_name: dict[str, dict[str, Data]] = {}
-    for row in found:
-        by_name.setdefault(row["arch"], {})[row["solver"]] = row
+    names = list(dict.fromkeys(row.way for row in found))
+    of = {(row.arch, row.way): row for row in found}
 
-    def cell(of: dict[str, Data], solver: str) -> str:
-        if solver not in of:
+    def cell(row: Row | None) -> str:
+        if row is None:
             return "–"
-        row = of[solver]
-        return mib(row["ogc_bytes"]) + ("" if solver == "none" else f" at {more_flops(row, digits=0)}")
+        return mib(row.peak_bytes) + ("" if row.way == "none" else f" at {row.more_flops:.0%}")
 
-    cells = [[name, *(cell(of, solver) for solver in names)] for name, of in by_name.items()]
-    return table(" | ".join(["model", *names]), cells)
+    networks = dict.fromkeys(row.arch for row in found)
+    return table(
+        " | ".join(["model", *names]), [[arch, *(cell(of.get((arch, way))) for way in names)] for arch in networks]
+    )
+
+
+def sliced(runs: Sequence[Data], whole: Sequence[Row]) -> str:
+    at_once = {(row.arch, row.input_shape): row for row in whole}
+    header = (
+        "model | batch | slices | plain | ogc, whole batch | ogc, sliced | cut | more FLOPs | recomputed "
+        "| published | most a tensor is off"
+    )
+    cells = []
+    for row in in_order(runs):
+        other = at_once.get((row.arch, row.input_shape))
+        cells.append([
+            *(row.arch, row.input_shape[0], row.batch_slices, mib(row.plain_bytes)),
+            *(mib(other.peak_bytes) if other else "–", mib(row.peak_bytes), cut(row), f"{row.more_flops:.1%}"),
+            *(f"{row.promised:.1%}", theirs(row) or "–", f"{row.deviation:.1e}"),
+        ])  # fmt: skip
+    return table(header, cells)
+
+
+CLOSE = 0.05
+"""Most by which a promised overhead is off that counts as kept, of the plain step."""
+
+
+def on_cuda(runs: Sequence[Data]) -> str:
+    """A row for each network that was measured on a GPU."""
+    header = (
+        "model | batch | plain | ogc | cut | published | ours / published | more time, promised | paid | more FLOPs "
+        "| promised at the published memory"
+    )
+    found = rows_of(runs)
+    cells = [
+        [
+            *(row.arch, row.input_shape[0], mib(row.plain_bytes), mib(row.peak_bytes), cut(row)),
+            *((theirs(row), f"{of_theirs(row):.2f}") if row.published else ("–", "–")),
+            *(f"{row.promised:.1%}", f"{row.paid:.1%}", f"{row.more_flops:.1%}"),
+            "–" if row.overhead_at_theirs is None else f"{row.overhead_at_theirs:.1%}",
+        ]
+        for row in found
+    ]
+    if not found:
+        return ""
+    off = [
+        abs(apart)
+        for row in found
+        for apart in (row.predicted_bytes - row.peak_bytes, row.predicted_plain_bytes - row.plain_bytes)
+    ]
+    kept = sum(abs(row.off) <= CLOSE for row in found)
+    return (
+        f"{table(header, cells)}\nGeometric mean of ours over published: "
+        f"{ratio([row for row in found if row.published]):.2f}. Of {len(off)} peaks the largest difference from what "
+        f"is simulated is {max(off) / 1e3:.0f} kB, the median {median(off):.0f} bytes. {kept} of {len(found)} promises "
+        f"are kept within {CLOSE * 100:.0f} points.\n"
+    )
+
+
+def predicted(runs: Sequence[Data]) -> str:
+    """A row for each network on a GPU that was not there, and how far its plans are from hollow runs."""
+    header = (
+        "model | batch | plain | published | off | least | ogc | more time | more FLOPs | published | ogc / published"
+    )
+    cells, ratios, off = [], list[float](), list[float]()
+    for row in (row for run in runs for row in run["rows"]):
+        known = row["published"]
+        off += errors(row)
+        ratios += [row["ours_bytes"] / MIB / known["theirs"]] if known else []
+        cells.append([
+            *(row["arch"], row["batch_size"], mib(row["plain_bytes"])),
+            *((known["plain"], f"{row['plain_bytes'] / MIB / known['plain'] - 1:+.1%}") if known else ("–", "–")),
+            *(mib(row["least_bytes"]), mib(row["ours_bytes"])),
+            *(f"{row['overhead']:.1%}", f"{row['flops_overhead']:.1%}"),
+            *((known["theirs"], f"{ratios[-1]:.2f}") if known else ("–", "–")),
+        ])  # fmt: skip
+    if not cells:
+        return ""
+    mean = f"Geometric mean of ours over published: {geometric_mean(ratios):.2f}. " if ratios else ""
+    return (
+        f"{table(header, cells)}\n{mean}Of {len(off)} plans the largest difference from a hollow run is "
+        f"{max(off, key=abs):+.2%}, the median {median(map(abs, off)):.4%}.\n"
+    )
+
+
+# -- other tools --------------------------------------------------------------------------------------------------
+
+NOISE = 0.02
+"""Of a step's time."""
 
 
 def compared(runs: Sequence[Data]) -> str:
     """A row for each network: the best of the others, and ours."""
     header = "model | input | plain | other tool | its peak | ogc with no more FLOPs | ogc, least peak"
-    cells, better, quicker = [], [], []
-    for comparison in (comparison for run in runs for comparison in run["rows"]):
-        rows = [row for row in comparison["rows"] if not row["reason"]]
-        ours = [row for row in rows if row["is_ours"]]
-        peer = min((row for row in rows[1:] if row["recomputed_share"] is None), key=_peak, default=None)
-        within = min((row for row in ours if peer and row["flops"] <= peer["flops"]), key=_peak, default=None)
-        better += [f"{name} of {comparison['arch']}" for name in sorted(beating(rows))]
-        if ahead := quicker_within(rows):
-            quicker.append(f"{', '.join(ahead)} of {comparison['arch']}")
+    by_network: dict[str, list[Row]] = {}
+    for row in rows_of(runs):
+        by_network.setdefault(row.arch, []).append(row)
+    cells, better, quicker = [], list[str](), list[str]()
+    for arch, (plain, *others) in by_network.items():
+        ran = [row for row in others if not row.reason]
+        ours = [row for row in ran if row.is_ours]
+        peer = min((row for row in ran if row.promised is None), key=_peak, default=None)
+        within = min((row for row in ours if peer and row.flops <= peer.flops), key=_peak, default=None)
+        better += [f"{name} of {arch}" for name in sorted(beating(ran))]
+        if ahead := quicker_within(ran):
+            quicker.append(f"{', '.join(ahead)} of {arch}")
         cells.append([
-            *(comparison["arch"], "×".join(map(str, comparison["input_shape"])), mib(rows[0]["peak_bytes"])),
-            *(peer["name"] if peer else "–", _measured(peer), _measured(within)),
-            _measured(min(ours, key=_peak, default=None)),
+            *(arch, plain.size, mib(plain.peak_bytes), peer.way if peer else "–"),
+            *map(_measured, (peer, within, min(ours, key=_peak, default=None))),
         ])  # fmt: skip
     said = "**Plans of ours are beaten by a peer**: " + ", ".join(better) if better else "No peer beats a plan of ours"
     clock = f"these are {'; '.join(quicker)}" if quicker else "none is"
@@ -87,6 +223,124 @@ def compared(runs: Sequence[Data]) -> str:
         f"but for {NOISE:.0%}, as little time: {clock}."
     )
     return f"{table(header, cells)}\n{text}\n" if cells else ""
+
+
+def _peak(row: Row) -> int:
+    return row.peak_bytes
+
+
+def _measured(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    return mib(row.peak_bytes) + ("" if row.paid is None else f" at {1 + row.paid:.2f}×")
+
+
+def beating(found: Sequence[Row]) -> set[str]:
+    """Others that dominate a plan of ours, by their ways."""
+    return {row.dominated_by for row in found if row.is_ours} & {row.way for row in found if not row.is_ours}
+
+
+def quicker_within(found: Sequence[Row]) -> list[str]:
+    """Peers, by their ways, that no plan of ours is as quick as within their memory."""
+    ahead = []
+    for peer in (row for row in found if row.promised is None and row.paid is not None):
+        ours = (row for row in found if row.is_ours and row.peak_bytes <= peer.peak_bytes)
+        least = min((1 + row.paid for row in ours if row.paid is not None), default=float("inf"))
+        if least > (1 + NOISE) * (1 + (peer.paid or 0.0)):
+            ahead.append(peer.way)
+    return ahead
+
+
+def side_by_side(runs: Sequence[Data]) -> str:
+    """A row for each way, with the figures of each network side by side."""
+    found = rows_of(runs)
+    networks = list(dict.fromkeys(row.arch for row in found))
+    of = {(row.arch, row.way): row for row in found}
+
+    def cell(row: Row) -> str:
+        promised = "" if row.promised is None else f" ({row.promised:.1%})"
+        return row.reason or f"{mib(row.peak_bytes)}, {row.paid:+.1%}{promised}"
+
+    cells = []
+    for way in dict.fromkeys(row.way for row in found):
+        each = [of[arch, way] for arch in networks if (arch, way) in of]
+        cells.append([way, *map(cell, each), f"{max(row.deviation for row in each):.0e}"])
+    return table(" | ".join(["way", *networks, "most a gradient is off"]), cells) if cells else ""
+
+
+def families(runs: Sequence[Data]) -> str:
+    """A row for each network, with what each way leaves of the plain peak, and what it paid."""
+    found = rows_of(runs)
+    cells: dict[str, list[object]] = {row.arch: [row.arch, mib(row.plain_bytes)] for row in found}
+    for row in found:
+        if row.way != "plain":
+            cells[row.arch].append(f"{mib(row.peak_bytes)} (-{cut(row)}), {row.paid:+.0%}")
+    means = family_means(runs)
+    said = (f"**{share:.0%}**, {paid:+.1%}" for share, paid in means.values())
+    last = ["geometric mean", "", *said]
+    return table(" | ".join(["model", "plain", *means]), [*cells.values(), last]) if cells else ""
+
+
+def family_means(runs: Sequence[Data]) -> dict[str, tuple[float, float]]:
+    """For each way but the plain one: what it takes more than the plain peak, and what it paid; geometric means."""
+    by_way: dict[str, list[Row]] = {}
+    for row in rows_of(runs):
+        if row.way != "plain":
+            by_way.setdefault(row.way, []).append(row)
+    return {
+        way: (
+            geometric_mean(row.peak_bytes / row.plain_bytes for row in found) - 1,
+            geometric_mean(1 + (row.paid or 0.0) for row in found) - 1,
+        )
+        for way, found in by_way.items()
+    }
+
+
+SHOWN = (BLOCKS, OF_BLOCKS, SELECTIVE, OF_SELECTIVE)
+
+
+def beside_others(found: Sequence[Row]) -> str:
+    """Peaks in MiB and what a step paid; of all plans, also those with other goals, how far promises were off."""
+    by_network: dict[str, dict[str, Row]] = {}
+    for row in found:
+        by_network.setdefault(row.arch, {})[row.way] = row
+
+    def cell(row: Row | None) -> str:
+        return "–" if row is None or row.paid is None else f"{mib(row.peak_bytes)}, {row.paid:+.1%}"
+
+    cells = []
+    for arch, ways in by_network.items():
+        plain = ways[PLAIN]
+        step = f"{plain.plain_seconds * 1e3:.0f} ms"
+        cells.append([arch, plain.size, step, mib(plain.plain_bytes), *(cell(ways.get(way)) for way in SHOWN)])
+    off = [abs(row.off) * 100 for row in found if row.promised is not None]
+    return (
+        f"{table('model | input | plain step | plain | blocks | ogc in no more | selective | ogc in no more', cells)}\n"
+        f"Of {len(off)} plans of {len(cells)} networks, promised and paid are {median(off):.1f} points apart in the "
+        f"median, {max(off):.1f} at worst.\n"
+    )
+
+
+MISSES = 4
+"""Networks that are named in a cell; the run prints all of them, and all of their rows."""
+
+
+def timing(runs: Sequence[Data]) -> str:
+    """A row for each question; in it what misses the aim."""
+
+    def first(missed: Sequence[str]) -> str:
+        worst: dict[str, str] = {}
+        for text in missed:
+            worst.setdefault(re.split(r"[, ]", text)[0], text.replace("|", "/"))
+        more = f" and {len(worst) - MISSES} more" if len(worst) > MISSES else ""
+        return ("; ".join(list(worst.values())[:MISSES]) + more) or "–"
+
+    answers = [answer for run in runs for answer in findings(rows_of([run]), run.get("items"))]
+    cells = [[one.question, one.of, one.found, one.aim or "–", first(one.missed)] for one in answers]
+    return table("question | of | found | aim | misses it", cells)
+
+
+# -- batches, the search, other people's models, many devices -----------------------------------------------------
 
 
 def largest(runs: Sequence[Data]) -> str:
@@ -123,148 +377,6 @@ def _fitting(batch: int | None, size: int | None, step: Data | None, plain: Data
         return "–" if batch is None else str(batch)
     more = "" if plain is None or step is plain else f", {step['seconds'] / plain['seconds'] - 1:+.0%}"
     return f"{batch} ({mib(size)}{more})"
-
-
-def _peak(row: Data) -> int:
-    return int(row["peak_bytes"])
-
-
-def _measured(row: Data | None) -> str:
-    if row is None:
-        return "–"
-    return mib(row["peak_bytes"]) + (
-        f" at {row['seconds'] / row['plain_seconds']:.2f}×" if row["plain_seconds"] else ""
-    )
-
-
-def beating(rows: Sequence[Data]) -> set[str]:
-    """Peers that dominate a plan of ours, by their names in a comparison."""
-    theirs = {row["name"] for row in rows if not row["is_ours"]}
-    return {row["dominated_by"] for row in rows if row["is_ours"]} & theirs
-
-
-NOISE = 0.02
-"""Of a step's time."""
-
-
-def quicker_within(rows: Sequence[Data]) -> list[str]:
-    """Peers, by their names, that no plan of ours is as quick as within their memory."""
-
-    def time(row: Data) -> float:
-        return float(row["seconds"] / row["plain_seconds"])
-
-    ours = [row for row in rows if row["is_ours"]]
-    found = []
-    for peer in (row for row in rows[1:] if row["recomputed_share"] is None):
-        times = [time(row) for row in ours if row["peak_bytes"] <= peer["peak_bytes"]]
-        if min(times, default=float("inf")) > (1 + NOISE) * time(peer):
-            found.append(peer["name"])
-    return found
-
-
-def sliced(runs: Sequence[Data], whole: Sequence[Data]) -> str:
-    at_once = {row["arch"]: row for row in whole}
-    header = (
-        "model | batch | slices | plain | ogc, whole batch | ogc, sliced | cut | more FLOPs | recomputed "
-        "| published | most a tensor is off"
-    )
-    cells = [
-        [
-            *(row["arch"], row["batch_size"], row["batch_slices"], mib(row["plain_bytes"])),
-            mib(at_once[row["arch"]]["ogc_bytes"]) if _is_same(at_once.get(row["arch"]), row) else "–",
-            *(mib(row["ogc_bytes"]), cut(row), more_flops(row), f"{row['predicted_overhead']:.1%}"),
-            *(row["published"]["theirs"], f"{row['deviation']:.1e}"),
-        ]
-        for row in in_order(runs)
-    ]
-    return table(header, cells)
-
-
-def side_by_side(runs: Sequence[Data]) -> str:
-    """A row for each way to train, with the figures of each subject side by side."""
-    found = [row for run in runs for row in run["rows"]]
-    subjects = list(dict.fromkeys(row["subject"] for row in found))
-    of = {(row["subject"], row["way"]): row for row in found}
-    header = " | ".join(["way", *subjects, "most a gradient is off"])
-    cells = []
-    for way in dict.fromkeys(row["way"] for row in found):
-        each = [of[subject, way] for subject in subjects if (subject, way) in of]
-        cells.append([way, *map(_figures, each), f"{max(row['distance'] for row in each):.0e}"])
-    return table(header, cells) if cells else ""
-
-
-def families(runs: Sequence[Data]) -> str:
-    """A row for each subject, with what each way leaves of the plain peak, and what it paid."""
-    ways = _shares_and_paid(runs)
-    plain = {row["subject"]: row["peak_bytes"] for run in runs for row in run["rows"] if row["way"] == "plain"}
-    cells: list[list[object]] = [[subject, mib(peak)] for subject, peak in plain.items()]
-    for of_way in ways.values():
-        for cell, peak, (share, paid) in zip(cells, plain.values(), of_way, strict=True):
-            cell.append(f"{mib(share * peak)} ({share - 1:.0%}), {paid - 1:+.0%}")
-    means = (f"**{share:.0%}**, {paid:+.1%}" for share, paid in family_means(runs).values())
-    return table(" | ".join(["model", "plain", *ways]), [*cells, ["geometric mean", "", *means]]) if cells else ""
-
-
-def family_means(runs: Sequence[Data]) -> dict[str, tuple[float, float]]:
-    """For each way but the plain one: what it takes more than the plain peak, and what it paid; geometric means."""
-    return {
-        way: (geometric_mean(share for share, _ in of_way) - 1, geometric_mean(paid for _, paid in of_way) - 1)
-        for way, of_way in _shares_and_paid(runs).items()
-    }
-
-
-def _shares_and_paid(runs: Sequence[Data]) -> dict[str, list[tuple[float, float]]]:
-    """For each way but the plain one, subject by subject: its peak and its time, by those of the plain model."""
-    found = [row for run in runs for row in run["rows"]]
-    plain = {row["subject"]: row["peak_bytes"] for row in found if row["way"] == "plain"}
-    ways: dict[str, list[tuple[float, float]]] = {}
-    for row in found:
-        if row["way"] != "plain":
-            ways.setdefault(row["way"], []).append((row["peak_bytes"] / plain[row["subject"]], 1 + row["paid"]))
-    return ways
-
-
-def predicted(runs: Sequence[Data]) -> str:
-    """A row for each network on a GPU that was not there, and how far its plans are from hollow runs."""
-    header = (
-        "model | batch | plain | published | off | least | ogc | more time | more FLOPs | published | ogc / published"
-    )
-    cells, ratios, errors = [], [], list[float]()
-    for row in (row for run in runs for row in run["rows"]):
-        known = row["published"]
-        errors += HollowRow(**row).errors
-        ratios += [row["ours_bytes"] / MIB / known["theirs"]] if known else []
-        off = f"{row['plain_bytes'] / MIB / known['plain'] - 1:+.1%}" if known else "–"
-        cells.append(
-            [
-                *(row["arch"], row["batch_size"], mib(row["plain_bytes"]), known["plain"] if known else "–", off),
-                *(
-                    mib(row["least_bytes"]),
-                    mib(row["ours_bytes"]),
-                    f"{row['overhead']:.1%}",
-                    f"{row['flops_overhead']:.1%}",
-                ),
-                *(known["theirs"] if known else "–", f"{ratios[-1]:.2f}" if known else "–"),
-            ]
-        )
-    if not cells:
-        return ""
-    mean = f"Geometric mean of ours over published: {geometric_mean(ratios):.2f}. " if ratios else ""
-    return (
-        f"{table(header, cells)}\n{mean}Of {len(errors)} plans the largest difference from a hollow run is "
-        f"{max(errors, key=abs):+.2%}, the median {median(map(abs, errors)):.4%}.\n"
-    )
-
-
-def _figures(row: Data) -> str:
-    if row["reason"]:
-        return str(row["reason"])
-    promised = "" if row["promised"] is None else f" ({row['promised']:.1%})"
-    return f"{mib(row['peak_bytes'])}, {row['paid']:+.1%}{promised}"
-
-
-def _is_same(whole: Data | None, row: Data) -> bool:
-    return whole is not None and whole["input_shape"] == row["input_shape"]
 
 
 def ablation(runs: Sequence[Data]) -> str:
@@ -336,59 +448,13 @@ def reason(error: str) -> str:
     return text
 
 
-def timing(runs: Sequence[Data]) -> str:
-    """A row for each question; in it what misses the aim."""
-    cells = []
-    for run in runs:
-        items = run.get("items")
-        answers = findings([TimeRow.read(row) for row in run["rows"]], items and Items.read(items))
-        cells += [[a.question, a.of, a.found, a.aim or "–", _first(a.missed)] for a in answers]
-    return table("question | of | found | aim | misses it", cells)
-
-
-MISSES = 4
-"""Networks that are named in a cell; the run prints all of them, and all of their rows."""
-
-
-def _first(missed: Sequence[str]) -> str:
-    worst: dict[str, str] = {}
-    for text in missed:
-        worst.setdefault(re.split(r"[, ]", text)[0], text.replace("|", "/"))
-    more = f" and {len(worst) - MISSES} more" if len(worst) > MISSES else ""
-    return ("; ".join(list(worst.values())[:MISSES]) + more) or "–"
-
-
-CLOSE = 0.05
-"""Most by which a promised overhead is off that counts as kept, of the plain step."""
-
-
-def on_cuda(runs: Sequence[Data]) -> str:
-    """A row for each network that was measured on a GPU."""
-    header = (
-        "model | batch | plain | ogc | cut | published | ours / published | more time, promised | paid | more FLOPs "
-        "| promised at the published memory"
-    )
-    found, cells = [row for run in runs for row in run["rows"]], []
-    for row in found:
-        known = row["published"]
-        theirs = (known["theirs"], f"{row['ogc_bytes'] / MIB / known['theirs']:.2f}") if known else ("–", "–")
-        at_theirs = "–" if row["overhead_at_theirs"] is None else f"{row['overhead_at_theirs']:.1%}"
-        cells.append(
-            [
-                *(row["arch"], row["batch_size"], mib(row["plain_bytes"]), mib(row["ogc_bytes"]), cut(row), *theirs),
-                *(f"{row['predicted_overhead']:.1%}", f"{more_time(row):.1%}", more_flops(row), at_theirs),
-            ]
-        )
-    if not found:
-        return ""
-    off = [
-        row[f"predicted_{k}bytes"] - row[f"{o}_bytes"] for row in found for k, o in (("", "ogc"), ("plain_", "plain"))
-    ]
-    against = ratio([row for row in found if row["published"]])
-    kept = sum(abs(row["predicted_overhead"] - more_time(row)) <= CLOSE for row in found)
-    return (
-        f"{table(header, cells)}\nGeometric mean of ours over published: {against:.2f}. "
-        f"Of {len(off)} peaks the largest difference from what is simulated is {max(map(abs, off)) / 1e3:.0f} kB, the "
-        f"median {median(map(abs, off)):.0f} bytes. {kept} of {len(found)} promises are kept within {CLOSE * 100:.0f} "
-        "points.\n"
+def on_many_devices(runs: Sequence[Data]) -> str:
+    """Of each way, the rank with most memory and the slowest one."""
+    return table(
+        "way | MiB per rank | seconds per step",
+        (
+            (row["way"], f"{max(row['peak_bytes']) / MIB:.1f}", f"{max(row['seconds']):.2f}")
+            for run in runs
+            for row in run["rows"]
+        ),
     )

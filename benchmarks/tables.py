@@ -1,4 +1,4 @@
-"""Writes docs/results.md and the README's table from benchmarks/results: ``python -m benchmarks.tables``."""
+"""Writes docs/results.md and the documents' other tables from benchmarks/results: ``python -m benchmarks.tables``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from . import summaries
-from .cells import MIB, Data, cut, in_order, mib, ratio, table
+from .row import Data, Row
 from .suites import RESULTS, ROOT, SUITES
-from .timing.aims import over_blocks
-from .timing.beside import beside_others
-from .timing.row import TimeRow
+from .summaries import cut, in_order, mib, ratio, rows_of, table, theirs
+from .timing import over_blocks
 
 START, END = "<!-- results -->\n", "<!-- end of results -->"
 
@@ -23,12 +22,9 @@ def files(pattern: str, folder: Path = RESULTS) -> list[Data]:
     return [{**json.loads(path.read_text(encoding="utf-8")), "file": name} for name, path in found]
 
 
-def rows(pattern: str = "cpu_published*.json") -> list[Data]:
-    """Their rows, in the order of the published table's families."""
+def rows(pattern: str = "cpu_published*.json") -> list[Row]:
+    """Those of committed files, in the order of the published table's families."""
     return in_order(files(pattern))
-
-
-# -- the README's ---------------------------------------------------------------------------------------------
 
 
 IN_README = ("densenet201", "inception_v3", "nasnet_cifar10", "resnet50", "resnet152", "vgg16")
@@ -40,12 +36,11 @@ def markdown() -> str:
     header = "model | batch | plain MiB | ogc MiB | cut | recomputed | Feng & Huang 2021 | its overhead"
     cells = [
         [
-            *(row["arch"], row["batch_size"], mib(row["plain_bytes"]), mib(row["ogc_bytes"]), cut(row)),
-            *(f"{row['predicted_overhead']:.0%}", f"{row['published']['theirs']} MiB"),
-            f"{row['published']['overhead']:.0%}",
+            *(row.arch, row.input_shape[0], mib(row.plain_bytes), mib(row.peak_bytes), cut(row)),
+            *(f"{row.promised:.0%}", f"{theirs(row)} MiB", f"{row.published['overhead']:.0%}"),
         ]
         for row in rows()
-        if row["arch"] in IN_README
+        if row.arch in IN_README and row.published
     ]
     return (
         f"{table(header, cells)}\nPeak activation memory of one step, {_devices(rows())}, and the share of its time "
@@ -57,10 +52,10 @@ def markdown() -> str:
 
 
 def _on_gpus() -> str:
-    found = [row for row in rows("cuda_published*.json") if row["published"]]
+    found = [row for row in rows("cuda_published*.json") if row.published]
     if not found:
         return ""
-    devices = " and ".join(sorted({row["device"] for row in found}))
+    devices = " and ".join(sorted({row.device for row in found}))
     beside = ""
     if over := over_blocks(_timed_on_gpus()):
         mean = geometric_mean(over.values())
@@ -74,8 +69,8 @@ def _at_small_overheads() -> str:
     return f" Over eight families of models, memory falls by {told}." if told else ""
 
 
-def _devices(found: Sequence[Data]) -> str:
-    return ", ".join(sorted({row["device"].replace("cpu", "on a CPU") for row in found}))
+def _devices(found: Sequence[Row]) -> str:
+    return ", ".join(sorted({row.device.replace("cpu", "on a CPU") for row in found}))
 
 
 def inserted(text: str, *tables: str) -> str:
@@ -83,9 +78,6 @@ def inserted(text: str, *tables: str) -> str:
     before, *places = text.split(START)
     each = zip(tables, places, strict=True)
     return before + "".join(f"{START}{table}{END}{place.split(END)[1]}" for table, place in each)
-
-
-# -- docs/results.md ------------------------------------------------------------------------------------------
 
 
 def document(folder: Path = RESULTS, suite: str = "full") -> str:
@@ -272,24 +264,16 @@ def on_gpus() -> tuple[str, ...]:
     measured = files("cuda_published*.json")
     made_by = f"\n{_made_by(measured, 'cuda', True)}\n" if measured else "Not measured yet.\n"
     timed = _timed_on_gpus()
-    beside = beside_others(timed) if timed else "Not measured yet.\n"
+    beside = summaries.beside_others(timed) if timed else "Not measured yet.\n"
     return summaries.on_cuda(measured) + made_by, beside, summaries.predicted(files("hollow.json"))
 
 
-def _timed_on_gpus() -> list[TimeRow]:
-    return [TimeRow.read(row) for run in files("time/cuda*.json") for row in run["rows"]]
-
-
 def on_many_devices() -> str:
-    """The table of docs/devices.md: of each way, the rank with most memory and the slowest one."""
-    return table(
-        "way | MiB per rank | seconds per step",
-        (
-            (row["way"], f"{max(row['peak_bytes']) / MIB:.1f}", f"{max(row['seconds']):.2f}")
-            for run in files("devices.json")
-            for row in run["rows"]
-        ),
-    )
+    return summaries.on_many_devices(files("devices.json"))
+
+
+def _timed_on_gpus() -> list[Row]:
+    return rows_of(files("time/cuda*.json"))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from models import CASES
 from torch import nn
 
 import ogc
-from benchmarks.networks import ARCHITECTURES
+from benchmarks.cases import PUBLISHED
 from ogc.operators.weights import InputGradient
 from ogc.parser.weigh.gradients import OperationGradients, gradient_bytes
 from ogc.program.program import TensorRef
@@ -62,7 +62,7 @@ def wide_images():
 
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_plain_and_optimal_peaks_are_as_simulated(profile):
-    model, x = ARCHITECTURES["resnet18"].build(), torch.randn(4, 3, 96, 96)
+    model, x = PUBLISHED["resnet18"].build(), torch.randn(4, 3, 96, 96)
     optimised = ogc.optimize(model, x, profile=profile)
     plan = optimised.plan
     assert plan.peak_bytes < 0.75 * plan.plain_peak_bytes

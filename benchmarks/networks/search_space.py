@@ -26,64 +26,21 @@ class CellPlan(NamedTuple):
     concat: tuple[int, ...]
 
 
-NASNET_NORMAL = CellPlan(
-    (
-        (("sep5", 1), ("sep3", 0)),
-        (("sep5", 0), ("sep3", 0)),
-        (("avg3", 1), ("skip", 0)),
-        (("avg3", 0), ("avg3", 0)),
-        (("sep3", 1), ("skip", 1)),
-    ),
-    concat=(2, 3, 4, 5, 6),
-)
-NASNET_REDUCTION = CellPlan(
-    (
-        (("sep5", 1), ("sep7", 0)),
-        (("max3", 1), ("sep7", 0)),
-        (("avg3", 1), ("sep5", 0)),
-        (("skip", 3), ("avg3", 2)),
-        (("sep3", 2), ("max3", 1)),
-    ),
-    concat=(4, 5, 6),
-)
-AMOEBANET_NORMAL = CellPlan(
-    (
-        (("avg3", 0), ("max3", 1)),
-        (("sep3", 0), ("sep5", 2)),
-        (("sep3", 0), ("avg3", 3)),
-        (("sep3", 1), ("skip", 1)),
-        (("skip", 0), ("avg3", 1)),
-    ),
-    concat=(4, 5, 6),
-)
-AMOEBANET_REDUCTION = CellPlan(
-    (
-        (("avg3", 0), ("sep3", 1)),
-        (("max3", 0), ("sep7", 2)),
-        (("sep7", 0), ("avg3", 1)),
-        (("max3", 0), ("max3", 1)),
-        (("conv7", 0), ("sep3", 5)),
-    ),
-    concat=(3, 4, 6),
-)
-DARTS_NORMAL = CellPlan(
-    (
-        (("sep3", 0), ("sep3", 1)),
-        (("sep3", 0), ("sep3", 1)),
-        (("sep3", 1), ("skip", 0)),
-        (("skip", 0), ("dil3", 2)),
-    ),
-    concat=(2, 3, 4, 5),
-)
-DARTS_REDUCTION = CellPlan(
-    (
-        (("max3", 0), ("max3", 1)),
-        (("skip", 2), ("max3", 1)),
-        (("max3", 0), ("skip", 2)),
-        (("skip", 2), ("max3", 1)),
-    ),
-    concat=(2, 3, 4, 5),
-)
+def _plan(pairs: str, *concat: int) -> CellPlan:
+    """``"sep5 1 sep3 0, …"``: each pair's operations and what they read."""
+    found = []
+    for pair in pairs.split(", "):
+        one, reads, other, too = pair.split()
+        found.append(((one, int(reads)), (other, int(too))))
+    return CellPlan(tuple(found), concat)
+
+
+NASNET_NORMAL = _plan("sep5 1 sep3 0, sep5 0 sep3 0, avg3 1 skip 0, avg3 0 avg3 0, sep3 1 skip 1", 2, 3, 4, 5, 6)
+NASNET_REDUCTION = _plan("sep5 1 sep7 0, max3 1 sep7 0, avg3 1 sep5 0, skip 3 avg3 2, sep3 2 max3 1", 4, 5, 6)
+AMOEBANET_NORMAL = _plan("avg3 0 max3 1, sep3 0 sep5 2, sep3 0 avg3 3, sep3 1 skip 1, skip 0 avg3 1", 4, 5, 6)
+AMOEBANET_REDUCTION = _plan("avg3 0 sep3 1, max3 0 sep7 2, sep7 0 avg3 1, max3 0 max3 1, conv7 0 sep3 5", 3, 4, 6)
+DARTS_NORMAL = _plan("sep3 0 sep3 1, sep3 0 sep3 1, sep3 1 skip 0, skip 0 dil3 2", 2, 3, 4, 5)
+DARTS_REDUCTION = _plan("max3 0 max3 1, skip 2 max3 1, max3 0 skip 2, skip 2 max3 1", 2, 3, 4, 5)
 
 
 class FactorisedReduce(nn.Module):

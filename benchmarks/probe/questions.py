@@ -24,30 +24,16 @@ Rows = list[dict[str, Any]]
 Answer = tuple[Rows, bool]
 
 
-class Encoder(nn.Module):
+def encoder(depth: int = 4) -> nn.Module:
     """A few layers of a transformer, with dropout. Input N, T, 64; output alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
-        return out
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
 
 
-class Convolutions(nn.Module):
+def convolutions(depth: int = 5) -> nn.Module:
     """Blocks of convolution, batch norm and dropout. Input N, 8, H, W; output alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocks = [[nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1)] for _ in range(5)]
-        self.blocks = nn.Sequential(*(layer for block in blocks for layer in block))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.blocks(x)
-        return out
+    blocks = [[nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1)] for _ in range(depth)]
+    return nn.Sequential(*(layer for block in blocks for layer in block))
 
 
 class Recurrent(nn.Module):
@@ -61,6 +47,14 @@ class Recurrent(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.second(torch.tanh(self.first(x)[0]))[0]
         return out
+
+
+def examples(device: torch.device) -> list[tuple[nn.Module, torch.Tensor]]:
+    """Two of these with larger inputs."""
+    return [
+        (convolutions().to(device), torch.randn(16, 8, 64, 64, device=device)),
+        (encoder().to(device), torch.randn(16, 128, 64, device=device)),
+    ]
 
 
 @contextlib.contextmanager
@@ -78,18 +72,18 @@ def _autocast(dtype: torch.dtype, device: torch.device) -> Any:
 
 def settings(device: torch.device) -> Answer:
     """Whether a step gives the plain model's bits under each setting, as far as two plain steps agree."""
-    images = torch.randn(4, 8, 32, 32, device=device)
+    images, words = torch.randn(4, 8, 32, 32, device=device), torch.randn(4, 64, 64, device=device)
     rows: Rows = []
     for name, model, x, setting in (
-        ("plain settings", Convolutions(), images, contextlib.nullcontext),
-        ("cudnn.benchmark", Convolutions(), images, _benchmark),
-        ("channels_last", Convolutions(), images.to(memory_format=torch.channels_last), contextlib.nullcontext),
-        ("bfloat16 autocast", Convolutions(), images, partial(_autocast, torch.bfloat16, device)),
-        ("float16 autocast", Convolutions(), images, partial(_autocast, torch.float16, device)),
-        ("attention", Encoder(), torch.randn(4, 64, 64, device=device), contextlib.nullcontext),
-        ("flash attention", Encoder(), torch.randn(4, 64, 64, device=device),
+        ("plain settings", convolutions(), images, contextlib.nullcontext),
+        ("cudnn.benchmark", convolutions(), images, _benchmark),
+        ("channels_last", convolutions(), images.to(memory_format=torch.channels_last), contextlib.nullcontext),
+        ("bfloat16 autocast", convolutions(), images, partial(_autocast, torch.bfloat16, device)),
+        ("float16 autocast", convolutions(), images, partial(_autocast, torch.float16, device)),
+        ("attention", encoder(), words, contextlib.nullcontext),
+        ("flash attention", encoder(), words,
          partial(_autocast, torch.bfloat16, device)),
-        ("math attention", Encoder(), torch.randn(4, 64, 64, device=device), partial(sdpa_kernel, SDPBackend.MATH)),
+        ("math attention", encoder(), words, partial(sdpa_kernel, SDPBackend.MATH)),
         ("two LSTMs with dropout", Recurrent(), torch.randn(4, 16, 16, device=device), contextlib.nullcontext),
     ):  # fmt: skip
         rows.append({"setting": name, **_bits(model.to(device), x, setting)})
@@ -122,11 +116,7 @@ def _step(run: nn.Module, model: nn.Module, x: torch.Tensor, setting: Callable[[
 def memory(device: torch.device) -> Answer:
     """Simulated against allocated peaks, plain and planned, within 3 %; on CUDA also what is reserved."""
     rows: Rows = []
-    for model, x in (
-        (Convolutions(), torch.randn(16, 8, 64, 64, device=device)),
-        (Encoder(), torch.randn(16, 128, 64, device=device)),
-    ):
-        model.to(device)
+    for model, x in examples(device):
         graph = ogc.parse(model, x, loss=torch.sum, holds_outputs=False)
         plan = ogc.solve(graph)
         for name, run, simulated in (
@@ -153,11 +143,7 @@ def _sum_step(run: nn.Module, x: torch.Tensor) -> None:
 def weights(device: torch.device) -> Answer:
     """What each operation was estimated to take beside what it was measured to take, the worst first."""
     rows: Rows = []
-    for model, x in (
-        (Convolutions(), torch.randn(16, 8, 64, 64, device=device)),
-        (Encoder(), torch.randn(16, 128, 64, device=device)),
-    ):
-        model.to(device)
+    for model, x in examples(device):
         estimated, measured = (ogc.parse(model, x, profile=kind).operations for kind in ("estimate", "measure"))
         for guess, truth in zip(estimated, measured, strict=True):
             row: dict[str, Any] = {"model": type(model).__name__, "operation": truth.name, "target": truth.target}

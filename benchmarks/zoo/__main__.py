@@ -17,21 +17,21 @@ import logging
 import multiprocessing
 import os
 import resource
-import shlex
 import sys
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.measuring import code_digest, environment, write_json
+from benchmarks.results import code_digest, environment, write_json
+from benchmarks.row import Data
 from benchmarks.suites import RESULTS
+from benchmarks.summaries import zoo
 from benchmarks.zoo.models import FAMILIES, Build, family
-from benchmarks.zoo.table import brief, summary, table
 from benchmarks.zoo.training import SEED, STEPS, row_of
 
 
@@ -52,11 +52,12 @@ def main() -> int:
         if not options.again and _is_done(rows.get(name, {}), code, options.plain_only):
             continue
         rows[name] = {"name": name, "code": code, **_in_own_process(builds[name], options)}
-        print(brief(rows[name]), flush=True)
+        print(_said(rows[name]), flush=True)
         if path:
             _write(path, options.family, (rows[n] for n in builds if n in rows))
     found = [rows[name] for name in names if name in rows]
-    print(table(found), summary(options.family, found), sep="\n")
+    tried = [row for row in found if row["verdict"] != "plain"]
+    print(zoo([{"rows": tried, "file": f"{options.family}.json"}]) if tried else f"{len(found)} models")
     return 1 if any(row["verdict"] in ("different", "error") for row in found) else 0
 
 
@@ -73,7 +74,20 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _is_done(row: dict[str, Any], code: str, plain_only: bool) -> bool:
+def _said(row: Data) -> str:
+    """One line."""
+    told = [f"{row['name']}: {row['verdict']}"]
+    if "ogc_bytes" in row:
+        sizes = " -> ".join(f"{row[key] / 1e6:.2f}" for key in ("plain_bytes", "ogc_bytes"))
+        told.append(f"{sizes} MB (predicted {row['predicted_bytes'] / 1e6:.2f})")
+        told.append(f"{row['operations']} operations in {row['parts']} parts, {row['leaves']} leaves")
+        told.append(f"planned in {row['plan_seconds']:.1f} s")
+    elif "plain_bytes" in row:
+        told.append(f"{row['plain_bytes'] / 1e6:.2f} MB")
+    return ", ".join(told) + (f"; {row['detail'][:200]}" if row["detail"] else "")
+
+
+def _is_done(row: Data, code: str, plain_only: bool) -> bool:
     return row.get("code") == code and (plain_only or row["verdict"] != "plain")
 
 
@@ -84,7 +98,7 @@ def _quiet() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def _in_own_process(build: Build, options: argparse.Namespace) -> dict[str, Any]:
+def _in_own_process(build: Build, options: argparse.Namespace) -> Data:
     """The row of a model, or why there is none."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -111,21 +125,12 @@ def _try(build: Build, plain_only: bool, gigabytes: float, pipe: Connection) -> 
     pipe.send(row_of(build, plain_only))
 
 
-def _write(path: Path, name: str, rows: Iterable[dict[str, Any]]) -> None:
-    command = shlex.join(["python", "-m", "benchmarks.zoo", *sys.argv[1:]])
-    data = environment(command, torch.device("cpu"), SEED, keeps_freed_memory=False)
-    versions = {**data["versions"], **_versions(name)}
-    write_json(path, {**data, "versions": versions, "steps": STEPS, "rows": list(rows)})
-
-
-def _versions(name: str) -> dict[str, str]:
-    found = {}
-    for package in {name.split("_")[0], "transformers" if name == "peft" else name}:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+def _write(path: Path, name: str, rows: Iterable[Data]) -> None:
+    data = environment(["-m", "benchmarks.zoo", *sys.argv[1:]], torch.device("cpu"), SEED)
+    for package in sorted({name.split("_")[0], "transformers" if name == "peft" else name}):
+        with suppress(PackageNotFoundError):
+            data["versions"][package] = version(package)
+    write_json(path, {**data, "steps": STEPS, "rows": list(rows)})
 
 
 if __name__ == "__main__":

@@ -1,41 +1,50 @@
 """The probe of a device: each step by itself, and what is asked."""
 
+import contextlib
 import itertools
 import json
+import shlex
+from functools import partial
 
 import pytest
 import torch
 
-import benchmark
-from benchmarks.networks import ARCHITECTURES
-from benchmarks.probe import making, questions
-from benchmarks.probe.making import Step, probe, steps_on
-from benchmarks.timing.networks import SUBJECTS
+from benchmarks import probe
+from benchmarks.cases import CASES
+from benchmarks.experiments import TIME
+from benchmarks.probe import Step, questions, steps_on
+from benchmarks.probe.__main__ import main as step_main
 
 
 @pytest.fixture
-def cpu():
+def cpu(monkeypatch):
+    """The device, on which small networks are tried."""
+    for name in ("convolutions", "encoder"):
+        monkeypatch.setattr(questions, name, partial(getattr(questions, name), 2))
     return torch.device("cpu")
+
+
+WRITES = "import json, sys; json.dump({'rows': [sys.argv[2]]}, open(sys.argv[4], 'w'))"
 
 
 def test_a_step_that_fails_or_hangs_loses_no_other(monkeypatch, tmp_path, cpu, capsys):
     steps = (
         Step("bad", "-c 'print(1); raise SystemExit(3)'", 1),
         Step("hangs", "-c 'import time; time.sleep(100)'", 0.02),
-        Step("memory", "-m benchmarks.probe graphs", 2),
+        Step("graphs", f"-c {shlex.quote(WRITES)}", 2),
         Step("late", "-c 'pass'", 1),
     )
-    monkeypatch.setattr(making, "steps_on", lambda device: steps)
+    monkeypatch.setattr(probe, "steps_on", lambda device: steps)
     clock = iter([0.0, *[0.0] * 9, 70.0, 70.0])
-    monkeypatch.setattr(making.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: next(clock))
     path = tmp_path / "probe.json"
-    assert probe(cpu, path, "the command", minutes=1) == 1
+    assert probe.probe(cpu, path, ["the command"], minutes=1) == 1
     found = json.loads(path.read_text())
     steps = found["steps"]
-    assert found["command"] == "the command" and found["versions"]["torch"] == torch.__version__
+    assert found["command"] == "python 'the command'" and found["versions"]["torch"] == torch.__version__
     assert [steps[name]["status"].partition(" ")[0] for name in steps] == ["failed", "stopped", "done", "not"]
     assert steps["bad"]["said"] == ["1"]
-    assert steps["memory"]["found"]["rows"] == [{"captured": None, "why": "only CUDA has graphs"}]
+    assert steps["graphs"]["found"] == {"rows": ["cpu"]}
     assert "not done: bad, hangs, late" in capsys.readouterr().out
 
 
@@ -45,12 +54,12 @@ def test_all_steps_fit_in_the_time():
         assert len({step.name for step in steps}) == len(steps)
         assert {"tests", "published", "compare", "times", *questions.QUESTIONS} == {step.name for step in steps}
         arguments = {step.name: step.arguments.split() for step in steps}
-        assert set(arguments["times"][4:]) <= set(SUBJECTS)
+        assert set(arguments["times"][5:]) <= set(TIME.sizes)
         for name in ("published", "compare"):
             named = itertools.takewhile(
                 lambda word: not word.startswith("-"), arguments[name][arguments[name].index("--arch") + 1 :]
             )
-            assert set(named) <= {"all", *ARCHITECTURES}
+            assert set(named) <= {"all", *CASES}
 
 
 def test_settings_give_the_plain_models_bits(cpu):
@@ -59,7 +68,7 @@ def test_settings_give_the_plain_models_bits(cpu):
     assert all(row["compared"] == row["of"] and "1 calls by a plan" in row["report"] for row in rows)
 
 
-def test_other_bits_are_found(cpu, monkeypatch):
+def test_other_bits_are_found(monkeypatch):
     own = questions._step
 
     def step(run, *args):
@@ -67,8 +76,8 @@ def test_other_bits_are_found(cpu, monkeypatch):
         return {name: t + (run is not args[0]) for name, t in found.items()}
 
     monkeypatch.setattr(questions, "_step", step)
-    rows, is_right = questions.settings(cpu)
-    assert not is_right and all(row["differs"] for row in rows)
+    row = questions._bits(questions.convolutions(), torch.randn(2, 8, 8, 8), contextlib.nullcontext)
+    assert len(row["differs"]) == row["compared"] == row["of"]
 
 
 def test_memory_is_as_simulated(cpu):
@@ -77,16 +86,13 @@ def test_memory_is_as_simulated(cpu):
     assert [row["run"] for row in rows] == ["plain", "planned"] * 2
 
 
-def test_weights_are_estimated_and_measured(cpu):
+def test_weights_are_estimated_and_measured(cpu, monkeypatch):
+    monkeypatch.setattr(questions, "examples", lambda _: [(questions.convolutions(), torch.randn(2, 8, 16, 16))])
     rows, _ = questions.weights(cpu)
     assert any(row["target"].startswith("aten.convolution") and row["forward_seconds"][1] > 0 for row in rows)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [(["--probe"], "needs --json"), (["--probe", "--arch", "resnet18", "--json", "x"], "say one of --arch")],
-)
-def test_options_that_do_not_go_together(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        benchmark.main(arguments)
-    assert message in capsys.readouterr().err
+def test_a_step_by_itself(tmp_path, capsys):
+    path = tmp_path / "graphs.json"
+    assert step_main(["graphs", "--device", "cpu", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["rows"] == [{"captured": None, "why": "only CUDA has graphs"}]

@@ -1,177 +1,261 @@
-"""docs/results.md says what the committed results say."""
+"""Committed results are those that a suite makes, hold what is said of them, and are what the documents show."""
 
 import json
 import re
-from statistics import geometric_mean
+from collections import defaultdict
+from dataclasses import replace
+from statistics import geometric_mean, median
 
 import pytest
 import torch
 
+import benchmark
 import ogc
-from benchmarks.cells import more_time
-from benchmarks.networks import ARCHITECTURES
-from benchmarks.suites import FULL, RESULTS, ROOT
-from benchmarks.summaries import families, largest, quicker_within, reason, zoo
-from benchmarks.tables import document, files, inserted, on_gpus, rows
+from benchmarks.cases import CASES, PUBLISHED
+from benchmarks.experiments import BLOCKS, NOTHING, OF_BLOCKS, OF_SELECTIVE, SELECTIVE, TIME, TINY
+from benchmarks.hollow import errors
+from benchmarks.measuring import MIB
+from benchmarks.networks.search_space import NETWORKS
+from benchmarks.results import write_json
+from benchmarks.row import Row, with_verdicts
+from benchmarks.running import CPU_BATCH_SIZE
+from benchmarks.suites import FULL, RESULTS, ROOT, SUITES
+from benchmarks.summaries import beating, families, of_theirs, quicker_within, reason, rows_of, zoo
+from benchmarks.tables import document, files, inserted, on_gpus, on_many_devices, rows
+from benchmarks.timing import MEDIAN_OFF, OF_BLOCKS_MEAN, WORST_OFF, over_blocks
 from ogc.plan.simulate import plain_peak
 
-TEXT = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-DEVICES, CUDA = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("devices.md", "cuda.md"))
+TEXT, DEVICES, CUDA, PLANS = (
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("results", "devices", "cuda", "plans")
+)
+BY_FILE = {run["file"]: run for run in files("**/*.json")}
+OF_WAYS = ("cpu_", "cuda_", "compare/", "time/", "families", "compiled", "logits")
+ON_CUDA = rows_of([BY_FILE["cuda_published.json"]])
 
 
-def test_the_document_is_that_of_the_results():
-    assert document() == TEXT, "run python -m benchmarks.tables"
-
-
-def test_the_table_for_a_gpu_is_that_of_the_results():
-    assert inserted(CUDA, *on_gpus()) == CUDA, "run python -m benchmarks.tables"
-    (run,) = files("hollow.json")
-    errors = [
-        row[f"{k}_bytes"] / row[f"hollow_{k}_bytes"] - 1 for row in run["rows"] for k in ("plain", "least", "ours")
-    ]
-    assert len(run["rows"]) == 20 and max(map(abs, errors)) < 0.006 and sum(abs(e) > 0.001 for e in errors) <= 1
-
-
-def test_it_has_every_row_and_every_command_and_is_short():
-    assert len(rows()) == 18
-    for run in FULL:
-        assert re.search(rf"`python benchmark.py --suite full --only[^`]* {run.name}\b", TEXT + DEVICES + CUDA), (
-            run.name
-        )
-    for name in {row["arch"] for row in rows()}:
-        assert TEXT.count(f"\n| {name} |") >= 2  # published, and solvers at batch 4
+def test_the_documents_are_those_of_the_results():
+    for found, page in (
+        (document(), TEXT),
+        (inserted(CUDA, *on_gpus()), CUDA),
+        (inserted(DEVICES, on_many_devices()), DEVICES),
+    ):
+        assert found == page, "run python -m benchmarks.tables"
     assert len(TEXT.encode()) <= 15_000
-
-
-def test_the_docs_say_of_slices_what_was_measured():
-    whole, sliced = (
-        next(row for file in files(pattern) for row in file["rows"] if row["arch"] == "vgg16")
-        for pattern in ("cpu_published_*.json", "cpu_sliced*.json")
-    )
-    page = " ".join((ROOT / "docs" / "plans.md").read_text(encoding="utf-8").split())
-    found, instead = (round(row["ogc_bytes"] / 2**20) for row in (sliced, whole))
-    assert f"VGG-16 at batch 64 then peaks at {found} MiB instead of {instead}, within" in page
-    assert "no gradient is off by more than 4e-5 of" in page and sliced["deviation"] <= 4e-5
-
-
-def test_every_table_is_rectangular():
     for block in re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE):
         assert len({line.count("|") for line in block.splitlines()}) == 1, block
+    for name in {row.arch for row in rows()}:
+        assert TEXT.count(f"\n| {name} |") >= 2  # published, and solvers at batch 4
 
 
-@pytest.fixture
-def on_cpus(tmp_path):
-    """The folder of the results that were measured on CPUs."""
-    for path in RESULTS.rglob("*.json"):
-        if not path.name.startswith("cuda"):
-            copy = tmp_path / path.relative_to(RESULTS)
-            copy.parent.mkdir(exist_ok=True)
-            copy.write_text(path.read_text())
-    return tmp_path
+def test_every_file_is_one_that_a_suite_writes_and_that_a_document_says_how_to_make():
+    full, cuda = ({run.file for run in SUITES[name].runs} for name in ("full", "cuda"))
+    assert full <= BY_FILE.keys() <= full | cuda
+    for run in FULL:
+        said = rf"`python benchmark.py --suite full --only[^`]* {run.name}\b"
+        assert re.search(said, TEXT + DEVICES + CUDA), run.name
 
 
-def test_it_says_where_it_was_measured(on_cpus):
-    assert "Measured on CPUs; [on a GPU](cuda.md)." in document(on_cpus)
-    data = json.loads((on_cpus / "cpu_sliced.json").read_text())
-    data["rows"][0]["device"] = "NVIDIA H200"
-    (on_cpus / "cpu_sliced.json").write_text(json.dumps(data))
-    text = document(on_cpus)
-    assert "Measured on CPU, NVIDIA H200." in text
-    assert "[on a GPU]" not in text
+def test_every_file_has_what_its_run_measures():
+    """Where the run names networks, these; peaks of plans as simulated, and the bits of ogc's rows plain ones."""
+    for run in FULL:
+        data = BY_FILE[run.file]
+        if run.arguments.startswith("benchmark.py"):
+            options = benchmark.options_of(run.arguments.split()[1:])
+            assert {row["arch"] for row in data["rows"]} == set(options.arch), run.name
+            for row in data["rows"]:
+                size = PUBLISHED[row["arch"]].batch_size if options.batch_size == "published" else None
+                assert row["input_shape"][0] == (size or options.batch_size or CPU_BATCH_SIZE)
+                assert row.get("batch_slices", 1) == options.batch_slices
+        if " torchvision " in run.arguments:
+            named = run.arguments.split(" torchvision ")[1].split()
+            assert {row["name"] for row in data["rows"]} == set(named)
+    for name, data in BY_FILE.items():
+        for row in rows_of([data]) if name.startswith(OF_WAYS) else ():
+            if row.predicted_bytes:
+                # what compiles is planned with temporaries of its own
+                assert row.predicted_bytes == pytest.approx(row.peak_bytes, rel=0.1 if "compile" in row.way else 0.03)
+            if row.promised is not None and row.batch_slices == 1 and not re.search("slices|compile", row.way):
+                assert (row.deviation, row.differs) == (0.0, ()), (name, row)
 
 
-def test_what_was_measured_on_cuda_names_its_command_and_its_device():
-    measured, *_ = on_gpus()
-    assert "`python benchmark.py --suite cuda --only published`; " in measured and "NVIDIA H200, 16 cores" in measured
+def test_published_rows():
+    """Peaks below the published ones, and overheads by profile and by FLOPs within them."""
+    assert len(rows()) == 18
+    for row in rows():
+        assert max(row.more_flops, row.promised) <= row.published["overhead"] and of_theirs(row) < 1
+    whole = {row.arch: row for row in rows()}
+    sliced = {row.arch: row for row in rows("cpu_sliced*.json")}
+    for found, most, without_cells in ((whole, 0.55, 0.60), (whole | sliced, 0.48, 0.50)):
+        ratios = {name: of_theirs(row) for name, row in found.items()}
+        assert geometric_mean(ratios.values()) <= most
+        assert geometric_mean(ratio for name, ratio in ratios.items() if name not in NETWORKS) <= without_cells
+    # What is run again in the published memory has few FLOPs. DenseNet-121 runs all norms, ReLUs and concatenations
+    # again: 2 % of the FLOPs, and 15 % of the time. It was promised 16 % and paid 15 %.
+    for kind, most in (("overhead", 0.19), ("flops", 0.08)):
+        ratios = [max(0.01, getattr(row, f"{kind}_at_theirs")) / row.published["overhead"] for row in rows()]
+        assert max(ratios) <= 0.60 and geometric_mean(ratios) <= most
+    page, (found, instead) = " ".join(PLANS.split()), (round(of["vgg16"].peak_bytes / MIB) for of in (sliced, whole))
+    assert f"VGG-16 at batch 64 then peaks at {found} MiB instead of {instead}, within" in page
+    assert "no gradient is off by more than 4e-5 of" in page and sliced["vgg16"].deviation <= 4e-5
 
 
-ON_CUDA = [row for run in files("cuda_published*.json") for row in run["rows"]]
+def test_comparisons():
+    """No method is missing, verdicts are those of the figures, and ours are beaten by none."""
+    for name in (name for name in BY_FILE if name.startswith("compare/")):
+        found = rows_of([BY_FILE[name]])
+        by_way = {row.way: row for row in found}
+        assert {"plain", "blocks", "sequential", "selective", "chen", "uniform", "binomial"} <= by_way.keys()
+        assert with_verdicts(found) == found and not beating(found)
+        for peer in (by_way["blocks"], by_way["sequential"]):
+            ours = [row for row in found if row.is_ours]
+            is_beaten = any(row.peak_bytes <= peer.peak_bytes and row.flops <= peer.flops for row in ours)
+            assert is_beaten if peer.peak_bytes else peer.reason
 
 
-@pytest.mark.parametrize("row", ON_CUDA, ids=lambda row: row["arch"])
-def test_peaks_hold_on_cuda(row):
-    """What was asked for, to a page of a small tensor: 184 bytes are two scalars and 44 of bookkeeping at most."""
-    assert row["predicted_bytes"] == pytest.approx(row["ogc_bytes"], abs=256)
-    assert row["predicted_plain_bytes"] == pytest.approx(row["plain_bytes"], rel=5e-5)
-    assert not row["deviation"] and not row["unrepeatable"]
+def test_each_part_of_the_search_gains_somewhere():
+    by_part = defaultdict(dict)
+    for row in BY_FILE["ablation.json"]["rows"]:
+        assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03)
+        by_part[row["without"]][row["arch"], row["wish"]] = row["peak_bytes"]
+    whole = by_part.pop("nothing")
+    gains = {part: max(1 - whole[key] / peak for key, peak in found.items()) for part, found in by_part.items()}
+    assert gains["nested plans"] > 0.4 and gains["kept values"] > 0.15 and gains["remade values"] > 0.02
+
+
+def test_what_fits_was_measured_to_stay_within_the_device():
+    fitting = [row for run in files("largest/cpu*.json") for row in run["rows"]]
+    for row in fitting:
+        ours = row["ours"].values()
+        steps = [step["bytes"] for step in (row["plain_step"], row["blocks_step"]) if step]
+        assert len(steps) == bool(row["plain"]) + bool(row["blocks"])
+        assert max(*steps, *(one["measured_bytes"] for one in ours)) <= row["device_memory"]
+        for share, one in row["ours"].items():
+            assert one["next_does_not_fit"] == one["size"] + 1 and one["overhead"] <= float(share.strip("%")) / 100
+            assert one["factor"] == (one["size"] / row["plain"] if row["plain"] else None)
+        assert row["plain"] <= row["ours"]["20%"]["size"] <= row["ours"]["50%"]["size"] >= row["blocks"]
+        assert row["search_seconds"] < 300
+    assert geometric_mean([row["ours"]["50%"]["factor"] for row in fitting if row["plain"]]) > 4
+
+
+def test_many_devices():
+    found = BY_FILE["devices.json"]["rows"]
+    assert len(found) == 3 and all(row["is_plain"] and row["batch_size"] == 8 for row in found)
+
+
+# -- promised and paid --------------------------------------------------------------------------------------------
+
+MISSED = {
+    "cpu": {TINY, "gpt2_small", "resnext50_32x4d", "shufflenet_v2_x1_0"},
+    "cuda": {"swin_t", "llama", "regnet_y_400mf", "mobilenet_v3_large"},
+}
+"""Where a promise is further off than it may be. Of the tiny network, what Python finds in the caches decides. The
+others on a CPU were timed on a virtual machine on which two plain steps are up to 3.0 points apart; on the GPU the
+middle half of their plans' rounds is up to 23 points wide."""
+
+
+@pytest.mark.parametrize(("device", "networks"), [("cpu", len(TIME.sizes)), ("cuda", 15)])
+def test_a_step_pays_what_its_plan_promises(device, networks):
+    found = rows_of([BY_FILE[f"time/{device}.json"]])
+    by_way = defaultdict(dict)
+    for row in found:
+        if row.paid is not None:
+            by_way[row.way][row.arch] = row
+    assert by_way[NOTHING].keys() <= TIME.sizes.keys() and len(by_way[NOTHING]) == networks
+    planned = [row for row in found if row.promised is not None]
+    assert len(planned) > 5 * networks and median(abs(row.off) for row in planned) <= MEDIAN_OFF
+    assert {row.arch for row in planned if abs(row.off) > WORST_OFF} == MISSED[device]
+    for ours, theirs in ((OF_BLOCKS, BLOCKS), (OF_SELECTIVE, SELECTIVE)):
+        assert len(by_way[ours]) > 0.7 * networks
+        assert all(row.paid < by_way[theirs][arch].paid for arch, row in by_way[ours].items())
+    assert geometric_mean(over_blocks(found).values()) <= OF_BLOCKS_MEAN
+
+
+def test_on_cuda():
+    """Peaks are what was asked for, to a page of a small tensor: 184 bytes are two scalars and 44 of bookkeeping."""
+    page = " ".join(CUDA.split())
+    for row in ON_CUDA:
+        assert row.predicted_bytes == pytest.approx(row.peak_bytes, abs=256)
+        assert row.predicted_plain_bytes == pytest.approx(row.plain_bytes, rel=5e-5)
+        assert not row.unrepeatable
+    bound_by_host = re.findall(r"`(\w+)`", re.search(r"the host bounds the step: ([^.]*)\.", page)[1])
+    assert {row.arch for row in ON_CUDA if abs(row.off) > 0.05} == set(bound_by_host)
+    assert set(re.findall(r"`(\w+)`", page.split("More than five are plans of")[1].split(":")[0])) == MISSED["cuda"]
+    said = "`python benchmark.py --suite cuda --only published`; "
+    assert said in on_gpus()[0] and "NVIDIA H200, 16 cores" in on_gpus()[0]
+    off = [abs(error) for row in BY_FILE["hollow.json"]["rows"] for error in errors(row)]
+    assert len(off) == 60 and max(off) < 0.006 and sum(error > 0.001 for error in off) <= 1
 
 
 def planned_without_it(name):
     """The plain peak of a row, planned for an H200 that is not there."""
-    architecture = ARCHITECTURES[name]
     with torch.device("meta"):
-        model = architecture.build().train()
-    sample = architecture.input.sample(architecture.batch_size, None)
+        model = CASES[name].build().train()
+    sample = CASES[name].input.sample(CASES[name].batch_size)
     return plain_peak(ogc.parse(model, sample, device="cuda", profile="estimate", gpu="H200"))
 
 
-@pytest.mark.parametrize("name", ["vgg11", "bert_base", "gpt2_small", "resnet50"])
+@pytest.mark.parametrize("name", ["vgg11", "gpt2_small"])
 def test_an_h200_allocates_what_is_planned_without_it(name):
-    (row,) = (row for row in ON_CUDA if row["arch"] == name)
-    assert planned_without_it(name) == pytest.approx(row["plain_bytes"], abs=256)
+    (row,) = (row for row in ON_CUDA if row.arch == name)
+    assert planned_without_it(name) == pytest.approx(row.plain_bytes, abs=256)
 
 
 @pytest.mark.slow
 def test_all_that_is_said_of_plans_without_a_gpu():
-    off = [planned_without_it(row["arch"]) / row["plain_bytes"] - 1 for row in ON_CUDA]
+    off = [planned_without_it(row.arch) / row.plain_bytes - 1 for row in ON_CUDA]
     assert sum(abs(share) < 1e-6 for share in off) == 13 and min(off) > -0.042 and max(off) < 1e-6
     assert "13 of the 20 plain peaks" in CUDA and "up to 4.2 % below" in CUDA
 
 
-BOUND_BY_HOST = re.findall(r"`(\w+)`", re.search(r"the host bounds the step: ([^.]*)\.", " ".join(CUDA.split()))[1])
-"""As docs/cuda.md names them: there promises do not hold yet."""
+# -- the document of other results --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, marks=pytest.mark.xfail(strict=True) if row["arch"] in BOUND_BY_HOST else (), id=row["arch"])
-        for row in ON_CUDA
-    ],
-)
-def test_promises_hold_on_cuda(row):
-    assert row["predicted_overhead"] == pytest.approx(more_time(row), abs=0.05)
+def section(folder, title):
+    return document(folder).split(f"## {title}")[1].split("\n## ")[0]
 
 
-def test_other_tools_have_their_place(on_cpus):
-    for path in on_cpus.glob("compare/*.json"):
-        path.unlink()
-    place = "## Other tools side by side"
-    assert document(on_cpus).split(place)[1].split("\n## ")[0].rstrip().endswith("Not measured yet.")
-    row = {
-        "name": "plain", "detail": "", "is_ours": False, "reason": "", "peak_bytes": 8 << 20, "flops": 100,
-        "seconds": 1.0, "plain_seconds": 1.0, "deviation": 0.0, "recomputed_share": None, "dominated_by": "",
-    }  # fmt: skip
-    ours = row | {"name": "ogc", "is_ours": True, "peak_bytes": 4 << 20, "recomputed_share": 0.5, "seconds": 1.2}
-    ours |= {"flops": 150}
-    peer = row | {"name": "blocks", "peak_bytes": 6 << 20, "flops": 130, "seconds": 1.5}
-    failed = row | {"name": "torch.compile", "reason": "no compiler | here", "peak_bytes": 0}
-    (file,) = files("cpu_sliced.json")
-    comparison = {"arch": "tiny", "input_shape": [2, 3], "rows": [row, ours, peer, failed]}
-    (on_cpus / "compare" / "cpu_tiny.json").write_text(json.dumps(file | {"rows": [comparison]}))
-    found = document(on_cpus).split(place)[1].split("\n## ")[0]
+def test_what_is_said_of_other_results(tmp_path):
+    sliced = BY_FILE["cpu_sliced.json"]
+    solvers = {**sliced, "failed": [{"name": "vgg19, optimal", "reason": "out of memory", "status": 3}]}
+    solvers["rows"] = [sliced["rows"][0] | {"unrepeatable": ["output 0", "gradient of x"]}]
+    write_json(tmp_path / "cpu_solvers.json", solvers)
+    assert "Measured on CPUs; [on a GPU](cuda.md)." in document(tmp_path)
+    assert section(tmp_path, "Other tools side by side").rstrip().endswith("Not measured yet.")
+    found = section(tmp_path, "Solvers side by side")
+    assert "* vgg19, optimal failed: out of memory" in found
+    assert "* vgg11: 2 tensors differ between two plain steps and were not compared" in found
+    solvers["rows"][0]["device"] = "NVIDIA H200"
+    write_json(tmp_path / "cpu_solvers.json", solvers)
+    assert "Measured on CPU, NVIDIA H200." in document(tmp_path) and "[on a GPU]" not in document(tmp_path)
+
+
+def test_other_tools_have_their_place(tmp_path):
+    plain = Row("tiny", "plain", "cpu", (2, 3), 8 * MIB, 8 * MIB, 100, 100, 1.0, 1.0, 0.0)
+    ours = replace(plain, way="ogc", peak_bytes=4 * MIB, flops=150, promised=0.5, paid=0.2)
+    blocks = replace(plain, way="blocks", peak_bytes=6 * MIB, flops=130, paid=0.5)
+    failed = replace(plain, way="compile", reason="no compiler | here", peak_bytes=0, paid=None)
+
+    def said(*found):
+        data = {**BY_FILE["cpu_sliced.json"], "rows": [row.written() for row in found]}
+        write_json(tmp_path / "compare" / "cpu_tiny.json", data)
+        return section(tmp_path, "Other tools side by side")
+
+    found = said(plain, ours, blocks, failed)
     assert "| tiny | 2×3 | 8 | blocks | 6 at 1.50× | – | 4 at 1.20× |" in found
-    assert "No peer beats a plan of ours in bytes and FLOPs." in found
-    assert "as little time: none is." in found
-    comparison["rows"].append(ours | {"name": "ogc: FLOPs of blocks", "peak_bytes": 5 << 20, "flops": 120})
-    comparison["rows"][1] |= {"dominated_by": "blocks"}
-    (on_cpus / "compare" / "cpu_tiny.json").write_text(json.dumps(file | {"rows": [comparison]}))
-    found = document(on_cpus).split(place)[1].split("\n## ")[0]
+    assert "No peer beats a plan of ours in bytes and FLOPs." in found and "as little time: none is." in found
+    fewer = replace(ours, way="ogc: FLOPs of blocks", peak_bytes=5 * MIB, flops=120)
+    found = said(plain, replace(ours, dominated_by="blocks"), blocks, failed, fewer)
     assert "| tiny | 2×3 | 8 | blocks | 6 at 1.50× | 5 at 1.20× | 4 at 1.20× |" in found
     assert "**Plans of ours are beaten by a peer**: blocks of tiny" in found
-    comparison["rows"][2] |= {"seconds": 1.17}
-    assert quicker_within(comparison["rows"][:3]) == ["blocks"]
-    comparison["rows"][2] |= {"seconds": 1.18}  # within the noise
-    assert quicker_within(comparison["rows"][:3]) == []
-    comparison["rows"][2] |= {"peak_bytes": 3 << 20}
-    assert quicker_within(comparison["rows"][:3]) == ["blocks"]
+    for paid, size, ahead in ((0.17, 6, ["blocks"]), (0.18, 6, []), (0.18, 3, ["blocks"])):  # 0.18: within the noise
+        assert quicker_within([ours, replace(blocks, paid=paid, peak_bytes=size * MIB)]) == ahead
 
 
 def test_families_are_compared_by_their_ways():
     ways = {"plain": (8, 0.0), "ogc, +10%": (4, 0.1), "ogc, +20%": (2, 0.2)}
     found = [
-        {"subject": subject, "way": way, "peak_bytes": size * factor << 20, "paid": paid}
-        for subject, factor in (("a", 1), ("b", 3))
+        Row(arch, way, plain_bytes=8 * factor * MIB, peak_bytes=size * factor * MIB, paid=paid)
+        for arch, factor in (("a", 1), ("b", 3))
         for way, (size, paid) in ways.items()
     ]
     table = families([{"rows": found}])
@@ -180,67 +264,19 @@ def test_families_are_compared_by_their_ways():
     assert families([]) == ""
 
 
-def test_rows_that_failed_and_tensors_that_were_not_compared_are_named(on_cpus):
-    path = on_cpus / "cpu_solvers.json"
-    data = json.loads(path.read_text())
-    data["failed"] = [{"name": "vgg19, optimal", "reason": "out of memory", "status": 3}]
-    data["rows"][0]["unrepeatable"] = ["output 0", "gradient of x"]
-    path.write_text(json.dumps(data))
-    found = document(on_cpus).split("## Solvers side by side")[1].split("\n## ")[0]
-    assert "* vgg19, optimal failed: out of memory" in found
-    assert f"* {data['rows'][0]['arch']}: 2 tensors differ between two plain steps and were not compared" in found
-
-
-def test_each_part_of_the_search_gains_somewhere_and_peaks_are_as_predicted():
-    (run,) = files("ablation.json")
-    by_part = {}
-    for row in run["rows"]:
-        assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03)
-        by_part.setdefault(row["without"], {})[row["arch"], row["wish"]] = row["peak_bytes"]
-    whole = by_part.pop("nothing")
-    gains = {part: max(1 - whole[key] / peak for key, peak in found.items()) for part, found in by_part.items()}
-    assert gains["nested plans"] > 0.4 and gains["kept values"] > 0.15 and gains["remade values"] > 0.02
-
-
-FITTING = [row for run in files("largest/cpu*.json") for row in run["rows"]]
-
-
-@pytest.mark.parametrize("row", FITTING, ids=lambda row: f"{row['arch']} {row['input_shape'][1:]}")
-def test_what_fits_was_measured_to_stay_within_the_device(row):
-    ours = row["ours"].values()
-    steps = [step["bytes"] for step in (row["plain_step"], row["blocks_step"]) if step]
-    assert len(steps) == bool(row["plain"]) + bool(row["blocks"])
-    assert max(*steps, *(one["measured_bytes"] for one in ours)) <= row["device_memory"]
-    for share, one in row["ours"].items():
-        assert one["next_does_not_fit"] == one["size"] + 1 and one["overhead"] <= float(share.strip("%")) / 100
-        assert one["factor"] == (one["size"] / row["plain"] if row["plain"] else None)
-    assert row["plain"] <= row["ours"]["20%"]["size"] <= row["ours"]["50%"]["size"]
-    assert row["search_seconds"] < 300
-
-
-def test_more_fits_by_plans_than_by_checkpointed_blocks_and_four_times_what_the_plain_model_takes():
-    known = [row for row in FITTING if row["plain"]]
-    assert geometric_mean([row["ours"]["50%"]["factor"] for row in known]) > 4
-    assert all(row["ours"]["50%"]["size"] >= row["blocks"] for row in FITTING)
-    assert "| gpt2_small | 512 | 2048 | 0 | " in TEXT
-
-
-def test_a_batch_of_which_nothing_is_known_is_a_dash():
-    known = next(row for row in FITTING if row["plain"])
-    row = known | {"plain": 0, "plain_step": None, "blocks": None, "blocks_step": None}
-    found = largest([{"rows": [row, known]}])
-    assert " | 0 | – | " in found and "of 1 rows where that is not 0" in found
-
-
 def test_a_model_that_is_not_equal_is_not_passed_over():
-    (run,) = files("zoo/timm.json")
+    run = BY_FILE["zoo/timm.json"]
     different = {"name": "x", "verdict": "different", "detail": "output 0 of step 0"}
     found = zoo([run | {"rows": [*run["rows"], different]}])
     assert "| timm | 107 | 106 | 0 | 1 | " in found and "* timm, x: different: output 0 of step 0" in found
     with pytest.raises(AssertionError, match="say so in docs/results"):
         zoo([run | {"rows": [*run["rows"], different | {"verdict": "almost"}]}])
-
-
-def test_reasons_are_short():
     error = "ParseError: numbers: bool() of a tensor at /a/b/site-packages/x.py:1; item() of a tensor at y.py:2. Do so."
     assert reason(error) == "ParseError: numbers: bool() of a tensor at x.py:1 and 1 more place"
+
+
+def test_json_is_whole_or_not_at_all(tmp_path):
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "x.json", {"a": object()})
+    assert not (tmp_path / "x.json").exists()
+    assert all(json.loads((RESULTS / name).read_text()) for name in BY_FILE)

@@ -1,42 +1,22 @@
 """Suites: what they list is what is committed, and a run that fails loses no other."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import benchmark
-from benchmarks import making
-from benchmarks.networks import PUBLISHED
-from benchmarks.suites import FULL, QUICK, RESULTS, SUITES, Run, Suite
+from benchmarks import devices
+from benchmarks.cases import CASES
+from benchmarks.results import environment
+from benchmarks.suites import FULL, QUICK, RESULTS, ROOT, SUITES, Run, Suite
 from benchmarks.tables import PARTS
-
-COMMITTED = sorted(path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.json"))
-
-
-def test_every_committed_file_is_one_that_a_suite_writes():
-    full, cuda = ({run.file for run in SUITES[name].runs} for name in ("full", "cuda"))
-    assert full <= set(COMMITTED) <= full | cuda
-
-
-@pytest.mark.parametrize(
-    "run", [run for run in FULL if run.arguments.startswith("benchmark.py")], ids=lambda run: run.name
-)
-def test_committed_rows_are_those_that_the_suite_measures(run):
-    options = benchmark.options_of(shlex.split(run.arguments)[1:])
-    rows = json.loads((RESULTS / run.file).read_text())["rows"]
-    assert {row["arch"] for row in rows} == set(options.arch)
-    for row in rows:
-        size = {"published": PUBLISHED[row["arch"]].batch_size} if options.batch_size == "published" else {}
-        assert row["input_shape"][0] == size.get("published", options.batch_size or 4)
-        assert row.get("batch_slices", 1) == options.batch_slices
-        assert row.get("solver", "optimal") in options.solver
-
-
-@pytest.mark.parametrize("run", [run for run in FULL if " torchvision " in run.arguments], ids=lambda run: run.name)
-def test_committed_models_are_those_that_the_suite_tries(run):
-    names = run.arguments.split(" torchvision ")[1].split()
-    assert {row["name"] for row in json.loads((RESULTS / run.file).read_text())["rows"]} == set(names)
 
 
 def test_names_and_files_are_told_apart():
@@ -55,14 +35,10 @@ def test_quick_makes_every_kind_of_result_that_full_makes(tmp_path):
 
 
 ROW = {"arch": "net", "wish": "least peak", "without": "nothing", "peak_bytes": 2, "plain_bytes": 3}
-WRITES = f"""
-import json, sys
-from benchmarks.measuring import environment, write_json
-from pathlib import Path
-import torch
-data = environment("it", torch.device("cpu"), 0, False)
-write_json(Path(sys.argv[2]), {{**data, "rows": [{ROW}, {{**{ROW}, "without": "luck", "peak_bytes": 3}}]}})
-"""
+MEASURED = json.dumps({
+    **environment(["it"], torch.device("cpu"), 0), "rows": [ROW, {**ROW, "without": "luck", "peak_bytes": 3}]
+})  # fmt: skip
+WRITES = f"import sys; open(sys.argv[2], 'w').write({MEASURED!r})"
 
 
 @pytest.fixture
@@ -111,4 +87,40 @@ def test_single_runs(suite, capsys, tmp_path):
 def test_a_suite_runs_with_one_thread_and_says_where_its_files_belong():
     command = FULL[0].command(RESULTS)
     assert command[-2:] == ["--json", f"benchmarks/results/{FULL[0].file}"]
-    assert making.SUITES["full"].at_once == 2
+    assert SUITES["full"].at_once == 2
+
+
+def assert_trained(path, ranks):
+    plain, checkpointed, ours = json.loads(path.read_text())["rows"]
+    assert len(ours["losses"]) >= 5 and len(set(ours["losses"])) > 1
+    for row in (plain, checkpointed, ours):
+        assert row["losses"] == plain["losses"] and row["is_plain"]
+        assert len(row["peak_bytes"]) == len(row["seconds"]) == row["ranks"] == ranks
+    assert max(ours["peak_bytes"]) < 0.9 * min(plain["peak_bytes"])
+
+
+def test_three_ways_to_train_in_distributed_data_parallel(tmp_path, monkeypatch, capsys):
+    """In this process, as the only rank."""
+    layers = (layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.Tanh(), nn.Sigmoid()))
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Sequential(*layers), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    monkeypatch.setitem(CASES, "resnet18", replace(CASES["resnet18"], build=lambda: model))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(devices, "is_one_of_several", lambda: True)
+    path = tmp_path / "devices.json"
+    options = ["--device", "cpu", "--arch", "resnet18", "--size", "32", "--batch-size", "8", "--json", str(path)]
+    assert benchmark.main(options) == 0
+    assert_trained(path, ranks=1)
+    assert "torch's checkpoint on each layer" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_three_ways_to_train_on_two_ranks(tmp_path):
+    path = tmp_path / "devices.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "benchmark.py", "--device", "cpu"]
+    options = ["--arch", "resnet18", "--size", "64", "--batch-size", "8", "--json", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launch, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert not done.returncode, done.stderr
+    assert_trained(path, ranks=2)
+    assert "torch's checkpoint on each layer" in done.stdout

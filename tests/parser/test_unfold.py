@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import ogc
-from benchmarks.peers.ours import frontier_by_flops
+from benchmarks.ways import frontier_by_flops
 from ogc.operators import products
 from ogc.parser.passes.unfold import unfolds
 from ogc.plan.schedule import Schedule

@@ -17,7 +17,7 @@ from test_slicing import Wide
 
 import benchmark
 import ogc
-from benchmarks.networks import ARCHITECTURES
+from benchmarks.cases import CASES
 from ogc.plan import Decisions, trace
 from ogc.plan.pictures.canvas import MIB, mib
 from ogc.plan.pictures.timeline import LAYERS, Timeline
@@ -44,7 +44,7 @@ def checkpoints(plan):
 @pytest.fixture(scope="module")
 def resnet():
     torch.manual_seed(0)
-    model, images = ARCHITECTURES["resnet18"].build(), torch.randn(4, 3, 96, 96)
+    model, images = CASES["resnet18"].build(), torch.randn(4, 3, 96, 96)
     return SimpleNamespace(model=model, images=images, graph=ogc.parse(model, images))
 
 
@@ -323,4 +323,4 @@ def test_the_benchmark_draws_three_pictures_in_two_formats(tmp_path, capsys):
     names = {f"resnet18_{what}.{ending}" for what in ("timeline", "frontier", "graph") for ending in ("png", "svg")}
     assert {path.name for path in folder.iterdir()} == names
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["solver"] for row in rows] == ["optimal", "chen", "none"]
+    assert [row["way"] for row in rows] == ["optimal", "chen", "none"]

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
-FAMILIES = ("torchvision", "timm", "transformers", "transformers_heads", "diffusers", "peft", "others")
+FAMILIES = {
+    "torchvision": "torchvision", "timm": "timm", "transformers": "transformers", "transformers_heads": "transformers",
+    "diffusers": "diffusers", "peft": "transformers", "others": "others",
+}  # fmt: skip
+"""And the file that has each."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +41,21 @@ Build = Callable[[], Subject]
 
 def family(name: str) -> dict[str, Build]:
     """The models of a family, in the order to try them."""
-    found: dict[str, Build] = importlib.import_module(f"benchmarks.zoo.models.{name}_family").models()
+    module = importlib.import_module(f"benchmarks.zoo.models.{FAMILIES[name]}_family")
+    found: dict[str, Build] = getattr(module, name if name != FAMILIES[name] else "models")()
     return found
 
 
 def seeded(step: int) -> torch.Generator:
     """Where the data of a step come from."""
     return torch.Generator().manual_seed(1000 + step)
+
+
+def drawn(inputs: Any, step: int) -> Any:
+    """The arguments of a step. Each is the shape of a floating tensor, or a function that a generator is given to."""
+    generator = seeded(step)
+
+    def one(made: Any) -> Any:
+        return torch.randn(made, generator=generator) if isinstance(made, tuple) else made(generator)
+
+    return {key: one(made) for key, made in inputs.items()} if isinstance(inputs, dict) else tuple(map(one, inputs))

@@ -289,3 +289,22 @@ def ways(maker: Maker) -> list[tuple[str, Batch]]:
             ("", maker.features),
         ]
     return found
+
+
+def own_ways(maker: Maker, kind: str) -> list[tuple[str, Callable[[int], dict[str, Any]]]]:
+    """Calls that only this type knows."""
+    make = _WAYS.get(kind)
+    return [("", lambda step: make(maker, step))] if make else []
+
+
+def _as_long(maker: Maker, step: int) -> dict[str, Any]:
+    """Labels as long as the text."""
+    return {**maker.text(step), "labels": maker.tokens(step, LENGTH, 20)}
+
+
+def _with_boxes(maker: Maker, step: int) -> dict[str, Any]:
+    """A place on the page for each word."""
+    return {**maker.text(step), "bbox": torch.rand(BATCH, LENGTH, 4, generator=seeded(step))}
+
+
+_WAYS: dict[str, Callable[[Maker, int], dict[str, Any]]] = {"fsmt": _as_long, "bros": _with_boxes}

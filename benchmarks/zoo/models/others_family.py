@@ -20,17 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.zoo.models import Build, Subject, seeded
+from benchmarks.zoo.models import Build, Subject, drawn
 
 BATCH = 2
 NODES, EDGES = 24, 72
 WORDS = 60
 
-Input = Callable[[torch.Generator], Any]
-
-
-def _floats(*shape: int) -> Input:
-    return lambda generator: torch.randn(shape, generator=generator)
+Input = tuple[int, ...] | Callable[[torch.Generator], Any]
 
 
 def _words(*shape: int) -> Input:
@@ -50,14 +46,17 @@ def _times(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 900, (BATCH,), generator=generator)
 
 
-def _of(path: str, *arguments: Any, **keywords: Any) -> Callable[[], nn.Module]:
-    """What makes a model: a class or function by its path, and its arguments."""
+def _of(path: str, *arguments: Any, **keywords: Any) -> partial[Any]:
+    """What makes a model: a class or function by its path, and its arguments, which may be made in the same way."""
+    return partial(_made, path, arguments, keywords)
 
-    def made() -> nn.Module:
-        found: nn.Module = pkgutil.resolve_name(path)(*arguments, **keywords)
-        return found
 
-    return made
+def _made(path: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def made(value: Any) -> Any:
+        return value() if isinstance(value, partial) else value
+
+    given = [made(value) for value in arguments]
+    return pkgutil.resolve_name(path)(*given, **{name: made(value) for name, value in keywords.items()})
 
 
 class _Graphs(nn.Module):
@@ -102,52 +101,24 @@ def _equivariant() -> nn.Module:
     return Layer()
 
 
-def _tabnet() -> nn.Module:
-    made: nn.Module = _of(
-        "pytorch_tabnet.tab_network.TabNet", 12, 3, n_d=8, n_a=8, group_attention_matrix=torch.eye(12)
-    )()
-    return made
-
-
-def _mamba() -> nn.Module:
-    from mambapy.mamba import Mamba, MambaConfig
-
-    return Mamba(MambaConfig(d_model=32, n_layers=2))
-
-
-def _quantized() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 32), _of("vector_quantize_pytorch.VectorQuantize", dim=32, codebook_size=16)())
-
-
-def _decoder() -> nn.Module:
-    from x_transformers import Decoder, TransformerWrapper
-
-    layers = Decoder(dim=32, depth=2, heads=4, rotary_pos_emb=True, attn_kv_heads=2)
-    return TransformerWrapper(num_tokens=WORDS, max_seq_len=48, attn_layers=layers)
-
-
-def _encoder() -> nn.Module:
-    from x_transformers import Encoder, TransformerWrapper
-
-    layers = Encoder(dim=32, depth=2, heads=4, ff_glu=True, attn_dropout=0.1)
-    return TransformerWrapper(num_tokens=WORDS, max_seq_len=48, attn_layers=layers)
-
-
-_CLIP = {
+_CLIP: dict[str, Any] = {
     "embed_dim": 32,
     "vision_cfg": {"layers": 2, "width": 64, "head_width": 16, "patch_size": 8, "image_size": 32},
     "text_cfg": {"context_length": 16, "vocab_size": WORDS, "width": 32, "heads": 2, "layers": 2},
 }
 _NETS = "monai.networks.nets."
-_VOLUME = _floats(1, 1, 32, 32, 32)
+_VOLUME = (1, 1, 32, 32, 32)
+_SEG = "segmentation_models_pytorch"
 _SMALL = {"encoder_weights": None, "in_channels": 3, "classes": 2}
-_GRAPH = (_floats(NODES, 16), _edges)
+_GRAPH = ((NODES, 16), _edges)
 
 _VIT = {"image_size": 32, "patch_size": 8, "num_classes": 5, "dim": 32, "depth": 2, "heads": 2, "mlp_dim": 64}
-_PICTURE = (_floats(BATCH, 3, 32, 32),)
-_LINE = (_floats(BATCH, 48, 32),)
+_LARGER = ((BATCH, 3, 64, 64),)
+_PICTURE = ((BATCH, 3, 32, 32),)
+_LINE = ((BATCH, 48, 32),)
 _TEXT = (_words(BATCH, 48),)
 
+# fmt: off
 _MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Input, ...]]] = {
     "geometric gcn": (partial(_Graphs, "GCNConv"), _GRAPH),
     "geometric gcn, without self loops": (partial(_Graphs, "GCNConv", add_self_loops=False), _GRAPH),
@@ -158,139 +129,67 @@ _MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Input, ...]]] = {
     "geometric gin": (_Isomorphism, (*_GRAPH, _belongs)),
     "geometric deep gcn": (_of("torch_geometric.nn.models.GCN", 16, 32, 3, 7, dropout=0.2, norm="batch"), _GRAPH),
     "geometric deep sage": (_of("torch_geometric.nn.models.GraphSAGE", 16, 32, 3, 7, jk="cat"), _GRAPH),
-    "egnn": (
-        _of("egnn_pytorch.EGNN", dim=16),
-        (_floats(BATCH, 12, 16), _floats(BATCH, 12, 3)),
-    ),
-    "e3nn tensor product": (_equivariant, (_floats(8, 20), _floats(8, 4))),
+    "egnn": (_of("egnn_pytorch.EGNN", dim=16), ((BATCH, 12, 16), (BATCH, 12, 3))),
+    "e3nn tensor product": (_equivariant, ((8, 20), (8, 4))),
     "monai unet": (_of(_NETS + "UNet", 3, 1, 2, (8, 16, 32), (2, 2), num_res_units=2, dropout=0.1), (_VOLUME,)),
-    "monai swin unetr": (
-        _of(_NETS + "SwinUNETR", 1, 2, feature_size=12, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4), drop_rate=0.1),
-        (_floats(1, 1, 64, 64, 64),),
-    ),
-    "monai unetr": (
-        _of(_NETS + "UNETR", 1, 2, (32, 32, 32), feature_size=8, hidden_size=48, mlp_dim=64, num_heads=4),
-        (_VOLUME,),
-    ),
+    "monai swin unetr": (_of(_NETS + "SwinUNETR", 1, 2, feature_size=12, depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 4),
+     drop_rate=0.1), ((1, 1, 64, 64, 64),)),
+    "monai unetr": (_of(_NETS + "UNETR", 1, 2, (32, 32, 32), feature_size=8, hidden_size=48, mlp_dim=64, num_heads=4),
+     (_VOLUME,)),
     "monai segresnet": (_of(_NETS + "SegResNet", init_filters=8, dropout_prob=0.2), (_VOLUME,)),
     "monai vnet": (_of(_NETS + "VNet"), (_VOLUME,)),
     "monai attention unet": (_of(_NETS + "AttentionUnet", 3, 1, 2, (8, 16, 32), (2, 2)), (_VOLUME,)),
-    "monai dynunet": (
-        _of(_NETS + "DynUNet", 3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[8, 16, 32], deep_supervision=True),
-        (_VOLUME,),
-    ),
-    "monai densenet": (
-        _of(_NETS + "DenseNet121", 3, 1, 2, init_features=8, growth_rate=4),
-        (_floats(2, 1, 32, 32, 32),),
-    ),
-    "segmentation unet": (
-        _of("segmentation_models_pytorch.Unet", "resnet18", **_SMALL),
-        (_floats(BATCH, 3, 64, 64),),
-    ),
-    "segmentation unet++": (
-        _of("segmentation_models_pytorch.UnetPlusPlus", "resnet18", **_SMALL),
-        (_floats(BATCH, 3, 64, 64),),
-    ),
-    "segmentation deeplabv3+": (
-        _of("segmentation_models_pytorch.DeepLabV3Plus", "mobilenet_v2", **_SMALL),
-        (_floats(BATCH, 3, 64, 64),),
-    ),
-    "segmentation fpn": (
-        _of("segmentation_models_pytorch.FPN", "efficientnet-b0", **_SMALL),
-        (_floats(BATCH, 3, 64, 64),),
-    ),
-    "segmentation segformer": (
-        _of("segmentation_models_pytorch.Segformer", "mit_b0", **_SMALL),
-        (_floats(BATCH, 3, 64, 64),),
-    ),
-    "open_clip": (_of("open_clip.CLIP", **_CLIP), (_floats(BATCH, 3, 32, 32), _words(BATCH, 16))),
-    "open_clip coca": (
-        _of(
-            "open_clip.CoCa",
-            multimodal_cfg={"width": 32, "heads": 2, "layers": 2, "context_length": 16, "vocab_size": WORDS},
-            **{
-                **_CLIP,
-                "vision_cfg": {**_CLIP["vision_cfg"], "attentional_pool": True, "output_tokens": True},  # type: ignore[dict-item]
-                "text_cfg": {**_CLIP["text_cfg"], "embed_cls": True, "output_tokens": True},  # type: ignore[dict-item]
-            },
-        ),
-        (_floats(BATCH, 3, 32, 32), _words(BATCH, 16)),
-    ),
-    "x-transformers decoder": (_decoder, _TEXT),
-    "x-transformers encoder": (_encoder, _TEXT),
+    "monai dynunet": (_of(_NETS + "DynUNet", 3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[8, 16, 32],
+     deep_supervision=True), (_VOLUME,)),
+    "monai densenet": (_of(_NETS + "DenseNet121", 3, 1, 2, init_features=8, growth_rate=4), ((2, 1, 32, 32, 32),)),
+    "segmentation unet": (_of(_SEG + ".Unet", "resnet18", **_SMALL), _LARGER),
+    "segmentation unet++": (_of(_SEG + ".UnetPlusPlus", "resnet18", **_SMALL), _LARGER),
+    "segmentation deeplabv3+": (_of(_SEG + ".DeepLabV3Plus", "mobilenet_v2", **_SMALL), _LARGER),
+    "segmentation fpn": (_of(_SEG + ".FPN", "efficientnet-b0", **_SMALL), _LARGER),
+    "segmentation segformer": (_of(_SEG + ".Segformer", "mit_b0", **_SMALL), _LARGER),
+    "open_clip": (_of("open_clip.CLIP", **_CLIP), ((BATCH, 3, 32, 32), _words(BATCH, 16))),
+    "open_clip coca": (_of("open_clip.CoCa", multimodal_cfg={"width": 32, "heads": 2, "layers": 2, "context_length": 16,
+     "vocab_size": WORDS}, embed_dim=32, vision_cfg={**_CLIP["vision_cfg"], "attentional_pool": True,
+     "output_tokens": True}, text_cfg={**_CLIP["text_cfg"], "embed_cls": True, "output_tokens": True}),
+     ((BATCH, 3, 32, 32), _words(BATCH, 16))),
+    "x-transformers decoder": (_of("x_transformers.TransformerWrapper", num_tokens=WORDS, max_seq_len=48,
+     attn_layers=_of("x_transformers.Decoder", dim=32, depth=2, heads=4, rotary_pos_emb=True, attn_kv_heads=2)), _TEXT),
+    "x-transformers encoder": (_of("x_transformers.TransformerWrapper", num_tokens=WORDS, max_seq_len=48,
+     attn_layers=_of("x_transformers.Encoder", dim=32, depth=2, heads=4, ff_glu=True, attn_dropout=0.1)), _TEXT),
     "vit-pytorch vit": (_of("vit_pytorch.ViT", dropout=0.1, emb_dropout=0.1, **_VIT), _PICTURE),
     "vit-pytorch simple": (_of("vit_pytorch.SimpleViT", **_VIT), _PICTURE),
-    "vit-pytorch cct": (
-        _of("vit_pytorch.cct.CCT", img_size=32, embedding_dim=32, num_layers=2, num_heads=2, num_classes=5),
-        _PICTURE,
-    ),
+    "vit-pytorch cct": (_of("vit_pytorch.cct.CCT", img_size=32, embedding_dim=32, num_layers=2, num_heads=2,
+     num_classes=5), _PICTURE),
     "vit-pytorch cait": (_of("vit_pytorch.cait.CaiT", cls_depth=1, layer_dropout=0.1, **_VIT), _PICTURE),
     "vit-pytorch deepvit": (_of("vit_pytorch.deepvit.DeepViT", **_VIT), _PICTURE),
-    "vit-pytorch max vit": (
-        _of("vit_pytorch.max_vit.MaxViT", num_classes=5, dim=16, depth=(1, 1), window_size=4, dim_head=8),
-        (_floats(BATCH, 3, 32, 32),),
-    ),
-    "performer": (
-        _of("performer_pytorch.PerformerLM", num_tokens=WORDS, max_seq_len=48, dim=32, depth=2, heads=4, causal=False),
-        _TEXT,
-    ),
+    "vit-pytorch max vit": (_of("vit_pytorch.max_vit.MaxViT", num_classes=5, dim=16, depth=(1, 1), window_size=4,
+     dim_head=8), ((BATCH, 3, 32, 32),)),
+    "performer": (_of("performer_pytorch.PerformerLM", num_tokens=WORDS, max_seq_len=48, dim=32, depth=2, heads=4,
+     causal=False), _TEXT),
     "conformer": (_of("conformer.Conformer", 32, depth=2, dim_head=8, heads=4, conv_dropout=0.1), _LINE),
     "linformer": (_of("linformer.LinformerLM", num_tokens=WORDS, dim=32, seq_len=48, depth=2, k=16, heads=4), _TEXT),
-    "nystromformer": (
-        _of("nystrom_attention.Nystromformer", dim=32, depth=2, dim_head=8, heads=4, num_landmarks=16),
-        _LINE,
-    ),
-    "perceiver": (
-        _of(
-            "perceiver_pytorch.Perceiver",
-            num_freq_bands=4,
-            depth=2,
-            max_freq=10.0,
-            num_latents=16,
-            latent_dim=32,
-            num_classes=5,
-            latent_heads=2,
-            weight_tie_layers=True,
-        ),
-        (_floats(BATCH, 16, 16, 3),),
-    ),
+    "nystromformer": (_of("nystrom_attention.Nystromformer", dim=32, depth=2, dim_head=8, heads=4, num_landmarks=16),
+     _LINE),
+    "perceiver": (_of("perceiver_pytorch.Perceiver", num_freq_bands=4, depth=2, max_freq=10.0, num_latents=16,
+     latent_dim=32, num_classes=5, latent_heads=2, weight_tie_layers=True), ((BATCH, 16, 16, 3),)),
     "gmlp": (_of("g_mlp_pytorch.gMLP", num_tokens=WORDS, dim=32, depth=3, seq_len=48, prob_survival=0.8), _TEXT),
-    "gateloop": (
-        _of("gateloop_transformer.Transformer", 32, num_tokens=WORDS, depth=2, dim_head=8, heads=4),
-        _TEXT,
-    ),
-    "mambapy": (_mamba, _LINE),
-    "tabnet": (_tabnet, (_floats(64, 12),)),
-    "neuralop fno": (
-        _of("neuralop.models.FNO", n_modes=(8, 8), in_channels=1, out_channels=1, hidden_channels=16, n_layers=2),
-        (_floats(BATCH, 1, 32, 32),),
-    ),
-    "neuralop tfno": (
-        _of(
-            "neuralop.models.TFNO",
-            n_modes=(8, 8),
-            in_channels=1,
-            out_channels=1,
-            hidden_channels=16,
-            n_layers=2,
-            factorization="tucker",
-            implementation="factorized",
-            rank=0.2,
-        ),
-        (_floats(BATCH, 1, 32, 32),),
-    ),
-    "denoising diffusion unet": (
-        _of("denoising_diffusion_pytorch.Unet", dim=16, dim_mults=(1, 2), attn_dim_head=8, attn_heads=2),
-        (_floats(BATCH, 3, 16, 16), _times),
-    ),
-    "vector quantize": (_quantized, (_floats(2, 40, 32),)),
-    "tcn": (_of("pytorch_tcn.TCN", 8, [16, 16, 16], dropout=0.1), (_floats(BATCH, 8, 48),)),
-    "efficientnet-pytorch": (
-        _of("efficientnet_pytorch.EfficientNet.from_name", "efficientnet-b0"),
-        (_floats(BATCH, 3, 64, 64),),
-    ),
-    "kornia hardnet": (_of("kornia.feature.HardNet", pretrained=False), (_floats(8, 1, 32, 32),)),
+    "gateloop": (_of("gateloop_transformer.Transformer", 32, num_tokens=WORDS, depth=2, dim_head=8, heads=4), _TEXT),
+    "mambapy": (_of("mambapy.mamba.Mamba", _of("mambapy.mamba.MambaConfig", d_model=32, n_layers=2)), _LINE),
+    "tabnet": (_of("pytorch_tabnet.tab_network.TabNet", 12, 3, n_d=8, n_a=8,
+     group_attention_matrix=torch.eye(12)), ((64, 12),)),
+    "neuralop fno": (_of("neuralop.models.FNO", n_modes=(8, 8), in_channels=1, out_channels=1, hidden_channels=16,
+     n_layers=2), ((BATCH, 1, 32, 32),)),
+    "neuralop tfno": (_of("neuralop.models.TFNO", n_modes=(8, 8), in_channels=1, out_channels=1, hidden_channels=16,
+     n_layers=2, factorization="tucker", implementation="factorized", rank=0.2), ((BATCH, 1, 32, 32),)),
+    "denoising diffusion unet": (_of("denoising_diffusion_pytorch.Unet", dim=16, dim_mults=(1, 2), attn_dim_head=8,
+     attn_heads=2), ((BATCH, 3, 16, 16), _times)),
+    "vector quantize": (_of("torch.nn.Sequential", _of("torch.nn.Linear", 32, 32),
+     _of("vector_quantize_pytorch.VectorQuantize", dim=32, codebook_size=16)), ((2, 40, 32),)),
+    "tcn": (_of("pytorch_tcn.TCN", 8, [16, 16, 16], dropout=0.1), ((BATCH, 8, 48),)),
+    "efficientnet-pytorch": (_of("efficientnet_pytorch.EfficientNet.from_name", "efficientnet-b0"), _LARGER),
+    "kornia hardnet": (_of("kornia.feature.HardNet", pretrained=False), ((8, 1, 32, 32),)),
 }
+# fmt: on
 
 
 def models() -> dict[str, Build]:
@@ -298,8 +197,4 @@ def models() -> dict[str, Build]:
 
 
 def _build(make: Callable[[], nn.Module], inputs: tuple[Input, ...]) -> Subject:
-    def batch(step: int) -> tuple[Any, ...]:
-        generator = seeded(step)
-        return tuple(one(generator) for one in inputs)
-
-    return Subject(make(), batch)
+    return Subject(make(), partial(drawn, inputs))

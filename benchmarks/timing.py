@@ -1,16 +1,17 @@
-"""What the rows are held to: for each question a figure, the aim, and which networks miss it."""
+"""Time that was promised and paid: what the rows are held to, and a picture of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import geometric_mean, median
 
-from benchmarks.measuring import MIB
 from ogc.graph import table
 
-from .networks import TINY
-from .row import BLOCKS, NOTHING, OF_BLOCKS, OF_SELECTIVE, PLAIN, SELECTIVE, Items, TimeRow
+from .experiments import BLOCKS, NOTHING, OF_BLOCKS, OF_SELECTIVE, PLAIN, SELECTIVE, TINY
+from .measuring import MIB
+from .row import Data, Row
 
 MEDIAN_OFF, WORST_OFF = 0.015, 0.05
 """Promised and paid: what tells one plan of a frontier from the next, and what nobody notices in a training run."""
@@ -47,9 +48,9 @@ class Finding:
     missed: tuple[str, ...] = ()
 
 
-def findings(rows: Sequence[TimeRow], items: Items | None) -> list[Finding]:
+def findings(rows: Sequence[Row], items: Data | None) -> list[Finding]:
     """All answers there are to give."""
-    by_way: dict[str, dict[str, TimeRow]] = {}
+    by_way: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_way.setdefault(row.way, {})[row.arch] = row
     return [
@@ -62,11 +63,11 @@ def findings(rows: Sequence[TimeRow], items: Items | None) -> list[Finding]:
     ]
 
 
-def _timed(rows: Mapping[str, TimeRow]) -> dict[str, TimeRow]:
+def _timed(rows: Mapping[str, Row]) -> dict[str, Row]:
     return {arch: row for arch, row in rows.items() if row.paid is not None}
 
 
-def _promises(rows: Sequence[TimeRow]) -> list[Finding]:
+def _promises(rows: Sequence[Row]) -> list[Finding]:
     if not rows:
         return []
     off = [abs(row.off) for row in rows]
@@ -82,7 +83,7 @@ def _promises(rows: Sequence[TimeRow]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _nothing(rows: Mapping[str, TimeRow]) -> list[Finding]:
+def _nothing(rows: Mapping[str, Row]) -> list[Finding]:
     if not rows:
         return []
     paid = {arch: row.paid for arch, row in rows.items() if row.paid is not None}
@@ -99,23 +100,23 @@ def _nothing(rows: Mapping[str, TimeRow]) -> list[Finding]:
     return found
 
 
-def over_blocks(rows: Sequence[TimeRow]) -> dict[str, float]:
+def over_blocks(rows: Sequence[Row]) -> dict[str, float]:
     """By network, our overhead in the memory of checkpointed blocks over theirs."""
     ours, theirs = _with_blocks(rows)
     return {arch: _counted(row) / _counted(theirs[arch]) for arch, row in _timed(ours).items() if arch in theirs}
 
 
-def _counted(row: TimeRow) -> float:
+def _counted(row: Row) -> float:
     return max(row.paid or 0.0, LEAST_OVERHEAD)
 
 
-def _with_blocks(rows: Sequence[TimeRow]) -> tuple[dict[str, TimeRow], dict[str, TimeRow]]:
+def _with_blocks(rows: Sequence[Row]) -> tuple[dict[str, Row], dict[str, Row]]:
     """Plans in the memory of checkpointed blocks, and these where they need less than the plain step, which is free."""
     ours, theirs = ({row.arch: row for row in rows if row.way == way} for way in (OF_BLOCKS, BLOCKS))
     return ours, {arch: row for arch, row in _timed(theirs).items() if row.peak_bytes < row.plain_bytes}
 
 
-def _over_blocks(rows: Sequence[TimeRow]) -> list[Finding]:
+def _over_blocks(rows: Sequence[Row]) -> list[Finding]:
     ours, theirs = _with_blocks(rows)
     quotients = over_blocks(rows)
     if not quotients:
@@ -130,7 +131,7 @@ def _over_blocks(rows: Sequence[TimeRow]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _within_selective(ours: Mapping[str, TimeRow], theirs: Mapping[str, TimeRow]) -> list[Finding]:
+def _within_selective(ours: Mapping[str, Row], theirs: Mapping[str, Row]) -> list[Finding]:
     more = {
         arch: row.paid - theirs[arch].paid  # type: ignore[operator]
         for arch, row in _timed(ours).items()
@@ -145,7 +146,7 @@ def _within_selective(ours: Mapping[str, TimeRow], theirs: Mapping[str, TimeRow]
     ]  # fmt: skip
 
 
-def _without(ours: Mapping[str, TimeRow], theirs: Mapping[str, TimeRow]) -> tuple[str, ...]:
+def _without(ours: Mapping[str, Row], theirs: Mapping[str, Row]) -> tuple[str, ...]:
     """Networks for which there is no plan at the memory of a peer that runs, or one that was measured to need more."""
     both = [(arch, row, theirs[arch]) for arch, row in ours.items() if arch in theirs]
     none = [f"{arch} ({row.reason})" for arch, row, _ in both if row.paid is None]
@@ -157,7 +158,7 @@ def _without(ours: Mapping[str, TimeRow], theirs: Mapping[str, TimeRow]) -> tupl
     return (*none, *more)
 
 
-def _repeated(rows: Mapping[str, TimeRow]) -> list[Finding]:
+def _repeated(rows: Mapping[str, Row]) -> list[Finding]:
     apart = [abs(row.paid) for row in rows.values() if row.paid is not None]
     if not apart:
         return []
@@ -165,19 +166,18 @@ def _repeated(rows: Mapping[str, TimeRow]) -> list[Finding]:
     return [Finding("the plain step measured twice, apart in points: median", len(apart), found)]
 
 
-def _items(items: Items | None) -> list[Finding]:
+def _items(items: Data | None) -> list[Finding]:
     if items is None:
         return []
-    over = {items.arch: items.over_checkpoint}
+    over = {items["arch"]: items["over_checkpoint"]}
     missed = _above(over, OVER_CHECKPOINT, "{:.2f}")
-    blocks = max(items.more_seconds)
+    numbers, differs = [*map(int, items["more_seconds"])], tuple(items["differs"])
     return [
-        Finding(f"a step in {blocks} segments, over torch's checkpoint on the same blocks", 1,
-                f"{items.over_checkpoint:.2f}", f"≤ {OVER_CHECKPOINT}", missed),
-        Finding("microseconds per segment", len(items.more_seconds), f"{items.us_per_segment:.1f}"),
-        Finding("microseconds per saved tensor", len(items.more_seconds), f"{items.us_per_saved_tensor:.2f}"),
-        Finding("kinds of tensors that differ in these steps", len(items.more_seconds), str(len(items.differs)), "0",
-                items.differs),
+        Finding(f"a step in {max(numbers)} segments, over torch's checkpoint on the same blocks", 1,
+                f"{items['over_checkpoint']:.2f}", f"≤ {OVER_CHECKPOINT}", missed),
+        Finding("microseconds per segment", len(numbers), f"{items['us_per_segment']:.1f}"),
+        Finding("microseconds per saved tensor", len(numbers), f"{items['us_per_saved_tensor']:.2f}"),
+        Finding("kinds of tensors that differ in these steps", len(numbers), str(len(differs)), "0", differs),
     ]  # fmt: skip
 
 
@@ -200,3 +200,41 @@ def summary(found: Sequence[Finding]) -> str:
 
 def _verdict(finding: Finding) -> str:
     return "-" if not finding.aim else "no" if finding.missed else "yes"
+
+
+# -- the picture --------------------------------------------------------------------------------------------------
+
+LABELLED = 5
+"""Plans that are named: those whose promise is the furthest off."""
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw the plans of these rows; SVG, PNG or PDF by the ending of the path.
+
+    Raises:
+        DependencyError: matplotlib is not installed.
+    """
+    from ogc.plan.pictures import canvas
+
+    figure, ax, is_ours = canvas.axes_of(None, (7.0, 5.5))
+    planned = [row for row in rows if row.promised is not None and row.paid is not None]
+    ends = [0.0, *(100 * share for row in planned for share in (row.promised, row.paid) if share is not None)]
+    line = min(ends), max(ends)
+    ax.plot(line, line, color=canvas.GREY, linewidth=0.8, zorder=1)
+    colours = (canvas.BLACK, canvas.BLUE, canvas.SKY, canvas.GREEN, canvas.ORANGE, canvas.PURPLE)
+    ways = list(dict.fromkeys(row.way for row in planned))
+    known = [way for way in (NOTHING, OF_BLOCKS, OF_SELECTIVE) if way in ways]
+    handles = []
+    for colour, way in zip(colours, [*(way for way in ways if way not in known), *known], strict=False):
+        xs = [100 * row.promised for row in planned if row.way == way and row.promised is not None]
+        ys = [100 * row.paid for row in planned if row.way == way and row.paid is not None]
+        ax.scatter(xs, ys, s=16, color=colour, zorder=2)
+        handles.append(canvas.Line2D([], [], marker="o", linestyle="", markersize=4, color=colour, label=way))
+    for row in sorted(planned, key=lambda row: -abs(row.off))[:LABELLED]:
+        place = 100 * row.promised, 100 * row.paid  # type: ignore[operator]
+        ax.annotate(row.arch, place, xytext=(4, 3), textcoords="offset points", fontsize=8)
+    ax.set_xlabel("promised overhead, % of the plain step")
+    ax.set_ylabel("paid overhead, % of the plain step")
+    canvas.draw_grid(ax)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.finish(figure, ax, handles, is_ours, path)

@@ -1,1 +1,0 @@
-"""The parts that :mod:`benchmarks.zoo.models.diffusers_family` is made of."""
