@@ -60,6 +60,7 @@ def wide_images():
     return torch.randn(4, 3, 64, 64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_plain_and_optimal_peaks_are_as_simulated(profile):
     model, x = PUBLISHED["resnet18"].build(), torch.randn(4, 3, 96, 96)
@@ -112,6 +113,7 @@ class Recurrent(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings", [{}, {"batch_first": True}, {"batch_first": True, "num_layers": 2, "dropout": 0.1}]
 )
@@ -152,6 +154,7 @@ def random_plan(graph, seed):
     return ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
 def test_any_plan_peaks_as_simulated(seed):
     model, x = Wide(), wide_images()
@@ -186,6 +189,7 @@ def test_a_segment_that_keeps_a_result_keeps_what_its_operator_saved(part, profi
     assert_same_training(model, optimised, (x,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_optimising_never_needs_more_than_the_plain_model(name):
     make, inputs = CASES[name]
@@ -230,6 +234,7 @@ class Dense(nn.Module):
         return x.mean((2, 3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize("batch_size", [4, 16])
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
@@ -243,6 +248,7 @@ def test_every_solvers_checkpoints_of_a_dense_block_are_as_simulated(threads, ba
         assert plan.peak_bytes == pytest.approx(measured, rel=0.01), solver
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [1, 2, 4, 8], indirect=True)
 @pytest.mark.parametrize(
     ("batch", "channels", "size", "kernel"), [(8, (16, 16), 64, 3), (16, (64, 64), 28, 3), (12, (256, 64), 28, 1)]

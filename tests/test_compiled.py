@@ -132,6 +132,7 @@ def stretches(optimised):
 WISHES = [{}, {"memory_budget": 0.6}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make, wish", [*product(MODELS, WISHES), (blocks, {"memory_budget": 1.0})])
 def test_numbers_and_memory_are_the_plans(make, wish):
     model, x = make()
@@ -154,6 +155,7 @@ def test_where_only_smaller_stretches_fit_less_is_compiled(caplog):
     assert_equal(steps(optimised, model, x), steps(model, model, x))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", MODELS)
 def test_nothing_is_compiled_while_it_trains(make):
     model, x = make()
@@ -187,6 +189,7 @@ def test_gradients_of_parameters_are_kept_few():
     assert max(map(len, large)) < 12  # not all of them, though nothing is cut
 
 
+@pytest.mark.full
 def test_other_calls_are_planned_for_and_what_is_loaded_too():
     model, x = blocks(3)
     optimised = ogc.optimize(model, x, compile="aot_eager")
@@ -207,6 +210,7 @@ def backward_through_gradients(run, model, x):
     gradient.square().sum().backward()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [blocks, convolutions])
 @pytest.mark.parametrize(
     "backward, refused", [(backward_twice, "retain_graph"), (backward_through_gradients, "double")]
@@ -253,6 +257,7 @@ def refused():
     assert before == (set(vars(model)), {n: id(tensor) for n, tensor in model.state_dict(keep_vars=True).items()})
 
 
+@pytest.mark.full
 def test_what_cannot_compile_is_refused_before_anything_is_changed():
     run_apart(refused)
 
@@ -290,6 +295,7 @@ def test_a_stretch_gains_where_its_operations_take_longer(gains):
     assert tuple(THOSE_THAT_GAIN(stretches, graph, code)) == (stretches if gains else stretches[:-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wish", [{}, {"memory_budget": 0.7}])
 @pytest.mark.parametrize("is_better", [True, False])
 def test_what_gains_nothing_runs_as_it_is_where_the_plan_is_better_so(is_better, wish, monkeypatch, caplog):

@@ -7,6 +7,7 @@ import ogc
 from ogc.torch_state.allocator import peak_bytes
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.integrations,
     # The libraries' own, about each other's newest releases.
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),

@@ -8,6 +8,8 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+pytestmark = pytest.mark.full
+
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 NEEDS = {"fine_tune_a_transformer": ("transformers", "peft", "accelerate")}
 """Libraries of the extra ``integrations``, by the notebook that is about them."""

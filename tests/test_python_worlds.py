@@ -75,6 +75,7 @@ def assert_same_steps(number):
     return optimised.report().planned
 
 
+@pytest.mark.full
 @seed(0)
 @settings(max_examples=25, deadline=None, database=None)
 @given(st.integers(0, 2**32))

@@ -119,6 +119,7 @@ def faithful(examples: int, derandomize: bool = True) -> Counter[str]:
     return outcome
 
 
+@pytest.mark.full
 def test_random_modules():
     outcome = faithful(60)
     assert outcome["faithful"] > 0.9 * outcome.total(), outcome

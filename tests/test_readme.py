@@ -28,6 +28,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_run(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some save what they trained

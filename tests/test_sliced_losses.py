@@ -105,6 +105,7 @@ def sliced(model):
     return [node.target for node in model.graph.program.operations if isinstance(node.target, SlicedLoss)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_loss_is_found_and_right(form, batch):
     model = Language(FORMS[form])

@@ -80,6 +80,7 @@ def test_the_peak_is_as_simulated_and_lower(wide, slices):
     assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
 
 
+@pytest.mark.full
 def test_what_pooling_keeps_of_a_slice_is_as_simulated():
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
     layers += [nn.MaxPool2d(3, 1, 1), nn.Conv2d(16, 16, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
@@ -144,6 +145,7 @@ def test_a_model_without_stretches_is_planned_as_ever():
     assert ogc.optimize(model, x, batch_slices=4).plan == ogc.optimize(model, x).plan
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layers",
     [
@@ -318,6 +320,7 @@ def test_slice_stretches_leaves_other_operations_alone():
     assert [n.name for n in graph.nodes if n.op == "call_function"] == ["sliced", "mean_default"]
 
 
+@pytest.mark.full
 def test_equal_layers_are_sliced_together(monkeypatch):
     class Stack(nn.Module):
         def __init__(self):

@@ -121,6 +121,7 @@ def output_of(process):
     return output
 
 
+@pytest.mark.full
 def test_another_process_starts_without_a_search(tmp_path):
     expected = {}
     for kind in KINDS:
@@ -140,6 +141,7 @@ def test_another_process_starts_without_a_search(tmp_path):
         assert numbers == expected[kind][1], (source, kind)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_is_the_same_and_so_are_the_numbers(unsolved, kind):
     model, given, wish = model_of(kind)
@@ -164,6 +166,7 @@ def test_a_plan_may_be_given_as_what_is_in_its_file(unsolved):
     assert ogc.optimize(model, given, plan=plan.as_saved(), **wish).plan.decisions == plan.decisions
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "other", "message"),
     [
@@ -241,6 +244,7 @@ def test_bad_input(tmp_path):
             ogc.optimize(model, given, cache_dir=folder)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["residual", "slices", "parts"])
 @pytest.mark.parametrize("source", ["plan", "cache_dir"])
 def test_a_plan_that_does_not_keep_the_wish_is_made_anew(tmp_path, caplog, kind, source):
@@ -290,6 +294,7 @@ def test_a_budget_on_the_device_is_kept(caplog):
 # -- folders -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_what_is_kept_goes_by_graph_wish_and_solver(tmp_path, unsolved):
     model, given, _ = model_of("residual")
     wishes = {}, {"memory_budget": 0.7}, {"memory_budget": "70KB"}, {"max_overhead": 0.5}, {"solver": "chen"}
@@ -307,6 +312,7 @@ def test_what_is_kept_goes_by_graph_wish_and_solver(tmp_path, unsolved):
         ogc.optimize(model, images(8), cache_dir=tmp_path / "new")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["residual", "parts"])
 @pytest.mark.parametrize("damage", ["", "{}", '{"format": "ogc plan", "version": 0}', "cut"])
 def test_a_damaged_file_is_told_and_written_anew(tmp_path, caplog, kind, damage):
@@ -358,6 +364,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.full
 def test_processes_may_write_at_once(tmp_path):
     import time
 
@@ -418,6 +425,7 @@ def operator_seconds(graphs):
     return sum(op.forward_seconds + op.backward_seconds for graph in graphs for op in graph.operations)
 
 
+@pytest.mark.full
 def test_nothing_is_measured_twice(tmp_path):
     kinds, seconds = ("overhead", "slices", "parts"), []
     for kind in kinds:
@@ -428,6 +436,7 @@ def test_nothing_is_measured_twice(tmp_path):
     assert [*map(float, output_of(started(ONLY_ONCE, tmp_path, *kinds)).split())] == pytest.approx(seconds)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", ["", "[]", '{"call": ["a", 1, 2]}', '{"call": [1]}', '{"call": 3}'])
 def test_damaged_times_are_told_and_measured_anew(tmp_path, caplog, monkeypatch, damage):
     model, given, wish = model_of("residual")

@@ -73,6 +73,7 @@ def test_without_iterations_no_step_is_timed(run, capsys):
     assert "2×3×32×32" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_default_batch_on_cpu_is_small_and_the_output_says_so(capsys):
     assert benchmark.main(["--arch", "unet", "--device", "cpu", "--size", "16", "--iterations", "0"]) == 0
     out = capsys.readouterr().out
@@ -142,6 +143,7 @@ def test_what_cannot_be_run_is_refused(capsys):
         assert "finds no CUDA device; use --device cpu" in capsys.readouterr().err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["unrepeatable", "distances"], ids=["the plain step", "a planned step"])
 def test_out_of_memory_says_what_would_fit(where, run, capsys, monkeypatch):
     def full(*arguments, **keywords):
@@ -212,6 +214,7 @@ print(faults())
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
 def test_freed_memory_can_be_kept():
     """In most processes: where the system happens to have put something behind the heap, it cannot grow."""
@@ -292,6 +295,7 @@ def test_memory_is_not_filled_while_a_step_is_timed(monkeypatch):
 DEVICE = ["--optimizer", "AdamW", "--loss", "cross-entropy", "--profile", "estimate"]
 
 
+@pytest.mark.full
 def test_the_largest_batch_of_each_way_of_training(run, capsys):
     status, data = run("--device-memory", "4MB", "--largest-batch", *DEVICE)
     assert status == 0 and "Geometric mean over the plain batch, of 1 rows" in capsys.readouterr().out

@@ -27,6 +27,7 @@ def cpu(monkeypatch):
 WRITES = "import json, sys; json.dump({'rows': [sys.argv[2]]}, open(sys.argv[4], 'w'))"
 
 
+@pytest.mark.full
 def test_a_step_that_fails_or_hangs_loses_no_other(monkeypatch, tmp_path, cpu, capsys):
     steps = (
         Step("bad", "-c 'print(1); raise SystemExit(3)'", 1),
@@ -62,12 +63,14 @@ def test_all_steps_fit_in_the_time():
             assert set(named) <= {"all", *CASES}
 
 
+@pytest.mark.full
 def test_settings_give_the_plain_models_bits(cpu):
     rows, is_right = questions.settings(cpu)
     assert is_right and len(rows) == 9
     assert all(row["compared"] == row["of"] and "1 calls by a plan" in row["report"] for row in rows)
 
 
+@pytest.mark.full
 def test_other_bits_are_found(monkeypatch):
     own = questions._step
 
@@ -80,12 +83,14 @@ def test_other_bits_are_found(monkeypatch):
     assert len(row["differs"]) == row["compared"] == row["of"]
 
 
+@pytest.mark.full
 def test_memory_is_as_simulated(cpu):
     rows, is_right = questions.memory(cpu)
     assert is_right
     assert [row["run"] for row in rows] == ["plain", "planned"] * 2
 
 
+@pytest.mark.full
 def test_weights_are_estimated_and_measured(cpu, monkeypatch):
     monkeypatch.setattr(questions, "examples", lambda _: [(questions.convolutions(), torch.randn(2, 8, 16, 16))])
     rows, _ = questions.weights(cpu)

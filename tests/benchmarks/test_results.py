@@ -194,6 +194,7 @@ def planned_without_it(name):
     return plain_peak(ogc.parse(model, sample, device="cuda", profile="estimate", gpu="H200"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["vgg11", "gpt2_small"])
 def test_an_h200_allocates_what_is_planned_without_it(name):
     (row,) = (row for row in ON_CUDA if row.arch == name)

@@ -51,6 +51,7 @@ def suite(monkeypatch, tmp_path):
     return tmp_path / "results"
 
 
+@pytest.mark.full
 def test_a_run_that_fails_loses_no_other_and_what_it_wrote_earlier_is_gone(suite, capsys):
     old = suite / "zoo" / "luck.json"
     old.parent.mkdir(parents=True)
@@ -77,6 +78,7 @@ def test_what_is_timed_runs_alone(monkeypatch, tmp_path, capsys):
     assert {"time", "families", "logits", "compiled"} < alone and "zoo_timm" not in alone
 
 
+@pytest.mark.full
 def test_single_runs(suite, capsys, tmp_path):
     assert benchmark.main(["--only", "ablation", "--results", str(tmp_path / "elsewhere")]) == 0
     assert (tmp_path / "elsewhere" / "ablation.json").exists() and not suite.exists()

@@ -67,6 +67,7 @@ def parsed(name):
     return model, ogc.parse(model, x, device="cuda", profile="estimate", gpu=GPU)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_plans_for_cuda_peak_as_promised(name, wish):

@@ -113,6 +113,7 @@ def wide(width=512, layers=6):
     return nn.Sequential(nn.Linear(64, width), nn.GELU(), *between, nn.Linear(width, 10))
 
 
+@pytest.mark.full
 def test_a_model_is_planned_for_what_is_reserved(as_on_cuda):
     model, inputs = wide(), torch.randn(8192, 64)
     estimate = ogc.estimate(model, inputs, optimizer=torch.optim.Adam)
@@ -123,6 +124,7 @@ def test_a_model_is_planned_for_what_is_reserved(as_on_cuda):
     assert bare.fixed + peak_bytes(lambda: optimised(inputs).sum().backward(), "cpu") <= room
 
 
+@pytest.mark.full
 def test_the_largest_batch_is_what_is_reserved_for(as_on_cuda):
     model, room, step = wide(), 150 * MIB, 1024
 

@@ -43,6 +43,7 @@ def used_by_a_step(model, run, number):
     return fixed_needs(model, inputs, optimizer).fixed + peak_bytes(step, "cpu")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("max_overhead", [None, 0.2])
 def test_the_largest_batch_fits_and_the_next_does_not(max_overhead):
     model, room = Network(), 12 * 2**20
@@ -78,6 +79,7 @@ class Attention(nn.Module):
         return x
 
 
+@pytest.mark.full
 def test_the_longest_sequence_is_found():
     model, room = Attention(), 4 * 2**20
     found = ogc.largest_batch(model, lambda length: torch.randn(1, length, 16), device_memory=room, step=8)
@@ -103,6 +105,7 @@ def counted(model, room, **options):
     return found, [seen.get() for _ in range(seen.qsize())]
 
 
+@pytest.mark.full
 def test_a_large_size_runs_its_forward_once():
     found, sizes = counted(Network(width=16), 12 * 2**20, max_overheads=[0.1, None], profile="estimate")
     answers = [found[0].plain, *(one.size for one in found)]
@@ -120,6 +123,7 @@ def test_the_search_gallops_from_what_is_known(monkeypatch, answer, guess):
     assert len(tried) == len(set(tried)) <= 14
 
 
+@pytest.mark.full
 def test_several_overheads_are_answered_as_each_alone():
     model, room = Network(width=16), 8 * 2**20
     options = {"device_memory": room, "make_loss": loss_for, "profile": "estimate"}
@@ -130,6 +134,7 @@ def test_several_overheads_are_answered_as_each_alone():
     assert found[0].plan.overhead <= 0.05
 
 
+@pytest.mark.full
 def test_the_graph_that_is_found_is_the_parsed_one():
     model = Network(width=16)
     found = ogc.largest_batch(model, images, device_memory=8 * 2**20, make_loss=loss_for)
@@ -150,6 +155,7 @@ class Branching(Network):
         return self.head(self.blocks(found).mean((2, 3)))
 
 
+@pytest.mark.full
 def test_a_program_that_depends_on_the_size_is_not_taken_for_another():
     model, room = Branching(width=16), 8 * 2**20
     with pytest.raises(InputError, match="another program for size 2 than for"):
@@ -169,6 +175,7 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
+@pytest.mark.full
 def test_what_shapes_do_not_tell_is_parsed(caplog):
     caplog.set_level("INFO")
     model, room = Recurrent(), 400_000
@@ -179,6 +186,7 @@ def test_what_shapes_do_not_tell_is_parsed(caplog):
         assert (fixed_needs(model, inputs, None).fixed + plain_peak(ogc.parse(model, inputs)) <= room) == fits
 
 
+@pytest.mark.full
 def test_a_failed_trial_is_not_passed_over(monkeypatch, request):
     parts._parts.cache_clear()
     request.addfinalizer(parts._parts.cache_clear)
@@ -197,6 +205,7 @@ def test_a_failed_trial_is_not_passed_over(monkeypatch, request):
                 ogc.solve(graph, memory_budget=budget)
 
 
+@pytest.mark.full
 def test_long_steps_are_not_timed_but_scaled(monkeypatch):
     model, room = Network(width=16), 8 * 2**20
     options = {"device_memory": room, "max_overhead": 0.3, "make_loss": loss_for}
@@ -226,6 +235,7 @@ def test_other_programs_are_not_foretold():
         foretold([graph, graph, other], (1, 2, 3), 9)
 
 
+@pytest.mark.full
 def test_a_device_on_which_nothing_fits_is_told_what_would_do():
     with pytest.raises(SolveError, match="the smallest that would do has"):
         ogc.largest_batch(Network(), images, device_memory="100kB")

@@ -97,6 +97,7 @@ def test_what_is_no_optimizer_is_refused():
         ogc.estimate(Network(), IMAGES, optimizer=torch.optim.LBFGS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", named("SGD", "Adam", "AdamW", "Adafactor"))
 def test_each_line_is_that_of_a_real_step(name):
     model = Network()

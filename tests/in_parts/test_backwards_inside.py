@@ -177,6 +177,7 @@ def made(name):
     return MODELS[name]()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_the_plain_models(name):
     model = made(name)
@@ -188,6 +189,7 @@ def test_steps_are_the_plain_models(name):
     assert_same_training(model, budgeted, (X,), steps=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_as_expected_and_never_more_than_the_plain_one(name):
     model = made(name)

@@ -205,6 +205,7 @@ MODELS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_gradients_buffers_and_random_stream_are_the_plain_models(name):
     make, inputs = MODELS[name]
@@ -232,6 +233,7 @@ def trace_with_count(model, run, given):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_much_less_and_as_expected(name):
     make, inputs = MODELS[name]
@@ -277,6 +279,7 @@ def variants_of_parts(model):
         yield parts.twins[id(block)].runner.variants[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [(8, 64, 16), (2, 128, 16)])
 def test_a_budget_in_bytes_holds_for_as_many_numbers_in_another_shape(shape):
     model, sample, x = Attending(), torch.randn(32, 16, 16), torch.randn(shape)
@@ -288,6 +291,7 @@ def test_a_budget_in_bytes_holds_for_as_many_numbers_in_another_shape(shape):
     assert_same_training(model, optimised, (x / 10,), steps=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wish", [{"memory_budget": 0.7}, {"max_overhead": 0.1}])
 def test_parts_keep_their_shares_for_other_shapes(wish, free_runtime):
     model, sample, x = Attending(), torch.randn(32, 16, 16), torch.randn(2, 128, 16)
@@ -304,6 +308,7 @@ def test_parts_keep_their_shares_for_other_shapes(wish, free_runtime):
             assert share <= 1.001 * plan.peak_bytes / plan.plain_peak_bytes
 
 
+@pytest.mark.full
 def test_a_budget_that_nothing_meets_names_the_least_peak_and_leaves_no_trace():
     model, given = Tower(), rows()
     least = ogc.optimize(model, given).plan.peak_bytes
@@ -617,6 +622,7 @@ def test_other_sizes_are_carried_over_or_planned(opened):
         assert measured_peak(optimised, other) <= 0.75 * measured_peak(model, other)
 
 
+@pytest.mark.full
 def test_experts_that_get_other_rows_each_time():
     model, given = Experts(), rows(512)
     optimised = ogc.optimize(model, given)
@@ -952,6 +958,7 @@ def routed():
     return nn.Sequential(nn.Linear(8, 32), Routes(), Block(), Routes(), Block())
 
 
+@pytest.mark.full
 def test_leaves_that_hold_most_of_the_memory_are_planned_in_parts():
     model, given = routed(), rows()
     optimised = ogc.optimize(model, given)
@@ -963,6 +970,7 @@ def test_leaves_that_hold_most_of_the_memory_are_planned_in_parts():
     assert_same_training(model, optimised, given)
 
 
+@pytest.mark.full
 def test_leaves_are_left_whole_where_that_is_faster_or_they_hold_little():
     model, given = routed(), rows()
     assert isinstance(ogc.optimize(model, given, memory_budget=1.0).plan, ogc.Plan)

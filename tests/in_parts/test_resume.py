@@ -27,6 +27,7 @@ def decisions(plan):
     return [(part.name, part.calls, part.is_late, part.plan.decisions) for part in plan.parts]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "wish"),
     [
@@ -51,6 +52,7 @@ def test_parts_of_all_kinds(tmp_path, unsolved, make, wish):
     assert_same_training(model, again, given)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["plan", "cache_dir"])
 def test_parts_that_the_forward_leaves_out_by_chance(tmp_path, unsolved, source):
     """Which these are is another matter when the plan is loaded, and equal parts share plans."""

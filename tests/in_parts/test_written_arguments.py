@@ -114,6 +114,7 @@ def assert_planned_as_plain(model):
     assert 0.97 * ours <= optimised.plan.peak_bytes <= 1.03 * ours + 2 * 128 * 32 * 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_trained", [True, False], ids=["with gradient", "without"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_argument_is_written(way, is_trained):
@@ -121,6 +122,7 @@ def test_an_argument_is_written(way, is_trained):
     assert_planned_as_plain(Model(way, is_trained=is_trained))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("way", [scales, masks])
 def test_it_is_given_in_any_way(way, given):
@@ -235,6 +237,7 @@ def test_a_leaf_cannot_be_written_as_in_the_plain_model():
             run(torch.randn(128, 32, requires_grad=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert"])
 def test_encoders_that_blank_padding_in_place(kind):
     transformers = pytest.importorskip("transformers")

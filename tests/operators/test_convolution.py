@@ -138,6 +138,7 @@ def test_forward_and_gradient_of_the_images_take_less():
         assert x.nbytes < ours < 1.4 * x.nbytes < plain
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 @pytest.mark.parametrize("seed", range(4))
 def test_any_plan_peaks_as_simulated_and_trains_as_the_plain_model(profile, seed):

@@ -138,6 +138,7 @@ def threshold():
     unregister(aten.threshold.default)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_an_operator_with_a_low_memory_form_is_added_by_registering_it(threshold, profile):
     model, x = Thresholds(), torch.randn(2048, 256)

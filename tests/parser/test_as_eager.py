@@ -205,6 +205,7 @@ EVERYDAY = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EVERYDAY)
 def test_everyday_code_is_planned(name):
     model = Net(EVERYDAY[name])

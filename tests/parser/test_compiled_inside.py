@@ -170,12 +170,14 @@ def assert_same(make, backend, calls):
     return optimized
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_code_makes_its_module_a_leaf(kind, backend):
     optimized = assert_same(lambda: Whole(kind, backend), backend, len(XS))
     assert {op.module for op in optimized.graph.operations if op.target.startswith("leaf")} == {"1"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_blocks_beside_parts(kind, backend):
     optimized = assert_same(lambda: Branches(kind, backend), backend, len(XS))
@@ -189,6 +191,7 @@ def test_compiled_blocks_that_the_sample_leaves_out(kind, backend):
     assert {part.name for part in optimized.plan.parts} == {"first", "last"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [wrapped, in_place])
 def test_nothing_but_compiled_blocks(kind, backend):
     assert_same(lambda: nn.Sequential(*(kind(backend) for _ in range(3))), backend, 3 * len(XS))

@@ -59,6 +59,7 @@ def by_networkx(model, x):
 FORMS = [by_module, by_graph, by_export, by_exported_module, by_builder, by_networkx]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_trains_like_the_plain_model_in_less_memory(form):
     model, x = Residual(inplace=False), torch.randn(64, 3, 8, 8)
@@ -67,6 +68,7 @@ def test_every_form_trains_like_the_plain_model_in_less_memory(form):
     assert measured_peak(optimised, (x,)) < 0.8 * measured_peak(model, (x,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_weighs_what_the_forward_weighs(form):
     def weights(graph):
@@ -226,6 +228,7 @@ def a_number(graph):
     graph.add_edge(3, 4, module=lambda y: y if y.sum() > 0 else -y)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mistake", "target", "message"),
     [

@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 from helpers import Function, run_apart
 
@@ -37,6 +38,7 @@ def test_a_long_chain_can_be_let_go_of():
     del y  # and the nodes after it
 
 
+@pytest.mark.full
 def test_a_long_program_is_parsed_on_a_small_stack():
     run_apart(parse_on_a_small_stack)
 

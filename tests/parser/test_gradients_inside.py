@@ -159,6 +159,7 @@ def leaves_of(graph):
     return {op.module for op in graph.operations if op.target.startswith("leaf")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", [ogc.optimize, forced])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_that_takes_gradients_is_a_leaf(way, plan):
@@ -176,6 +177,7 @@ def test_a_model_that_takes_gradients_is_planned_in_parts(way):
     assert_same(plain, model, optimized)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", [ogc.optimize, forced])
 @pytest.mark.parametrize("kind", [Loss, Counted])
 @pytest.mark.parametrize("way", ["func", "autograd"])

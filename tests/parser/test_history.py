@@ -146,6 +146,7 @@ def assert_equal(plain, ours):
     assert all(map(torch.equal, plain, ours))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("between", [forget, detach])
 @pytest.mark.parametrize("kind", [Attribute, Spikes, InList, InDict, InBuffer, Cell])
 def test_a_module_that_keeps_its_history_is_a_leaf(kind, between):
@@ -182,6 +183,7 @@ def through_time(model, optimize):
     return [total.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("train", [amid, through_time])
 @pytest.mark.parametrize("kind", [Attribute, InBuffer, None])
 def test_backwards_through_earlier_calls(kind, train):
@@ -190,6 +192,7 @@ def test_backwards_through_earlier_calls(kind, train):
     assert_equal(train(plain, lambda module, x: module), train(model, ogc.optimize))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "time", "measure"])
 def test_each_call_is_weighed_from_the_same_state(profile):
     model = Around(Attribute)

@@ -223,6 +223,7 @@ def test_the_program_as_it_was_recorded_is_accepted(recorded):
     judge(sample, copied(traced))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(110))
 def test_a_program_that_is_changed_in_one_place_is_refused(recorded, seed):
     sample, traced = recorded

@@ -198,6 +198,7 @@ def plans(graph, count):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("name", PARTS)
 def test_training_is_bitwise_the_plain_models(name, twice):
@@ -701,6 +702,7 @@ class Routed(nn.Module):
         return self.experts(x, self.router(x.tanh()).argmax(-1)).sigmoid()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("experts", [Experts, ExpertList])
 def test_a_list_or_dict_with_a_forward_is_a_leaf_like_any_other(experts):
     model = Net(Routed(experts()))
@@ -752,6 +754,7 @@ class Wide(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_the_allocator_agrees(profile):
     model, x = Wide(), torch.randn(4, 1, 64, 64)

@@ -66,6 +66,7 @@ GUARDED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [ogc.optimize, forced], ids=["optimize", "by hand"])
 @pytest.mark.parametrize("name", GUARDED)
 def test_a_plan_with_a_leaf_is_carried_over_where_the_program_is_the_same(name, make, caplog):
@@ -132,6 +133,7 @@ class Counts(Summarises):
         return x * self.picks(x).shape[0] if len(self.picks(x)) < 100 else x
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [Fills, Averages, Summarises, Counts])
 def test_the_smallest_module_whose_results_have_fixed_shapes_is_the_leaf(make, caplog):
     model = Net(make())

@@ -100,6 +100,7 @@ class Net(nn.Module):
         return self.run(self.layers, x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", LOCAL)
 def test_what_a_forward_makes_is_planned_as_a_whole(run):
     """Functions have been looked for before the forward begins, and are looked for while it runs."""
@@ -112,6 +113,7 @@ def test_what_a_forward_makes_is_planned_as_a_whole(run):
     assert_same_training(model, optimised, (torch.randn(200, 16),))
 
 
+@pytest.mark.full
 def test_what_was_made_around_the_forward_is_still_read():
     factor, x = 1.0, torch.randn(256, 16)
 
@@ -151,6 +153,7 @@ class Stores(nn.Module):
         return x
 
 
+@pytest.mark.full
 def test_what_an_earlier_forward_made_and_kept_is_read():
     model, x = Stores(), torch.randn(256, 16)
     model(x)

@@ -58,6 +58,7 @@ def dice(logits):
     return F.cross_entropy(logits.flatten(0, 1), IDS.flatten()) + 1 - overlap.mean()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("holds_outputs", [True, False])
 @pytest.mark.parametrize(
     ("inputs", "loss", "given"),
@@ -131,6 +132,7 @@ def test_what_is_not_held_is_not_counted():
     assert held > dropped
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("holds_outputs", [True, False])
 def test_training_with_a_loss_is_bitwise_the_plain_models(holds_outputs):
     model = Language()
@@ -198,6 +200,7 @@ def test_a_loss_may_be_a_module_and_is_left_as_it_was():
     assert all(p.grad is None for p in (*model.parameters(), *criterion.parameters()))
 
 
+@pytest.mark.full
 def test_a_loss_that_no_program_can_hold_is_one_operation():
     def branching(output):
         loss = output.square().mean()
@@ -240,6 +243,7 @@ def test_a_plan_with_a_loss_is_carried_over_where_the_loss_takes_the_output(capl
     assert re.search(r"carried over to calls where \w+ is int64 \[1, 64\]", caplog.text)
 
 
+@pytest.mark.full
 def test_a_plan_is_carried_over_where_the_loss_does_not_take_the_output(caplog):
     model = Language()
     optimised = ogc.optimize(model, IDS, loss=lambda logits: cross_entropy(logits, IDS), memory_budget=0.7)
@@ -288,6 +292,7 @@ def test_no_plan_runs_the_callers_operations_again():
     assert tried > 60
 
 
+@pytest.mark.full
 def test_plans_around_the_callers_operations_peak_as_the_simulator_says():
     helped = 0
     for graph in GRAPHS:

@@ -67,6 +67,7 @@ def run(module, model, *args):
     return [*tensors_of(output), *(p.grad.clone() for p in model.parameters()), torch.rand(2)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", USES)
 def test_other_numbers(name, looks):
     use, is_quick = USES[name]

@@ -147,6 +147,7 @@ def looked_at(make, sample, make_loss, sizes=SIZES, **parsing):
     return model, shapes, [shapes.recorded(sample(size), make_loss(size)) for size in sizes]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [2, 13])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_shapes_tell_what_parsing_sees(name, size):
@@ -169,6 +170,7 @@ def test_shapes_tell_what_parsing_sees(name, size):
     ogc.check(model, ogc.apply(model, ready, plan), sample(size)).raise_if_different()
 
 
+@pytest.mark.full
 def test_shapes_tell_of_a_device_that_is_not_there():
     model, shapes, known = looked_at(Attention, tokens, labels_for, device="cuda")
     graph, _ = shapes.weighed(tokens(13), foretold_program(known, SIZES, 13))
@@ -177,6 +179,7 @@ def test_shapes_tell_of_a_device_that_is_not_there():
     assert numbers_of(graph) == numbers_of(parsed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["time", "measure"])
 def test_times_are_measured_where_they_were(profile):
     model, shapes, known = looked_at(Strided, images, labels_for, profile=profile)
@@ -192,6 +195,7 @@ def test_times_are_measured_where_they_were(profile):
     assert timed.step_seconds != estimated.step_seconds
 
 
+@pytest.mark.full
 def test_no_forward_runs_and_the_model_stays_as_it_is():
     model, shapes, known = looked_at(Strided, images, labels_for)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -205,6 +209,7 @@ def test_no_forward_runs_and_the_model_stays_as_it_is():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.full
 def test_a_recording_runs_one_forward():
     model, shapes, _ = looked_at(Strided, images, labels_for)
     calls, forward = SimpleQueue(), model.head.forward
@@ -276,6 +281,7 @@ def test_what_shapes_do_not_tell_is_refused():
         OtherSizes(model[0], graph)
 
 
+@pytest.mark.full
 def test_trials_are_put_off_and_count_where_they_fail(monkeypatch, request):
     monkeypatch.setattr(parts, "PART_BYTES", 1 << 16)
     tried, results = [], [True]

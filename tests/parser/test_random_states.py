@@ -58,6 +58,7 @@ def test_the_module_that_sets_it_is_a_leaf(does, caplog):
     assert_same_training(model, optimised, (x,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("does", WAYS)
 def test_the_model_itself_sets_it(does):
     torch.manual_seed(0)

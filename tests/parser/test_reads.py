@@ -109,6 +109,7 @@ class Sized(Net):
         return torch.sigmoid(x).exp().sum() * self.second.weight.tanh().sum()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("read", READS)
 def test_what_the_inputs_decide_on_is_a_guard(read, caplog):
     model = (Sized if read in SIZED else Net)(read)

@@ -41,6 +41,7 @@ def leaves(graph):
     return {op.module for op in graph.operations if op.target.startswith("leaf ")}
 
 
+@pytest.mark.full
 def test_hooks_that_a_forward_registers_while_it_is_planned_are_not_left_behind():
     model, plain = Asks(), Asks()
     plain(TOKENS)
@@ -51,6 +52,7 @@ def test_hooks_that_a_forward_registers_while_it_is_planned_are_not_left_behind(
     assert len(optimised(TOKENS).hidden_states) == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("was_called", [False, True])
 def test_hidden_states_are_recomputed_like_anything_else(was_called, caplog):
     model = Asks()
@@ -65,6 +67,7 @@ def test_hidden_states_are_recomputed_like_anything_else(was_called, caplog):
     assert_same_training(model, optimised, (TOKENS[:, :9],), steps=1)
 
 
+@pytest.mark.full
 def test_a_collector_around_the_optimised_part_gets_what_it_asks_for(caplog):
     """Its forward is not traced, so the hooks must be called in each step."""
     model, plain = Asks(), Asks()

@@ -56,6 +56,7 @@ def plans_that_call_again(model, graph, count):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("name", PARTS)
 def test_training_is_bitwise_the_plain_models(name, twice, caplog):
@@ -429,6 +430,7 @@ class Routes(nn.Module):
         return x + self.ways[int(x.sum() > 0)](x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_calling_again_saves_what_leaves_keep_and_the_allocator_agrees(profile):
     model, x = nn.Sequential(*(Routes() for _ in range(8)), nn.Linear(64, 1)), torch.randn(2000, 64)
@@ -443,6 +445,7 @@ def test_calling_again_saves_what_leaves_keep_and_the_allocator_agrees(profile):
     assert_same_training(model, optimised, (x,), steps=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_the_allocator_agrees_on_random_plans(profile):
     model, x = Wide(), torch.randn(4, 1, 64, 64)

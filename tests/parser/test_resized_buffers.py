@@ -110,6 +110,7 @@ def steps(model, run):
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_warm", [False, True])
 @pytest.mark.parametrize("name", MAKE)
 def test_buffers_that_a_forward_resizes_are_as_in_the_plain_model(name, is_warm):

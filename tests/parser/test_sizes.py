@@ -110,6 +110,7 @@ def given(above, seed=0):
     return x, torch.where(torch.arange(16) < above, y, -y)[torch.randperm(16)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_number_of_hits_gives_what_the_model_gives(name):
     model = Net(LOSSES[name])
@@ -206,6 +207,7 @@ def bits(y):
     return ctypes.string_at(mask.data_ptr(), mask.numel())
 
 
+@pytest.mark.full
 def test_a_size_that_nobody_sees_is_found_on_other_inputs():
     """It leaves the module to itself, a leaf."""
     model = WithHidden()

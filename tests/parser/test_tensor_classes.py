@@ -166,6 +166,7 @@ LEAVES = {"quantized": FrozenLinear, "bias": lambda width: Biased(), "jagged": l
 quiet = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 
+@pytest.mark.full
 @quiet
 @pytest.mark.parametrize("name", LEAVES)
 def test_what_computes_with_them_is_a_leaf_and_the_rest_is_planned(name, caplog):
@@ -205,6 +206,7 @@ BACKWARDS = {
 }
 
 
+@pytest.mark.full
 @quiet
 @pytest.mark.parametrize("again", [None, False])
 @pytest.mark.parametrize("name", BACKWARDS)
@@ -217,6 +219,7 @@ def test_what_they_hold_and_take_is_promised(name, again):
     assert_same_training(model, optimised, (x,))
 
 
+@pytest.mark.full
 @quiet
 @pytest.mark.parametrize("make", [lambda width: Jagged(), JaggedNorm])
 def test_jagged_leaves_are_called_again(make):
@@ -232,6 +235,7 @@ def test_jagged_leaves_are_called_again(make):
     assert torch.equal(plain, after)
 
 
+@pytest.mark.full
 def test_leaves_that_are_asked_for_may_compute_with_them():
     model, x = Stack(FrozenLinear), torch.randn(16, 16, 32)
     optimised = ogc.optimize(model, x, leaf_modules=["blocks.1", FrozenLinear])

@@ -46,6 +46,7 @@ def targets(graph):
     return [op.target for op in graph.operations]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 @pytest.mark.parametrize("masked", ["", "boolean", "float", "trained", "causal"])
 @pytest.mark.parametrize("scale", [None, 0.3])
@@ -60,6 +61,7 @@ def test_unfolded_attention_trains_bitwise_and_peaks_as_simulated(masked, scale,
     assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
 def test_any_plan_of_it_is_bitwise_and_peaks_as_simulated(seed):
     model, x = Attends("causal"), torch.randn(64, 9, 24)
@@ -106,6 +108,7 @@ def test_what_turns_out_to_differ_stays_whole(monkeypatch):
     assert unfolds(torch.ops.aten.scaled_dot_product_attention.default, arguments, {}) is None
 
 
+@pytest.mark.full
 def test_a_plan_is_carried_over_to_other_sizes(caplog):
     model, x = Attends("causal"), torch.randn(6, 9, 24)
     optimised = ogc.optimize(model, x)

@@ -84,6 +84,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "sample"), MODELS.values(), ids=MODELS)
 def test_the_graph_is_that_of_the_model_with_content(model, sample):
     with_content, without = both(model, sample)
@@ -191,6 +192,7 @@ def test_writes_of_what_is_not_known_are_forgotten():
             known.sum().item()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_small_llama_with_a_mask(dtype):
     transformers = pytest.importorskip("transformers", reason="a model of a real library's")
@@ -220,6 +222,7 @@ print(seconds, peak.split()[1])
 """
 
 
+@pytest.mark.full
 def test_a_llama_of_seven_billion_parameters():
     """It takes 6 seconds where nothing else runs, and 0.9 GB, most of which are libraries."""
     pytest.importorskip("transformers", reason="a model of a real library's")

@@ -155,6 +155,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 @pytest.mark.parametrize("part", PARTS)
 def test_training_is_that_of_the_plain_model(part, profile):

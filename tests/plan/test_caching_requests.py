@@ -44,6 +44,7 @@ def assert_as_simulated(graph, plan):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("decide", [tree_and_values, random_decisions], ids=["trees", "fates"])
 def test_random_plans_request_what_is_simulated(decide):
     number = 0
@@ -68,6 +69,7 @@ NETWORKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_plans_of_networks_request_what_is_simulated(name, device):
@@ -233,6 +235,7 @@ RECORDED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "planned"])
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_real_steps_allocate_is_reserved_for(name, is_plain):

@@ -82,6 +82,7 @@ def assert_alike(plain, other, optimised):
     return results[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", READ_AND_CHANGED)
 def test_a_change_is_seen_wherever_it_was_read(place, opened):
     statement, change = READ_AND_CHANGED[place]
@@ -134,6 +135,7 @@ WATCHERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("watcher", WATCHERS)
 @pytest.mark.parametrize("place", ["item of a dict", "global", "cell of a closure", "attribute read by a helper"])
 def test_reads_are_seen_under_whoever_watches(place, watcher):
@@ -214,6 +216,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("written", WRITTEN)
 def test_what_a_forward_writes_is_there_for_the_caller(written):
     plain, other = worlds(WRITTEN[written])
@@ -227,6 +230,7 @@ def test_what_a_forward_writes_is_there_for_the_caller(written):
     assert_alike(plain, other, optimised)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("written", ["most seen", "shape of the last", "mask in a dict", "global", "slot"])
 def test_what_is_settled_in_a_first_call_costs_no_plan(written, opened):
     _, other = worlds(WRITTEN[written])

@@ -60,6 +60,7 @@ def step(run, net, x):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_noticed_and_planned_for(change, opened):
     torch.manual_seed(0)

@@ -55,6 +55,7 @@ CALLS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", [*CHANGES, *CALLS])
 def test_a_message_names_what_differs(words, net, x, caplog):
     optimised = ogc.optimize(net, x)
@@ -169,6 +170,7 @@ def test_no_progress_is_shown_during_a_step(monkeypatch):
     assert shown == [None, True, None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "time"])
 def test_planning_in_a_step_takes_no_more_than_the_step(profile, monkeypatch):
     """Times are measured with copies of parameters and other things that are let go of late."""

@@ -39,6 +39,7 @@ def random_segments(graph, rng):
     return cut_into_segments(cuts, [rng.random() < 0.8 for _ in cuts[1:]])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", CASES)
 def test_any_segmentation_is_bitwise_the_plain_model(name, seed):
@@ -58,6 +59,7 @@ def test_any_fates_are_bitwise_the_plain_model(name):
         assert_same_training(model, ogc.apply(model, graph, plan), given, steps=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", CASES)
 def test_any_nested_plan_is_bitwise_the_plain_model(name, seed):
@@ -140,6 +142,7 @@ def test_each_run_is_carried_out_once_and_in_order(seed, monkeypatch):
     assert [n for n in ran if n in expected] == expected
 
 
+@pytest.mark.full
 def test_a_backward_through_one_output_alone_finds_what_other_parts_would_have_made():
     """A run inside another may be the first to be asked for."""
 

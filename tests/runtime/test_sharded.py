@@ -401,6 +401,7 @@ def loop(rank, how):
     assert_same(*runs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["before", "after", "units after"])
 def test_a_loop_with_sharded_parameters(ranks, how):
     ranks.run(loop, how)

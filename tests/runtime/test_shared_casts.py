@@ -37,6 +37,7 @@ def gradients(step, run, net, x, **settings):
     return [output.detach(), *(p.grad.clone() for p in net.parameters())]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_sample", [True, False], ids=["optimized under autocast", "without"])
 @pytest.mark.parametrize("settings", [{}, {"cache_enabled": False}], ids=["shared", "each by itself"])
 @pytest.mark.parametrize("step", STEPS)

@@ -312,6 +312,7 @@ def test_what_a_step_returns_dies_with_it(living):
         gc.enable()
 
 
+@pytest.mark.full
 def test_calls_that_fail_make_no_plan_go(living):
     """However many kinds of them there are; and new kinds of calls are planned for afterwards."""
     model = Net()

@@ -71,6 +71,7 @@ def run_bytes(tensors, limit, a, b, inside, splits):
     return float("inf") if inside & set(splits) else kept_bytes(tensors, limit, a, b, inside)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(60))
 def test_the_objective_is_the_least_over_all_limits(seed):
     tensors = TensorGraph(small_graph(seed))

@@ -84,11 +84,13 @@ def test_plans_of_chains_are_exact(seed):
     assert ogc.solve(graph).peak_bytes == least_peak(graph)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_lower_bound_is_not_above_the_optimum(seed):
     assert lower_bound(weighed_graph(seed)) <= exact(seed, True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_plan_is_below_the_optimum(seed):
     graph = weighed_graph(seed)

@@ -40,6 +40,7 @@ def test_the_least_peak_is_a_budget_that_is_met_and_a_byte_less_is_refused(seed,
             ALL[solver](graph, Wish(memory_budget=least - 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("brute_force", [every_flat_plan, every_tree])
 @pytest.mark.parametrize("seed", range(40))
 def test_the_optimum_is_no_worse_than_brute_force(seed, brute_force):

@@ -107,6 +107,7 @@ def looked_at(graph, monkeypatch):
     return sum(counts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("almost", [0.0, 0.05])
 def test_what_is_looked_at_grows_more_slowly_than_the_square_of_the_layers(almost, monkeypatch):
     few, many = (looked_at(stack(0, layers, almost=almost), monkeypatch) for layers in (5, 20))

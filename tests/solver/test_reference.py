@@ -104,6 +104,7 @@ def test_on_chains_none_needs_less_than_ours(seed):
     assert min(peaks, key=peaks.__getitem__) == "optimal"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [50, 100, 200, 300, 600, 1400])
 def test_on_long_chains_the_binomial_schedule_is_neither_smaller_nor_faster(length):
     graph = chain([1] * length)
@@ -124,6 +125,7 @@ def test_a_plan_nested_as_deep_as_plans_are_trains_the_same():
     assert_same_training(model, ogc.apply(model, graph, plan), (x,), steps=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("solver", REFERENCES)
 @pytest.mark.parametrize("name", CASES)
 def test_training_by_any_solver_is_bitwise_the_plain_models(name, solver):

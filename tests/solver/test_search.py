@@ -61,6 +61,7 @@ def test_the_cuts_that_a_plan_uses_are_looked_at_in_every_layer(seed, few_cuts):
     assert len(cuts) <= max(search.FIRST_CUTS, len(used), len(set(kinds.values())))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.1), (1, 0.05), (2, 0.3)])
 def test_a_time_buys_no_larger_peak_than_with_all_cuts(seed, share, monkeypatch):
     graph = stack(seed, layers=13, length=24)
@@ -71,6 +72,7 @@ def test_a_time_buys_no_larger_peak_than_with_all_cuts(seed, share, monkeypatch)
     assert found.peak_bytes <= 1.02 * whole.peak_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("seed", "share"), [(0, 0.5), (1, 0.3), (2, 0.7)])
 def test_a_budget_costs_no_more_time_than_with_all_cuts(seed, share, monkeypatch):
     graph = stack(seed, layers=13, length=24)
@@ -81,6 +83,7 @@ def test_a_budget_costs_no_more_time_than_with_all_cuts(seed, share, monkeypatch
     assert found.seconds <= whole.seconds + 0.01 * graph.step_seconds
 
 
+@pytest.mark.full
 def test_a_budget_near_the_least_peak_is_met_with_all_cuts(few_cuts):
     graph = stack(1, layers=16)
     least = ogc.solve(graph)
@@ -88,12 +91,14 @@ def test_a_budget_near_the_least_peak_is_met_with_all_cuts(few_cuts):
     assert plan.peak_bytes <= least.peak_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 4])
 def test_views_take_no_memory(seed):
     graph = stack(seed, layers=16)
     assert ogc.solve(with_views(graph, seed)).peak_bytes == ogc.solve(graph).peak_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [5, 7])
 def test_a_budget_that_the_least_peak_fits_takes_no_more_time(seed):
     graph = with_views(stack(seed, layers=16), seed)
@@ -103,12 +108,14 @@ def test_a_budget_that_the_least_peak_fits_takes_no_more_time(seed):
         assert plan.recomputed_seconds <= least.recomputed_seconds
 
 
+@pytest.mark.full
 def test_more_time_than_the_least_peak_takes_buys_the_least_peak(few_cuts):
     graph = stack(1, layers=16)
     least = ogc.solve(graph)
     assert ogc.solve(graph, max_overhead=1.01 * least.overhead).peak_bytes == least.peak_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("few", [80, 10**9])
 def test_so_it_does_between_all_cuts_and_beside_views(few, monkeypatch):
     monkeypatch.setattr(search, "FEW_CUTS", few)

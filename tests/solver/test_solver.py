@@ -140,6 +140,7 @@ def test_what_is_run_again_is_not_there_before_somebody_asks_for_it():
     assert next(event.bytes for event in found.timeline if (event.phase, event.operation) == ("backward", 3)) == 24
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", SEEDS)
 def test_flat_plans_are_brute_force(seed):
     """The least peak of one level and the least recomputation at it, by the rule that cuts keep their boundary."""
@@ -160,6 +161,7 @@ def random_keeping(graph, rng):
     return some, some.union(v for v in saved if not graph.values[v].is_output and rng.random() < 0.4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(100))
 def test_plans_that_keep_values_are_brute_force(seed):
     graph = random_graph(5000 + seed, most=5)
@@ -297,6 +299,7 @@ def test_a_coarser_grid_has_the_narrow_places_between_layers():
     assert set(np.flatnonzero(widths == 1)) <= set(coarser.chosen)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("length", [300, 1000, 5000])
 def test_a_coarser_grid_has_no_stretch_beyond_the_reach_of_the_finer_one(length):
     grids = choose_grids(chain([1] * length), np.arange(length + 1))
@@ -305,6 +308,7 @@ def test_a_coarser_grid_has_no_stretch_beyond_the_reach_of_the_finer_one(length)
         assert np.diff(np.searchsorted(finer.chosen, coarser.chosen)).max() <= finer.reach
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(60))
 def test_nested_plans_of_chains_are_brute_force(seed):
     rng = random.Random(seed)
@@ -315,6 +319,7 @@ def test_nested_plans_of_chains_are_brute_force(seed):
     assert (found.peak_bytes, found.recomputed_seconds) == (best.peak_bytes, best.recomputed_seconds)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(150))
 def test_nested_plans_of_any_graph_peak_at_most_as_planned(seed):
     graph = random_graph(seed, most=14)

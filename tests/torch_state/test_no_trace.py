@@ -134,6 +134,7 @@ def settings():
     torch.clear_autocast_cache()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("act", [parse, optimize, check, plan_in_a_call])
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_trace_is_left(change, act, settings):

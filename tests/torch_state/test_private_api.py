@@ -596,6 +596,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHECKS)
 def test_torch_has_it(name):
     tried(name)

@@ -7,6 +7,7 @@ from trained import Training, assert_trained_alike, batch, gpt, sentences
 import ogc
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.integrations,
     pytest.mark.filterwarnings("ignore"),  # the libraries' own, about one another
 ]

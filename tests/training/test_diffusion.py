@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from trained import Training, assert_trained_alike
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.integrations,
     pytest.mark.filterwarnings("ignore"),  # the libraries' own, about one another
 ]

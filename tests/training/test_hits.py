@@ -12,6 +12,8 @@ from hits import HEADS, ROWS, WIDTH, Net, known
 
 import ogc
 
+pytestmark = pytest.mark.full
+
 SAMPLE = 5, 0
 """How many hits there are in the sample, and the seed of it."""
 OTHERS = [SAMPLE, (2, 1), (0, 2), (5, 3), (17, 4), SAMPLE]

@@ -7,6 +7,8 @@ from torchvision.models import detection
 
 import ogc
 
+pytestmark = pytest.mark.full
+
 OTHERS = [(3, 0), (1, 1), (0, 2), (7, 3)]
 
 

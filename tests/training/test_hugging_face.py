@@ -10,6 +10,7 @@ from trained import Dropped, Own, Training, assert_trained_alike, batch, gpt, se
 import ogc
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.integrations,
     pytest.mark.filterwarnings("ignore"),  # the libraries' own, about one another
 ]

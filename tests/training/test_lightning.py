@@ -5,6 +5,7 @@ import torch
 from trained import Own, Training, assert_trained_alike, batch, sentences
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.integrations,
     pytest.mark.filterwarnings("ignore"),  # the libraries' own, about one another
 ]

@@ -17,6 +17,8 @@ from trained import Training, assert_trained_alike
 
 import ogc
 
+pytestmark = pytest.mark.full
+
 OF_LIBRARIES = reported_libraries.REPORTS
 REPORTS = {
     **reported_numbers.REPORTS, **reported_state.REPORTS, **reported_calls.REPORTS, **reported_memory.REPORTS,

@@ -6,6 +6,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trained import Images, Training, assert_trained_alike
 
+pytestmark = pytest.mark.full
+
 
 def mixes():
     v2 = pytest.importorskip("torchvision.transforms.v2", reason="mixes images", exc_type=ImportError)

@@ -14,6 +14,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from trained import BATCH, Images, Way, assert_trained_alike, data, layers, pictures, registering, sgd, steps, unnamed
 
+pytestmark = pytest.mark.full
+
 WAYS: dict[str, Way] = {}
 way = registering(WAYS)
 

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from trained import BATCH, Images, Way, assert_trained_alike, data, layers, pictures, registering, sgd, steps, unnamed
 
+pytestmark = pytest.mark.full
+
 WAYS: dict[str, Way] = {}
 way = registering(WAYS)
 

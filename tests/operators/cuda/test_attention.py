@@ -136,6 +136,7 @@ def kernel_of(dtype, gpu):
         return sum(t.untyped_storage().nbytes() for t in internal if t.untyped_storage()._cdata not in known)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize(("dtype", "gpu"), [(HALF, "A100"), (FLOAT, "A100"), (HALF, "H100")])
 def test_what_is_saved_is_the_kernels(dtype, gpu, device):

@@ -94,6 +94,7 @@ def in_order(calls):
     return [call for call in calls if call not in casts], sorted(map(str, casts))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_planned_is_what_is_dispatched_on_cuda(name, dtype, on_cuda):
@@ -145,6 +146,7 @@ def test_what_autocast_refuses_is_its_own_error(dtype):
         ogc.parse(Unsafe(4, 4), torch.rand(2, 4), device="cuda")
 
 
+@pytest.mark.full
 def test_settings_are_as_before(dtype):
     before = flags(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with torch.autocast("cpu", dtype):

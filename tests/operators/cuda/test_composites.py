@@ -100,6 +100,7 @@ def saved(function, shapes, device):
     return sorted((entry for entry in found if entry[1]), key=str)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("name", CALLS)
 def test_what_is_saved_is_what_fake_tensors_on_cuda_save(name):

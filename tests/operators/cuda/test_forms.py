@@ -161,6 +161,7 @@ WIDE = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("wish", [{}, {"max_overhead": 0.5}])
 def test_where_one_operation_bounds_the_peak_it_runs_in_its_form(name, wish):
