@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import replace
-from itertools import count
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -253,14 +253,15 @@ def test_the_first_difference_is_named_with_its_place(recorded):
     assert set(caught.value.modules) == {"blocks.1.mix.1"}
 
 
-NUMBERS = count()
+NUMBERS = SimpleQueue()
 
 
 class Moody(nn.Linear):
     """Computes something else each second time, by what nobody can watch."""
 
     def forward(self, x):
-        return super().forward(x) * (2 if next(NUMBERS) % 2 else 3)
+        NUMBERS.put(None)
+        return super().forward(x) * (2 if NUMBERS.qsize() % 2 else 3)
 
 
 def test_a_forward_that_differs_from_time_to_time_is_refused():
