@@ -277,6 +277,7 @@ class Attention(nn.Module):
         return x.mean((1, 2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("needs_weights", [False, True])
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_attention_with_dropout_peaks_as_simulated(profile, needs_weights):
@@ -304,6 +305,7 @@ class Transformed(nn.Module):
         return x.mean()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_whole_matrices_and_signals_peak_as_simulated(name, profile):

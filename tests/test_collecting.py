@@ -20,6 +20,7 @@ def refused(ask, error):
         ask()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize(
     "ask",

@@ -146,6 +146,7 @@ def test_numbers_and_memory_are_the_plans(make, wish):
         assert optimised.plan.peak_bytes < 0.75 * optimised.plan.plain_peak_bytes
 
 
+@pytest.mark.full
 def test_where_only_smaller_stretches_fit_less_is_compiled(caplog):
     caplog.set_level(logging.WARNING, "ogc")
     model, x = several_results()
@@ -172,6 +173,7 @@ def test_equal_stretches_are_compiled_once():
     assert len({stretch.code for stretch in found}) <= len(found) / 2
 
 
+@pytest.mark.full
 def test_what_draws_or_is_a_leaf_runs_as_it_is():
     model, x = convolutions()
     optimised = ogc.optimize(model, x, compile="aot_eager")
@@ -182,6 +184,7 @@ def test_what_draws_or_is_a_leaf_runs_as_it_is():
     assert "aten.batch_norm.default" in inside
 
 
+@pytest.mark.full
 def test_gradients_of_parameters_are_kept_few():
     model, x = blocks()
     optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget=1.0)
@@ -282,6 +285,7 @@ def test_stretches_end_at_cuts():
     assert found and all(max(places) < cut or min(places) >= cut for places in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("gains", [True, False])
 def test_a_stretch_gains_where_its_operations_take_longer(gains):
     model, x = blocks(2)

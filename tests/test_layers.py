@@ -69,6 +69,7 @@ def house() -> nx.DiGraph:
     return graph
 
 
+@pytest.mark.full
 def test_rooms_import_from_below():
     rising = [
         f"{a} imports {b}" for a, b in house().edges if room(a) != room(b) and storey(a) <= storey(b) and a != "ogc"
@@ -130,6 +131,7 @@ def test_torch_is_loaded_where_it_is_needed_alone(module):
     assert not subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent).returncode
 
 
+@pytest.mark.full
 def test_one_folder_records():
     trees = {name: ast.walk(ast.parse(path.read_text("utf-8"))) for name, path in FILES.items()}
     names = {name: {n.name for n in nodes if isinstance(n, ast.alias)} for name, nodes in trees.items()}
@@ -151,6 +153,7 @@ def private_names(node: ast.AST) -> list[str]:
     return [name for name in names if name.startswith("_") and not name.startswith("__")]
 
 
+@pytest.mark.full
 def test_private_names_of_torch_are_in_one_file():
     """An attribute that ogc defines itself is its own, unless that file has the name; strings are torch's if it has."""
     trees = {name: ast.parse(path.read_text("utf-8")) for name, path in FILES.items()}

@@ -246,6 +246,7 @@ def test_frozen_layers_get_no_gradient(batch):
     assert optimised.plan.peak_bytes == pytest.approx(peak(optimised, batch), rel=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["smooth", "weights", "capped", "sum"])
 def test_gradients_and_their_gradients_are_right(form):
     model = Language(FORMS[form], nn.Linear(3, CLASSES)).double()

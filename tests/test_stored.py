@@ -452,6 +452,7 @@ def test_damaged_times_are_told_and_measured_anew(tmp_path, caplog, monkeypatch,
     assert "call" not in json.loads(times.read_text())
 
 
+@pytest.mark.full
 def test_times_are_no_part_of_what_is_looked_for(tmp_path, unsolved, monkeypatch):
     model, given, wish = model_of("residual")
     plan = ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"}).plan
@@ -463,6 +464,7 @@ def test_times_are_no_part_of_what_is_looked_for(tmp_path, unsolved, monkeypatch
     assert again.decisions == plan.decisions and again.step_seconds != plan.step_seconds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["residual", "slices", "parts"])
 def test_the_log_says_where_a_plan_is_from(tmp_path, caplog, kind):
     model, given, wish = model_of(kind)

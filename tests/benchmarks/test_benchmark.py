@@ -80,6 +80,7 @@ def test_the_default_batch_on_cpu_is_small_and_the_output_says_so(capsys):
     assert "batch size 4 instead of the published ones" in out and "4×3×16×16" in out
 
 
+@pytest.mark.full
 def test_the_command_of_the_readme():
     """In a process of its own: without a terminal there is a line for each row, and no bar."""
     options = ["--arch", "resnet18", "--device", "cpu", "--batch-size", "2", "--size", "32", "--iterations", "1"]

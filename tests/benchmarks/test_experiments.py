@@ -168,6 +168,7 @@ def test_segments_are_those_that_were_asked_for():
     assert names == {"0", "4", "8", "12"}
 
 
+@pytest.mark.full
 def test_other_experiments(monkeypatch, tmp_path, capsys):
     """Families at small overheads, and a language model with labels by all of its ways but the compiled ones."""
     families, path = EXPERIMENTS["families"], tmp_path / "out.json"
@@ -282,6 +283,7 @@ def test_another_order_computes_the_same_with_the_same_random_numbers():
     assert in_another_order(chain, ogc.parse(chain, torch.randn(4, 8)), 0) is None
 
 
+@pytest.mark.full
 def test_each_part_of_the_search_is_left_out():
     block = (nn.Linear(32, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 32), nn.LayerNorm(32))
     model = nn.Sequential(*(layer for _ in range(12) for layer in block))
@@ -297,6 +299,7 @@ def test_each_part_of_the_search_is_left_out():
     assert not any(plan.remade for plan in plans["remade values"])
 
 
+@pytest.mark.full
 def test_questions(monkeypatch, tmp_path, capsys):
     path = tmp_path / "out.json"
     monkeypatch.setitem(CASES, "unet", replace(CASES["unet"], build=Branches, input=Numbers((8,))))

@@ -73,6 +73,7 @@ SMALL = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_what_cases_are():
     """Parameters as published, and blocks where ``--compare`` and ``time`` put checkpoints; nothing is allocated."""
@@ -92,6 +93,7 @@ def test_what_cases_are():
     assert with_labels(100).input.sample(2, 8)["labels"].shape == (2, 8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SMALL)
 def test_small_ones_train_bitwise(name):
     model, x = SMALL[name]()
@@ -100,6 +102,7 @@ def test_small_ones_train_bitwise(name):
     assert_same_training(model, optimised, (x,), steps=1)
 
 
+@pytest.mark.full
 def test_shapes_of_the_search_space():
     for name in NETWORKS:
         sizes = []
@@ -175,6 +178,7 @@ def test_a_sequence_gives_what_the_model_gives():
     assert_sequence("additions_100000", Additions(calls=2), torch.randn(2, 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [1], indirect=True)
 def test_peaks_of_a_residual_network(monkeypatch, threads):
     """The least peak takes as little time as within a budget, and what is better lost goes whatever the times."""

@@ -180,6 +180,7 @@ def test_the_memory_of_a_device_is_kept_by_a_whole_step():
     assert needs.fixed + peak_bytes(step, CPU) <= 1.01 * room
 
 
+@pytest.mark.full
 def test_a_device_that_is_too_small_is_told_what_would_do():
     model = Network()
     needs = ogc.estimate(model, IMAGES, loss=loss, optimizer=torch.optim.Adam)

@@ -202,6 +202,7 @@ def test_the_peak_is_as_expected_and_never_more_than_the_plain_one(name):
     assert plan.is_plain or name not in PLAIN
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["penalty", "inner step", "sampler"])
 def test_the_saving_is_that_of_optimizing_the_network_by_hand(name):
     model, by_hand = made(name), made(name)
@@ -212,6 +213,7 @@ def test_the_saving_is_that_of_optimizing_the_network_by_hand(name):
     assert measured_peak(optimised, (X,)) <= 1.01 * measured_peak(by_hand, (X,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.7, 0.85])
 @pytest.mark.parametrize("name", ["penalty", "blocks of first order"])
 def test_a_budget_is_kept(name, share):

@@ -247,6 +247,7 @@ def test_the_peak_is_much_less_and_as_expected(name):
     assert 0.99 * plain <= plan.plain_peak_bytes <= 1.03 * plain + 20_000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.5, 0.75, 0.9])
 def test_a_budget_is_kept_and_costs_less_than_the_least_peak(share):
     model, given = Tower(), rows()
@@ -443,6 +444,7 @@ def rerouted(twin, plain):
     return twin
 
 
+@pytest.mark.full
 def test_two_optimised_models_of_one_plain_model():
     model, given = Tower(), rows()
     small, fast = ogc.optimize(model, given), ogc.optimize(model, given, memory_budget=0.8)
@@ -456,6 +458,7 @@ def test_two_optimised_models_of_one_plain_model():
     assert not any(CALL in vars(module) for module in model.modules())
 
 
+@pytest.mark.full
 def test_an_optimised_model_may_be_optimised_again_and_be_part_of_another():
     model, given = Tower(), rows()
     optimised = ogc.optimize(ogc.optimize(model, given), given, memory_budget=0.8)
@@ -558,6 +561,7 @@ def test_a_child_under_no_grad_is_no_part():
     assert_same_training(model, optimised, given)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_child_under_checkpoint_is_no_part(reentrant):
     class Checkpoints(Tower):
@@ -702,6 +706,7 @@ def test_other_solvers_plan_each_part(solver):
     assert_same_training(model, optimised, given)
 
 
+@pytest.mark.full
 def test_leaves_in_parts_and_parts_that_are_asked_to_stay():
     class Branches(Block):
         def forward(self, x):
@@ -803,6 +808,7 @@ def test_data_parallel_replicas_are_refused():
         optimised._replicate_for_data_parallel()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_a_part_whose_attributes_the_model_sets_is_none(kind):
     class Sets(Tower):

@@ -33,6 +33,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(convolution, "PART_BYTES", (1 << 19) // torch.get_num_threads())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("frozen", ["nothing", "kernel", "images"])
@@ -150,6 +151,7 @@ def test_any_plan_peaks_as_simulated_and_trains_as_the_plain_model(profile, seed
     assert_same_training(model, ogc.apply(model, graph, plan), (x,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [2], indirect=True)
 def test_another_number_of_threads_gives_what_it_gives_the_plain_model(threads):
     model, x = Wide(), wide_images()

@@ -46,6 +46,7 @@ class Packed(Net):
         return super().loss(nn.utils.rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 @pytest.mark.parametrize("kind", [Aligned, Packed])
 def test_operators_without_a_kernel_for_meta_tensors(kind, profile):

@@ -46,6 +46,7 @@ def names_in(path):
     return found
 
 
+@pytest.mark.full
 def test_operators_are_named_in_the_rooms_of_their_families_alone():
     found = {}
     for path in ROOT.rglob("*.py"):

@@ -283,6 +283,7 @@ def test_a_function_that_was_looked_up_before_is_seen_all_the_same():
         ogc.parse(Net(lambda x: cube(x, 3)), X)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_compiled_submodule_is_a_leaf(wrapped):

@@ -185,6 +185,7 @@ def test_compiled_blocks_beside_parts(kind, backend):
     assert not any(part.name.startswith("compiled") for part in optimized.plan.parts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [wrapped, in_place])
 def test_compiled_blocks_that_the_sample_leaves_out(kind, backend):
     optimized = assert_same(lambda: Alternates(kind, backend), backend, len(XS) // 2)

@@ -111,6 +111,7 @@ def test_what_nothing_else_uses_is_not_written(kind):
     assert_same_training(model, forced(model, images()), (images(),))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("measured_times")
 @pytest.mark.parametrize("profile", ["time", "measure"])
 def test_the_plain_models_copies_are_left_out(profile):

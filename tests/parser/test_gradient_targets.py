@@ -28,6 +28,7 @@ def test_nodes_come_after_those_that_they_hold():
     assert held and all(holder > inner for holder, inner in held)
 
 
+@pytest.mark.full
 def test_a_long_chain_can_be_let_go_of():
     w = torch.ones(1, requires_grad=True)
     y = w.exp()

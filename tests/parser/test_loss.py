@@ -235,6 +235,7 @@ def test_a_wrong_loss_is_refused(loss, message):
     assert type(model) is Language
 
 
+@pytest.mark.full
 def test_a_plan_with_a_loss_is_carried_over_where_the_loss_takes_the_output(caplog):
     model = Language()
     optimised = ogc.optimize(model, IDS, loss=lambda logits: logits.square().mean(), memory_budget=0.7)
@@ -256,6 +257,7 @@ def test_a_plan_is_carried_over_where_the_loss_does_not_take_the_output(caplog):
     ogc.check(model, optimised, IDS).raise_if_different()
 
 
+@pytest.mark.full
 def test_another_kind_of_call_is_planned_without_a_loss_that_does_not_take_its_output(caplog):
     model = Language()
     optimised = ogc.optimize(model, IDS, loss=lambda logits: cross_entropy(logits, IDS))

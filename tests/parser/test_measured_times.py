@@ -57,6 +57,7 @@ class Rows(nn.Module):
         return sum(self.layer(x[t]).chunk(2, 1)[t % 2].sum() for t in range(len(x)))
 
 
+@pytest.mark.full
 def test_a_view_is_measured_once_wherever_it_lies(monkeypatch):
     counts = []
     for rows in (2, 12):
@@ -160,6 +161,7 @@ def test_a_plan_is_quicker_than_the_plain_model_by_the_calls_of_modules_that_it_
     assert -1 < plan.overhead < 0
 
 
+@pytest.mark.full
 def test_choosing_a_plan_has_the_price_of_a_look_at_each_module():
     few, many = (nn.Sequential(*(nn.Tanh() for _ in range(number))) for number in (2, 2000))
     for_any = host.OF_CHOICE * host.hook_seconds()

@@ -428,6 +428,7 @@ def test_attention_is_parsed_with_its_log_sum_exp():
     assert attention.internal_bytes > 0 and len(attention.saves) > 0
 
 
+@pytest.mark.full
 def test_shapes_that_depend_on_the_data_are_refused():
     class Picks(nn.Module):
         def __init__(self):

@@ -122,6 +122,7 @@ def test_what_the_inputs_decide_on_is_a_guard(read, caplog):
         assert_same_training(model, optimised, (X, mask), steps=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("read", READS)
 def test_no_plan_is_made_twice(read, monkeypatch):
     made = []
@@ -207,6 +208,7 @@ def chance_of_numpy(part, x):
 NO_GUARDS = [activation, parameter, counter, chance, chance_in_place, bernoulli, order, chance_of_numpy]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("read", NO_GUARDS)
 def test_what_else_decides_makes_a_leaf(read):
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Part(read), nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6))

@@ -100,6 +100,7 @@ def test_a_plan_is_not_made_while_a_collector_around_the_part_is_filled(caplog):
     assert "has got hooks since the model was optimized" in caplog.text
 
 
+@pytest.mark.full
 def test_a_hook_of_any_other_kind_makes_a_leaf():
     model = Asks()
     model(TOKENS)

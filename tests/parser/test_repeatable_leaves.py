@@ -230,6 +230,7 @@ def test_leaves_that_draw_torchs_random_numbers_are_called_again_unasked(leaf, c
     assert not any(op.replayable for op in leaves(ogc.parse(model, X, repeatable_leaves=False)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("inside", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_autocast_and_no_grad_around_a_leaf(inside):
     class Within(Net):

@@ -135,6 +135,7 @@ SEEN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SEEN)
 def test_what_no_data_decide_is_no_guard(name, caplog):
     model = Net(SEEN[name])
@@ -146,6 +147,7 @@ def test_what_no_data_decide_is_no_guard(name, caplog):
     assert len(optimised.report().calls) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "loss",
     [

@@ -79,6 +79,7 @@ class Unfolded(nn.Module):
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 @pytest.mark.parametrize(
     "body",
@@ -110,6 +111,7 @@ class Columns(nn.Module):
         return self.last(self.body(x.tanh()).transpose(1, 2)).sum((1, 2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "body", [nn.LayerNorm(64), nn.Linear(64, 64), nn.Softmax(-1)], ids=["norm", "linear", "softmax"]
 )
@@ -138,6 +140,7 @@ class Tables(nn.Module):
         return total.softmax(1) + total.abs().sum()
 
 
+@pytest.mark.full
 def test_what_frames_of_the_plain_forward_hold_counts_there_alone():
     model, inputs = Tables(), (torch.randn(4, 16),)
     assert_as_simulated(model, inputs, shares=(0.8,))
@@ -187,6 +190,7 @@ class Ghost(nn.Module):
         return out
 
 
+@pytest.mark.full
 def test_a_view_that_is_made_before_a_write_keeps_no_cut_away():
     torch.manual_seed(0)
     model, inputs = nn.Sequential(*(Ghost() for _ in range(8))), (torch.randn(256, 64),)
@@ -233,6 +237,7 @@ class Custom(nn.Module):
         return x + self.function.apply(self.first(x), self.second(x)).tanh()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("function", [KeepsAside, KeepsArgumentsAside])
 def test_what_a_custom_function_keeps_past_autograd_counts(function):
     torch.manual_seed(0)
@@ -252,6 +257,7 @@ class Gathered(nn.Module):
         return self.pick(self.first(x)).square()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "pick",
     [lambda x: x.gather(1, torch.zeros(256, 8, dtype=torch.long)), lambda x: x.index_select(1, torch.arange(8))],
@@ -272,6 +278,7 @@ class Turned(nn.Module):
         return self.last(self.body(x.transpose(1, 3)).flatten(1)[:, :32])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "body",
     [
@@ -317,6 +324,7 @@ class InPositions(nn.Module):
         return x
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_gradient_that_is_copied_stays_while_others_wait_for_it(depth):
     torch.manual_seed(0)
@@ -364,6 +372,7 @@ class Unused(nn.Module):
         return self.last(x.tanh()) * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("has_history", [False, True])
 def test_what_the_plain_forward_makes_and_nothing_uses_counts_there_alone(has_history):
     torch.manual_seed(0)
@@ -410,6 +419,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_that_take_more_or_less_than_shapes_tell(name):
     model = Function(KERNELS[name])

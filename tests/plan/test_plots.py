@@ -107,6 +107,7 @@ def test_checkpoints_are_what_runs_start_from():
         assert read <= schedule.checkpoints
 
 
+@pytest.mark.full
 def test_a_plain_plan_has_the_plain_models_timeline(resnet):
     plan = ogc.solve(resnet.graph, solver="none")
     assert tuple(moment.event for moment in trace(resnet.graph, plan)) == plain_timeline(resnet.graph)
@@ -117,6 +118,7 @@ def test_a_plain_plan_has_the_plain_models_timeline(resnet):
     plan.draw()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wish", [{}, {"max_overhead": 0.3}, {"memory_budget": 0.6}])
 def test_the_timeline_peaks_where_the_allocator_says(resnet, wish):
     plan = ogc.solve(resnet.graph, **wish)
@@ -180,6 +182,7 @@ def test_the_graph_names_every_operation_and_checkpoint(resnet):
     assert "layer1.0.conv1" in found
 
 
+@pytest.mark.full
 def test_no_two_texts_of_a_picture_overlap(resnet):
     plan = ogc.solve(resnet.graph, memory_budget=0.6)
     peers = {"chen": (5 * MIB, 0.25), "uniform": (5 * MIB, 0.26)}
@@ -205,6 +208,7 @@ def shown(figure):
         yield from (tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_files_are_as_their_ending_says_and_the_same_each_time(resnet, tmp_path, ending):
     plan, curve = ogc.solve(resnet.graph, max_overhead=0.3), ogc.frontier(resnet.graph, points=6)
@@ -235,6 +239,7 @@ def test_notebooks_show_a_figure(resnet):
     assert ogc.solve(resnet.graph).plot()._repr_png_().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_long_and_empty_graphs_are_drawn():
     graph = chain([4] * 1000)
     plan = ogc.solve(graph)
@@ -286,6 +291,7 @@ def test_a_plan_without_its_graph_is_refused():
             picture()
 
 
+@pytest.mark.full
 def test_without_matplotlib_everything_else_works_and_pictures_say_what_to_install():
     script = """
 import sys
@@ -315,6 +321,7 @@ assert benchmark.main(["--arch", "resnet18", "--device", "cpu", "--plot", "nowhe
 # -- the command line ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_benchmark_draws_three_pictures_in_two_formats(tmp_path, capsys):
     folder = tmp_path / "new" / "pictures"
     arguments = ["--arch", "resnet18", "--device", "cpu", "--batch-size", "2", "--image-size", "64"]

@@ -46,6 +46,7 @@ def test_low_memory_operators_come_back():
     assert plan.low_memory and plan_from_text(text_of(plan), graph) == plan
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wish", [{}, {"memory_budget": 0.7}, {"max_overhead": 0.6}, {"memory_budget": 1.0}])
 def test_plans_of_the_solver_are_loaded_for_the_same_graph_parsed_again(tmp_path, wish):
     plan = ogc.solve(graph_of("residual"), **wish)
@@ -83,6 +84,7 @@ print(Fingerprint.of(ogc.parse(Residual(), images(), profile="time")))
 """
 
 
+@pytest.mark.full
 def test_the_fingerprint_is_that_of_other_processes_and_of_measured_times():
     here = str(Fingerprint.of(graph_of("residual")))
     for seed in ("1", "2"):
@@ -95,6 +97,7 @@ def test_the_fingerprint_is_that_of_other_processes_and_of_measured_times():
         assert done.stdout.strip() == here, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "given", "difference"),
     [
@@ -124,6 +127,7 @@ def changed(text, **fields):
     return json.dumps({**json.loads(text), **fields})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

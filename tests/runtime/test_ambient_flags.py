@@ -91,6 +91,7 @@ def step(run, model, x, setting):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_runs_again_has_the_settings_of_the_forward(name):
     kind, shape, setting = SETTINGS[name]

@@ -75,6 +75,7 @@ def gradients(model, run, x, around):
     return [out.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", CHANGES)
 @pytest.mark.parametrize("picks", [False, True], ids=["whole", "in parts"])
 def test_what_may_change_something_runs_the_plain_model(picks, words, caplog):
@@ -99,6 +100,7 @@ def on_the_cpu():
     return torch.device("cpu")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("around", [save_on_cpu, on_the_cpu, Looks])
 def test_what_changes_nothing_is_planned_for(around):
     model, x = Tanhs(), torch.randn(256, 32)

@@ -71,6 +71,7 @@ def outcome(model, x, between):
         return type(error)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pieces", [2, 4])
 @pytest.mark.parametrize("change", CHANGES)
 def test_runs_again_see_what_the_forward_saw(change, pieces):

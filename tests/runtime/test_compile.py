@@ -104,6 +104,7 @@ def test_what_is_compiled_runs_by_its_plan(tower, caplog, by, make):
     assert len(told(caplog)) == 1 and TOLD in told(caplog)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compiles_first", [True, False])
 def test_the_plain_model_compiles_apart_from_the_optimized_one(tower, compiles_first):
     optimised = ogc.optimize(tower, X)
@@ -127,6 +128,7 @@ def whole_graphs():
             compiled(optimised, fullgraph=True, backend="aot_eager")(X)
 
 
+@pytest.mark.full
 def test_a_whole_graph_is_refused():
     run_apart(whole_graphs)
 
@@ -156,6 +158,7 @@ def test_a_model_around_it_is_compiled_without_it(tower, caplog):
     assert len(told(caplog)) == 1
 
 
+@pytest.mark.full
 def test_many_optimized_modules_meet_no_limit(caplog):
     caplog.set_level(logging.WARNING)
     blocks = nn.Sequential(*(ogc.optimize(Tower(*layers(2)), X) for _ in range(12)))
@@ -190,6 +193,7 @@ def with_leaves():
     return nn.Sequential(nn.Conv2d(4, 4, 3), nn.SiLU(), part, nn.Dropout(), nn.Conv2d(4, 4, 3), nn.GELU())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [low_memory, with_leaves])
 def test_a_whole_step_may_be_compiled(make):
     model, images, counter = make(), torch.randn(4, 4, 16, 16), counting()
@@ -244,6 +248,7 @@ def test_a_model_in_parts_is_exported_plain(strict):
     assert torch.equal(exported.module()(X), model(X))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", [by_wrapper, by_method])
 def test_around_a_compiled_submodule_the_saving_stays(by):
     part = by(nn.Sequential(nn.Linear(64, 64), nn.GELU()), backend="aot_eager")

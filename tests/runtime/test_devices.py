@@ -421,6 +421,7 @@ class Broken:
     compare_set = check
 
 
+@pytest.mark.full
 def test_ranks_have_one_answer(ranks):
     one, other = ranks.run(answers)
     assert one == other

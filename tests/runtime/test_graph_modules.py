@@ -47,6 +47,7 @@ MAKERS = {"traced": lambda: symbolic_trace(layers()), "features": extractor}
 quiet = pytest.mark.filterwarnings("ignore:NOTE. The nodes obtained by tracing")
 
 
+@pytest.mark.full
 @quiet
 @pytest.mark.parametrize("name", MAKERS)
 def test_they_train_bitwise_with_the_saving(name):
@@ -60,6 +61,7 @@ def test_they_train_bitwise_with_the_saving(name):
     assert optimised.code == model.code and optimised.graph is model.graph, "as everywhere, the model's own stay"
 
 
+@pytest.mark.full
 @quiet
 @pytest.mark.parametrize("name", MAKERS)
 def test_modes_may_be_switched(name):
@@ -77,6 +79,7 @@ def test_modes_may_be_switched(name):
     assert optimised.report().planned == before + 3
 
 
+@pytest.mark.full
 @quiet
 def test_copies_have_a_forward_of_their_own():
     model = extractor()
@@ -96,6 +99,7 @@ def test_copies_have_a_forward_of_their_own():
         assert twin.report().planned
 
 
+@pytest.mark.full
 @quiet
 def test_another_graph_is_another_plan():
     model = symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))

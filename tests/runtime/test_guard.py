@@ -197,6 +197,7 @@ def branch_on_what_is_computed(x):
 SHAPE_DEPENDENT = [branch, loop, length, number, unrolled, pieces, literal, layout, branch_on_what_is_computed]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("middle", SHAPE_DEPENDENT, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("make", [ogc.optimize, forced], ids=["optimize", "by hand"])
 def test_what_python_makes_of_a_size_is_not_carried_over_silently(middle, make):
@@ -206,6 +207,7 @@ def test_what_python_makes_of_a_size_is_not_carried_over_silently(middle, make):
         assert_same_training(model, optimised, (images(batch),), steps=1)
 
 
+@pytest.mark.full
 def test_a_branch_is_planned_for_once_on_either_side(parses):
     model = Net(lambda x: x.tanh() if x.shape[0] > 4 else x * 3)
     optimised = ogc.optimize(model, images(4))
@@ -225,6 +227,7 @@ def test_sequence_lengths_of_attention(make, parses, opened):
     assert len(parses) <= 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["lstm", "encoder"])
 def test_sequence_lengths_of_recurrent_and_encoder_layers(kind, opened):
     class Model(nn.Module):
@@ -278,6 +281,7 @@ def test_a_check_between_forward_and_backward_disturbs_no_step():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("carried", [False, True])
 def test_inputs_of_any_strides(carried, opened):
     strided = torch.randn(4, 8, 16, 3)[..., ::2, :].permute(0, 3, 1, 2)
@@ -364,6 +368,7 @@ def plan_of_call(optimised, x):
     return plain if plan.is_plain else ogc.make_plan(graph, plan.segments, remade=plan.remade)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [(8, 64, 16), (2, 128, 16), (64, 8, 16), (3, 5, 16), (31, 16, 16)])
 def test_a_budget_in_bytes_holds_for_as_many_numbers_in_another_shape(shape):
     model, sample, x = towers(), torch.randn(32, 16, 16), torch.randn(shape)
@@ -386,6 +391,7 @@ def test_a_plain_plan_is_not_run_beyond_a_budget_in_bytes():
     assert measured_peak(optimised, (x,)) <= 1.01 * budget
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [(8, 64, 16), (2, 128, 16), (64, 8, 16), (3, 5, 16), (1, 300, 16)])
 @pytest.mark.parametrize("wish", [{"memory_budget": 0.5}, {"memory_budget": 0.8}, {"max_overhead": 0.1}])
 def test_shares_hold_for_other_shapes(shape, wish, free_runtime):
@@ -406,6 +412,7 @@ def test_a_plan_that_keeps_the_wish_elsewhere_is_carried_over(parses):
     assert sum(variant.is_carried for variant in runner_of(optimised).variants) >= 1
 
 
+@pytest.mark.full
 def test_a_share_that_nothing_meets_gets_the_least_peak_at_all_sizes(parses, caplog):
     model = towers()
     optimised = ogc.optimize(model, torch.randn(32, 16, 16), memory_budget=0.2)
@@ -466,6 +473,7 @@ def patch(model):
 CHANGES = [freeze, unfreeze_all_but_the_first, norms_in_eval, adapters, replace_by_the_same_kind, tie, patch]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_a_change_of_the_module_is_planned_for(change, opened, parses, caplog):
     model = Net()
@@ -725,6 +733,7 @@ class RowsInALoop(nn.Module):
         return total
 
 
+@pytest.mark.full
 def test_a_guard_that_cannot_be_read_means_another_plan():
     """Also afterwards, for the sample itself, and for calls that the plain model refuses."""
     x, model = torch.randn(4, 8), RowsInALoop()

@@ -88,6 +88,7 @@ def assert_same(plain, optimised, calls):
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("is_twice", [True, False])
 def test_a_tensor_that_is_given_twice(place, is_twice):
@@ -110,6 +111,7 @@ CONTAINERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_twice", [True, False])
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_a_container_that_is_given_twice(kind, is_twice):
@@ -217,6 +219,7 @@ class InParts(nn.Module):
         return x
 
 
+@pytest.mark.full
 def test_what_parts_are_given():
     x, y = (torch.randn(2, 6, 8, requires_grad=True) for _ in range(2))
     model = InParts()

@@ -43,6 +43,7 @@ ACTIVATIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gradients_are_those_of_the_plain_model_under_any_plan(norm, name):
@@ -151,6 +152,7 @@ class Written(nn.Module):
         return x.mean()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_to_views_peak_as_simulated(name, profile):
@@ -229,6 +231,7 @@ class Filled(nn.Module):
         return self.head(self.fill(x.new_zeros(20, *x.shape), self.net, x)).mean()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 @pytest.mark.parametrize("name", FILLED)
 def test_a_loop_that_fills_a_tensor_is_cut_between_its_writes(name, profile):
@@ -276,6 +279,7 @@ class Unrolled(nn.Module):
 CELLS = {"gru": nn.GRUCell, "lstm": nn.LSTMCell, "rnn": nn.RNNCell, "gates": gates, "split": split}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 @pytest.mark.parametrize("name", CELLS)
 def test_a_loop_of_cells_is_planned(name, profile):
@@ -289,6 +293,7 @@ def test_a_loop_of_cells_is_planned(name, profile):
     assert_same_training(model, optimised, (x,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "make", [*(partial(Unrolled, cell) for cell in CELLS.values()), *map(partial, [Filled] * 4, FILLED.values())]
 )

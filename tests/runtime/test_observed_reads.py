@@ -98,6 +98,7 @@ def test_a_change_is_seen_wherever_it_was_read(place, opened):
     assert optimised.report().plain == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", ["b.notes = r", "CONFIG.notes = r", "globals()['NEW'] = r", "b.scale0 = r"])
 def test_what_was_not_read_may_change(change):
     _, other = worlds("x = x * self.scale * CONFIG.gain * SCALE")
@@ -150,6 +151,7 @@ def test_reads_are_seen_under_whoever_watches(place, watcher):
     assert_alike(plain, other, optimised)
 
 
+@pytest.mark.full
 def test_other_threads_read_what_they_like():
     plain, other = worlds("x = x * self.table['default']")
     stop, seen = threading.Event(), []

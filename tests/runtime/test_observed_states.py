@@ -73,6 +73,7 @@ HELD = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", HELD)
 def test_what_is_held_is_used_as_by_the_plain_model(kind):
     make, used = HELD[kind]

@@ -84,6 +84,7 @@ class Between(torch.nn.Module):
         return x
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "given", "wish"),
     [

@@ -92,6 +92,7 @@ def test_a_module_around_a_custom_function_is_looked_at(name, value, opened):
     assert all(map(torch.equal, step(optimised, net, x), step(net, net, x)))
 
 
+@pytest.mark.full
 def test_what_is_not_read_may_change(caplog):
     net, x = Net(), torch.randn(64, 16)
     optimised = ogc.optimize(net, x)
@@ -134,6 +135,7 @@ def watched(net, leaf=None):
     return WatchedReads(observer.reads(), net)
 
 
+@pytest.mark.full
 def test_attributes_inside_leaves_are_theirs():
     net = Net()
     known = watched(net, "drop")

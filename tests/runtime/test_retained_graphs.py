@@ -46,6 +46,7 @@ def test_gradients_are_the_plain_models(wish):
     assert all(map(torch.equal, gradients(optimised, model, x), gradients(model, model, x)))
 
 
+@pytest.mark.full
 def test_each_backward_needs_no_more_than_the_plan():
     model, x = stack(), torch.randn(2048, 64)
     optimised = ogc.optimize(model, x)

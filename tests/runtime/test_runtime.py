@@ -24,6 +24,7 @@ from ogc.plan.schedule import Schedule
 from ogc.runtime import frame
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_bitwise_the_plain_models(name, device):
     if device.type == "cuda" and name == "written result":
@@ -50,6 +51,7 @@ def test_any_segmentation_is_bitwise_the_plain_model(name, seed):
     assert_same_training(model, ogc.apply(model, graph, plan), given, steps=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_any_fates_are_bitwise_the_plain_model(name):
     make, inputs = CASES[name]
@@ -434,6 +436,7 @@ def test_a_step_leaves_nothing_behind():
         gc.enable()
 
 
+@pytest.mark.full
 def test_the_text_of_a_plan_is_there_for_tracebacks_as_long_as_the_plan_is():
     def plans_with_text():
         gc.collect()

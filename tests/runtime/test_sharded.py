@@ -367,6 +367,7 @@ def with_tensors_of_all_ranks(rank):
     assert_same(*runs)
 
 
+@pytest.mark.full
 def test_a_model_of_tensors_of_all_ranks_runs_plain(ranks):
     ranks.run(with_tensors_of_all_ranks)
 

@@ -64,6 +64,7 @@ def test_the_steps_on_offer():
     assert steps == [*forward, ("again", 0), ("again", 1), *backward]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("in_forward", [False, True])
 @pytest.mark.parametrize("seed", range(20))
 def test_the_program_agrees_with_a_search_over_states(seed, in_forward):
@@ -124,6 +125,7 @@ def check_gaps(seeds):
     assert median_gap("the optimum of all schedules", seeds, lambda seed: exact(seed, True)) <= 0.03
 
 
+@pytest.mark.full
 def test_half_of_the_plans_are_within_3_percent_of_the_optimum():
     check_gaps(SEEDS)
 

@@ -28,6 +28,7 @@ def test_all_agree_on_chains(seed, solver):
     assert ALL[solver](graph, LEAST_PEAK).peak_bytes == every_tree(graph, LEAST_PEAK).peak_bytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("solver", ALL)
 @pytest.mark.parametrize("seed", range(15))
 def test_the_least_peak_is_a_budget_that_is_met_and_a_byte_less_is_refused(seed, solver):

@@ -87,6 +87,7 @@ def test_binomial_needs_little_on_a_long_chain():
     assert max(segment.depth for segment in plan.segments) > 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("seed", range(25))
 def test_every_solver_plans_every_graph_and_always_the_same(seed, solver):

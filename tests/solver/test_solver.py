@@ -279,6 +279,7 @@ def test_a_long_program_is_cut_at_narrow_places_and_around_its_largest_operation
     assert np.median(widths[cuts]) <= np.median(widths)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(60))
 def test_nothing_is_lost_without_the_cuts_behind_which_nothing_is_made_or_saved(seed):
     graph = with_views(random_graph(seed, most=14), seed)

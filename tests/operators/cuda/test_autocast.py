@@ -115,6 +115,7 @@ def test_what_is_planned_is_what_is_dispatched_on_cuda(name, dtype, on_cuda):
     assert ("aten::_to_copy", (dtype,)) in eager.calls
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_are_cast_whole(kind, dtype):
     with torch.autocast("cpu", dtype):

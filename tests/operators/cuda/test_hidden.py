@@ -51,6 +51,7 @@ def test_cross_entropy_saves_scores_made_probable_and_a_weight():
     assert graph.operations[-1].internal_bytes == 4 * 32 * 50 + 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "kept"), [(nn.LSTM, 6), (nn.GRU, 5), (nn.RNN, 1)])
 def test_recurrent_layers(kind, kept):
     """Gates, cells and hidden states of all steps are reserved, and a byte for each that dropout may take away."""

@@ -115,6 +115,7 @@ def test_the_models_own_switch_is_off_again():
     assert not any(getattr(module, "memory_efficient", False) for module in trial.model.modules())
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_with_less_for_activations_computes_more(trial):
     def make(budget):
@@ -160,6 +161,7 @@ def test_what_differs():
     assert distances(plain, lacks) == {"output 0": float("inf")}
 
 
+@pytest.mark.full
 def test_ours_must_have_the_plain_bits_and_others_may_differ(trial, capsys):
     def wrong():
         planned = trial.planned(lambda: ogc.solve(trial.graph))
@@ -191,6 +193,7 @@ def test_the_smallest_plan_with_no_more_flops_recomputes_whatever_has_none(monke
     assert ways.frontier_by_flops(ogc.parse(nn.Sequential(nn.Tanh(), nn.PReLU()), torch.randn(2, 3))) == []
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_a_comparison(case, capsys, monkeypatch, tmp_path):
     """What fails is a row that says so, beside the others; a plan with other bits, and one that is not found."""
