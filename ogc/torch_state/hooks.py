@@ -30,6 +30,8 @@ from .private import (
     function_modes,
     hooks_of,
     leave_saved_tensors_hooks,
+    pop_function_mode,
+    push_function_mode,
     saved_tensors_hooks_in_use,
     submodules_of,
 )
@@ -61,6 +63,22 @@ def what_is_around() -> str:
         return DISPATCH
     hooks = saved_tensors_hooks_in_use()
     return "" if hooks is None or all(map(_is_known, hooks)) else SAVED
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Inside, no mode has functions of torch do something else, but for a default device."""
+    modes = [pop_function_mode() for _ in function_modes()]
+    for mode in reversed(modes):
+        if type(mode) is DeviceContext:
+            push_function_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in function_modes():
+            pop_function_mode()
+        for mode in reversed(modes):
+            push_function_mode(mode)
 
 
 def _only_looks(mode: Any) -> bool:

@@ -134,6 +134,10 @@ count_dispatch_modes: Any = _C._len_torch_dispatch_stack
 """How many ``dispatch_modes`` there are. Without it as without these."""
 dispatch_modes: Any = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 """The modes that operators are handed to. Without it what runs again runs outside of those around the forward."""
+push_function_mode: Any = torch.overrides._push_mode
+"""Puts a mode for functions of torch on. Without it, and ``pop_function_mode``, nothing can be optimized in one."""
+pop_function_mode: Any = torch.overrides._pop_mode
+"""Takes the innermost mode for functions of torch off, and returns it. Without it as without ``push_function_mode``."""
 DeviceContext = torch.utils._device.DeviceContext
 """The mode that a default device is. Without it the plain model runs wherever one is set."""
 enter_saved_tensors_hooks: Any = _C._autograd._push_saved_tensors_default_hooks

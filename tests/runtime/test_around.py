@@ -119,9 +119,20 @@ def test_a_checkpoint_of_torch_around_it_is_planned_for():
     assert optimised.report().plain == 0
 
 
-def test_nothing_is_optimized_in_a_mode():
+def test_what_is_optimized_in_a_mode_is_planned_as_outside_of_it():
+    model, x = Tanhs(), torch.randn(256, 32)
+    with Sines() as mode, torch.device("cpu"):
+        optimised = ogc.optimize(model, x)
+        inside = optimised(x)
+        assert torch.overrides._get_current_function_mode_stack()[0] is mode
+        assert torch.equal(inside, model(x))
+    assert torch.equal(optimised(x), model(x)) and not torch.equal(inside, model(x))
+    assert (optimised.report().planned, optimised.report().plain) == (1, 1)
+
+
+def test_nothing_is_parsed_in_a_mode():
     with Sines(), pytest.raises(ogc.InputError, match="a TorchFunctionMode is on, which"):
-        ogc.optimize(Tanhs(), torch.randn(256, 32))
+        ogc.parse(Tanhs(), torch.randn(256, 32))
 
 
 class Rounds(nn.Module):
