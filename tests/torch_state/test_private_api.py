@@ -411,6 +411,16 @@ def is_finished(work):
     return "Work" in str(work()._type()) and work()._has_method("wait")
 
 
+def taken_off(pop, push):
+    """Whether the innermost mode is taken off and put on again."""
+    with torch.device("cpu"):
+        modes = torch.overrides._get_current_function_mode_stack
+        before, mode = modes(), pop()
+        between = modes()
+        push(mode)
+        return between == before[:-1] and mode is before[-1] and modes() == before
+
+
 def within_a_mode(modes):
     with torch.overrides.BaseTorchFunctionMode() as mode:
         return modes() == [mode]
@@ -547,6 +557,8 @@ CHECKS = {
     "has_kernel": lambda has: has("aten::linear", "AutocastCPU") and not has("aten::relu", "AutocastCPU"),
     "saved_tensors_hooks_in_use": lambda hooks: hooks() is None and in_use(hooks),
     "function_modes": lambda modes: modes() == [] and within_a_mode(modes),
+    "pop_function_mode": lambda pop: taken_off(pop, torch.overrides._push_mode),
+    "push_function_mode": lambda push: taken_off(torch.overrides._pop_mode, push),
     "count_function_modes": lambda count: count() == 0 and on_a_device(count) == 1,
     "count_dispatch_modes": lambda count: count() == 0 and within_a_dispatch_mode(lambda: [None] * count(), [None]),
     "dispatch_modes": lambda modes: modes() == [] and within_a_dispatch_mode(modes),
