@@ -315,9 +315,7 @@ class Runner:
 
     def _tell(self, what: str, cause: str = "") -> None:
         """Log something once, or once for all that has the same cause."""
-        if (cause or what) not in self.told:
-            self.told.add(cause or what)
-            log.warning(what)
+        tell_once(what, self.told, cause)
 
 
 HOOKED = "hooks of all modules are set"
@@ -334,11 +332,16 @@ COSTS_THE_SAVING = (HOOKED, CACHED, EVAL, TRANSFORMED, REPLACED, MODE, DISPATCH,
 """Reasons to run the plain model in what may well be a training step."""
 
 
+def tell_once(what: str, told: set[str], cause: str = "") -> None:
+    """Log something once, or once for all that has the same cause; ``told`` has what was."""
+    if (cause or what) not in told:
+        told.add(cause or what)
+        log.warning(what)
+
+
 def tell_plain(why: str, told: set[str]) -> None:
     """Log once why the plain model runs; ``told`` has what was."""
-    if why not in told:
-        told.add(why)
-        log.warning(f"ogc runs the plain model, which keeps all activations: {why}")
+    tell_once(f"ogc runs the plain model, which keeps all activations: {why}", told)
 
 
 def plain_because(model: torch.nn.Module, training: bool) -> str:
