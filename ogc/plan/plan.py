@@ -232,7 +232,7 @@ def _rows(
 def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, ...]]:
     """A row per low-memory operator: the most bytes alive where PyTorch's own would run in its place."""
     limit = simulate(graph, decisions).peak_bytes
-    keeping = tuple(t for t in decisions.low_memory if graph.operations[t].keeps_otherwise)
+    keeping = tuple(t for t in decisions.low_memory if graph.operations[t].variant_saves_otherwise)
     alone: dict[int, int] = {}  # those that only take other bytes while they run
     for event in simulate(graph, replace(decisions, low_memory=keeping)).timeline:
         alone[event.operation] = max(event.bytes, alone.get(event.operation, 0))
@@ -241,7 +241,7 @@ def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, 
         alone[t] = simulate(graph, without).peak_bytes
     for t in decisions.low_memory:
         op = graph.operations[t]
-        numbers = (alone[t] / 1e6, limit / 1e6, op.form_seconds * 1e3)
+        numbers = (alone[t] / 1e6, limit / 1e6, op.variant_seconds * 1e3)
         yield (str(t), op.target, op.module, *(f"{number:.2f}" for number in numbers))
 
 

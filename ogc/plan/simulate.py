@@ -77,7 +77,7 @@ def _plain(graph: Graph) -> Memory:
 
 def lower_bound(graph: Graph) -> int:
     """Bytes below which no plan of any kind can peak, as long as operations are run whole, each in its best form."""
-    forms = graph.with_forms(()), graph.with_forms(graph.low_memory)
+    forms = graph.with_variants(()), graph.with_variants(graph.low_memory)
     return max(map(min, *(form.operation_bounds for form in forms)), default=0)
 
 
