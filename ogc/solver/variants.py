@@ -14,7 +14,7 @@ from functools import cached_property
 from ..graph import Graph, Operation
 from ..plan import simulate
 from ..plan.decisions import Decisions
-from .local_search import Candidate, front_of, weigh
+from .candidates import Candidate, front_of, weigh
 from .search import Search
 
 WORTH_A_SEARCH = 0.005
