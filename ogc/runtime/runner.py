@@ -38,7 +38,7 @@ from ..torch_state.reads import WatchedReads
 from .calls import Calls, Kind, Report
 from .frame import Step
 from .generate import Generated, generate
-from .marks import raise_what_is_known
+from .held import raise_what_is_known
 
 log = logging.getLogger(__name__)
 
