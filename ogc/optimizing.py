@@ -27,8 +27,7 @@ from .planning.compiled import check_backend
 from .planning.stored import Store, saved_plan
 from .program.program import device_of_model
 from .program.structures import Call
-from .runtime.module import OWN_PLAN
-from .runtime.with_loss import TARGETS, with_loss
+from .runtime.module import OWN_PLAN, TARGETS, with_loss
 from .solver import Budget, Wish
 from .torch_state.hooks import outside_of_modes
 from .torch_state.ranks.shards import has_units

@@ -34,7 +34,7 @@ from .planning.stored import NOWHERE, Store, key_of, taken_up
 from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
-from .runtime.calls.report import Calls, Report
+from .runtime.calls import Calls, Report
 from .runtime.compiling import kept_from_compiling
 from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, plain_instance
 from .runtime.runner import plain_because

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParseError
-from ..graph import Form, Graph, Operation
+from ..graph import Graph, Operation, Variant
 from ..operators.slices import Compiled, Sliced
 from ..program.leaf import Leaf, called_leaves
 from ..program.program import Program
@@ -150,7 +150,7 @@ def _with_outside_of(known: Graph, found: Graph) -> Graph:
 
 def _carried(op: Operation, seen: dict[str, Any]) -> Operation:
     """The operation as it was seen for the other call, with the weights that it had."""
-    now: Form | None = seen.pop("low_memory")
+    now: Variant | None = seen.pop("low_memory")
     form = now and op.low_memory and replace(op.low_memory, saves=now.saves, internal_bytes=now.internal_bytes)
     return replace(op, low_memory=form, **seen)
 

@@ -35,8 +35,7 @@ from ..torch_state.private import (
     parametrizations_are_cached,
 )
 from ..torch_state.reads import WatchedReads
-from .calls.kind import Kind
-from .calls.report import Calls, Report
+from .calls import Calls, Kind, Report
 from .frame import Step
 from .generate import Generated, generate
 from .marks import raise_what_is_known

@@ -14,7 +14,7 @@ from functools import cached_property
 from ..graph import Graph, Operation
 from ..plan import simulate
 from ..plan.decisions import Decisions
-from .local_search import Candidate, front_of, weigh
+from .candidates import Candidate, front_of, weigh
 from .search import Search
 
 WORTH_A_SEARCH = 0.005
@@ -37,12 +37,12 @@ class FormSearch:
     def economical(self) -> Search:
         """Plans in which every form runs and costs nothing."""
         free = replace(self.graph, operations=tuple(map(_with_free_form, self.graph.operations)))
-        return Search(free.with_forms(self.graph.low_memory))
+        return Search(free.with_variants(self.graph.low_memory))
 
     @cached_property
     def own(self) -> Search:
         """Plans of PyTorch's own operators alone."""
-        return Search(self.graph.with_forms(()))
+        return Search(self.graph.with_variants(()))
 
     @cached_property
     def least_peak(self) -> Candidate:
@@ -91,7 +91,7 @@ class FormSearch:
         """
         enough = (1 - WORTH_A_SEARCH) * found.peak_bytes
         if max(self.own.graph.operation_bounds) >= enough:
-            return max(self.graph.with_forms(self.graph.low_memory).operation_bounds) < enough
+            return max(self.graph.with_variants(self.graph.low_memory).operation_bounds) < enough
         all_forms = replace(found.decisions, low_memory=self.graph.low_memory)
         return simulate(self.graph, all_forms).peak_bytes < enough
 
@@ -119,7 +119,7 @@ def fewest_forms(graph: Graph, found: Candidate, peak: int) -> Candidate:
     A form that saves what PyTorch's own operator saves only changes the bytes while the operation itself runs: those
     that are needed are read off one timeline. The others are tried one by one.
     """
-    keeping = [t for t in graph.low_memory if graph.operations[t].keeps_otherwise]
+    keeping = [t for t in graph.low_memory if graph.operations[t].variant_saves_otherwise]
     best = _with_needed(graph, found.decisions, keeping, peak)
     if best is None:  # the forms of operations that the search saw otherwise
         return weigh(graph, replace(found.decisions, low_memory=graph.low_memory))

@@ -25,7 +25,7 @@ from itertools import pairwise
 
 import networkx as nx
 
-from ...graph import Graph
+from ..graph import Graph
 
 SOURCE = -1
 """Stands before every vertex that is made from no other."""

@@ -8,15 +8,15 @@ from math import comb, isqrt
 
 import numpy as np
 
-from ...errors import PlanError
-from ...graph import Graph
-from ...plan import Decisions, Plan, Segment, plain_plan, recomputed, saved
-from ...plan.decisions import cut_into_segments
-from ...plan.schedule import Schedule
-from ..local_search import weigh
-from ..nested import MOST_TIMES
-from ..wish import Solver, Wish
+from ..errors import PlanError
+from ..graph import Graph
+from ..plan import Decisions, Plan, Segment, plain_plan, recomputed, saved
+from ..plan.decisions import cut_into_segments
+from ..plan.schedule import Schedule
+from .candidates import weigh
 from .feng_huang import checkpoint_positions
+from .nested import MOST_TIMES
+from .wish import Solver, Wish
 
 MAX_TRIES = 64
 """Plans that a solver chooses from at most: each is simulated, and more would differ little."""
@@ -125,7 +125,7 @@ def revolve(cuts: Sequence[int], snapshots: int) -> tuple[Segment, ...]:
 
 @reference("feng-huang")
 def feng_huang(graph: Graph) -> Iterator[Sequence[Segment]]:
-    """The published algorithm for arbitrary graphs, of which :mod:`ogc.solver.references.feng_huang` says more.
+    """The published algorithm for arbitrary graphs, of which :mod:`ogc.solver.feng_huang` says more.
 
     The program is cut at each of its checkpoints, or behind it where it may first be cut. For vertices that
     split the whole graph this is exact. Elsewhere a cut keeps all that crosses it, not the checkpoint alone,
