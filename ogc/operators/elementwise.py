@@ -1,6 +1,6 @@
-"""Elementwise operators.
+"""Operators that work entry by entry, that move entries, and losses.
 
-Their low-memory forms write their input's gradient over their result's, where that is whole and nobody else's.
+Low-memory forms of the first write their input's gradient over their result's, where that is whole and nobody else's.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from ..torch_state.private import OpOverload, is_view, schema_of, untraced
-from .cuda.composites import dropout_on_cuda, log_sigmoid_on_cuda
-from .holders import is_ours
-from .low_memory import LowMemory
-from .registry import Arguments, Operator, like, register, run_for_bytes
-from .slices.axes import Along, Axes, elementwise
+from .low_memory import LowMemory, is_ours
+from .registry import Arguments, Operator, Summed, like, register, run_for_bytes
+from .slices.axes import Along, Axes, elementwise, joined, moved, of_first
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -88,9 +86,63 @@ def _dropped(args: Arguments, axes: Axes) -> Along | None:
     return None if is_training and share else elementwise(args, axes)
 
 
+aten = torch.ops.aten
+
+
+_RESHAPING = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
+_MOVING = (
+    aten.flatten.using_ints,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.t.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.narrow.default,
+    aten.split.Tensor,
+    aten.chunk.default,
+    aten.unbind.int,
+    aten.alias.default,
+    aten.contiguous.default,
+)
+
+
+def _has_mask(tensors: list[torch.Tensor]) -> bool:
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors)
+
+
+def _cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    first, *others = tensors
+    if not all(t.is_contiguous() and t.dtype == first.dtype and t.dim() == first.dim() for t in tensors):
+        return aten.cat.default(tensors, dim)
+    shape = list(first.shape)
+    shape[dim] += sum(t.shape[dim] for t in others)
+    return first.new_empty(shape)
+
+
+def _overloads(*packets: Any) -> list[Any]:
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+aten = torch.ops.aten
+
+MEAN, SUM = 1, 2
+"""How aten numbers reductions."""
+
+
+def _over_classes(args: Arguments) -> Summed | None:
+    """Of scores, targets, and what follows with its default: weights of classes, reduction, target to ignore."""
+    given: tuple[Any, ...] = (*args, *(None, MEAN, -100)[len(args) - 2 :])
+    scores, targets, classes, reduction, ignored, *rest = given
+    if reduction not in (MEAN, SUM):
+        return None
+    return Summed((scores, targets, classes, SUM, ignored, *rest), targets, classes, ignored, reduction == MEAN)
+
+
 register(
-    Operator(aten.dropout.default, along=_dropped, on_cuda=dropout_on_cuda),
-    Operator(aten.log_sigmoid.default, along=elementwise, on_cuda=log_sigmoid_on_cuda),
+    Operator(aten.dropout.default, along=_dropped),
+    Operator(aten.log_sigmoid.default, along=elementwise),
     _unary(aten.relu.default, aten.threshold_backward, "result", 0, on_meta=like),
     _unary(aten.relu_.default, aten.threshold_backward, "result", 0),
     _unary(aten.sigmoid.default, aten.sigmoid_backward, "result"),
@@ -105,4 +157,20 @@ register(
     _unary(aten.leaky_relu.default, is_elementwise=True, from_either=True),
     _unary(aten.hardtanh.default, from_either=True),
     Operator(aten.threshold_backward.default, on_meta=_threshold_backward),
+    *(Operator(one, needs_data=_has_mask) for one in (aten.index_put.default, aten.index_put_.default)),
+    *(Operator(one, needs_data=_has_mask) for one in (aten.masked_scatter.default, aten.masked_scatter_.default)),
+    *(Operator(one, chooses_by_mask=True) for one in _overloads(aten.where, aten.masked_fill, aten.masked_fill_)),
+    Operator(aten.cat.default, along=joined, on_meta=_cat),
+    *(Operator(one, along=moved(one), moves=True, sizes=1) for one in _RESHAPING),
+    *(Operator(one, along=moved(one), moves=True) for one in _MOVING),
+    *(Operator(one, along=of_first(lambda args, axis: axis)) for one in _overloads(aten.to, aten._to_copy)),
+    # Under a dispatch mode their backwards add up out of place.
+    *run_for_bytes(aten.gather.default, aten.index_select.default),
+    Operator(aten.requires_grad_.default, begins_graph=True),
+    Operator(aten.cross_entropy_loss.default, summed=_over_classes),
+    Operator(aten.nll_loss_nd.default, summed=_over_classes),
+    Operator(aten.nll_loss.default, summed=_over_classes),
+    # A CPU has all distances at once.
+    *run_for_bytes(aten.mse_loss.default, aten.smooth_l1_loss.default),
+    *run_for_bytes(aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default),
 )

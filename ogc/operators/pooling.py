@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from ..torch_state.private import untraced
-from .cuda.on_meta import is_for_cuda
-from .holders import is_pytorchs
-from .low_memory import Extra, LowMemory
-from .parts import has_usual_strides, untouched
+from .gpus import is_for_cuda
+from .low_memory import Extra, LowMemory, has_usual_strides, is_pytorchs, untouched
 from .registry import Operator, register, run_for_bytes
 from .slices.axes import images, of_first
 from .weights import Use, Weights

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from .cuda.attention import attention_on_cuda
-from .cuda.recurrent import GRU, LSTM, PLAIN, recurrent_on_cuda
 from .registry import Arguments, Operator, ones_like, register, run_for_bytes
 from .slices.axes import added_to_products, batched_products, before_last, of_first, rows_of_products
 from .weights import Use, Weights
@@ -126,7 +124,6 @@ register(
         aten.scaled_dot_product_attention.default,
         along=batched_products,
         to_run_with=ones_like,
-        on_cuda=attention_on_cuda,
         unfolded=_unfolded,
     ),
 )
@@ -144,12 +141,8 @@ def _of_the_sequence(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 # are added up.
 register(
     *(
-        Operator(
-            getattr(packet, overload),
-            to_run_with=_of_the_sequence,
-            on_cuda=recurrent_on_cuda(kind, is_packed=overload == "data"),
-        )
-        for packet, kind in ((aten.lstm, LSTM), (aten.gru, GRU), (aten.rnn_tanh, PLAIN), (aten.rnn_relu, PLAIN))
+        Operator(getattr(packet, overload), to_run_with=_of_the_sequence)
+        for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
         for overload in ("input", "data")
     )
 )

@@ -14,7 +14,6 @@ import torch
 from ..errors import InputError
 from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload, overload_name, schema_of
-from .cuda.gpus import CudaKernel, Gpu
 from .low_memory import LowMemory, plain_operator
 from .slices.axes import Along, Axes, Rule, elementwise
 from .slices.compiled import Compiled
@@ -75,10 +74,6 @@ class Operator:
         is_convolution: cuDNN's settings say what it computes float32 in.
         from_either: its backward gives the same from its operand and from its result.
         summed: of a loss that adds up what it gives for rows: how, from the arguments of a call; None if it does not.
-        on_cuda: what CUDA runs in its place, by its arguments; None where that is what PyTorch makes of it for tensors
-            there.
-        hidden_on_cuda: bytes that its kernels allocate on CUDA underneath the dispatcher, in the forward and in the
-            backward, from its arguments.
         unfolded: what a call, by its arguments, may be made of instead; see :mod:`ogc.parser.passes.unfold`.
     """
 
@@ -106,18 +101,12 @@ class Operator:
     is_convolution: bool = False
     from_either: bool = False
     summed: Callable[[Arguments], Summed | None] = lambda args: None
-    on_cuda: Callable[[Arguments, dict[str, Any], Gpu], CudaKernel | None] | None = None
-    hidden_on_cuda: Callable[[Arguments], tuple[int, int]] = lambda args: (0, 0)
     unfolded: Callable[[Arguments, dict[str, Any]], Callable[..., Any] | None] | None = None
 
     @property
     def has_rule(self) -> bool:
         """Whether there is a rule for what its kernels on a CPU allocate."""
         return self.weigh is not _ORDINARY.weigh
-
-    def kernel_on_cuda(self, args: Arguments, kwargs: dict[str, Any], gpu: Gpu) -> CudaKernel | None:
-        """What a GPU runs in its place, if that is another."""
-        return None if self.on_cuda is None else self.on_cuda(args, kwargs, gpu)
 
 
 _ORDINARY = Operator(None)

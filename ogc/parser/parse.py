@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +13,9 @@ import torch
 from ..collecting import collecting_new_only
 from ..errors import ParseError
 from ..graph import Graph
-from ..operators.cuda.autocast import autocast_of_cuda
-from ..operators.cuda.gpus import gpu_of
-from ..operators.cuda.on_meta import as_on_cuda
+from ..operators.gpus import gpu_of
 from ..operators.registry import out_of_place
+from ..optional import optional
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
 from ..program.program import OUTSIDE
@@ -107,7 +106,7 @@ def parse(
             needs no content: it may be on the meta device, or of fake tensors, unless its forward reads what they hold.
         gpu: the name of the GPU that ``device="cuda"`` means, such as ``"H100"``: times follow its data sheet, and so
             do kernels of attention. Without it that which is here, or else an A100 with 40 GB. Known names:
-            :data:`ogc.operators.cuda.gpus.GPUS`.
+            :data:`ogc.operators.gpus.GPUS`.
         stretches: of ``graph.stretches`` of the same model: each becomes one operation that runs forward and
             backward a part of the batch at a time, with results that differ in the last bits.
         slices: into how many parts these divide the batch.
@@ -144,11 +143,10 @@ def parse(
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     rest = Rest(loss, holds_outputs, outputs)
     visit = partial(visited, model, profiler_of(kind, target, home, gpu), leaves)
-    gpu_there = gpu_of(target, gpu) if contents or home.type != target.type else None
+    is_elsewhere = contents is not None or home.type != target.type
     with (
         run_in(contents) if contents else nullcontext(),
-        autocast_of_cuda() if contents and autocast_state() else nullcontext(),
-        as_on_cuda(gpu_there),
+        _as_on(target, gpu, bool(contents and autocast_state())) if is_elsewhere else nullcontext(),
         untouched(*modules_of(loss), given=sample.spec.constants),
         parameters_apart(model),
     ):
@@ -171,6 +169,14 @@ def parse(
     graph = replace(with_stretches(graph, observation), plain_peak_bytes=plain_peak_bytes)
     bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())  # without tensors
     return replace(graph, program=replace(graph.program, parse_graph=make, recorded=bare))
+
+
+def _as_on(device: torch.device, gpu: str | None, casts: bool) -> AbstractContextManager[None]:
+    """Inside, operators on meta tensors are those of a device that the model is not on."""
+    if device.type != "cuda":
+        return nullcontext()
+    found: AbstractContextManager[None] = optional("sizing.cuda.kernels").as_on_cuda(gpu_of(device, gpu), casts=casts)
+    return found
 
 
 def with_stretches(graph: Graph, observation: Observation) -> Graph:

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ...program.program import without_autocast
 from ...torch_state.private import untraced
-from ..holders import is_pytorchs
+from ..low_memory import is_pytorchs
 from .stretch import Sliced, Tensors, differentiable, that_need
 
 ROWS, TARGETS, WEIGHT, BIAS, CLASSES = range(5)

@@ -16,9 +16,7 @@ import torch
 
 from ...program.program import call_node, run_nodes, without_autocast
 from ...torch_state.private import untraced
-from ..holders import is_pytorchs
-from ..low_memory import LowMemory
-from ..parts import even_parts
+from ..low_memory import LowMemory, even_parts, is_pytorchs
 
 Tensors = Sequence[torch.Tensor | None]
 

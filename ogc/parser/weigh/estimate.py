@@ -20,11 +20,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_aggregate
 
-from ...operators.cuda.gpus import gpu_of
+from ...operators.gpus import gpu_of
 from ...operators.low_memory import Extra
 from ...operators.registry import Operator, is_elementwise, like, of, ones_like
 from ...operators.slices import Compiled, Sliced, SlicedLoss
 from ...operators.weights import InputGradient, Use, Weights
+from ...optional import optional
 from ...program.layouts import Layout, is_dense
 from ...program.leaf import runs_once
 from ...program.program import WithoutGrad, has_backward, storage_bytes, tensor_leaves
@@ -67,7 +68,8 @@ class Estimator:
         self.elsewhere = device.type != home.type
         self.gpu = gpu_of(device, gpu)
         self.rates = rates_of(device.type, self.gpu)
-        self.by_rules = None if are_measured else self.gpu
+        has_rules = self.gpu is not None and not are_measured
+        self.by_rules = optional("sizing.cuda.kernels").Rules(self.gpu) if has_rules else None
         self.seen: dict[Any, Weights] = {}
         self.backwards: dict[Any, Again] = {}
 
@@ -157,7 +159,7 @@ class Estimator:
         target = record.node.target
         kernel, hidden = None, (0, 0)
         if self.by_rules is not None and isinstance(target, OpOverload):
-            kernel, hidden = of(target).kernel_on_cuda(args, kwargs, self.by_rules), of(target).hidden_on_cuda(args)
+            kernel, hidden = self.by_rules.kernel(target, args, kwargs), self.by_rules.hidden(target, args)
         run = target if kernel is None else kernel.run
         weights = self._run(run, args, kwargs, record.in_place)
         forward, backward = hidden

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ...operators.cuda.gpus import Gpu, gpu_named
-from ...operators.cuda.hidden import hidden_in_sums
+from ...operators.gpus import Gpu, gpu_named
 from ...operators.registry import of
 from ...program.program import storage_of, tensor_leaves
 from ...program.storages import LiveBytes
@@ -93,7 +92,7 @@ class Meter(TorchDispatchMode):
     """Adds up the cost of every operator that runs inside, and the fresh bytes alive at once.
 
     With ``kernel_copies``, also what low-memory forms on a CPU allocate underneath the dispatcher; ``on_cpu``, what
-    elementwise operators do; with a ``gpu``, what sums do there.
+    elementwise operators do; by ``rules`` for a GPU, what sums do there.
     """
 
     def __init__(
@@ -102,10 +101,10 @@ class Meter(TorchDispatchMode):
         kernel_copies: bool = False,
         on_cpu: bool = False,
         on_meta: bool = True,
-        gpu: Gpu | None = None,
+        rules: Any = None,
     ) -> None:
         super().__init__()
-        self.gpu = gpu
+        self.rules = rules
         self.first: int | None = None  # the bytes alive when something saved was first asked for
         self.seconds_of = seconds
         self.on_meta = on_meta
@@ -154,7 +153,7 @@ class Meter(TorchDispatchMode):
             self.fresh.add(tensor.untyped_storage())
         copies = special.hidden_bytes(args, outputs) if self.kernel_copies else 0
         copies += _converted_bytes(function, inputs) if self.on_cpu else 0
-        copies += hidden_in_sums(function, args, self.gpu)
+        copies += self.rules.hidden_in_sums(function, args) if self.rules is not None else 0
         self.peak = max(self.peak, self.fresh.bytes + copies)
         return result
 

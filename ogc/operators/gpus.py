@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
+
+from ..on_thread import OnThread
 
 log = logging.getLogger(__name__)
 
@@ -125,16 +126,25 @@ def _family(name: str) -> str:
     return "" if name.startswith("RTX") else name.upper().split()[0]
 
 
-@dataclass(frozen=True)
-class CudaKernel:
-    """What CUDA runs in the place of an operator's call.
+_of_meta: OnThread[tuple[Gpu | None, bool]] = OnThread((None, True))
 
-    Attributes:
-        run: computes the same from the same arguments; runs on meta and fake tensors, and saves what CUDA's does.
-        is_of_operators: it calls nothing but PyTorch's own operators, so that it may be recorded, too.
-        working_bytes: beyond what that allocates, during the backward.
-    """
 
-    run: Callable[..., Any]
-    is_of_operators: bool = True
-    working_bytes: int = 0
+def meta_stands_for(gpu: Gpu | None, is_recorded: bool = True) -> AbstractContextManager[None]:
+    """Inside, on this thread, meta tensors stand for those on a GPU; whether what is called there is recorded."""
+    return _of_meta.set_to((gpu, is_recorded))
+
+
+def gpu_of_meta() -> tuple[Gpu | None, bool]:
+    """The GPU that meta tensors stand for, if any, and whether what is called is recorded."""
+    return _of_meta.value
+
+
+def is_for_cuda(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on CUDA, or stands for one there."""
+    return tensor.is_cuda or _of_meta.value[0] is not None
+
+
+def runs_kernels_of_cuda(tensor: torch.Tensor) -> bool:
+    """Whether operators on a tensor are CUDA's: those that are recorded are PyTorch's own."""
+    gpu, is_recorded = _of_meta.value
+    return tensor.is_cuda or (tensor.is_meta and gpu is not None and not is_recorded)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...operators.gpus import Gpu
 from ...torch_state.private import sdp_order
-from .gpus import CudaKernel, Gpu
+from . import CudaKernel
 
 aten = torch.ops.aten
 

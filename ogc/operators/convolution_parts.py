@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.backends import mkldnn
 
-from ...program.program import without_autocast
-from ...torch_state.flags import flags, flags_held, without_benchmark
-from ..cuda.on_meta import is_for_cuda
-from ..holders import holders_when_ours
-from ..parts import even_parts, part_by_part, untouched
+from ..program.program import without_autocast
+from ..torch_state.flags import flags, flags_held, without_benchmark
+from .gpus import is_for_cuda
+from .low_memory import even_parts, holders_when_ours, part_by_part, untouched
 
 aten = torch.ops.aten
 

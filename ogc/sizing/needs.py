@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import InputError
-from ..graph import table
+from ..graph import Graph, table
 from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
+from ..parser.weigh.meter import Meter
 from ..plan import Plan
-from ..plan.caching import AllocatorSettings, MemoryPeaks, Move, Step, memory_peaks, moves_of, plain_moves
-from ..program.program import device_of_model, each_storage_bytes, storage_bytes
+from ..program.program import SHARED, TensorRef, device_of_model, each_storage_bytes, storage_bytes, tensor_leaves
+from ..program.step import Optimizer
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
 from ..solver.wish import bytes_of
-from .allowances import CONTEXT_BYTES, autocast_bytes, bucket_bytes, cublas_bytes, cudnn_bytes
-from .optimizer import Optimizer, optimizer_bytes
+from ..torch_state.no_trace import untouched
+from ..torch_state.private import TorchDispatchMode
+from .allocator import AllocatorSettings
+from .requests import MemoryPeaks, Move, WholeStep, memory_peaks, moves_of, plain_moves
 
 CACHING = {"cuda"}
 """Types of devices whose memory PyTorch's caching allocator hands out."""
@@ -85,9 +91,9 @@ class Estimate:
         """Bytes of the whole step where activations peak at ``peak_bytes``."""
         return self.fixed + max(peak_bytes, self.optimizer_step)
 
-    def step(self, moves: tuple[Move, ...]) -> Step:
+    def step(self, moves: tuple[Move, ...]) -> WholeStep:
         """The whole step as CUDA's allocator sees it: what is there throughout comes first."""
-        return Step(moves, (*self.tensors, self.inputs), self.optimizer_step)
+        return WholeStep(moves, (*self.tensors, self.inputs), self.optimizer_step)
 
     def memory(self, settings: AllocatorSettings | None = None) -> MemoryPeaks | None:
         """What CUDA's allocator would give for whole steps, without the context; None where no plan was asked for.
@@ -231,3 +237,171 @@ def activation_budget(needs: Estimate, device_memory: Budget) -> int:
     """Bytes that a device of this size leaves for activations; 0 where it is too small for the rest."""
     room = device_bytes(device_memory)
     return room - needs.fixed if room > needs.with_activations(0) else 0
+
+
+MIB = 2**20
+
+CONTEXT_BYTES = {"cuda": 600 * MIB}
+"""What a process takes past the allocator: the driver's context and loaded kernels. A round figure above what is
+commonly seen (300 to 500 MiB); it depends on card and driver."""
+
+CUBLAS_BYTES, CUBLAS_LARGE_BYTES = 8320 * 1024, 32 * MIB
+"""cuBLAS' workspace for each handle and stream: ``:4096:2:16:8``, in KiB, but 32 MiB from Hopper on. Source:
+``parseChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp."""
+
+CUBLAS_HANDLES = 2
+"""Handles belong to threads (``getCurrentCUDABlasHandle`` in the same file): one of the forward's and one of the
+backward's. cuBLASLt takes the same workspaces."""
+
+CUDNN_BYTES = 64 * MIB
+"""The workspace of a convolution or recurrent layer. cuDNN says per call how much it wants, which has no documented
+limit; where that does not fit, PyTorch tries the next algorithm (``run_single_conv`` in
+aten/src/ATen/native/cudnn/Conv_v8.cpp), so that a step does not fail for it. A round figure."""
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = MIB, 25 * MIB
+"""DDP closes a bucket once it has so many bytes. Source: ``_DEFAULT_FIRST_BUCKET_BYTES`` of torch.distributed and
+``bucket_cap_mb`` of DistributedDataParallel; ``compute_bucket_assignment_by_size`` in reducer.cpp."""
+
+USES_CUDNN = (
+    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
+    *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
+    *(torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU),
+)
+
+
+def cublas_bytes(device: torch.device) -> tuple[int, ...]:
+    """cuBLAS' workspaces: those of the card where it is there, else the larger ones."""
+    if device.type != "cuda":
+        return ()
+    is_large = not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] >= 9
+    return (CUBLAS_LARGE_BYTES if is_large else CUBLAS_BYTES,) * CUBLAS_HANDLES
+
+
+def cudnn_bytes(model: torch.nn.Module, device: torch.device) -> int:
+    """cuDNN's workspace, where a module of the model calls it."""
+    return CUDNN_BYTES * (device.type == "cuda" and any(isinstance(one, USES_CUDNN) for one in model.modules()))
+
+
+def bucket_bytes(parameters: Iterable[torch.nn.Parameter]) -> tuple[int, ...]:
+    """DDP's buckets, each one tensor: gradients in the order in which they come, by type."""
+    return tuple(_buckets([p for p in parameters if p.requires_grad]))
+
+
+def _buckets(parameters: list[torch.nn.Parameter]) -> Iterator[int]:
+    filled: dict[torch.dtype, int] = {}
+    closed: set[torch.dtype] = set()
+    for parameter in reversed(parameters):
+        kind = parameter.dtype
+        filled[kind] = filled.get(kind, 0) + parameter.numel() * parameter.element_size()
+        if filled[kind] >= (BUCKET_BYTES if kind in closed else FIRST_BUCKET_BYTES):
+            closed.add(kind)
+            yield filled.pop(kind)
+    yield from filled.values()
+
+
+def autocast_bytes(graph: Graph) -> int:
+    """Weights in the types that autocast casts them to, which it keeps until the forward is done."""
+    if graph.program is None:
+        return 0
+    casts = (node for node in graph.program.graph.nodes if node.meta.get(SHARED))
+    return sum(graph.values[v].bytes for v in {graph.program.storages[TensorRef(node.name, 0)] for node in casts})
+
+
+aten = torch.ops.aten
+
+FOREACH = {"cuda"}
+"""Types of devices on which PyTorch's optimizers take all parameters at once unless they are told otherwise."""
+
+
+class OptimizerBytes(NamedTuple):
+    """Bytes of an optimizer: what it holds from step to step, and the most that a step takes beside that.
+
+    ``tensors`` are those of each storage that it holds.
+    """
+
+    state: int
+    working: int
+    tensors: tuple[int, ...] = ()
+
+
+def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device: torch.device) -> OptimizerBytes:
+    """What ``optimizer`` takes for the parameters of ``model`` on ``device``.
+
+    Args:
+        model: the module that is trained.
+        optimizer: one of its parameters, or what makes one, such as ``torch.optim.AdamW``; None for none.
+        device: where the parameters are to be.
+
+    Raises:
+        InputError: it is none, or its step cannot be run without numbers.
+    """
+    if optimizer is None:
+        return OptimizerBytes(0, 0)
+    twin = _twin(_instance(model, optimizer), device)
+    meter = Meter(lambda *cost: 0.0)
+    try:
+        with untouched(), _WithoutNumbers(), meter:
+            twin.step()  # makes what is held
+            meter.take()
+            twin.step()
+    except Exception as error:
+        raise InputError(
+            f"what {type(twin).__name__} takes cannot be told, as its step needs numbers: {error!r}; leave optimizer "
+            "out, and take what it takes off the memory yourself"
+        ) from error
+    held = tuple(each_storage_bytes(tensor_leaves(*twin.state.values())))
+    return OptimizerBytes(sum(held), meter.take().peak_bytes, held)
+
+
+def _instance(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
+    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+        optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            "optimizer must be a torch.optim.Optimizer, or a class or function that makes one of parameters, not "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+def _twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    """The same optimizer for parameters without content, with gradients and its state, and without hooks."""
+    twin = copy.copy(optimizer)
+    twin.param_groups = [_group(group, device) for group in optimizer.param_groups]
+    twin.state = defaultdict(dict)
+    for group, of_twin in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        for parameter, meta in zip(group["params"], of_twin["params"], strict=True):
+            if parameter in optimizer.state:
+                twin.state[meta] = {key: _without_content(one) for key, one in optimizer.state[parameter].items()}
+    for name in [name for name in vars(twin) if name.startswith("_optimizer_step_")]:
+        setattr(twin, name, OrderedDict())
+    return twin
+
+
+def _without_content(held: Any) -> Any:
+    """A tensor of a state without its content; what counts steps keeps it."""
+    is_large = isinstance(held, torch.Tensor) and held.dim() > 0
+    return torch.empty_like(held, device="meta") if is_large else copy.deepcopy(held)
+
+
+def _group(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    parameters = []
+    for parameter in group["params"]:
+        meta = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        meta.grad = torch.empty_like(meta) if parameter.requires_grad else None
+        parameters.append(meta)
+    chosen: dict[str, Any] = {"params": parameters}
+    if group.get("fused"):  # writes over what it holds, and takes nothing beside it
+        chosen |= {"fused": False, "foreach": False}
+    elif "foreach" in group and group["foreach"] is None:
+        chosen["foreach"] = device.type in FOREACH
+    return {**group, **chosen}
+
+
+class _WithoutNumbers(TorchDispatchMode):
+    """A number that is read out of a tensor without content is one."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is aten._local_scalar_dense.default and args[0].is_meta:
+            return args[0].new_ones((), device="cpu").item()
+        return function(*args, **(kwargs or {}))

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import SolveError
-from ..in_parts import PartsPlan
-from ..plan import Plan, caching
-from ..plan.caching import AllocatorSettings, DeviceFullError, Move
+from ..plan import Plan
 from ..solver import Budget
+from . import requests
+from .allocator import AllocatorSettings, DeviceFullError
 from .needs import CACHING, Estimate, activation_budget, device_bytes
+from .requests import Move
 
 TRIES = 8
 """Smaller budgets that are tried where what is reserved does not fit, before the least peak."""
@@ -21,14 +22,13 @@ SHARE = 0.92
 T = TypeVar("T")
 
 
-def moves_of(plan: Plan | PartsPlan) -> tuple[Move, ...] | None:
+def moves_of(plan: Plan) -> tuple[Move, ...] | None:
     """What a plan's step asks the allocator for; None where that is not known: in parts, or plain beside slices."""
-    if isinstance(plan, PartsPlan) or plan.graph is None:
-        return None
-    return caching.moves_of(plan.graph, plan.decisions)
+    graph = getattr(plan, "graph", None)  # that of a model in parts has none
+    return None if graph is None else requests.moves_of(graph, plan.decisions)
 
 
-def used_bytes(needs: Estimate, plan: Plan | PartsPlan, room: int | None = None) -> int:
+def used_bytes(needs: Estimate, plan: Plan, room: int | None = None) -> int:
     """The most bytes of a device that whole steps take.
 
     Args:
@@ -46,7 +46,7 @@ def used_bytes(needs: Estimate, plan: Plan | PartsPlan, room: int | None = None)
     return needs.context + needs.step(moves).peaks(AllocatorSettings.of_environment(), left).reserved
 
 
-def needed_bytes(needs: Estimate, plan: Plan | PartsPlan) -> int:
+def needed_bytes(needs: Estimate, plan: Plan) -> int:
     """Bytes of the smallest device on which whole steps run, on CUDA to 1 %."""
     moves = moves_of(plan) if needs.device in CACHING else None
     if moves is None:
@@ -54,7 +54,7 @@ def needed_bytes(needs: Estimate, plan: Plan | PartsPlan) -> int:
     return needs.context + needs.step(moves).needed_bytes(AllocatorSettings.of_environment())
 
 
-def fits(needs: Estimate, plan: Plan | PartsPlan, room: int) -> bool:
+def fits(needs: Estimate, plan: Plan, room: int) -> bool:
     """Whether whole steps fit on a device of ``room`` bytes."""
     try:
         return used_bytes(needs, plan, room) <= room
@@ -62,9 +62,7 @@ def fits(needs: Estimate, plan: Plan | PartsPlan, room: int) -> bool:
         return False
 
 
-def within_device(
-    needs: Estimate, device_memory: Budget, plan: Callable[[int], T], plan_of: Callable[[T], Plan | PartsPlan]
-) -> T:
+def within_device(needs: Estimate, device_memory: Budget, plan: Callable[[int], T], plan_of: Callable[[T], Plan]) -> T:
     """What ``plan`` returns for the budget that a device of this size leaves for activations.
 
     On CUDA smaller budgets are tried until what the allocator reserves fits too.
@@ -94,9 +92,7 @@ def within_device(
         ) from error
 
 
-def made_within(
-    needs: Estimate, room: int, budget: int, plan: Callable[[int], T], plan_of: Callable[[T], Plan | PartsPlan]
-) -> T:
+def made_within(needs: Estimate, room: int, budget: int, plan: Callable[[int], T], plan_of: Callable[[T], Plan]) -> T:
     """What ``plan`` returns for a budget; on CUDA for the first of falling ones for which what is reserved fits.
 
     The last of these is the least peak.

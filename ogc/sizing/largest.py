@@ -18,8 +18,7 @@ from ..plan.simulate import lower_bound, plain_peak
 from ..solver import Budget, Wish, solve
 from .fitting import fits, made_within, used_bytes
 from .graphs import SIZES, Graphs
-from .needs import Estimate, activation_budget, device_bytes, fixed_needs
-from .optimizer import Optimizer
+from .needs import Estimate, Optimizer, activation_budget, device_bytes, fixed_needs
 
 GUESSES = 4
 """How often a size is foretold from two others, by the line through what is missing for them."""

@@ -7,12 +7,208 @@ Addresses of segments ascend in the order in which they are made, which the driv
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from typing import NamedTuple
+import logging
+import os
+import re
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-from ...errors import InputError, OgcError
-from .blocks import Block, Pool, State
-from .settings import DEFAULTS, LARGE_SEGMENT, SMALL, UNIT, AllocatorSettings, segment_bytes
+from ..errors import InputError, OgcError
+
+log = logging.getLogger(__name__)
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Of the environment; the first that is there counts."""
+
+MIB = 2**20
+
+UNIT = 512
+"""Sizes are rounded up to multiples of this."""
+
+SMALL = MIB
+"""The largest request that the small pool serves."""
+
+SMALL_SEGMENT = 2 * MIB
+"""Segments of the small pool, and pages of its expandable segments."""
+
+LARGE_SEGMENT = 20 * MIB
+"""Segments of the large pool for requests below ``SEGMENT_OF_ITS_OWN``, and pages of its expandable segments."""
+
+SEGMENT_OF_ITS_OWN = 10 * MIB
+"""Requests from this size on take a segment of their own size, rounded up to multiples of ``ROUNDED_SEGMENT``."""
+
+ROUNDED_SEGMENT = 2 * MIB
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """What ``PYTORCH_ALLOC_CONF`` sets, as far as bytes depend on it.
+
+    Attributes:
+        expandable_segments: segments grow by pages instead of being many.
+        max_split_size_mb: blocks from so many MiB on are never split; None for no limit.
+        roundup_power2_divisions: sizes are rounded up to one of so many steps between powers of two; None for none.
+
+    Raises:
+        InputError: PyTorch would not take one of them.
+    """
+
+    expandable_segments: bool = False
+    max_split_size_mb: int | None = None
+    roundup_power2_divisions: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.expandable_segments, bool):
+            raise InputError(f"expandable_segments must be True or False, not {self.expandable_segments!r}")
+        most, parts = self.max_split_size_mb, self.roundup_power2_divisions
+        if most is not None and (not _is_number(most) or most <= LARGE_SEGMENT // MIB):
+            raise InputError(f"max_split_size_mb must be a whole number of MiB above 20, not {most!r}")
+        if parts is not None and (not _is_number(parts) or parts < 1 or parts & (parts - 1)):
+            raise InputError(f"roundup_power2_divisions must be a power of two, such as 8, not {parts!r}")
+
+    @classmethod
+    def of_environment(cls) -> AllocatorSettings:
+        """The settings that this process has.
+
+        Raises:
+            InputError: PyTorch would not take one of them.
+        """
+        return _settings_of(next((os.environ[name] for name in VARIABLES if os.environ.get(name)), ""))
+
+    @property
+    def max_split_bytes(self) -> float:
+        """Blocks of so many bytes are not split."""
+        return float("inf") if self.max_split_size_mb is None else self.max_split_size_mb * MIB
+
+    def rounded(self, size: int) -> int:
+        """Bytes of the block for a request."""
+        parts = self.roundup_power2_divisions or 0
+        if parts > 1 and size > UNIT * parts:
+            step = 1 << (size.bit_length() - parts.bit_length())
+            return -(-size // step) * step
+        return max(UNIT, -(-size // UNIT) * UNIT)
+
+
+DEFAULTS = AllocatorSettings()
+
+
+@lru_cache
+def _settings_of(text: str) -> AllocatorSettings:
+    """What a text of the environment sets; once for each text, as it may warn."""
+    found: dict[str, Any] = {}
+    for name, value in re.findall(r"(\w+):(\[.*?\]|[^,]*)", text.replace(" ", "")):
+        if name == "expandable_segments":
+            found[name] = value.lower() == "true"
+        elif name in AllocatorSettings.__dataclass_fields__ and value.isdecimal():
+            found[name] = int(value)
+        elif name in AllocatorSettings.__dataclass_fields__:
+            log.warning("%s=%s is left out of what is predicted of the allocator", name, value)
+    return AllocatorSettings(**found)
+
+
+def segment_bytes(size: int) -> int:
+    """Bytes of the new segment for a block that none of the free ones can hold."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    if size < SEGMENT_OF_ITS_OWN:
+        return LARGE_SEGMENT
+    return -(-size // ROUNDED_SEGMENT) * ROUNDED_SEGMENT
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool)
+
+
+class State(IntEnum):
+    """What becomes of a block."""
+
+    FREE = 0
+    ALLOCATED = 1
+    UNMAPPED = 2
+    """Addresses of an expandable segment that no memory stands behind."""
+
+
+class Block:
+    """A stretch of a segment: its address and its bytes, and the blocks beside it."""
+
+    __slots__ = ("address", "before", "behind", "pool", "requested", "segment", "size", "state")
+
+    def __init__(self, pool: Pool, segment: int, address: int, size: int, state: State) -> None:
+        self.pool, self.segment, self.address, self.size, self.state = pool, segment, address, size, state
+        self.requested = 0
+        self.before: Block | None = None
+        self.behind: Block | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its segment."""
+        return self.before is None and self.behind is None
+
+    def split(self, size: int) -> Block:
+        """Leave so many bytes here; the rest is a block behind this one, in the same state."""
+        rest = Block(self.pool, self.segment, self.address + size, self.size - size, self.state)
+        rest.before, rest.behind = self, self.behind
+        if rest.behind is not None:
+            rest.behind.before = rest
+        self.behind, self.size = rest, size
+        return rest
+
+    def absorb(self) -> None:
+        """Take in the block behind this one."""
+        taken = self.behind
+        assert taken is not None
+        self.size += taken.size
+        self.behind = taken.behind
+        if self.behind is not None:
+            self.behind.before = self
+
+    def stretch(self) -> Iterator[Block]:
+        """This block and those behind it."""
+        block: Block | None = self
+        while block is not None:
+            yield block
+            block = block.behind
+
+
+class Pool:
+    """Free blocks of one stream, small or large, by size and then address; unmapped ones by address."""
+
+    def __init__(self, is_small: bool) -> None:
+        self.is_small = is_small
+        self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
+        self.free: list[tuple[int, int, Block]] = []
+        self.unmapped: list[tuple[int, Block]] = []
+
+    def add(self, block: Block) -> None:
+        """Take in a block that is free or unmapped."""
+        if block.state is State.FREE:
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def remove(self, block: Block) -> None:
+        """Give out a block."""
+        if block.state is State.FREE:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def add_merged(self, block: Block) -> Block:
+        """Take in a block with those beside it that are in the same state; returns what they make."""
+        if block.before is not None and block.before.state is block.state:
+            block = block.before
+            self.remove(block)
+            block.absorb()
+        if block.behind is not None and block.behind.state is block.state:
+            self.remove(block.behind)
+            block.absorb()
+        self.add(block)
+        return block
+
 
 ENDLESS = 2**50
 """Bytes of a device without a limit."""

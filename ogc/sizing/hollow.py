@@ -2,7 +2,7 @@
 
 The runtime, autograd and every allocation that the dispatcher sees are real, the backward has a thread of its own as on
 a GPU, and no kernel runs: tensors are meta tensors, on which operators save what those on CUDA save. What a kernel
-allocates by itself is added where a rule is known (:mod:`ogc.operators.cuda.hidden`).
+allocates by itself is added where a rule is known (:mod:`ogc.sizing.cuda.hidden`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import torch
 
 from ..errors import InputError
 from ..graph import Graph
-from ..operators.cuda.gpus import Gpu, gpu_of
-from ..operators.cuda.hidden import hidden_in_backward
-from ..operators.cuda.on_meta import as_on_cuda
-from ..operators.holders import counted_here
+from ..operators.gpus import Gpu, gpu_of
+from ..operators.low_memory import counted_here
 from ..plan.plan import Plan
 from ..program.layouts import is_dense
 from ..program.program import attribute, get_attribute, tensor_leaves
@@ -35,6 +33,8 @@ from ..runtime.generate import generate
 from ..torch_state.flags import flags
 from ..torch_state.forwards import plain_forward
 from ..torch_state.private import TorchDispatchMode
+from .cuda.hidden import hidden_in_backward
+from .cuda.kernels import as_on_cuda
 
 _ADD = torch.ops.aten.add.Tensor
 _TORCH, _ENGINE = str(Path(torch.__file__).parent), "_engine_run_backward"
