@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .parser import parse
     from .plan import Decisions, Fate, Frontier, Plan, Segment, load_plan, make_plan, recomputed, saved, simulate
     from .planned import apply
-    from .planning.slicing import slice_batch
+    from .rewrites.slicing import slice_batch
     from .sizing.largest import LargestBatch, largest_batch, largest_batches
     from .sizing.needs import Estimate, estimate
     from .solver import frontier, solve
@@ -48,7 +48,7 @@ _HOMES = {
         *("load_plan", "make_plan", "recomputed", "saved", "simulate"),
     ),
     "planned": ("apply",),
-    "planning.slicing": ("slice_batch",),
+    "rewrites.slicing": ("slice_batch",),
     "sizing.largest": ("LargestBatch", "largest_batch", "largest_batches"),
     "sizing.needs": ("Estimate", "estimate"),
     "solver": ("frontier", "solve"),

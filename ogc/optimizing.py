@@ -19,7 +19,6 @@ from .parser.loss import modules_of, tensors_of
 from .plan.plan import Plan
 from .plan.saving import SavedPlan
 from .planned import Planning
-from .planning.compiled import check_backend
 from .planning.stored import Store, saved_plan
 from .program.program import device_of_model
 from .program.step import Optimizer
@@ -203,5 +202,5 @@ def _backend(compile: bool | str, model: torch.nn.Module, solver: str, has_other
         )
     check_model(model)
     backend = "inductor" if compile is True else compile
-    check_backend(backend, device_of_model(model))
+    optional("rewrites.compiled").check_backend(backend, device_of_model(model))
     return backend

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent / "ogc"
 
 STOREYS = (
     {"collecting", "errors", "on_thread", "operation"},
-    {"during_step", "graph", "optional", "torch_state", "builder"},
+    {"optional"},
+    {"during_step", "graph", "torch_state", "builder"},
     {"plan"},
     {"program"},
     {"operators"},

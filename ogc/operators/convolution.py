@@ -21,7 +21,6 @@ from .convolution_parts import convolved, gradient_of_images, is_product, is_wri
 from .gpus import is_for_cuda
 from .low_memory import Extra, LowMemory, even_parts, has_usual_strides, is_ours, is_pytorchs
 from .registry import Operator, register
-from .slices.axes import of_first
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -305,19 +304,12 @@ register(
     Operator(
         aten.convolution.default,
         Convolution(aten.convolution.default, _Function),
-        along=of_first(lambda args, axis: 0 if axis == 0 and args[0].dim() == args[1].dim() else None),
-        is_heavy=True,
         weigh=weigh,
-        hidden_bytes=hidden_bytes,
         on_meta=_on_meta,
-        is_convolution=True,
         copies_strided_gradients=True,
-        runs_uncompiled=True,
     ),
     Operator(
         aten.convolution_backward.default,
-        is_convolution=True,
-        hidden_bytes=hidden_bytes_of_backward,
         on_meta=_backward_on_meta,
     ),
 )

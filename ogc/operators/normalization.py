@@ -19,7 +19,6 @@ from ..torch_state.private import untraced
 from .gpus import is_for_cuda, runs_kernels_of_cuda
 from .low_memory import Extra, LowMemory, is_ours, is_pytorchs
 from .registry import Operator, like, ones_like, register, run_for_bytes
-from .slices.axes import before_last, of_first, over
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -265,28 +264,20 @@ def _with_result_twice(use: Use) -> Weights:
     return replace(use.weights, working_bytes=use.weights.working_bytes + use.result_bytes)
 
 
-_rows = of_first(lambda args, axis: before_last(args, axis, len(args[1])))
-
 register(
     Operator(
         aten.batch_norm.default,
         BatchNorm(aten.batch_norm.default, _Function),
-        live_arguments=(3, 4),
-        live_if=5,
+        live=((3, 4), 5),
         weigh=_with_result_twice,
         copies_strided_gradients=True,
     ),
     # Made of batch norm.
-    Operator(aten.instance_norm.default, live_arguments=(3, 4), live_if=5, weigh=_with_result_twice, returns_view=True),
+    Operator(aten.instance_norm.default, live=((3, 4), 5), weigh=_with_result_twice, returns_view=True),
     Operator(aten.native_batch_norm.default, on_meta=_on_meta),
     Operator(aten.native_batch_norm_backward.default, on_meta=_backward_on_meta),
     # Copies what is not laid out as it computes.
     Operator(aten.group_norm.default, to_run_with=ones_like),
-    Operator(aten.layer_norm.default, along=_rows),
-    Operator(aten.rms_norm.default, along=_rows),
-    *(Operator(target, along=over(1, True), dims=1) for target in (aten.softmax.int, aten.log_softmax.int)),
     *run_for_bytes(aten.prod.dim_int, aten.cumprod.default, aten.kthvalue.default, aten.quantile.scalar),
     *run_for_bytes(aten.cosine_similarity.default, aten.bilinear.default),
-    Operator(aten.mean.dim, along=over(1, 2), dims=1),
-    Operator(aten.sum.dim_IntList, along=over(1, 2), dims=1),
 )

@@ -9,8 +9,7 @@ import torch
 
 from ..operators.low_memory import LowMemory
 from ..operators.registry import live_arguments
-from ..operators.slices import Compiled, Sliced
-from ..program.leaf import Leaf
+from ..program.leaf import Leaf, Opaque
 from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload
 
@@ -56,18 +55,17 @@ def statement(node: torch.fx.Node, target: Any, binding: str | None = None, agai
         binding: what PyTorch calls the operator by, where that is quicker than ``torch.ops``.
         again: the number of the operation where it has run before.
     """
-    if isinstance(target, Leaf):
-        return f"{node.name} = {target.name}({argument(node.args[0])}, {argument(node.args[1])})"
     if isinstance(target, WithoutGrad):
         return f"with torch.no_grad(): {statement(node, target.operator, binding, again)}"
     live = live_nodes(node) if again is not None else []
-    arguments = [_unchanged(a) if any(a is one for one in live) else argument(a) for a in node.args]
+    given = node.args[: target.given] if isinstance(target, Opaque) else node.args
+    arguments = [_unchanged(a) if any(a is one for one in live) else argument(a) for a in given]
     if again is not None and takes_notes(target):
         arguments.append(f"*frame.notes({again})")
     arguments += [f"{key}={argument(value)}" for key, value in node.kwargs.items()]
     if isinstance(target, LowMemory):
         function = f"low_memory.{target.__name__}"
-    elif isinstance(target, (Compiled, Sliced)):
+    elif isinstance(target, Opaque):
         function = target.name
     elif isinstance(target, OpOverload):
         function = binding or f"torch.ops.{target}"

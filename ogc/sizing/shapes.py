@@ -29,7 +29,7 @@ from ..parser.carry_over import check_same_program
 from ..parser.faithful import observed, with_expected
 from ..parser.leaves import Leaves
 from ..parser.loss import modules_of, with_step_end
-from ..parser.parse import planned_form, profiler_of, visited, with_stretches
+from ..parser.parse import planned_form, profiler_of, visited
 from ..parser.traced import ALIVE, BYTES, CALL, HISTORY, RecordAgain, Traced
 from ..parser.weigh.estimate import Estimator
 from ..parser.weigh.leaf import Profiler
@@ -131,7 +131,7 @@ class OtherSizes:
             record.random = number in self.program.random
         traced = replace(traced, reads=self.program.reads, cold=self.program.cold)
         found = graph_of(sample.spec, traced, observation, self.graph.device, self.graph.profile)
-        return replace(with_stretches(found, observation), runtime=self.graph.runtime)
+        return replace(found, runtime=self.graph.runtime)
 
     def _sample(self, sample_input: Any) -> Sample:
         sample = Sample(self.model, *InputSpec.of(*call_arguments(sample_input)))

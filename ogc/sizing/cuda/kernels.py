@@ -67,7 +67,7 @@ class Rules:
         """Bytes that an operator's kernels allocate unseen in the forward and in the backward."""
         return hidden_in_forward_and_backward(target, args)
 
-    def hidden_in_sums(self, function: Any, args: Sequence[Any]) -> int:
+    def hidden_in_sums(self, function: Any, args: Sequence[Any], results: list[torch.Tensor]) -> int:
         """Bytes that an operator allocates unseen if it is a sum."""
         return hidden_in_sums(function, args, self.gpu)
 

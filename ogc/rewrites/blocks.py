@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from ...operators.registry import Along, along, low_memory_form, of, out_of_place
-from ...program.program import SHAPE
-from ...torch_state.private import OpOverload, schema_of
+from ..operators.registry import low_memory_form, of, out_of_place
+from ..program.program import SHAPE
+from ..torch_state.private import OpOverload, schema_of
+from .rules import Along, along, rule_of
 
 Node = torch.fx.Node
 
@@ -48,7 +49,7 @@ class Block:
         entry = next(node for node in self.axes if node not in self.nodes)
         inside = sum(prod(shape_of(node)) for node in self.nodes)
         return inside >= HOLDS * max(prod(shape_of(entry)), prod(shape_of(self.nodes[-1]))) and any(
-            of(node.target).is_heavy for node in self.nodes
+            rule_of(node.target).is_heavy for node in self.nodes
         )
 
 
@@ -158,7 +159,7 @@ def may_be_in_parts(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or not has_shapes(node):
         return False
-    is_random = torch.Tag.nondeterministic_seeded in target.tags and of(target).along is None
+    is_random = torch.Tag.nondeterministic_seeded in target.tags and rule_of(target).along is None
     return not is_random and not any(isinstance(value, Node) for value in node.kwargs.values())
 
 
@@ -178,7 +179,7 @@ def copied_into(body: torch.fx.Graph, node: Node, copies: dict[Node, Node], axis
     if isinstance(node.target, OpOverload):
         target = out_of_place(node.target) or node.target
         new.target = low_memory_form(target, device) or target
-    if (sizes := of(node.target).sizes) is not None:
+    if (sizes := rule_of(node.target).sizes) is not None:
         shape = [*shape_of(node)]
         shape[axis] = -1
         new.update_arg(sizes, shape)

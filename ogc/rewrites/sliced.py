@@ -14,15 +14,20 @@ from typing import Any
 
 import torch
 
-from ...program.program import call_node, run_nodes, without_autocast
-from ...torch_state.private import untraced
-from ..low_memory import LowMemory, even_parts, is_pytorchs
+from ..operators.low_memory import LowMemory, even_parts, is_pytorchs
+from ..program.leaf import Region
+from ..program.program import without_autocast
+from ..torch_state.private import untraced
+from .rules import rule_of
 
 Tensors = Sequence[torch.Tensor | None]
 
+_SMALL_FLOPS = 1e9
+"""Below this, what the kernels inside copy is measured: small slices are convolved in many ways."""
+
 
 @dataclass(frozen=True, eq=False)
-class Sliced:
+class Sliced(Region):
     """A stretch as one operator.
 
     Attributes:
@@ -47,13 +52,23 @@ class Sliced:
         result: torch.Tensor = _Slices.apply(self, *tensors)
         return result
 
-    def run(self, tensors: list[torch.Tensor | None]) -> torch.Tensor:
-        """The stretch, as it stands, on the arguments or on a slice of them.
+    live = ()
+    recomputes = True
 
-        They are taken out of the list, so that each is gone after its last use.
-        """
-        inputs = (tensors.pop(0) for _ in range(len(tensors)))
-        result: torch.Tensor = run_nodes(self.graph.nodes, inputs, _no_attribute, call_node)
+    @property
+    def key(self) -> Any:
+        """There is a new one each time."""
+        return "sliced", str(self.graph), self.axes, self.slices, self.axis
+
+    def hidden_bytes(self, operator: Any, args: Any, results: list[torch.Tensor]) -> int:
+        return rule_of(operator).hidden_bytes(args, results)
+
+    def is_run_for_bytes(self, flops: int) -> bool:
+        return flops < _SMALL_FLOPS
+
+    def run_all(self, tensors: list[torch.Tensor | None]) -> torch.Tensor:
+        """The region on the arguments, or on a slice of them: each is taken out of the list, and gone once used."""
+        result: torch.Tensor = self.run(tensors.pop(0) for _ in range(len(tensors)))
         return result
 
     def entries(self, tensors: Tensors) -> int:
@@ -73,9 +88,9 @@ class Sliced:
 
     def whole(self, tensors: Tensors) -> torch.Tensor:
         """The result for all of the arguments at once."""
-        return self.run([*tensors])
+        return self.run_all([*tensors])
 
-    def with_plain_operators(self) -> Sliced:
+    def to_weigh(self) -> Sliced:
         """The same stretch of PyTorch's own operators, but for those that save less."""
         graph = torch.fx.Graph()
         output = graph.graph_copy(self.graph, {})
@@ -86,10 +101,6 @@ class Sliced:
         return replace(self, graph=graph)
 
 
-def _no_attribute(name: str) -> None:
-    raise AssertionError(f"a stretch is given {name} as an argument")
-
-
 class _Slices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stretch: Sliced, *tensors: torch.Tensor | None) -> torch.Tensor:
@@ -97,7 +108,7 @@ class _Slices(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         entries, result = stretch.entries(tensors), None
         for part in stretch.parts(entries):
-            found = stretch.run(stretch.cut(tensors, part, entries))
+            found = stretch.run_all(stretch.cut(tensors, part, entries))
             if result is None:
                 if part.stop == entries:
                     return found
@@ -126,7 +137,7 @@ class _Slices(torch.autograd.Function):
                 for t, axis, need in zip(given, axes, needs, strict=True)
             ]
             with torch.enable_grad(), without_autocast():
-                result = stretch.run([*given])
+                result = stretch.run_all([*given])
             found = torch.autograd.grad(
                 result, [given[k] for k in wanted], slice_of(gradient, stretch.axis, part, entries)
             )
