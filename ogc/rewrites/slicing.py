@@ -104,12 +104,12 @@ def stretches_of(graph: Graph) -> tuple[Stretch, ...]:
     others = [block for block in blocks if not any(set(block) & set(head) for head in heads)]
     taken = {node for one in (*heads, *others) for node in one}
     found = [(one[0].name, one[-1].name) for one in (*heads, *others)]
-    start = 0
+    start, sizes = 0, _result_bytes(graph, nodes)
     while start < len(nodes):
         stop = start
         while stop < len(nodes) and _may_be_next(nodes, start, stop, taken):
             stop += 1
-        for first, last in pairwise(_ends(graph, nodes, start, stop)):
+        for first, last in pairwise(_ends(sizes, start, stop)):
             chain = _trimmed(nodes, first, last)
             if chain is not None:
                 found.append(chain)
@@ -133,18 +133,23 @@ def _is_samplewise(node: torch.fx.Node) -> bool:
     return found is not None and found == Along(0, (0, *[None] * (len(found.given) - 1)))
 
 
-def _ends(graph: Graph, nodes: Sequence[torch.fx.Node], start: int, stop: int) -> list[int]:
+def _result_bytes(graph: Graph, nodes: Sequence[torch.fx.Node]) -> list[float]:
+    """Bytes of the first result of each operation; those of a view are its entries'."""
+    sizes, entry_bytes = [], dict[int, float]()  # by value
+    for node, op in zip(nodes, graph.operations, strict=False):
+        entries = prod(shape_of(node))
+        if op.writes:
+            entry_bytes.setdefault(op.writes[0], graph.values[op.writes[0]].bytes / max(1, entries))
+        sizes.append(entries * entry_bytes.get((*op.writes, *op.reads, -1)[0], 4.0))
+    return sizes
+
+
+def _ends(sizes: Sequence[float], start: int, stop: int) -> list[int]:
     """Positions between which the regions of a chain lie: its ends, and where the data get narrower."""
-    ends, widest, each = [start], 0.0, 0.0
+    ends, widest = [start], 0.0
     for t in range(start, stop):
-        writes, entries = graph.operations[t].writes, prod(shape_of(nodes[t]))
-        if writes:
-            size = float(graph.values[writes[0]].bytes)
-            each = size / max(1, entries)
-        else:
-            size = entries * each  # of a view
-        widest = max(widest, size)
-        if 2 * size <= widest:
+        widest = max(widest, sizes[t])
+        if 2 * sizes[t] <= widest:
             ends.append(t + 1)
             widest = 0.0
     if ends[-1] < stop:
