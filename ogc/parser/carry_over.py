@@ -15,8 +15,7 @@ import torch
 
 from ..errors import InputError, ParseError
 from ..graph import Graph, Operation, Variant
-from ..operators.slices import Compiled, Sliced
-from ..program.leaf import Leaf, called_leaves
+from ..program.leaf import Leaf, Region, called_leaves
 from ..program.program import Program
 from ..program.structures import InputSpec
 from ..torch_state.compare import same_bits
@@ -56,7 +55,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         ParseError: it is another program.
     """
     program: Program = graph.program
-    if any(isinstance(node.target, (Compiled, Sliced)) for node in program.operations):
+    if any(isinstance(node.target, Region) for node in program.operations):
         raise ParseError("a plan in slices, or compiled, is not carried over")
     refuse_root_hooks(model)
     sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +10,9 @@ import torch
 
 Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
 """A function of what the forward returns; ``"outputs"`` is whatever starts the backward at all outputs."""
+
+Optimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+"""An optimizer of a model, or a class or function that makes one of parameters."""
 
 
 @dataclass(frozen=True)
