@@ -20,10 +20,9 @@ from ..program.copies import copies, input_started
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
 from ..program.storages import ByStorage
 from ..torch_state.compare import difference, fingerprint, same_bits
-from ..torch_state.dispatch import run_in
+from ..torch_state.dispatch import OperatorMode, run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
-from ..torch_state.private import TorchDispatchMode
 from .arguments import Sample
 from .forward.call_counter import CallCounter
 from .forward.contents import has_content
@@ -120,7 +119,7 @@ def _with_rows_turned(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     return tensor.flip(rows) if tensor.is_floating_point() or tensor.dtype is torch.bool else tensor
 
 
-class _Log(TorchDispatchMode):
+class _Log(OperatorMode):
     """Writes down what is dispatched below autograd, and what autograd saves."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
@@ -135,13 +134,13 @@ class _Log(TorchDispatchMode):
             if storage_of(tensor) is not None:
                 self._number(tensor)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in ON_CONSTANTS or self.is_paused:
-            return function(*args, **kwargs)
+    def called(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Write a call down."""
+        if operator in ON_CONSTANTS or self.is_paused:
+            return operator(*args, **kwargs)
         given = self._described((args, kwargs), is_known=False)
-        result = function(*args, **kwargs)
-        self._add((function, *given, *self._described(result, is_known=True)))
+        result = operator(*args, **kwargs)
+        self._add((operator, *given, *self._described(result, is_known=True)))
         return result
 
     def saved(self, tensor: torch.Tensor) -> None:

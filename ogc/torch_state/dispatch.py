@@ -104,6 +104,17 @@ def dispatched_to(handler: Handler) -> Iterator[None]:
         yield
 
 
+class OperatorMode(TorchDispatchMode):
+    """Has each operator that is called below autograd run by ``called``."""
+
+    def called(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of a call."""
+        return operator(*args, **kwargs)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.called(operator, args, kwargs or {})
+
+
 @contextmanager
 def run_in(mode: TorchDispatchMode) -> Iterator[None]:
     """Run operators in a mode, and where calls are handed to a handler, those that it runs.
