@@ -30,9 +30,8 @@ from .program.structures import Call
 from .runtime.module import OWN_PLAN
 from .runtime.with_loss import TARGETS, with_loss
 from .solver import Budget, Wish
-from .torch_state.hooks import outside_of_modes
-from .torch_state.ranks.shards import has_units
-from .torch_state.ranks.wrappers import within_data_parallel
+from .torch_state.forwards import outside_of_modes
+from .torch_state.ranks import has_units, within_data_parallel
 
 
 @outside_of_modes()  # Lightning configures models in one

@@ -79,7 +79,7 @@ class Operator:
             there.
         hidden_on_cuda: bytes that its kernels allocate on CUDA underneath the dispatcher, in the forward and in the
             backward, from its arguments.
-        unfolded: what a call, by its arguments, may be made of instead; see :mod:`ogc.parser.passes.unfold`.
+        unfolded: what a call, by its arguments, may be made of instead; see :mod:`ogc.parser.passes.calls`.
     """
 
     target: Any

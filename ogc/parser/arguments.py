@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InputError, ParseError
-from ..program.copies import copies
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec, autocast_state
-from ..torch_state.hooks import MODE, is_compiled, what_is_around
-from ..torch_state.ranks.shards import is_spread
+from ..program.tensors import copies
+from ..torch_state.forwards import MODE, is_compiled, what_is_around
+from ..torch_state.ranks import is_spread
 from .forward.contents import Contents, has_content, lacks_content, on_meta
 
 

@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..program.copies import copies, input_started
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
-from ..program.storages import ByStorage
+from ..program.tensors import ByStorage, copies, input_started
 from ..torch_state.compare import difference, fingerprint, same_bits
 from ..torch_state.dispatch import OperatorMode, run_in
 from ..torch_state.forwards import plain_forward

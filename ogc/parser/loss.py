@@ -16,11 +16,10 @@ import torch
 from torch.fx.node import map_arg
 
 from ..errors import InputError
-from ..program.program import CONSTANT, OUTSIDE, get_attribute, tensor_leaves
-from ..program.step import Rest, losses_among
+from ..program.program import CONSTANT, OUTSIDE, Rest, get_attribute, losses_among, tensor_leaves
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import untouched
-from ..torch_state.random_state import cuda_devices
+from ..torch_state.settings import cuda_devices
 from .arguments import Sample
 from .faithful import faithful_program
 from .leaves import Leaves

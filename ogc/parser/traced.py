@@ -12,9 +12,8 @@ import torch
 from ..errors import ParseError
 from ..operators.registry import updates_statistics
 from ..program.leaf import Leaf
-from ..program.program import Guards
-from ..program.results import OutputSpec
-from ..program.step import Rest
+from ..program.program import Guards, Rest
+from ..program.structures import OutputSpec
 from ..torch_state.private import schema_of
 from ..torch_state.reads import Reads
 from .arguments import Sample

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from ..errors import ReplayError
-from ..torch_state.hooks import hooks_off
+from ..torch_state.forwards import hooks_off
 from ..torch_state.private import storage_id, version_of
-from ..torch_state.ranks.collectives import arrived
-from .results import OutputSpec
-from .structures import Given, InputSpec, TensorSpec
+from ..torch_state.ranks import arrived
+from .structures import Given, InputSpec, OutputSpec, TensorSpec
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,48 @@ The parser makes it, the runtime runs it; neither needs to know the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ..torch_state.private import OpOverload, is_any_autocast_enabled, is_view, pytree, storage_id
 from ..torch_state.reads import Reads
-from .results import OutputSpec
-from .step import Rest
-from .structures import InputSpec, autocast_kinds
+from .structures import InputSpec, OutputSpec, autocast_kinds
+
+Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
+"""A function of what the forward returns; ``"outputs"`` is whatever starts the backward at all outputs."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """How the caller goes on.
+
+    Attributes:
+        loss: from what the backward starts; None to find that out.
+        holds_outputs: all outputs are held through the backward.
+        outputs: ``"all"`` of them are wanted, or the ``"loss"`` alone.
+    """
+
+    loss: Loss | None = None
+    holds_outputs: bool = True
+    outputs: str = "all"
+
+
+def losses_among(output: Any, tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> list[int]:
+    """The numbers of the tensors of an output that may be its loss: one number each, to differentiate; of several the
+    one that goes by that name, if one does."""
+    found = [n for n, tensor in enumerate(tensors) if requires_grad[n] and not tensor.dim()]
+    if len(found) < 2:
+        return found
+    named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return [n for n in found if tensors[n] is named] or found
+
 
 CONSTANT = "_ogc_constant_"
 """How the names begin of tensors that are no attribute of the model."""

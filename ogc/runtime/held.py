@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..program.copies import Start, anchor
+from ..program.tensors import Start, anchor
 from ..torch_state.private import is_view, version_of
 
 SMALL = 1 << 14

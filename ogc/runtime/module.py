@@ -22,7 +22,7 @@ from ..torch_state.forwards import (
     plain_forward,
 )
 from ..torch_state.private import CALL, WRAPPED_CALL, share_shards
-from ..torch_state.ranks.shards import is_unit
+from ..torch_state.ranks import is_unit
 from .calls.report import Report
 from .calls.unreached import REACH, Reach, followed_methods
 from .compiling import kept_from_compiling

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .private import CODE, HOOKS, MEMBERS, parameters_of, submodules_of
-from .ranks.shards import is_flat, is_spread
+from .ranks import is_flat, is_spread
 
 _training = itemgetter("training")
 _requires_grad = attrgetter("requires_grad")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,11 +14,10 @@ import numpy
 import torch
 
 from ..on_thread import OnThread
-from .attributes import TABLES, attributes, containers
 from .compare import identical, same_bits
-from .private import MEMBERS, buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
-from .random_state import cuda_devices, random_states, set_random_states
-from .reads.put_back import Before
+from .private import buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
+from .reads.objects import TABLES, Before, held_by
+from .settings import cuda_devices, random_states, set_random_states
 
 unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Modules that fail where their operators are seen: as leaves they are called without anybody looking."""
@@ -114,20 +112,20 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
                 buffer.data = data
 
 
-def members_put_back(modules: Sequence[torch.nn.Module], attributes_stay: bool = False) -> Callable[[], None]:
+def members_put_back(modules: Iterable[torch.nn.Module], attributes_stay: bool = False) -> Callable[[], None]:
     """Gives modules, when called, the attributes and members that they have now; see :func:`untouched`."""
-    plain = [] if attributes_stay else [(module, attributes(module)) for module in modules]
-    held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
-    held += [(buffers_of(module), dict(buffers_of(module).items())) for module in modules]
-    held += [(table, dict(table)) for module, _ in plain for table in _tables(module)]
+    buffers = [buffers_of(module) for module in modules]
+    held = [] if attributes_stay else [*chain.from_iterable(map(held_by, modules))]
+    held += [(table, Before(table)) for table in buffers if isinstance(table, dict)]
+    scripted = [(table, dict(table.items())) for table in buffers if not isinstance(table, dict)]  # with fixed names
 
     def put_back() -> None:
-        for module, found in plain:
-            for key in attributes(module).keys() - found.keys():
-                del vars(module)[key]
-            vars(module).update(found)
-        for value, content in held:
-            _put_back(value, content)
+        for thing, before in held:
+            before.put_back(thing)
+        for table, content in scripted:
+            for key, item in content.items():
+                if table[key] is not item:
+                    table[key] = item
 
     return put_back
 
@@ -182,30 +180,6 @@ def _settings() -> list[tuple[Any, tuple[Any, ...]]]:
         *((torch.set_autocast_enabled, (kind, torch.is_autocast_enabled(kind))) for kind in kinds),
         *((torch.set_autocast_dtype, (kind, torch.get_autocast_dtype(kind))) for kind in kinds),
     ]
-
-
-def _put_back(held: Any, content: Any) -> None:
-    """Let a list, dict or set hold what it held before."""
-    if isinstance(held, list):
-        same = len(held) == len(content) and all(map(operator.is_, held, content))
-    elif isinstance(held, set):
-        same = held == content
-    else:
-        same = list(held.keys()) == list(content) and all(held[key] is item for key, item in content.items())
-    if same:
-        return
-    if isinstance(held, (list, dict, set)):
-        held.clear()
-        (held.extend if isinstance(held, list) else held.update)(content)
-    else:  # the buffers of a scripted module, whose names are fixed
-        for key, item in content.items():
-            held[key] = item
-
-
-def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Those of parameters, submodules and hooks; scripted modules have fewer."""
-    found = vars(module)
-    return [table for name in TABLES if name != MEMBERS[1] and isinstance(table := found.get(name), dict)]
 
 
 def generators_of(models: Iterable[torch.nn.Module], given: Any = ()) -> list[torch.Generator]:

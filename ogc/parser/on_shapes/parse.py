@@ -22,8 +22,7 @@ from ...operators.convolution.parts import Trials, trials_put_off
 from ...operators.cuda.gpus import gpu_of
 from ...operators.cuda.on_meta import as_on_cuda
 from ...program.leaf import Leaf
-from ...program.program import Program
-from ...program.step import Loss
+from ...program.program import Loss, Program
 from ...program.structures import InputSpec
 from ...torch_state.forwards import plain_forward
 from ...torch_state.no_trace import plainly, untouched

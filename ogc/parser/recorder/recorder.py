@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_aggregate
 
-from ...program.casts import is_shared
+from ...program.autocast import is_shared
 from ...program.program import SHARED, WithoutGrad, call_beside, has_history, operator_name, tensor_leaves
 from ...program.structures import autocast_kinds
 from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
@@ -18,8 +18,7 @@ from ...torch_state.private import OpOverload, schema_of, version_of
 from ...torch_state.reads import leaf_call
 from ..forward.location import Scopes, user_line
 from ..traced import HISTORY, ON_CONSTANTS, SIZED, OpaqueError
-from .operators import OPENED, deciding, tells_content, usual_name
-from .sizes import Sizes, sizes_of
+from .operators import OPENED, Sizes, deciding, sizes_of, tells_content, usual_name
 from .tensors import Tensors
 
 _casting: set[OpOverload] = set()

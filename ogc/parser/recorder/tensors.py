@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...program.program import CONSTANT, OWN, SHAPE, storage_of
-from ...program.storages import ByStorage
+from ...program.tensors import ByStorage
 from ..forward.location import user_line
 from ..traced import ALIVE, BYTES, CALL, History
 from ..weigh.record import layout_of

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...program.structures import EACH_BY_ITSELF, HolderSpec, InputSpec, Same, TensorSpec, same_leaf
-from ...torch_state.flags import Flags, changed_flags
 from ...torch_state.module_state import State, changed_state
 from ...torch_state.private import pytree
+from ...torch_state.settings import Flags, changed_flags
 
 MOST = 3
 """How many differences are told."""

@@ -7,7 +7,6 @@ start of each call.
 """
 
 from .observer import Observer, Write, call_unseen, leaf_call
-from .owners import Reads
-from .watched import WatchedReads
+from .owners import Reads, WatchedReads
 
 __all__ = ["Observer", "Reads", "WatchedReads", "Write", "call_unseen", "leaf_call"]
