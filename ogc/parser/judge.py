@@ -1,4 +1,4 @@
-"""Holds a recorded program against a forward that nobody records: eager is the judge of the parser.
+"""Verifies a recorded program against a forward that nobody records.
 
 The model runs once as in training and the program once, each under a log below autograd. Both must dispatch the same
 operators with the same scalars on tensors of the same storages, shapes, strides and types, save the same for their
@@ -34,13 +34,8 @@ from .weigh.record import layout_of
 def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> CallCounter:
     """Do nothing if the program, every call in it, is what the model's forward runs, or ``forward`` if that is given.
 
-    It takes a run of each, with the memory of inference.
-
-    Returns:
-        What the forward's own code calls.
-
-    Raises:
-        OpaqueError: it names the module, the file and the line where the two part.
+    It takes a run of each, with the memory of inference, and returns what the forward's own code calls. OpaqueError
+    names the module, the file and the line where the two part.
     """
     flat = FlatForward(plain_forward(sample.model) if forward is None else forward, sample.spec)
     calls = CallCounter(sample.model)
@@ -60,13 +55,9 @@ def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = N
 
 
 def judge_on_other_inputs(sample: Sample, traced: Traced, is_own: bool = True) -> None:
-    """Do nothing if the program is what the model's forward runs on other inputs that its guards let pass, too.
+    """The same on other inputs that the guards let pass: sizes that data decide may have been baked in.
 
-    Where data decide on sizes, some may have been baked in that nobody sees. A program that is not the model's
-    ``own`` forward, but one made by hand, and a model without content are left to the sample.
-
-    Raises:
-        OpaqueError: as from :func:`~ogc.parser.judge.judge`.
+    A program made by hand (``is_own`` is False) and a model without content are left to the sample.
     """
     is_in_doubt = any(node.meta.get(key) for node in traced.graph.nodes for key in (READS, SIZED))
     if not (is_own and is_in_doubt and all(map(has_content, sample.tensors))):

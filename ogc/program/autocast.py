@@ -1,4 +1,8 @@
-"""Casts that autocast shares, and recomputation outside of autocast."""
+"""Programs and autocast: its casts are calls of the program, so it is off where a program runs.
+
+Of a parameter that several operators use in one region autocast makes one cast, at which their gradients are added up,
+in its type. A forward takes such casts from autocast's own cache, and shares them with what else runs in the region.
+"""
 
 from __future__ import annotations
 

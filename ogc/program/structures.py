@@ -1,4 +1,9 @@
-"""How arguments and results of a call flatten into tensors, and how they are put together again."""
+"""How arguments and results of a call flatten into tensors, and how they are put together again.
+
+Lists, tuples, dicts and whatever is registered as a pytree are taken apart; so are objects that hold nothing but
+tensors, constants and such objects (caches, dataclasses). A call may change these: what they hold then is part of its
+result. An object that is given twice is one object when it is put together again.
+"""
 
 from __future__ import annotations
 
@@ -67,18 +72,11 @@ class Call:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """How the arguments of a call flatten, and everything about them that a program depends on.
+    """How the arguments of a call flatten, and everything about them that a program depends on."""
 
-    Attributes:
-        tree: the structure of the arguments.
-        leaves: a TensorSpec for each tensor, a HolderSpec for each object that is taken apart, Same for either where it
-            is given once more, else the value itself.
-        casts: what autocast does, by device type.
-    """
-
-    tree: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    casts: tuple[Any, ...]
+    tree: pytree.TreeSpec  # the structure of the arguments
+    leaves: tuple[Any, ...]  # TensorSpec or HolderSpec, Same where either is given once more, else the value itself
+    casts: tuple[Any, ...]  # what autocast does, by device type
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, list[torch.Tensor]]:
@@ -140,14 +138,8 @@ def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _TakenApart:
-    """Arguments of one call, as they are taken apart.
-
-    Args:
-        twice: the ids of lists, dicts and other containers that are given more than once.
-
-    Attributes:
-        twice: more of these.
-        tensors: in order, each once.
+    """Arguments of one call, as they are taken apart; ``twice`` are the ids of containers that are given more than
+    once.
     """
 
     def __init__(self, twice: Collection[int] = ()) -> None:
@@ -204,7 +196,7 @@ def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
 class HolderSpec:
     """An object that is taken apart: its class, and the InputSpec or OutputSpec of its attributes.
 
-    A list, dict or other container that is given more than once has no class here: it is its content.
+    A container that is given more than once has no class here: it is its content.
     """
 
     kind: type | None
@@ -236,11 +228,7 @@ def is_holder(thing: Any, depth: int = 0) -> bool:
 
 
 class Given:
-    """The arguments of one call, to see afterwards what the call has changed in them.
-
-    Attributes:
-        holders: the objects among them that are taken apart, then the lists and dicts, each once.
-    """
+    """The arguments of one call, to see afterwards what the call has changed in them."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, nodes = _opened([*args, *kwargs.values()])
@@ -354,18 +342,11 @@ TENSOR = object()
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """How a result is rebuilt.
+    """How a result is rebuilt."""
 
-    Attributes:
-        tree: its structure; where objects that were given are changed, that of a pair: the result, and what they hold.
-        leaves: TENSOR for each tensor, a HolderSpec for each object that is taken apart, else an object, list or dict
-            that was given, or the leaf itself.
-        changed: the numbers of the given objects that are changed.
-    """
-
-    tree: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    changed: tuple[int, ...] = ()
+    tree: pytree.TreeSpec  # its structure; with changed objects, that of a pair: the result, and what they hold
+    leaves: tuple[Any, ...]  # TENSOR, a HolderSpec, an object that was given, or the leaf itself
+    changed: tuple[int, ...] = ()  # the numbers of the given objects that are changed
 
     @staticmethod
     def of(result: Any, given: Given | None = None) -> tuple[OutputSpec, list[torch.Tensor]]:
@@ -388,11 +369,7 @@ class OutputSpec:
         return [leaf for leaf in flat_leaves(self.leaves) if leaf is not TENSOR and not isinstance(leaf, _GivenObject)]
 
     def only(self, number: int) -> OutputSpec:
-        """The structure with one of its tensors, and None in the place of the others and of objects that hold them.
-
-        Raises:
-            InputError: the call changes objects that it is given.
-        """
+        """The structure with one of its tensors, None for the others; InputError if the call changes its arguments."""
         if self.changed:
             raise InputError("the forward stores tensors in objects that it is given, so they are wanted; let it not")
         count = itertools.count()

@@ -1,4 +1,8 @@
-"""Tensors' memory: storages that live, layouts, copies."""
+"""Tensors' memory: storages, layouts, copies for runs on the side.
+
+PyTorch keeps the Python object of a storage for as long as the storage lives (since 2.1, c10/core/impl/PyObjectSlot.h):
+it is the same object each time, and weak references to it end when the memory is freed.
+"""
 
 from __future__ import annotations
 
@@ -136,8 +140,8 @@ anchor = torch.empty(0, requires_grad=True)
 def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Inputs of their own for a run on the side, of the same strides; those that share memory share it again.
 
-    Autograd's graph starts at them. Those that are leaves are leaves again; others are results of a ``Start`` each,
-    whose node has the number of the input.
+    Autograd's graph starts at them. Leaves are leaves again; others are results of a ``Start`` each, which has the
+    number of the input.
     """
     tensors = list(tensors)
     made = zip(made_copies(tensors), tensors, strict=True)

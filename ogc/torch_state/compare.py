@@ -47,9 +47,9 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """An integer, as a tensor of no dimensions, that tells apart tensors of the same layout by their bits and order.
+    """An integer tensor that tells tensors of the same layout apart by their bits and order.
 
-    Reads the contents twice and copies next to nothing: sums over the rows and over the columns of a square.
+    It sums over the rows and the columns of a square, which reads the content twice and copies next to nothing.
     """
     flat = _in_memory_order(tensor.detach())
     each = 8 // flat.element_size()

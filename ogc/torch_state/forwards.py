@@ -1,4 +1,9 @@
-"""What runs when a module is called: its plain forward or another one, hooks, compiled code, modes around it."""
+"""What runs when a module is called: its plain forward or another one, hooks, compiled code, modes around it.
+
+``transformers`` collects hidden states and attentions with hooks that it registers for good: they add to a collector
+that a forward makes when it is asked for these, and do nothing without one. A collector that comes and goes within the
+recorded forward is part of the program. Other hooks may do anything, so these are told by name.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +60,7 @@ def only_holds(module: torch.nn.Module) -> bool:
 
 
 def plain_forward(model: torch.nn.Module) -> Callable[..., Any]:
-    """The forward that was optimized, whatever was wrapped around the optimized one since; of others their own.
-
-    It may be one that was assigned to the plain model, such as one wrapped for mixed precision.
-    """
+    """The forward that was optimized, also where it was assigned to the plain model; of other modules their own."""
     assigned: Callable[..., Any] | None = vars(model).get("forward")
     return partial(original_class(model).forward, model) if assigned is None else assigned
 
@@ -72,11 +74,10 @@ def is_as_assigned(model: torch.nn.Module, assigned: Callable[..., Any] | None) 
 
 
 class OwnForward:
-    """The forward of an optimized module as an attribute of its class.
+    """The forward of an optimized module, as an attribute of its class.
 
-    An optimized module has the attributes of the plain one, the same dict. A forward that is assigned to it, such as
-    one wrapped for mixed precision, is kept apart from these: it is not the plain model's. It has the signature
-    of the forward of ``like``, unless it has one of its own.
+    An optimized module shares the plain one's attributes. A forward that is assigned to it, such as one wrapped for
+    mixed precision, is kept apart from these. The signature is that of the forward of ``like``.
     """
 
     def __init__(self, function: Callable[..., Any], like: torch.nn.Module) -> None:
@@ -108,10 +109,8 @@ class OwnForward:
 class OwnCall:
     """What an optimized module calls in the place of its own call, as an attribute of its class.
 
-    The attributes that it shares with the plain model may hold compiled code of that one.
-
-    Args:
-        follow: gives what is called where another forward was assigned; None for the module's own call.
+    Its attributes, shared with the plain model, may hold compiled code of that one. ``follow`` gives what is called
+    where another forward was assigned; None for the module's own call.
     """
 
     def __init__(self, follow: Callable[[torch.nn.Module], Callable[..., Any] | None]) -> None:

@@ -1,4 +1,10 @@
-"""Several processes that train one model: collectives, one answer for all, parameters that are sharded."""
+"""Several processes that train one model: collectives, one answer for all, parameters that are sharded.
+
+A rank may plan alone, at any time, so planning runs no collective. What stands in for one gives what it would give if
+all ranks held what this one holds: shapes and types are right, the numbers are not used. All collectives come to the
+operators of one namespace, which get kernels for a dispatch key that goes before all others and is on while a rank is
+alone, on all threads that a backward runs on.
+"""
 
 from __future__ import annotations
 
@@ -122,11 +128,13 @@ T = TypeVar("T")
 
 
 def first_of_all(question: str, answer: Callable[[], T]) -> T:
-    """What the first rank answered, be it this one.
+    """What the first rank answered, be it this one, without waiting for another rank.
+
+    The answer is put into the store that all ranks met at, and taken from there by those that ask later.
 
     Args:
         question: text that is equal on the ranks that are to agree, and on no others.
-        answer: plain data that can be pickled; it is asked for only where no rank has answered yet.
+        answer: plain data that can be pickled; asked for only where no rank has answered yet.
     """
     store = store_of_all_ranks() if are_several() else None
     if store is None:
@@ -210,7 +218,7 @@ def planned_apart(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str
 def parameters_apart(model: torch.nn.Module) -> Iterator[None]:
     """Inside, parameters that are views of one of all ranks are parameters of their own, of the same memory.
 
-    Else backwards of single operations would come to that one, whose gradients are handed to other ranks.
+    Else backwards of single operations would come to that one, whose gradients are sent to other ranks.
     """
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     tables = [(parameters_of(module), name) for module in modules for name in parameters_of(module)]

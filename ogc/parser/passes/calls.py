@@ -1,4 +1,9 @@
-"""Other forms of single calls: faster bindings, shared casts, operators that a call is made of, other numbers."""
+"""Other forms of single calls.
+
+Bindings are functions by which PyTorch calls its operators from Python: they take a third of the time of torch.ops.
+Casts of one parameter that autocast shares become one call. Some calls are unfolded into the operators that PyTorch
+makes them of, after a trial. A planned program gets the numbers of one that was recorded anew.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""How long values live in the plain forward that nothing uses any more: what holds them is Python or autograd.
+"""How long the plain forward holds values that nothing uses any more, and calls that nothing uses.
 
-It also runs calls that nothing uses, which no program has. The frames of Python hold arguments and variables until they
-return. A part of autograd's graph that no backward comes to goes with the last result that it belongs to; until then it
-holds what it saved. A plan's code does neither.
+Frames of Python hold arguments and variables until they return. A part of autograd's graph that no backward comes to
+goes with the last result that it belongs to, and holds until then what it saved. A plan's code does neither.
 """
 
 from __future__ import annotations
@@ -110,10 +109,7 @@ def forget_unreached(
 def note_lifetimes(observation: Observation, taken: dict[int, tuple[int, Any]], dead: Dead) -> None:
     """Note in ``observation`` until when values are held that are used no more.
 
-    Args:
-        observation: of a program, as it is planned.
-        taken: for positions of operations, values whose storage their result takes over.
-        dead: of :func:`forget_unreached`.
+    ``taken``: for operations, values whose storage their result takes over; ``dead`` is of :func:`forget_unreached`.
     """
     records = observation.records
     heirs = {old: records[t].writes[0] for t, (old, _) in taken.items()}

@@ -24,22 +24,14 @@ Node = torch.fx.Node
 
 @dataclass(frozen=True)
 class LossHead:
-    """A loss and what goes before it.
+    """A loss and what goes before it."""
 
-    Attributes:
-        loss: its call.
-        summed: how it is made of a sum.
-        chain: from the product to before the loss, in order; the first one takes ``rows``, or the result of
-            ``product``.
-        product: the linear layer, if the chain begins there.
-        rows: what goes in.
-    """
-
-    loss: Node
-    summed: Summed
+    loss: Node  # its call
+    summed: Summed  # how it is made of a sum
+    # from the product to before the loss, in order; the first takes ``rows``, or the result of ``product``
     chain: tuple[Node, ...]
-    product: Node | None
-    rows: Node
+    product: Node | None  # the linear layer, if the chain begins there
+    rows: Node  # what goes in
 
     @property
     def nodes(self) -> tuple[Node, ...]:

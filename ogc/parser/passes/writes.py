@@ -1,4 +1,16 @@
-"""Writes that need not bind their value: in-place operators that run out of place, and copies after a last write."""
+"""Writes that need not bind their value: in-place operators that run out of place, copies after a last write.
+
+A convolution, batch norm and ``relu_`` in a row share one storage. Seen as one value, no cut may fall between them. But
+``relu_`` can run as ``relu`` where the norm's result is wanted later, with the same bits: the result becomes a new
+value that *takes over* the storage, and the runtime writes in place exactly where no cut separates the two.
+
+A write to a view, such as instance norm returns, is differentiated as one to the whole storage, which takes three more
+copies (``CopySlices`` in torch/csrc/autograd/functions/tensor.cpp) and excludes a low-memory backward. ``silu_`` saves
+a copy of what it writes over; ``silu`` keeps as many bytes, and copies nothing.
+
+A value that is read or viewed before its last write (shifted token ids, masks that are filled) has several contents, so
+no cut may fall before its last use, which may be most of a model away: what comes later uses a copy.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +88,7 @@ def _twin_that_copies_nothing(record: Record) -> Any:
 def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:
     """Renumber values so that eligible in-place operations make new ones; ``observation`` is changed.
 
-    Returns:
-        For each position of such an operation, the value that it takes over and the operator that leaves
-        that value as it is.
+    It gives for such operations the value that each takes over and the operator that leaves that as it is.
     """
     records = observation.records
     taken: dict[int, tuple[int, Any]] = {}

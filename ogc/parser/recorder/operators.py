@@ -1,4 +1,8 @@
-"""Operators of aten: other names, those recorded in parts, those whose results' sizes data decide."""
+"""Operators of aten: other names, those recorded in parts, those whose results' sizes data decide.
+
+The latter is seen by a call without content. What runs on meta tensors makes sizes of shapes alone; of others fake
+tensors tell, where such sizes are symbols. An operator without a kernel for either is tried on other contents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Sees what goes past PyTorch's dispatcher while a forward is recorded."""
+"""Sees what goes past PyTorch's dispatcher while a forward is recorded.
+
+That is calls of modules and custom functions, and the methods of tensors by which Python gets hold of their content,
+hooks, memory or history. Calls of opaque modules become nodes, with the recorder aside while they run.
+"""
 
 from __future__ import annotations
 
@@ -118,9 +122,10 @@ class PythonCalls:
         return known(callback)
 
     def _look_away(self) -> None:
-        """Nothing is patched from now on, until the leaf is left, which may read numbers out of tensors.
+        """Nothing is patched until the leaf is left: compiled code looks at what it calls, tensors of other classes
+        hand calls on.
 
-        Compiled code looks at what it calls, tensors of other classes hand calls on.
+        It may read numbers out of tensors.
         """
         self.recorder.counting.add(str(self.recorder.leaf))
         self.patches.close()

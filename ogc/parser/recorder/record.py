@@ -1,4 +1,8 @@
-"""Runs a model once and writes down what it computes, with guards for what Python reads out of tensors."""
+"""Runs a model once and writes down what it computes, with guards for what Python read out of tensors.
+
+A small program of its own computes anew, at the start of each call, what was read; the recorded program holds where
+that is the same. Inputs and buffers alone must decide on it, or the modules that hide it become opaque.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,7 @@ from .recorder import Read, Recorder
 
 
 def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_careful: bool) -> Traced:
-    """A :class:`~ogc.parser.traced.FrontEnd`.
-
-    It is careful by a look at the random states of Python and numpy before each call, which takes time.
-    """
+    """A :class:`~ogc.parser.traced.FrontEnd`; careful by a look at the random states of Python before each call."""
     model, spec, tensors = sample
     recorder = Recorder(model, tensors, leaves)
     recorder.shares_casts = shares_casts(spec)
@@ -164,9 +165,7 @@ _COUNTS = {"index", "masked_select", "nonzero", "nonzero_numpy", "argwhere"}
 def guards_of(recorder: Recorder, outputs: Sequence[torch.fx.Node]) -> Guards | None:
     """The guards of a recorded forward; None if Python read nothing.
 
-    Raises:
-        OpaqueError: something was read that depends on activations, parameters or random numbers; the error names the
-            modules that hide it.
+    OpaqueError names the modules that hide reads of what depends on activations, parameters or random numbers.
     """
     slices = [_Slice(recorder, read) for read in recorder.reads]
     _refuse(recorder, [s for s in slices if s.obstacle], outputs)

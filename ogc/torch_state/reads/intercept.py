@@ -30,14 +30,10 @@ def is_followed(name: Any) -> bool:
 
 
 class ObservedClasses:
-    """Classes of which each read and each assignment of an attribute is told, until :meth:`restore`.
+    """Classes that tell, until :meth:`restore`, before an attribute is ``read`` or ``assigned``.
 
-    ``__getattribute__`` and ``__setattr__`` are put into the class, or into that of its bases which has its own. The
+    ``__getattribute__`` and ``__setattr__`` are put into the class, or into that of its bases which has its own: the
     class stays what it is.
-
-    Args:
-        read: told before an attribute is read.
-        assigned: told before one is set.
     """
 
     def __init__(self, read: Told, assigned: Told) -> None:
@@ -118,19 +114,12 @@ _KNOWN = 5_000
 
 
 class Called(NamedTuple):
-    """A function that is about to run.
+    """A function that is about to run."""
 
-    Attributes:
-        functions: those that have its code; none if the forward itself makes it.
-        table: its globals.
-        names: which of them it names.
-        first: its first argument; None without one.
-    """
-
-    functions: list[FunctionType]
-    table: dict[str, Any]
-    names: frozenset[str]
-    first: Any
+    functions: list[FunctionType]  # those that have its code; none if the forward itself makes it
+    table: dict[str, Any]  # its globals
+    names: frozenset[str]  # which of them it names
+    first: Any  # its first argument; None without one
 
 
 @lru_cache(maxsize=_KNOWN)
@@ -145,10 +134,7 @@ _functions: dict[int, list[weakref.ref[FunctionType]]] = {}
 
 
 class CalledFunctions:
-    """Tells of each function that this thread calls, before it runs.
-
-    It is told of once for each class of its first argument, each closure and each ``mode()``.
-    """
+    """Tells of functions that this thread calls, once for each class of the first argument, closure and ``mode()``."""
 
     def __init__(self, told: Callable[[Called], None], mode: Callable[[], object]) -> None:
         self.told, self.mode = told, mode

@@ -38,29 +38,18 @@ from .owners import FIXED, MODULE, OwnerReads, Reads, Source, contents
 
 @dataclass(eq=False)
 class Owner:
-    """An object that the forward may read from.
-
-    Attributes:
-        thing: the object itself.
-        number: in the order in which objects were met.
-        source: where it is found.
-        before: what it held when it was met, before the forward could write it.
-        scope: the module that read from it last.
-        keys, absent, slots: names that were read.
-        is_whole: whether all that it holds counts.
-        is_open: whether the data of its classes count.
-    """
+    """An object that the forward may read from."""
 
     thing: Any
-    number: int
-    source: Source
-    before: Before
-    scope: str
-    keys: dict[str, None] = field(default_factory=dict)
+    number: int  # in the order in which objects were met
+    source: Source  # where it is found
+    before: Before  # what it held when it was met, before the forward could write it
+    scope: str  # the module that read from it last
+    keys: dict[str, None] = field(default_factory=dict)  # names that were read
     absent: dict[str, None] = field(default_factory=dict)
     slots: dict[str, None] = field(default_factory=dict)
-    is_whole: bool = False
-    is_open: bool = False
+    is_whole: bool = False  # whether all that it holds counts
+    is_open: bool = False  # whether the data of its classes count
 
     @property
     def is_read(self) -> bool:
@@ -87,17 +76,11 @@ class Owner:
 
 
 class Write(NamedTuple):
-    """Something outside of tensors that a forward has changed.
-
-    Attributes:
-        owner: the object that holds it.
-        key: the attribute; "" for the items of a container.
-        module: the module that holds the object or, if none does, that has read it last.
-    """
+    """Something outside of tensors that a forward has changed."""
 
     owner: Owner
-    key: str
-    module: str
+    key: str  # the attribute; "" for the items of a container
+    module: str  # that holds the object or, if none does, that has read it last
 
     def note(self) -> None:
         """Note it as read."""
@@ -111,12 +94,9 @@ class Write(NamedTuple):
 
 
 def reads_of(met: Mapping[int, Owner], effects: Mapping[tuple[int, str], Any], root: Callable[[], Any]) -> Reads:
-    """What was read of the objects that were met, by their identities, as it is now.
+    """What was read of the objects ``met``, by their identities, as it is now.
 
-    Args:
-        met: the objects.
-        effects: what planned calls write: values by the numbers of owners and by names.
-        root: gives the model.
+    ``effects`` are what planned calls write: values by the numbers of owners and by names; ``root`` gives the model.
     """
     owners = list(met.values())
     numbers = _needed(met, [owner.number for owner in owners if owner.is_read] + [number for number, _ in effects])
@@ -157,12 +137,7 @@ _LARGEST = 100_000
 
 
 class Observer:
-    """Observes a forward of a model on this thread.
-
-    Args:
-        model: whose forward it is.
-        where: gives the name of the module that runs.
-    """
+    """Observes a forward of ``model`` on this thread; ``where`` gives the name of the module that runs."""
 
     def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str) -> None:
         self._where, self.root = where, weakref.ref(model)

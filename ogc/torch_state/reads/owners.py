@@ -32,17 +32,11 @@ MODULE, FIXED = -1, -2
 
 
 class Source(NamedTuple):
-    """Where an object is found.
+    """Where an object is found."""
 
-    Attributes:
-        parent: the number of the owner that holds it, ``MODULE`` or ``FIXED``.
-        step: how it is found there: ``"attribute"``, ``"slot"``, ``"item"`` or, of a function, ``"cell"``.
-        key: by what name or position; the name of a submodule; what is fixed itself.
-    """
-
-    parent: int
-    step: str
-    key: Any
+    parent: int  # the number of the owner that holds it, ``MODULE`` or ``FIXED``
+    step: str  # how it is found there: ``"attribute"``, ``"slot"``, ``"item"`` or, of a function, ``"cell"``
+    key: Any  # by what name or position; the name of a submodule; what is fixed itself
 
     def find(self, model: torch.nn.Module, objects: Sequence[Any]) -> Any:
         """The object, given those that are found before it."""
@@ -59,45 +53,28 @@ class Source(NamedTuple):
 
 
 class OwnerReads(NamedTuple):
-    """What was read of one object.
+    """What was read of one object."""
 
-    Attributes:
-        source: where it is found.
-        keys: the attributes or globals that were there.
-        absent: those that were not there.
-        slots: those in slots.
-        is_whole: whether all items count, as of a list.
-    """
-
-    source: Source
-    keys: tuple[str, ...]
-    absent: tuple[str, ...]
-    slots: tuple[str, ...]
-    is_whole: bool
+    source: Source  # where it is found
+    keys: tuple[str, ...]  # attributes or globals that were there
+    absent: tuple[str, ...]  # those that were not there
+    slots: tuple[str, ...]  # those in slots
+    is_whole: bool  # whether all items count, as of a list
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reads:
-    """What a forward read outside of tensors, and what it wrote.
+    """What a forward read outside of tensors, and what it wrote."""
 
-    Attributes:
-        owners: the objects that it read from, each after those in which it is found.
-        expected: what these held at the start of the forward.
-        effects: plain values that it wrote and did not read before: the number of the owner, the name, the value.
-        root: gives the model that was observed. A copy of it stands for it, also where a function is bound to it.
-    """
-
-    owners: tuple[OwnerReads, ...] = ()
-    expected: tuple[Any, ...] = ()
+    owners: tuple[OwnerReads, ...] = ()  # the objects that it read from, each after those in which it is found
+    expected: tuple[Any, ...] = ()  # what these held at the start of the forward
+    # plain values that it wrote and did not read before: the number of the owner, the name, the value
     effects: tuple[tuple[int, str, Any], ...] = ()
+    # gives the model that was observed; a copy stands for it, also where a function is bound to it
     root: Callable[[], Any] = lambda: None
 
     def objects(self, model: torch.nn.Module) -> list[Any]:
-        """The owners as they are found now.
-
-        Raises:
-            LookupError, AttributeError, ValueError, TypeError: one is no longer there.
-        """
+        """The owners as they are found now; LookupError, AttributeError, ValueError or TypeError if one is gone."""
         found: list[Any] = []
         for owner in self.owners:
             found.append(owner.source.find(model, found))
@@ -199,10 +176,7 @@ _GONE = (LookupError, AttributeError, ValueError, TypeError)
 
 
 class WatchedReads:
-    """What a forward read, for a model and its copies.
-
-    Each call compares it with what it was by identity, and only where that differs by what it holds.
-    """
+    """What a forward read, for a model and its copies: compared by identity, and by content where that differs."""
 
     def __init__(self, reads: Reads, model: torch.nn.Module) -> None:
         self.reads = reads
@@ -228,7 +202,7 @@ class WatchedReads:
 class _Seen:
     """Where values are that were read, and what they were when they were last looked at.
 
-    No reference to the model itself is held: it is the key of the weak dictionary that holds this.
+    It holds no reference to the model itself, which is the key of the weak dictionary that holds this.
     """
 
     def __init__(self, reads: Reads, objects: Sequence[Any]) -> None:
