@@ -37,8 +37,8 @@ class Leaves:
 
     Args:
         asked_for: names and types of leaves.
-        repeatable: names and types of modules such that leaves in them may be called again; True for all. With None
-            it is those that are seen to compute the same again.
+        repeatable: names and types of modules in which leaves may be called again; True for all, None for those that
+            are seen to compute the same again.
     """
 
     def __init__(
@@ -57,10 +57,8 @@ class Leaves:
         self._cover_at_sight()
 
     def cover(self, problem: OpaqueError) -> None:
-        """Make leaves of the modules that hide the problem, or of those around them where they are leaves already.
-
-        Raises:
-            ParseError: only the whole model hides it.
+        """Make leaves of the modules that hide the problem, or of those around them; ParseError if only the model hides
+        it.
         """
         for name, why in problem.modules.items():
             # A module that is none of the model's is called by one that cannot be told.
@@ -183,10 +181,7 @@ FEW = 1024
 
 
 def refuse_chance(model: torch.nn.Module, node: torch.fx.Node, args: Any) -> None:
-    """Raise OpaqueError if what a leaf returns is not alike in every step, as it has to be, but left to chance.
-
-    It is called from several random states; the model is afterwards as before.
-    """
+    """Raise OpaqueError if a leaf returns something else from some of several random states."""
     assert isinstance(node.target, Leaf)
     module, given, _ = args
     for seed in range(CHANCES):
@@ -204,10 +199,7 @@ CHANCES = 16
 
 
 def why_not_repeatable(model: torch.nn.Module, record: Record, args: Any) -> str | None:
-    """The reason, in words, why a leaf must not be called again; None if none was seen.
-
-    It is called twice from the same random state; the model is afterwards as before.
-    """
+    """Why a leaf must not be called again, in words; None if two calls from one random state show no reason."""
     leaf, (module, given, _) = record.node.target, args
     assert isinstance(leaf, Leaf)
     if leaf.talks:

@@ -200,10 +200,8 @@ def lower(
     slices: int = 1,
     compiled: Compilation | None = None,
 ) -> tuple[Traced, Observation]:
-    """The program in the form that is planned, and an observation of one run of it, as :func:`planned_form` gives them.
-
-    Raises:
-        ParseError: in that form it is not what the model computes.
+    """The program as it is planned, and an observation of one run; ParseError if it is not what the model computes
+    then.
     """
     traced, observation, state = planned_form(sample, recorded, device, visit, stretches, slices, compiled)
     _check_same(traced, observation, state, close if stretches or compiled else same_bits)
