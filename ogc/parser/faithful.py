@@ -68,7 +68,7 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
 
 
 def _program(sample: Sample, run: Callable[..., Any], is_custom: bool, leaves: Leaves, is_careful: bool) -> Traced:
-    """The program with these leaves, once it is verified; RecordAgain or OpaqueError if it is to be recorded otherwise."""
+    """The verified program with these leaves; RecordAgain or OpaqueError if it is to be recorded otherwise."""
     with observed(sample, run, leaves.names, is_careful) as (traced, observer):
         traced = replace(traced, state=state_of(sample.model))
         called = called_leaves(traced.graph)
