@@ -62,15 +62,12 @@ def judge_on_other_inputs(sample: Sample, traced: Traced, is_own: bool = True) -
     is_in_doubt = any(node.meta.get(key) for node in traced.graph.nodes for key in (READS, SIZED))
     if not (is_own and is_in_doubt and all(map(has_content, sample.tensors))):
         return
-    for change in (_with_rows_alike, _with_rows_repeated, _with_rows_turned):
+    for change in _CHANGES:
         other = sample._replace(tensors=[_changed(tensor, change) for tensor in copies(sample.tensors)])
-        if _lets_pass(other, traced) and (outputs := _outputs(other)) is not None:
+        with untouched(sample.model):
+            passes = traced.guards is None or not traced.guards.difference(sample.model, other.copies())
+        if passes and (outputs := _outputs(other)) is not None:
             judge(other, replace(traced, outputs=outputs))
-
-
-def _lets_pass(sample: Sample, traced: Traced) -> bool:
-    with untouched(sample.model):
-        return traced.guards is None or not traced.guards.difference(sample.model, sample.copies())
 
 
 def _outputs(sample: Sample) -> list[torch.Tensor] | None:
@@ -93,20 +90,14 @@ def _changed(tensor: torch.Tensor, change: Callable[[torch.Tensor, int], torch.T
     return tensor
 
 
-def _with_rows_alike(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """All are the first one: a limit is above all of them, or none."""
-    return tensor.narrow(rows, 0, 1).expand_as(tensor)
-
-
-def _with_rows_repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Each other row is the one before it."""
-    first = torch.arange(tensor.shape[rows], device=tensor.device) // 2 * 2
-    return tensor.index_select(rows, first)
-
-
-def _with_rows_turned(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The rows of what is no index, in the other order: as many of them are above a limit as before."""
-    return tensor.flip(rows) if tensor.is_floating_point() or tensor.dtype is torch.bool else tensor
+_CHANGES: tuple[Callable[[torch.Tensor, int], torch.Tensor], ...] = (
+    # All rows are the first one: a limit is above all of them, or none.
+    lambda tensor, rows: tensor.narrow(rows, 0, 1).expand_as(tensor),
+    # Each other row is the one before it.
+    lambda tensor, rows: tensor.index_select(rows, torch.arange(tensor.shape[rows], device=tensor.device) // 2 * 2),
+    # The rows of what is no index in the other order: as many are above a limit as before.
+    lambda tensor, rows: tensor.flip(rows) if tensor.is_floating_point() or tensor.dtype is torch.bool else tensor,
+)
 
 
 class _Log(OperatorMode):

@@ -104,7 +104,6 @@ class Leaf:
 
     @property
     def runs_once(self) -> bool:
-        """Whether it must not be called again."""
         return not self.repeatable
 
     @property

@@ -114,7 +114,6 @@ class Program:
 
     @property
     def operations(self) -> list[torch.fx.Node]:
-        """The fx node of each operation."""
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
 
@@ -151,7 +150,6 @@ class Guards:
     what: tuple[str, ...]  # each of these in words
 
     def read(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """What the guards return for these inputs."""
         with torch.no_grad(), without_autocast():
             return tuple(run_nodes(self.graph.nodes, inputs, partial(get_attribute, model, self.constants), call_node))
 

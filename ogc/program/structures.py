@@ -50,10 +50,6 @@ class TensorSpec(NamedTuple):
         stride = tensor.stride() if tensor.layout is torch.strided else NOT_DENSE
         return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
 
-    def same_kind(self, other: TensorSpec) -> bool:
-        """Whether the two differ in sizes and strides at most."""
-        return len(self.shape) == len(other.shape) and self[2:] == other[2:]
-
 
 @dataclass(frozen=True)
 class Same:
@@ -93,7 +89,6 @@ class InputSpec:
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """Those of all tensors, in order."""
         return [leaf for leaf in flat_leaves(self.leaves) if isinstance(leaf, TensorSpec)]
 
     @property
@@ -151,7 +146,6 @@ class _TakenApart:
         self.held: list[Any] = []
 
     def spec(self, given: Any, casts: tuple[Any, ...] = ()) -> InputSpec:
-        """The specification of what is given."""
         own = weakref.proxy(self)  # as pytree's function is in a cycle, with what it is given to call
         leaves, tree = pytree.tree_flatten(given, is_leaf=lambda thing: own._is_leaf(thing))
         return InputSpec(tree, tuple(map(self._described, leaves)), casts)
@@ -161,9 +155,10 @@ class _TakenApart:
             return False
         if id(thing) in self.twice:
             return True
-        if id(thing) in self.seen and (not isinstance(thing, tuple) or _holds_tensors(thing)):
+        is_tuple = isinstance(thing, tuple)
+        if id(thing) in self.seen and (not is_tuple or any(map(torch.is_tensor, pytree.tree_leaves(thing)))):
             self.twice.add(id(thing))
-        if isinstance(thing, tuple) or type(thing) in pytree.SUPPORTED_NODES:
+        if is_tuple or type(thing) in pytree.SUPPORTED_NODES:
             self.seen[id(thing)] = thing
         return False
 
@@ -181,10 +176,6 @@ class _TakenApart:
         self.opened = leaf
         kind, content = (None, leaf) if is_container else (type(leaf), vars(leaf))
         return HolderSpec(kind, self.spec((content,)))
-
-
-def _holds_tensors(tree: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(tree))
 
 
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -303,7 +294,7 @@ def _tree_of_tensors(count: int) -> pytree.TreeSpec:
 def same_leaf(a: Any, b: Any, size: bool = True) -> bool:
     """Whether two leaves of arguments are alike; without ``size``, up to shapes, strides and numbers."""
     if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
-        return a == b if size else a.same_kind(b)
+        return a == b if size else len(a.shape) == len(b.shape) and a[2:] == b[2:]
     if isinstance(a, HolderSpec) and isinstance(b, HolderSpec):
         return a.kind is b.kind and a.content.fits(b.content, size)
     if a is b or type(a) is not type(b):

@@ -31,7 +31,6 @@ class LiveBytes:
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage from now on, once."""
         key, size = id(storage), storage.nbytes()
         if key not in self._alive:
             self._alive[key] = weakref.ref(storage, partial(self._gone, key, size))
@@ -53,7 +52,6 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
-        """That of a tensor."""
         return Layout(tuple(tensor.shape), tensor.stride())
 
     @staticmethod
@@ -62,7 +60,6 @@ class Layout(NamedTuple):
         return Layout.of(tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta"))
 
     def zeros(self, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-        """A tensor that is laid out so."""
         if device == "meta":
             return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=device)
         entries = torch.zeros(self.span, dtype=dtype, device=device)
@@ -144,17 +141,16 @@ def copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     number of the input.
     """
     tensors = list(tensors)
-    made = zip(made_copies(tensors), tensors, strict=True)
-    return [_copy_like(copy.detach(), tensor, number) for number, (copy, tensor) in enumerate(made)]
-
-
-def _copy_like(copy: torch.Tensor, tensor: torch.Tensor, number: int) -> torch.Tensor:
-    if tensor.is_leaf or not tensor.requires_grad:
-        return copy.requires_grad_(tensor.requires_grad)
-    with torch.enable_grad():
-        (started,) = Start.apply(anchor, copy)
-    started.grad_fn.number_of_input = number
-    return started
+    found = []
+    for number, (copy, tensor) in enumerate(zip(map(torch.Tensor.detach, made_copies(tensors)), tensors, strict=True)):
+        if tensor.is_leaf or not tensor.requires_grad:
+            found.append(copy.requires_grad_(tensor.requires_grad))
+            continue
+        with torch.enable_grad():
+            found += Start.apply(anchor, copy)
+        node: Any = found[-1].grad_fn
+        node.number_of_input = number
+    return found
 
 
 def input_started(node: Any) -> int | None:
@@ -168,7 +164,8 @@ def made_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with torch.enable_grad():
         for group in _sharing(tensors):
             one, requires_grad = tensors[group[0]].detach(), any(tensors[n].requires_grad for n in group)
-            if len(group) == 1 and not _has_gaps(one):
+            has_gaps = one.layout is torch.strided and one.numel() > 0 and not is_dense(one)
+            if len(group) == 1 and not has_gaps:
                 copied[group[0]] = one.requires_grad_(requires_grad).clone()
                 continue
             first = min(tensors[n].storage_offset() for n in group)
@@ -198,10 +195,6 @@ def _sharing(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
             groups[-1].append(n)
             end = max(end, _end(tensors[n]))
     return groups
-
-
-def _has_gaps(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.numel() > 0 and not is_dense(tensor)
 
 
 def _end(tensor: torch.Tensor) -> int:

@@ -158,7 +158,9 @@ def what_is_around() -> str:
     """What the caller has put around the forward that may change what it gives, in words; "" if nothing."""
     if count_function_modes() and any(type(mode) is not DeviceContext for mode in function_modes()):
         return MODE
-    if count_dispatch_modes() and not all(map(_only_looks, dispatch_modes())):
+    if count_dispatch_modes() and not all(
+        _is_known(type(mode)) or getattr(mode, "only_looks", False) for mode in dispatch_modes()
+    ):
         return DISPATCH
     hooks = saved_tensors_hooks_in_use()
     return "" if hooks is None or all(map(_is_known, hooks)) else SAVED
@@ -178,10 +180,6 @@ def outside_of_modes() -> Iterator[None]:
             pop_function_mode()
         for mode in reversed(modes):
             push_function_mode(mode)
-
-
-def _only_looks(mode: Any) -> bool:
-    return _is_known(type(mode)) or getattr(mode, "only_looks", False)
 
 
 def _is_known(thing: Any) -> bool:

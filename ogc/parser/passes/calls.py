@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -174,7 +175,8 @@ def with_numbers(planned: torch.fx.Graph, known: torch.fx.Graph, new: torch.fx.G
         ours, theirs = _leaves(then), _leaves(now)
         if different := [(a, b) for a, b in zip(ours, theirs, strict=True) if _text(a) != _text(b)]:
             special = () if getattr(then.target, "__name__", "").partition(".")[0] in ARITHMETIC else SPECIAL
-            if not all(_is_usual(number, special) for pair in different for number in pair):
+            numbers = chain.from_iterable(different)
+            if not all(isinstance(x, float) and isfinite(x) and x not in special for x in numbers):
                 return None
             changed[then.name] = ours, theirs
     result = torch.fx.Graph()
@@ -197,10 +199,6 @@ def _leaves(node: torch.fx.Node) -> list[Any]:
 def _text(leaf: Any) -> str:
     """Tells any two numbers apart, and nodes of any two programs by their names."""
     return leaf.name if isinstance(leaf, torch.fx.Node) else repr(leaf)
-
-
-def _is_usual(number: Any, special: tuple[float, ...]) -> bool:
-    return isinstance(number, float) and isfinite(number) and number not in special
 
 
 def _next_number(numbers: Iterator[Any], leaf: Any) -> Any:

@@ -21,7 +21,7 @@ from ...program.leaf import Leaf
 from ...program.program import TensorRef
 from ..traced import ALIVE, BYTES, CALL, HISTORY, History
 from ..weigh.gradients import OperationGradients, reached
-from ..weigh.record import Observation, Record, Span
+from ..weigh.record import Observation, Span
 
 
 def unused_memory(recorded: torch.fx.Graph, program: torch.fx.Graph) -> list[Span]:
@@ -150,17 +150,12 @@ def _ends(observation: Observation, dead: Dead, uses: dict[int, int]) -> dict[in
     found: dict[int, int] = {}
     for t in reversed(dead):
         record = observation.records[t]
-        found[t] = max(_end_of(ref, observation, ends, uses) for ref in _results(record))
+        for ref, flag in zip(record.outputs, record.differentiable, strict=True):
+            if flag:
+                value = observation.storages.get(ref)
+                last = ends.get(ref if value is None else value, 0)
+                found[t] = max(last, 0 if value is None else uses[value], found.get(t, 0))
         for ref in filter(None, record.receivers):
             key = observation.storages.get(ref, ref)
             ends[key] = max(found[t], ends.get(key, 0))
     return found
-
-
-def _results(record: Record) -> list[TensorRef]:
-    return [ref for ref, flag in zip(record.outputs, record.differentiable, strict=True) if flag]
-
-
-def _end_of(ref: TensorRef, observation: Observation, ends: dict[int | TensorRef, int], uses: dict[int, int]) -> int:
-    value = observation.storages.get(ref)
-    return max(ends.get(ref if value is None else value, 0), 0 if value is None else uses[value])

@@ -35,7 +35,6 @@ class LossHead:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All its calls, in order."""
         return (*([self.product] if self.product else []), *self.chain, self.loss)
 
 

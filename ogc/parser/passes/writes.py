@@ -82,7 +82,8 @@ def _twin_that_copies_nothing(record: Record) -> Any:
     twin = _out_of_place(record, record.writes[0])
     if twin is None or len(record.node.all_input_nodes) != 1:
         return None
-    return twin if _saves_operand(record.node, twin) else None
+    given, _, saved = _tried(record.node, twin)
+    return twin if saved == {given} else None
 
 
 def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:
@@ -145,12 +146,6 @@ def _saves_result(node: torch.fx.Node, target: Any) -> bool:
     """Whether the backward of such a call of ``target`` needs what it returns."""
     _, result, saved = _tried(node, target)
     return result in saved
-
-
-def _saves_operand(node: torch.fx.Node, target: Any) -> bool:
-    """Whether the backward of such a call of ``target`` needs what it is given, and nothing else."""
-    given, _, saved = _tried(node, target)
-    return saved == {given}
 
 
 def _tried(node: torch.fx.Node, target: Any) -> tuple[int, int, set[int]]:

@@ -244,17 +244,15 @@ class _Slice:
             tensor = tensors.state.get(str(node.target))
             if isinstance(tensor, torch.nn.Parameter):
                 return "parameters"
-            return "a buffer that the forward changes" if self._is_written(tensor) else ""
+            storage = None if tensor is None else tensors.storage(tensor)
+            is_written = storage and any(storage.number in t.written for t in self.recorder.touched.values())
+            return "a buffer that the forward changes" if is_written else ""
         if isinstance(node.target, Leaf):
             return "what a leaf computes"
         touched = self.recorder.touched.get(node)
         if touched is not None and not touched.written.isdisjoint(tensors.external_numbers):
             return "what is written to inputs or buffers"
         return "random numbers" if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) else ""
-
-    def _is_written(self, tensor: torch.Tensor | None) -> bool:
-        storage = None if tensor is None else self.recorder.tensors.storage(tensor)
-        return storage is not None and any(storage.number in t.written for t in self.recorder.touched.values())
 
 
 def _refuse(recorder: Recorder, slices: Sequence[_Slice], outputs: Sequence[torch.fx.Node]) -> None:

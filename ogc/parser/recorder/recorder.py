@@ -97,12 +97,10 @@ class Recorder:
             self.refuse(f"runs a collective at {user_line()}")
 
     def raise_if_leaky(self) -> None:
-        """Raise OpaqueError if a leaf does what it must not."""
         what = "what cannot be replayed leaves the modules that would hide it"
         _raise_for(self.leaky, what, "Pass tensors as arguments and results (or in tuples, lists and dicts of these)")
 
     def raise_if_opaque(self) -> None:
-        """Raise OpaqueError if a module does what no program can hold."""
         _raise_for(self.opaque, "what no program can hold", "Put it into a submodule of its own")
 
     # -- operators -----------------------------------------------------------------------------------------
@@ -199,7 +197,6 @@ class Recorder:
         return result
 
     def _nodes(self, given: Any) -> Any:
-        """Arguments with nodes instead of tensors."""
         return map_aggregate(given, lambda x: self.tensors.node(x) if isinstance(x, torch.Tensor) else x)
 
     def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Before], result: Any) -> None:

@@ -53,12 +53,10 @@ class Owner:
 
     @property
     def is_read(self) -> bool:
-        """Whether something was read of it."""
         return bool(self.keys or self.absent or self.slots or self.is_whole)
 
     @property
     def reads(self) -> OwnerReads:
-        """What was read of it."""
         return OwnerReads(self.source, tuple(self.keys), tuple(self.absent), tuple(self.slots), self.is_whole)
 
     def now(self, name: str) -> Any:
@@ -83,7 +81,6 @@ class Write(NamedTuple):
     module: str  # that holds the object or, if none does, that has read it last
 
     def note(self) -> None:
-        """Note it as read."""
         owner, key = self.owner, self.key
         if not key:
             owner.is_whole = True
@@ -159,11 +156,9 @@ class Observer:
         self._modules = frozenset(self.owners)
 
     def where(self) -> str:
-        """The module that runs."""
         return self._where() if self.leaf is None else self.leaf
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The same forward, observed."""
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             self._observe_all()
@@ -203,7 +198,6 @@ class Observer:
     # -- what is read --------------------------------------------------------------------------------------
 
     def _told(self, thing: Any, name: str, frame: FrameType) -> None:
-        """An attribute is about to be read."""
         owner = self.owners.get(id(thing))
         if owner is None or self._is_busy or threading.get_ident() != self.thread or name in owner.before.skipped:
             return
@@ -218,7 +212,6 @@ class Observer:
                 self._read(owner, name)
 
     def _assigned(self, thing: Any, name: str, _: FrameType) -> None:
-        """An attribute is about to be set."""
         owner = self.owners.get(id(thing))
         is_ours = owner is not None and self.leaf is None and threading.get_ident() == self.thread
         if owner is not None and is_ours and not self._is_busy and name not in owner.before.skipped:
@@ -265,7 +258,6 @@ class Observer:
             self._absent(owner, name)
 
     def _key(self, owner: Owner, name: str) -> None:
-        """Note that a name was read that is there."""
         if self._is_as_at_first(owner, name):
             if self.leaf is None:
                 owner.keys[name] = None
@@ -353,7 +345,6 @@ class Observer:
         return owner
 
     def _called(self, called: Called) -> None:
-        """A function is about to run."""
         if self._is_busy:
             return
         with self._busy():

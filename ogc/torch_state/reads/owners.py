@@ -39,7 +39,6 @@ class Source(NamedTuple):
     key: Any  # by what name or position; the name of a submodule; what is fixed itself
 
     def find(self, model: torch.nn.Module, objects: Sequence[Any]) -> Any:
-        """The object, given those that are found before it."""
         if self.parent == FIXED:
             return self.key
         if self.parent == MODULE:
@@ -101,7 +100,6 @@ class Reads:
         return None
 
     def write(self, model: torch.nn.Module) -> None:
-        """Write what the forward writes."""
         objects = self.objects(model)
         for number, key, value in self.effects:
             set_attribute(objects[number], key, value)
@@ -116,12 +114,9 @@ class Reads:
             if source.parent == MODULE:
                 return "the attribute " + ".".join([*([source.key] if source.key else []), *path]).replace(".[", "[")
             number = source.parent
-            path.insert(0, self._step_name(source, self.owners[number].source.key))
-
-    def _step_name(self, source: Source, holder: Any) -> str:
-        if source.step == "cell":
-            return str(holder.__code__.co_freevars[source.key])
-        return f"[{source.key}]" if source.step == "item" else str(source.key)
+            is_cell, holder = source.step == "cell", self.owners[number].source.key
+            name = holder.__code__.co_freevars[source.key] if is_cell else source.key
+            path.insert(0, f"[{name}]" if source.step == "item" else str(name))
 
 
 def _fixed_name(thing: Any, path: str) -> str:
@@ -194,7 +189,6 @@ class WatchedReads:
         return changed
 
     def write(self, model: torch.nn.Module) -> None:
-        """Write what the forward writes."""
         if self.reads.effects:
             self.reads.write(model)
 
