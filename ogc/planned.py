@@ -40,7 +40,7 @@ from .runtime.runner import plain_because
 from .solver import Budget, Wish, solve
 from .torch_state.forwards import original_class, plain_forward
 from .torch_state.no_trace import is_plain, remembering
-from .torch_state.ranks.shards import has_inner_units, has_units
+from .torch_state.ranks import has_inner_units, has_units
 
 log = logging.getLogger(__name__)
 

@@ -21,15 +21,14 @@ from ..program.structures import InputSpec
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
-from ..torch_state.ranks.collectives import alone
-from ..torch_state.ranks.shards import parameters_apart
+from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .faithful import observed
 from .leaves import Leaves, refuse_root_hooks
 from .loss import modules_of, with_step_end
 from .parse import lower, profiler_of, record_program
-from .passes.numbers import with_numbers
+from .passes.calls import with_numbers
 from .traced import RecordAgain, Traced
 from .weigh.leaf import Profiler, weigh
 from .weigh.record import Record

@@ -1,25 +1,26 @@
-"""In-place operators that may be run out of place.
+"""Writes that need not bind their value: in-place operators that run out of place, copies after a last write.
 
-A convolution, batch norm, ``relu_`` in a row share one storage. Seen as one value, no cut may fall between
-the norm and ``relu_``. But ``relu_`` can be run as ``relu`` where the norm's result is wanted later: the
-bits are the same. So the result of such an operation becomes a new value that *takes over* the old one's
-storage, and the runtime writes in place exactly where no cut separates the two.
+A convolution, batch norm and ``relu_`` in a row share one storage. Seen as one value, no cut may fall between them. But
+``relu_`` can run as ``relu`` where the norm's result is wanted later, with the same bits: the result becomes a new
+value that *takes over* the storage, and the runtime writes in place exactly where no cut separates the two.
 
-Instance norm returns a view of what batch norm made. Where such a view is written in place, autograd differentiates
-the write as one to the whole storage, which takes three more copies of it (``CopySlices`` in
-torch/csrc/autograd/functions/tensor.cpp), and a low-memory backward cannot take its place.
+A write to a view, such as instance norm returns, is differentiated as one to the whole storage, which takes three more
+copies (``CopySlices`` in torch/csrc/autograd/functions/tensor.cpp) and excludes a low-memory backward. ``silu_`` saves
+a copy of what it writes over; ``silu`` keeps as many bytes, and copies nothing.
 
-``silu_`` saves a copy of what it writes over. ``silu`` keeps as many bytes, and copies nothing.
+A value that is read or viewed before its last write (shifted token ids, masks that are filled) has several contents, so
+no cut may fall before its last use, which may be most of a model away: what comes later uses a copy.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 
 from ...operators.registry import is_elementwise, of, out_of_place
-from ...program.program import OUTSIDE, TensorRef
+from ...program.program import OUTSIDE, TensorRef, call_beside
 from ...torch_state.private import OpOverload, storage_id
 from ..forward.flat import saving
 from ..weigh.record import Observation, Record
@@ -81,15 +82,14 @@ def _twin_that_copies_nothing(record: Record) -> Any:
     twin = _out_of_place(record, record.writes[0])
     if twin is None or len(record.node.all_input_nodes) != 1:
         return None
-    return twin if _saves_operand(record.node, twin) else None
+    given, _, saved = _tried(record.node, twin)
+    return twin if saved == {given} else None
 
 
 def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:
     """Renumber values so that eligible in-place operations make new ones; ``observation`` is changed.
 
-    Returns:
-        For each position of such an operation, the value that it takes over and the operator that leaves
-        that value as it is.
+    It gives for such operations the value that each takes over and the operator that leaves that as it is.
     """
     records = observation.records
     taken: dict[int, tuple[int, Any]] = {}
@@ -148,12 +148,6 @@ def _saves_result(node: torch.fx.Node, target: Any) -> bool:
     return result in saved
 
 
-def _saves_operand(node: torch.fx.Node, target: Any) -> bool:
-    """Whether the backward of such a call of ``target`` needs what it is given, and nothing else."""
-    given, _, saved = _tried(node, target)
-    return saved == {given}
-
-
 def _tried(node: torch.fx.Node, target: Any) -> tuple[int, int, set[int]]:
     """Of such a call of ``target``, the storages that it is given, returns and saves."""
     kept: list[torch.Tensor] = []
@@ -196,3 +190,66 @@ def _rename(observation: Observation, old: int, new: int, users: list[int]) -> N
     if old in observation.output_values:
         observation.output_values.remove(old)
         observation.output_values.add(new)
+
+
+FAR = 10
+"""Operations between the last write and the last use from which on a copy is made."""
+
+
+def copy_after_last_write(graph: torch.fx.Graph, observation: Observation) -> bool:
+    """Put a copy behind the last write of each such value that needs no gradient; whether there is any."""
+    nodes = {node.name: node for node in graph.nodes}
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    found = _written_in_pieces(observation)
+    for writer, name in ((nodes[writer], nodes[name]) for writer, name in found):
+        later = [user for user in name.users if places[user] > places[writer]]
+        with graph.inserting_after(writer):
+            copy = call_beside(writer, torch.ops.aten.clone.default, name)
+        for user in later:
+            user.replace_input_with(name, copy)
+    return bool(found)
+
+
+def _written_in_pieces(observation: Observation) -> list[tuple[str, str]]:
+    """The last writer of each such value, and the name by which all later operations use it."""
+    records = observation.records
+    readers: dict[int, list[int]] = {}
+    last_writes: dict[int, int] = {}
+    for t, record in enumerate(records):
+        last_writes.update(dict.fromkeys(record.writes, t))
+        for value in record.reads:
+            readers.setdefault(value, []).append(t)
+    differentiable = {
+        observation.storages.get(ref)
+        for record in records
+        for ref, flag in zip(record.outputs, record.differentiable, strict=True)
+        if flag
+    }
+    found = []
+    for value, last in last_writes.items():
+        times = readers.get(value, [])
+        is_early = any(t < last and value not in records[t].writes for t in times)
+        is_far = bool(times) and times[-1] - last > FAR
+        if not is_early or not is_far or value in differentiable or value in observation.output_values:
+            continue
+        name = _only_name(observation, value, [t for t in times if t > last])
+        if name is not None:
+            found.append((records[last].node.name, name))
+    return found
+
+
+def _only_name(observation: Observation, value: int, times: list[int]) -> str | None:
+    """The one node by whose result a value is used at these times, if a copy of that is laid out as it is."""
+    made_since: set[TensorRef] = set()
+    used: dict[TensorRef, bool] = {}
+    for record in (observation.records[t] for t in times):
+        for ref, layout in zip(record.arguments, record.layouts, strict=True):
+            if ref is not None and observation.storages.get(ref) == value and ref not in made_since:
+                used[ref] = layout[-1]
+        made_since.update(record.outputs)
+    if len(used) != 1 or not all(used.values()):
+        return None
+    (ref,) = used
+    node = next(record.node for record in observation.records if record.node.name == ref.node)
+    is_tensor = not any(user.target in (operator.getitem, len) for user in node.users)
+    return ref.node if is_tensor else None

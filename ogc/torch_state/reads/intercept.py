@@ -1,4 +1,4 @@
-"""The functions that a forward calls, with the globals, cells and defaults that they read."""
+"""Tells of each attribute that Python reads or sets, and of each function that it calls."""
 
 from __future__ import annotations
 
@@ -9,31 +9,117 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from types import CodeType, FrameType, FunctionType
+from logging import Logger, LoggerAdapter
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from .classes import is_followed
+import torch
+
+from .objects import slots_of
+
+Told = Callable[[Any, str, FrameType], None]
+"""Is given an object, the name of an attribute and who reads or sets it."""
+
+NOT_FOLLOWED = frozenset({*sys.stdlib_module_names, "numpy", "ogc", "torch"} - {"__main__"})
+"""Packages whose globals and classes decide nothing that changes."""
+
+
+def is_followed(name: Any) -> bool:
+    """Whether what Python reads of a Python module, or in it, may change what a forward computes."""
+    return not str(name).startswith("namedtuple_") and str(name).partition(".")[0] not in NOT_FOLLOWED
+
+
+class ObservedClasses:
+    """Classes that tell, until :meth:`restore`, before an attribute is ``read`` or ``assigned``.
+
+    ``__getattribute__`` and ``__setattr__`` are put into the class, or into that of its bases which has its own: the
+    class stays what it is.
+    """
+
+    def __init__(self, read: Told, assigned: Told) -> None:
+        self.told = {"__getattribute__": read, "__setattr__": assigned}
+        self._known: dict[tuple[type, str], bool] = {}
+        self._restore: list[Callable[[], None]] = []
+        self._of_modules: type[ModuleType] | None = None
+
+    def observe(self, thing: Any) -> bool:
+        """Observe the class of an object; whether that can be done."""
+        if type(thing) is not ModuleType:
+            return all(self._put(type(thing), name) for name in self.told)
+        if self._of_modules is None:
+            self._of_modules = type(
+                "module", (ModuleType,), {name: self._telling(ModuleType, name) for name in self.told}
+            )
+        thing.__class__ = self._of_modules
+        self._restore.append(lambda: setattr(thing, "__class__", ModuleType))
+        return True
+
+    def restore(self) -> None:
+        """Let all classes be as before; they may be observed again."""
+        while self._restore:
+            self._restore.pop()()
+        self._known.clear()
+
+    def _put(self, kind: type, name: str) -> bool:
+        if (kind, name) in self._known:
+            return self._known[kind, name]
+        owner = next(one for one in kind.__mro__ if name in vars(one))
+        is_own = isinstance(vars(owner)[name], FunctionType)
+        target = owner if is_own else torch.nn.Module if issubclass(kind, torch.nn.Module) else kind
+        if (target, name) not in self._known:
+            self._known[target, name] = self._replace(target, name)
+        self._known[kind, name] = self._known[target, name]
+        return self._known[kind, name]
+
+    def _replace(self, target: type, name: str) -> bool:
+        before = vars(target).get(name)
+        try:
+            setattr(target, name, self._telling(target, name))
+        except TypeError:  # a class that is written in C
+            return False
+        if before is None:
+            self._restore.append(lambda: delattr(target, name))
+        else:
+            self._restore.append(lambda: setattr(target, name, before))
+        return True
+
+    def _telling(self, kind: type, name: str) -> Callable[..., Any]:
+        do: Callable[..., Any] = getattr(kind, name)
+        told, frame_of = self.told[name], sys._getframe
+
+        def telling(self: Any, name: str, *value: Any) -> Any:
+            told(self, name, frame_of(1))
+            return do(self, name, *value)
+
+        return telling
+
+
+SERVICES = (Logger, LoggerAdapter)
+
+
+def can_be_observed(thing: Any) -> bool:
+    """Whether an object is one of those whose attributes may decide what a forward computes."""
+    kind = type(thing)
+    if isinstance(thing, ModuleType):
+        return is_followed(thing.__name__)
+    if isinstance(thing, torch.nn.Module):
+        return True
+    is_torchs = kind.__module__.partition(".")[0] in ("torch", "ogc")
+    has_names = kind.__dictoffset__ != 0 or any(slots_of(kind))
+    return has_names and not is_torchs and not isinstance(thing, (*SERVICES, torch.Tensor, type))
+
 
 _KNOWN = 5_000
 """Functions of which it is remembered which globals they name."""
 
-Told = Callable[["Called"], None]
-
 
 class Called(NamedTuple):
-    """A function that is about to run.
+    """A function that is about to run."""
 
-    Attributes:
-        functions: those that have its code; none if the forward itself makes it.
-        table: its globals.
-        names: which of them it names.
-        first: its first argument; None without one.
-    """
-
-    functions: list[FunctionType]
-    table: dict[str, Any]
-    names: frozenset[str]
-    first: Any
+    functions: list[FunctionType]  # those that have its code; none if the forward itself makes it
+    table: dict[str, Any]  # its globals
+    names: frozenset[str]  # which of them it names
+    first: Any  # its first argument; None without one
 
 
 @lru_cache(maxsize=_KNOWN)
@@ -48,12 +134,9 @@ _functions: dict[int, list[weakref.ref[FunctionType]]] = {}
 
 
 class CalledFunctions:
-    """Tells of each function that this thread calls, before it runs.
+    """Tells of functions that this thread calls, once for each class of the first argument, closure and ``mode()``."""
 
-    It is told of once for each class of its first argument, each closure and each ``mode()``.
-    """
-
-    def __init__(self, told: Told, mode: Callable[[], object]) -> None:
+    def __init__(self, told: Callable[[Called], None], mode: Callable[[], object]) -> None:
         self.told, self.mode = told, mode
         self._codes: dict[int, CodeType] = {}  # of those that are followed
         self._others: dict[int, CodeType] = {}  # which also keeps their numbers from being used again

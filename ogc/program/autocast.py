@@ -1,20 +1,30 @@
-"""Casts that autocast shares: of a parameter that several operators use in one region, all of them get the same one.
+"""Programs and autocast: its casts are calls of the program, so it is off where a program runs.
 
-Gradients of all uses are added up at that cast, in its type, and cast back once. A program has its casts as calls;
-those that autocast would share, a forward takes from autocast's own cache, so that it shares them with whatever else
-runs in the region.
+Of a parameter that several operators use in one region autocast makes one cast, at which their gradients are added up,
+in its type. A forward takes such casts from autocast's own cache, and shares them with what else runs in the region.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..torch_state.private import base_of, is_view
+from ..torch_state.private import (
+    base_of,
+    enter_saved_tensors_hooks,
+    is_any_autocast_enabled,
+    is_mapped,
+    is_view,
+    leave_saved_tensors_hooks,
+    set_grad_enabled,
+    unmapped,
+)
+from ..torch_state.settings import Flags, flags, flags_held
+from .program import without_autocast
 from .structures import EACH_BY_ITSELF, InputSpec
 
 
@@ -65,3 +75,38 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, *rest: Any) -> torch.Tensor:
         if whole.shape == tensor.shape and whole.dtype == dtype and whole.requires_grad:
             return whole
     return tensor.to(dtype)
+
+
+def run_saving(
+    call: Callable[[], object],
+    settings: Flags,
+    pack: Callable[[torch.Tensor], Any],
+    unpack: Callable[[Any], torch.Tensor],
+) -> None:
+    """Call it under the settings, with gradients on, autocast and ``vmap`` off; what autograd saves goes to ``pack``.
+
+    Kernels may depend on gradients being on, and without them nothing is saved.
+    """
+    if is_mapped():
+        with unmapped():
+            run_saving(call, settings, pack, unpack)
+    elif is_any_autocast_enabled() or flags() != settings:
+        with without_autocast(), flags_held(settings):
+            _run(call, pack, unpack)
+    else:
+        _run(call, pack, unpack)
+
+
+def _run(
+    call: Callable[[], object], pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> None:
+    # What enable_grad() and saved_tensors_hooks() do, in fewer steps: a kernel leaves nothing of Python in the caches,
+    # and behind one each step takes ten times as long.
+    before = torch.is_grad_enabled()
+    set_grad_enabled(True)
+    enter_saved_tensors_hooks(pack, unpack)
+    try:
+        call()
+    finally:
+        leave_saved_tensors_hooks()
+        set_grad_enabled(before)
