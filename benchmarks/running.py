@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 import ogc
-from ogc.device.fitting import within_device
-from ogc.device.needs import fixed_needs
+from ogc.sizing.fitting import within_device
+from ogc.sizing.needs import fixed_needs
 from ogc.solver import SOLVERS
 
 from .cases import CASES

@@ -16,6 +16,7 @@ import networkx as nx
 
 from .errors import ParseError
 from .operation import Operation, Value, Variant
+from .optional import optional
 
 __all__ = ["SMALL_INTERNALS", "Graph", "Operation", "RuntimeCosts", "Value", "Variant", "table"]
 
@@ -54,7 +55,6 @@ class Graph:
         program: the executable form that the runtime runs (opaque to the solver), or None.
         device: where the weights hold, e.g. ``"cpu"``.
         profile: how the weights were found, ``"estimate"``, ``"time"`` or ``"measure"``.
-        stretches: first and last operation of stretches that can be run slice by slice; see :func:`ogc.parse`.
         slices, sliced: into how many slices of the batch stretches are divided in this graph, and which; 1 and none.
         unsliced: the graph without slices, where :func:`ogc.slice_batch` made this one of it.
         plain_peak_bytes: peak of the plain model, where these operations are not the plain model's; else None.
@@ -68,7 +68,6 @@ class Graph:
     program: Any = field(default=None, compare=False, repr=False)
     device: str = "cpu"
     profile: str = "estimate"
-    stretches: tuple[tuple[str, str], ...] = ()
     plain_peak_bytes: int | None = None
     runtime: RuntimeCosts = RuntimeCosts()
     outside: int = 0
@@ -127,6 +126,11 @@ class Graph:
     def end(self) -> int:
         """The position where the model's forward ends."""
         return len(self) - self.outside
+
+    @cached_property
+    def stretches(self) -> tuple[tuple[str, str], ...]:
+        """First and last operation of the stretches that can run slice by slice; see :func:`ogc.slice_batch`."""
+        return () if self.program is None else tuple(optional("rewrites.slicing").stretches_of(self))
 
     @cached_property
     def low_memory(self) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from ..operators.weights import Weights
 from ..program.leaf import runs_once
 from ..program.program import OUTSIDE, SHARED, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
-from .passes.in_place import separate_versions
 from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
+from .passes.writes import separate_versions
 from .traced import StepEnd, Traced
 from .weigh.backward.again import Layouts
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, PlanError
 from ..graph import Graph, table
-from .caching import AllocatorSettings, MemoryPeaks, memory_peaks
+from ..optional import optional
 from .decisions import Decisions, Segment, saved
 from .saving import WHOLE, Fingerprint, SavedDecisions, SavedPlan, saved_decisions, torch_version
 from .schedule import Schedule
@@ -112,7 +112,7 @@ class Plan:
         expandable_segments: bool = False,
         max_split_size_mb: int | None = None,
         roundup_power2_divisions: int | None = None,
-    ) -> MemoryPeaks:
+    ) -> Any:
         """What CUDA's caching allocator would give and reserve for a step, by a model of it; also for other devices.
 
         Args:
@@ -125,8 +125,10 @@ class Plan:
             InputError: PyTorch would not take one of the settings.
             PlanError: the plan has no graph, or is plain where the graph is not the plain model's.
         """
-        settings = AllocatorSettings(expandable_segments, max_split_size_mb, roundup_power2_divisions)
-        return memory_peaks(self._known_graph, self.decisions, settings)
+        settings = optional("sizing.allocator").AllocatorSettings(
+            expandable_segments, max_split_size_mb, roundup_power2_divisions
+        )
+        return optional("sizing.requests").memory_peaks(self._known_graph, self.decisions, settings)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
         """The memory of one step, operation by operation, as the simulator has it: what is alive, and of what kind.

@@ -18,9 +18,9 @@ import torch
 from ..graph import table
 from ..program.program import tensor_leaves
 from ..program.structures import EACH_BY_ITSELF, HolderSpec, InputSpec, Same, TensorSpec, same_leaf
-from ..torch_state.flags import Flags, changed_flags
 from ..torch_state.module_state import State, changed_state
 from ..torch_state.private import own_call, pytree
+from ..torch_state.settings import Flags, changed_flags
 
 log = logging.getLogger(__name__)
 

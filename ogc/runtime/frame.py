@@ -22,13 +22,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
-from ..program.again import run_saving
-from ..program.casts import cast
+from ..program.autocast import cast, run_saving
 from ..program.leaf import Leaf
 from ..program.program import attribute, storage_of, tensor_leaves
-from ..torch_state.flags import Flags
 from ..torch_state.private import id_of_storage, keeps_graph, storage_id, untraced, version_of
-from ..torch_state.random_state import State, random_states, set_random_states
+from ..torch_state.settings import Flags, State, random_states, set_random_states
 from .held import Argument, Bound, Marks, RepeatedCall, detached, differentiable, dropped, in_parts, kept, unpack
 
 KEEP = -1

@@ -16,10 +16,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
-from ..program.copies import Start, anchor
 from ..program.leaf import Leaf
 from ..program.program import storage_of
-from ..program.wrapped import is_content, parts_of
+from ..program.tensors import Start, anchor, is_content, parts_of
 from ..torch_state.compare import fingerprint
 from ..torch_state.private import id_of_storage, is_view, keeps_graph, maker_of, untraced, version_of
 

@@ -11,10 +11,9 @@ import torch
 from ..graph import Graph
 from ..operators.low_memory import LowMemory
 from ..operators.registry import live_arguments, of
-from ..operators.slices import Compiled, Sliced
 from ..plan.decisions import Decisions
 from ..plan.schedule import FORWARD, Schedule
-from ..program.leaf import Leaf, runs_once
+from ..program.leaf import Leaf, Opaque, runs_once
 from ..program.program import SHARED, Program, Saved, TensorRef, WithoutGrad
 from ..torch_state.private import OpOverload
 
@@ -216,18 +215,17 @@ def statement(node: torch.fx.Node, target: Any, binding: str | None = None, agai
     ``binding`` is what PyTorch calls the operator by, where that is quicker than ``torch.ops``, and ``again`` the
     number of the operation where it has run before.
     """
-    if isinstance(target, Leaf):
-        return f"{node.name} = {target.name}({argument(node.args[0])}, {argument(node.args[1])})"
     if isinstance(target, WithoutGrad):
         return f"with torch.no_grad(): {statement(node, target.operator, binding, again)}"
     live = live_nodes(node) if again is not None else []
-    arguments = [_unchanged(a) if any(a is one for one in live) else argument(a) for a in node.args]
+    given = node.args[: target.given] if isinstance(target, Opaque) else node.args
+    arguments = [_unchanged(a) if any(a is one for one in live) else argument(a) for a in given]
     if again is not None and takes_notes(target):
         arguments.append(f"*frame.notes({again})")
     arguments += [f"{key}={argument(value)}" for key, value in node.kwargs.items()]
     if isinstance(target, LowMemory):
         function = f"low_memory.{target.__name__}"
-    elif isinstance(target, (Compiled, Sliced)):
+    elif isinstance(target, Opaque):
         function = target.name
     elif isinstance(target, OpOverload):
         function = binding or f"torch.ops.{target}"

@@ -23,7 +23,7 @@ from ..torch_state.forwards import (
     plain_forward,
 )
 from ..torch_state.private import CALL, WRAPPED_CALL, share_shards
-from ..torch_state.ranks.shards import is_unit
+from ..torch_state.ranks import is_unit
 from .calls import REACH, Reach, Report, followed_methods
 from .compiling import kept_from_compiling
 from .runner import Planner, Runner, log

@@ -6,12 +6,12 @@ import torchvision
 from torch import nn
 
 import ogc
-from ogc.checking.hollow import hollow_run
+from ogc.operators import convolution_parts as convolution
 from ogc.operators import normalization, pooling
-from ogc.operators.convolution import parts as convolution
-from ogc.operators.cuda.gpus import gpu_named
-from ogc.operators.cuda.on_meta import as_on_cuda
+from ogc.operators.gpus import gpu_named
 from ogc.operators.registry import of
+from ogc.sizing.cuda.kernels import as_on_cuda
+from ogc.sizing.hollow import hollow_run
 
 aten = torch.ops.aten
 GPU = "RTX 2080 Ti"
