@@ -42,7 +42,7 @@ def reference(name: str) -> Callable[[Method], Solver]:
                 return plain_plan(graph)
             plans = (weigh(graph, Decisions(without_forbidden(graph, segments))) for segments in method(graph))
             best = min(plans, key=lambda plan: (plan.peak_bytes, plan.seconds))
-            return best.as_plan(plain_plan(graph), name)
+            return plain_plan(graph).deciding(best.decisions, name)
 
         REFERENCES[name] = solver
         return solver
