@@ -227,14 +227,14 @@ def parameters_apart(model: torch.nn.Module) -> Iterator[None]:
         (vars(module), parameters_of(module), name) for module in modules for name in _views_beside(model, module)
     ]
     attributes = [(found, table, name, found[name]) for found, table, name in beside]
-    twins = {id(v): torch.nn.Parameter(v.detach()) for v in (*(v for *_, v in views), *(v for *_, v in attributes))}
+    own = {id(v): torch.nn.Parameter(v.detach()) for v in (*(v for *_, v in views), *(v for *_, v in attributes))}
     known = [(table, dict(table)) for _, table, *_ in attributes]
     try:
         for found, table, name, view in attributes:
             del found[name]
-            table[name] = twins[id(view)]
+            table[name] = own[id(view)]
         for table, name, view in views:
-            table[name] = twins[id(view)]
+            table[name] = own[id(view)]
         yield
     finally:
         for table, content in known:
@@ -254,13 +254,13 @@ def _views_beside(model: torch.nn.Module, module: torch.nn.Module) -> list[str]:
 
 def own_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Parameters of the same memory, put in the places of the model's, until these are put back."""
-    twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    own: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in parameters_of(module).items():
             if parameter is not None:
-                twin = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-                parameters_of(module)[name] = twins.setdefault(parameter, twin)
-    return list(twins.values())
+                copy = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+                parameters_of(module)[name] = own.setdefault(parameter, copy)
+    return list(own.values())
 
 
 DataParallel = torch.nn.parallel.DistributedDataParallel
@@ -268,10 +268,10 @@ DataParallel = torch.nn.parallel.DistributedDataParallel
 
 def around(wrapper: DataParallel, module: torch.nn.Module) -> DataParallel:
     """The same wrapper, of the same gradients, around another module that has the same parameters."""
-    twin: DataParallel = object.__new__(type(wrapper))
-    vars(twin).update(vars(wrapper))
-    vars(twin)[MEMBERS[2]] = {**submodules_of(wrapper), "module": module}
-    return twin
+    copy: DataParallel = object.__new__(type(wrapper))
+    vars(copy).update(vars(wrapper))
+    vars(copy)[MEMBERS[2]] = {**submodules_of(wrapper), "module": module}
+    return copy
 
 
 Optimize = TypeVar("Optimize", bound=Callable[..., torch.nn.Module])
@@ -281,9 +281,9 @@ def within_data_parallel(optimize: Optimize) -> Optimize:
     """What optimizes a model, for a DistributedDataParallel too: the model in it."""
 
     @wraps(optimize)
-    def call(model: torch.nn.Module, sample_input: Any, **wish: Any) -> torch.nn.Module:
+    def call(model: torch.nn.Module, sample_input: Any, **options: Any) -> torch.nn.Module:
         if isinstance(model, DataParallel):
-            return around(model, optimize(model.module, sample_input, **wish))
-        return optimize(model, sample_input, **wish)
+            return around(model, optimize(model.module, sample_input, **options))
+        return optimize(model, sample_input, **options)
 
     return cast(Optimize, call)
