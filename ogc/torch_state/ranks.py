@@ -220,36 +220,27 @@ def parameters_apart(model: torch.nn.Module) -> Iterator[None]:
 
     Else backwards of single operations would come to that one, whose gradients are sent to other ranks.
     """
-    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    tables = [(parameters_of(module), name) for module in modules for name in parameters_of(module)]
-    views = [(table, name, view) for table, name in tables if (view := table[name]) is not None and view.grad_fn]
-    beside = [
-        (vars(module), parameters_of(module), name) for module in modules for name in _views_beside(model, module)
-    ]
-    attributes = [(found, table, name, found[name]) for found, table, name in beside]
-    own = {id(v): torch.nn.Parameter(v.detach()) for v in (*(v for *_, v in views), *(v for *_, v in attributes))}
-    known = [(table, dict(table)) for _, table, *_ in attributes]
+    is_flat, own = has_flat_parameters(model), dict[int, torch.nn.Parameter]()
+    before: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     try:
-        for found, table, name, view in attributes:
-            del found[name]
-            table[name] = own[id(view)]
-        for table, name, view in views:
-            table[name] = own[id(view)]
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            found, table = vars(module), parameters_of(module)
+            beside = {name: found[name] for name in views_of_flat(module) if is_flat or name in table}
+            views = {name: view for name, view in table.items() if view is not None and view.grad_fn}
+            if beside or views:
+                before.append((found, table, beside, dict(table)))
+            for name, view in (*beside.items(), *views.items()):
+                table[name] = own.setdefault(id(view), torch.nn.Parameter(view.detach()))
+            for name in beside:
+                del found[name]
         yield
     finally:
-        for table, content in known:
-            for name in table.keys() - content.keys():
-                del table[name]
-        for table, name, view in views:
-            table[name] = view
-        for found, _, name, view in attributes:
-            found[name] = view
-
-
-def _views_beside(model: torch.nn.Module, module: torch.nn.Module) -> list[str]:
-    """Views of a flat parameter that are plain attributes of a module of ``model``, instead of parameters or beside."""
-    is_flat = has_flat_parameters(model)
-    return [name for name in views_of_flat(module) if is_flat or name in parameters_of(module)]
+        for found, table, beside, parameters in before:
+            table.clear()
+            table.update(parameters)
+            found.update(beside)
 
 
 def own_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
