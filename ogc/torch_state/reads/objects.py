@@ -337,13 +337,13 @@ class Before:
 def held_by(module: torch.nn.Module) -> Iterator[tuple[Any, Before]]:
     """A module, its tables and the containers among its plain attributes, each with what it holds."""
     found = vars(module)
-    yield module, Before(module, _no_attributes(module))
+    yield module, Before(module, no_attributes(module))
     for key, value in found.items():
         for thing in [value] if key in TABLES else _containers(value):
             yield thing, Before(thing)
 
 
-def _no_attributes(module: torch.nn.Module) -> set[str]:
+def no_attributes(module: torch.nn.Module) -> set[str]:
     """Names that are no plain attributes: tables, and parameters that stand beside theirs."""
     return {*TABLES, *parameters_of(module).keys()}
 
@@ -364,7 +364,7 @@ def attributes_of(model: torch.nn.Module, unwatched: Collection[str] = ()) -> di
     """The content of the plain attributes of each module, by its name."""
     found = {}
     for name, module in model.named_modules():
-        skipped = {*_no_attributes(module), *unwatched}
+        skipped = {*no_attributes(module), *unwatched}
         found[name] = {key: _deep_content(value) for key, value in vars(module).items() if key not in skipped}
     return found
 

@@ -19,16 +19,17 @@ import torch
 from ...errors import InputError
 from ...on_thread import OnThread
 from ..forwards import original_class
-from ..private import CALL, MEMBERS, parameters_of
+from ..private import MEMBERS
 from ..ranks import has_flat_parameters, views_of_flat
 from .intercept import Called, CalledFunctions, ObservedClasses, can_be_observed, is_followed
 from .objects import (
     ABSENT,
-    TABLES,
+    UNWATCHED,
     Before,
     is_container,
     is_plain,
     items_of,
+    no_attributes,
     numbers_of,
     same_objects,
     value_of,
@@ -116,9 +117,6 @@ def _needed(met: Mapping[int, Owner], pending: list[int]) -> set[int]:
     return needed
 
 
-UNWATCHED = frozenset((*TABLES, "training", "forward", CALL))
-"""Attributes of the model's modules that plans are chosen by anyway, or that stand in for calls."""
-
 _MODULE_CODE = vars(torch.nn.modules.module)
 
 _LARGEST = 100_000
@@ -143,7 +141,7 @@ class Observer:
         self._is_busy = False
         is_flat = has_flat_parameters(model)
         for name, module in model.named_modules():
-            skipped = {*UNWATCHED, *parameters_of(module).keys(), *(views_of_flat(module) if is_flat else ())}
+            skipped = {*no_attributes(module), *UNWATCHED, *(views_of_flat(module) if is_flat else ())}
             self._add(module, Source(MODULE, "", name), skipped).scope = name
         self._modules = frozenset(self.owners)
 
@@ -151,7 +149,6 @@ class Observer:
         return self._where() if self.leaf is None else self.leaf
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-
         def observed(*args: Any, **kwargs: Any) -> Any:
             self._observe_all()
             try:
