@@ -1,4 +1,6 @@
-"""An opaque module: a submodule that is called as it is, hooks and all, as one operation of a program.
+"""Operations of a program that are no operators of PyTorch: all others ask the class, not which one it is.
+
+A leaf is a submodule that is called as it is, hooks and all, as one operation of a program.
 
 It hides what cannot be replayed by operators: control flow on data, a custom ``autograd.Function``, hooks, scripted
 code. Nothing proves that it may run twice, so it runs once per step, unless it is seen or said to compute the same
@@ -7,10 +9,11 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,7 +21,67 @@ from ..errors import ReplayError
 from ..torch_state.forwards import hooks_off
 from ..torch_state.private import storage_id, version_of
 from ..torch_state.ranks import arrived
+from .program import call_node, run_nodes
 from .structures import Given, InputSpec, OutputSpec, TensorSpec
+
+
+class Opaque:
+    """A module that is called as it is, or a region that runs as one operation.
+
+    Attributes:
+        name: identifies it in generated code.
+        runs_once: it must not be called again for its backward.
+        live: the numbers of the arguments that it updates and its own results do not depend on.
+        given: how many of its node's arguments a call is given; None for all.
+    """
+
+    name: str
+    runs_once: bool
+    live: tuple[int, ...]
+    given: ClassVar[int | None] = None
+
+
+class Region(Opaque, ABC):
+    """A part of a program as one operation, made by a rewrite; its results are the program's up to rounding.
+
+    Attributes:
+        graph: the part; a placeholder for each argument.
+        recomputes: its backward runs its forward again, unless that has made the gradients.
+    """
+
+    graph: torch.fx.Graph
+    recomputes: ClassVar[bool] = False
+    runs_once = False
+
+    @property
+    def key(self) -> Any:
+        """What its times are remembered by."""
+        return self
+
+    @abstractmethod
+    def to_weigh(self) -> Callable[..., Any]:
+        """What runs in its place where its shapes alone are looked at."""
+
+    def hidden_bytes(self, operator: Any, args: Any, results: list[torch.Tensor]) -> int:
+        """Bytes that a CPU's kernels of a call inside allocate at once beyond its results."""
+        return 0
+
+    def is_run_for_bytes(self, flops: int) -> bool:
+        """Whether it is run for the bytes of its kernels, if its forward has so many FLOPs."""
+        return True
+
+    def run(self, inputs: Any) -> Any:
+        """The region, operator by operator."""
+        return run_nodes(self.graph.nodes, inputs, _no_attribute, call_node)
+
+
+def runs_once(target: Any) -> bool:
+    """Whether what a node calls must not be called again."""
+    return isinstance(target, Opaque) and target.runs_once
+
+
+def _no_attribute(name: str) -> None:
+    raise AssertionError(f"a region is given {name} as an argument")
 
 
 @dataclass(frozen=True)
@@ -82,7 +145,7 @@ def _text(tensor: TensorSpec, same: int | None, view: tuple[int, int | None] | N
 
 
 @dataclass(frozen=True, eq=False)
-class Leaf:
+class Leaf(Opaque):
     """One call of a submodule."""
 
     name: str  # of the call in generated code
@@ -97,13 +160,17 @@ class Leaf:
     talks: bool = False  # runs collectives, which other ranks join once in each step
     takes_no_hooks: bool = False  # differentiates by torch.func, and saves past hooks for saved tensors
 
+    live = ()
+    given: ClassVar[int | None] = 2  # the third are tensors that its module holds
+
     @property
     def submodule(self) -> str | None:
         """The name of the submodule that is called, if it is one."""
         return self.module if self.function is None else None
 
     @property
-    def runs_once(self) -> bool:
+    def runs_once(self) -> bool:  # type: ignore[override]
+        """Whether it must not be called again."""
         return not self.repeatable
 
     @property
@@ -154,11 +221,6 @@ class Leaf:
         spec = self.returned.tensors[self.new[0]]
         number, offset = found
         return None if offset is None else (number, (spec.shape, spec.stride), offset)
-
-
-def runs_once(target: Any) -> bool:
-    """Whether what a node calls must not be called again: a leaf, or what has made gradients of its own."""
-    return bool(getattr(target, "runs_once", False))
 
 
 def called_leaves(graph: torch.fx.Graph) -> set[str]:

@@ -22,6 +22,9 @@ from .structures import InputSpec, OutputSpec, autocast_kinds
 Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
 """A function of what the forward returns; ``"outputs"`` is whatever starts the backward at all outputs."""
 
+Optimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+"""An optimizer of a model, or a class or function that makes one of parameters."""
+
 
 @dataclass(frozen=True)
 class Rest:

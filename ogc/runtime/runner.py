@@ -34,8 +34,7 @@ from ..torch_state.private import (
 )
 from ..torch_state.reads import WatchedReads
 from ..torch_state.settings import Flags, flags, flags_held, without_benchmark
-from .calls.kind import Kind
-from .calls.report import Calls, Report
+from .calls import Calls, Kind, Report
 from .frame import Step
 from .generate import Generated, generate
 from .marks import raise_what_is_known
