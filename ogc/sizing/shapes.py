@@ -187,7 +187,7 @@ def _run(
     return observe(model, traced, [fakes.of(tensor) for tensor in inputs], shown, fakes.of, fakes.mode)
 
 
-def foretold_program(known: Sequence[Traced], sizes: Sequence[int], size: int) -> Traced:
+def extrapolated_program(known: Sequence[Traced], sizes: Sequence[int], size: int) -> Traced:
     """What a step runs for ``size``, by what it runs for some others.
 
     Tensors that depend on the size have the shape that they would have, and no content.
