@@ -68,7 +68,7 @@ def _missing(options: argparse.Namespace) -> str:
         import torchvision  # noqa: F401
 
         if options.plot:
-            from ogc.plan.pictures import canvas  # noqa: F401
+            from ogc.plan import pictures  # noqa: F401
     except ogc.DependencyError as error:
         return f"--plot: {error}"
     except ImportError:

@@ -15,10 +15,10 @@ from typing import Any
 import networkx as nx
 
 from .errors import ParseError
-from .operation import Form, Operation, Value
+from .operation import Operation, Value, Variant
 from .optional import optional
 
-__all__ = ["SMALL_INTERNALS", "Form", "Graph", "Operation", "RuntimeCosts", "Value", "table"]
+__all__ = ["SMALL_INTERNALS", "Graph", "Operation", "RuntimeCosts", "Value", "Variant", "table"]
 
 SMALL_INTERNALS = 64
 """Internal tensors this many times smaller than the largest value of their operation are always kept."""
@@ -134,29 +134,29 @@ class Graph:
 
     @cached_property
     def low_memory(self) -> tuple[int, ...]:
-        """The operations that have a low-memory form."""
+        """The operations that have a low-memory variant."""
         return tuple(t for t, op in enumerate(self.operations) if op.low_memory is not None)
 
-    def with_forms(self, chosen: Collection[int]) -> Graph:
-        """The same program with the low-memory forms of the chosen operations, and no choice left for any other."""
+    def with_variants(self, chosen: Collection[int]) -> Graph:
+        """The same program with the low-memory variants of the chosen operations, and no choice left for any other."""
         if not self.low_memory:
             return self
         wanted = frozenset(chosen).intersection(self.low_memory)
-        if wanted not in self._in_forms:
-            if len(self._in_forms) > 2:  # few are asked for again and again
-                self._in_forms.clear()
-            operations = tuple(op.in_form(t in wanted) for t, op in enumerate(self.operations))
-            self._in_forms[wanted] = replace(self, operations=operations)
-        return self._in_forms[wanted]
+        if wanted not in self._in_variants:
+            if len(self._in_variants) > 2:  # few are asked for again and again
+                self._in_variants.clear()
+            operations = tuple(op.in_variant(t in wanted) for t, op in enumerate(self.operations))
+            self._in_variants[wanted] = replace(self, operations=operations)
+        return self._in_variants[wanted]
 
     @cached_property
-    def _in_forms(self) -> dict[frozenset[int], Graph]:
+    def _in_variants(self) -> dict[frozenset[int], Graph]:
         return {}
 
     @cached_property
     def of_the_plain_model(self) -> Graph:
         """The same program as the plain model runs it: every operator PyTorch's own, values as Python holds them."""
-        rest = self.with_forms(())
+        rest = self.with_variants(())
         held: dict[int, tuple[int, ...]] = {}
         for v, value in enumerate(self.values):
             if value.held_until is not None:

@@ -20,15 +20,12 @@ from .plan.plan import Plan
 from .plan.saving import SavedPlan
 from .planned import Planning
 from .planning.stored import Store, saved_plan
-from .program.program import device_of_model
-from .program.step import Optimizer
+from .program.program import Optimizer, device_of_model
 from .program.structures import Call
-from .runtime.module import OWN_PLAN
-from .runtime.with_loss import TARGETS, with_loss
+from .runtime.module import OWN_PLAN, TARGETS, with_loss
 from .solver import Budget, Wish
-from .torch_state.hooks import outside_of_modes
-from .torch_state.ranks.shards import has_units
-from .torch_state.ranks.wrappers import within_data_parallel
+from .torch_state.forwards import outside_of_modes
+from .torch_state.ranks import has_units, within_data_parallel
 
 
 @outside_of_modes()  # Lightning configures models in one

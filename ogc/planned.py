@@ -33,14 +33,14 @@ from .planning.stored import NOWHERE, Store, key_of, taken_up
 from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
-from .runtime.calls.report import Calls, Report
+from .runtime.calls import Calls, Report
 from .runtime.compiling import kept_from_compiling
 from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, plain_instance
 from .runtime.runner import plain_because
 from .solver import Budget, Wish, solve
 from .torch_state.forwards import original_class, plain_forward
 from .torch_state.no_trace import is_plain, remembering
-from .torch_state.ranks.shards import has_inner_units, has_units
+from .torch_state.ranks import has_inner_units, has_units
 
 log = logging.getLogger(__name__)
 

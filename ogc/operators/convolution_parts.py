@@ -20,7 +20,7 @@ import torch
 from torch.backends import mkldnn
 
 from ..program.program import without_autocast
-from ..torch_state.flags import flags, flags_held, without_benchmark
+from ..torch_state.settings import flags, flags_held, without_benchmark
 from .gpus import is_for_cuda
 from .low_memory import even_parts, holders_when_ours, part_by_part, untouched
 

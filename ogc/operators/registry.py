@@ -42,7 +42,7 @@ class Operator:
         returns_view: its result is its own, and dense, and a view all the same.
         begins_graph: autograd's graph begins with its result, and holds that and its gradient.
         from_either: its backward gives the same from its operand and from its result.
-        unfolded: what a call, by its arguments, may be made of instead; see :mod:`ogc.parser.passes.unfold`.
+        unfolded: what a call, by its arguments, may be made of instead; see :mod:`ogc.parser.passes.calls`.
     """
 
     target: Any

@@ -18,30 +18,24 @@ from ..operators.registry import out_of_place
 from ..optional import optional
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
-from ..program.program import OUTSIDE
-from ..program.step import Loss, Rest
+from ..program.program import OUTSIDE, Loss, Rest
 from ..program.structures import autocast_state
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.dispatch import run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
-from ..torch_state.ranks.collectives import alone
-from ..torch_state.ranks.shards import parameters_apart
+from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, check_gpu, check_model, check_tensors, contents_of, device_of, profile_kind, sample_of
 from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
 from .judge import judge_on_other_inputs
-from .leaves import LeafModules, Leaves
+from .leaves import LeafModules, Leaves, refuse_chance, why_not_repeatable
 from .loss import modules_of, with_step_end
-from .passes.bindings import Bindings
-from .passes.casts import share_casts
-from .passes.in_place import run_out_of_place, save_operands
-from .passes.last_writes import copy_after_last_write
+from .passes.calls import Bindings, Unfolding, share_casts
 from .passes.lifetimes import unused_memory
-from .passes.unfold import Unfolding
-from .repeatable import refuse_chance, why_not_repeatable
+from .passes.writes import copy_after_last_write, run_out_of_place, save_operands
 from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
 from .weigh.estimate import Estimator
 from .weigh.forms import Forms
@@ -202,10 +196,8 @@ def lower(
     visit: Visit,
     rewrite: Rewrite | None = None,
 ) -> tuple[Traced, Observation]:
-    """The program in the form that is planned, and an observation of one run of it, as :func:`planned_form` gives them.
-
-    Raises:
-        ParseError: in that form it is not what the model computes.
+    """The program as it is planned, and an observation of one run; ParseError if it is not what the model computes
+    then.
     """
     traced, observation, state = planned_form(sample, recorded, device, visit, rewrite)
     _check_same(traced, observation, state, close if rewrite else same_bits)

@@ -26,15 +26,10 @@ HOLDS = 4
 
 @dataclass(frozen=True)
 class Block:
-    """Calls in program order that take one tensor in parts, and whose last one gives all that others use.
-
-    Attributes:
-        nodes: the calls.
-        axes: of their results and of all that they take in parts, the axes along which these lie.
-    """
+    """Calls in program order that take one tensor in parts; the last gives all that others use."""
 
     nodes: tuple[Node, ...]
-    axes: dict[Node, int]
+    axes: dict[Node, int]  # of results and of all that is taken in parts, the axes along which these lie
 
     @property
     def is_chain(self) -> bool:

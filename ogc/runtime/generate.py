@@ -24,9 +24,8 @@ from ..plan.schedule import FORWARD, Run
 from ..program.leaf import Leaf, Opaque
 from ..program.program import Saved, TensorRef
 from .frame import DROP, KEEP, RunCode
-from .layout import Layout
-from .packed import dropped, unpack
-from .statements import argument, call_of, copy_of, let_go, live_nodes, takes_notes, view_of
+from .held import dropped, unpack
+from .layout import Layout, argument, call_of, copy_of, let_go, live_nodes, takes_notes, view_of
 
 _serial = count()
 

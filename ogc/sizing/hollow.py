@@ -23,16 +23,14 @@ from ..graph import Graph
 from ..operators.gpus import Gpu, gpu_of
 from ..operators.low_memory import counted_here
 from ..plan.plan import Plan
-from ..program.layouts import is_dense
-from ..program.program import attribute, get_attribute, tensor_leaves
-from ..program.step import Rest, losses_among
-from ..program.storages import ByStorage, LiveBytes
+from ..program.program import Rest, attribute, get_attribute, losses_among, tensor_leaves
 from ..program.structures import TensorSpec
+from ..program.tensors import ByStorage, LiveBytes, is_dense
 from ..runtime.frame import Step
 from ..runtime.generate import generate
-from ..torch_state.flags import flags
 from ..torch_state.forwards import plain_forward
 from ..torch_state.private import TorchDispatchMode
+from ..torch_state.settings import flags
 from .cuda.hidden import hidden_in_backward
 from .cuda.kernels import as_on_cuda
 

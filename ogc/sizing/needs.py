@@ -17,8 +17,15 @@ from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
 from ..parser.weigh.meter import Meter
 from ..plan import Plan
-from ..program.program import SHARED, TensorRef, device_of_model, each_storage_bytes, storage_bytes, tensor_leaves
-from ..program.step import Optimizer
+from ..program.program import (
+    SHARED,
+    Optimizer,
+    TensorRef,
+    device_of_model,
+    each_storage_bytes,
+    storage_bytes,
+    tensor_leaves,
+)
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
 from ..solver.wish import bytes_of

@@ -37,8 +37,7 @@ from ..parser.weigh.measure import Measurer
 from ..parser.weigh.observe import Visit, observe
 from ..parser.weigh.record import Observation, Record
 from ..program.leaf import Leaf
-from ..program.program import SHAPE, Program
-from ..program.step import Loss
+from ..program.program import SHAPE, Loss, Program
 from ..program.structures import InputSpec
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import plain_forward

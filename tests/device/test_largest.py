@@ -114,7 +114,7 @@ def test_the_search_gallops_from_what_is_known(monkeypatch, answer, guess):
     assert len(tried) == len(set(tried)) <= 14
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_several_overheads_are_answered_as_each_alone():
     model, room = Network(width=16), 8 * 2**20
     options = {"device_memory": room, "make_loss": loss_for, "profile": "estimate"}

@@ -147,7 +147,7 @@ def looked_at(make, sample, make_loss, sizes=SIZES, **parsing):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, 13])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_shapes_tell_what_parsing_sees(name, size):
     make, sample = NETWORKS[name]

@@ -25,15 +25,15 @@ from ...operators.low_memory import Extra
 from ...operators.registry import Operator, is_elementwise, like, of, ones_like
 from ...operators.weights import InputGradient, Use, Weights
 from ...optional import optional
-from ...program.layouts import Layout, is_dense
 from ...program.leaf import Region, runs_once
 from ...program.program import WithoutGrad, has_backward, storage_bytes, tensor_leaves
+from ...program.tensors import Layout, is_dense
 from ...torch_state.allocator import can_measure
 from ...torch_state.dispatch import out_of_mode
 from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts
-from ...torch_state.random_state import cuda_devices
+from ...torch_state.settings import cuda_devices
 from ..forward.flat import saving
-from ..passes.in_place import COPIES, REBASED
+from ..passes.writes import COPIES, REBASED
 from .backward.again import LONG_FLOPS, Again, Layouts
 from .calls import Call, backward_measured, call_key, own_argument, with_measured_bytes
 from .forms import pretended, saved_places

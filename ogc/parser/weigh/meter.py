@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from ...operators.gpus import Gpu, gpu_named
 from ...operators.registry import of
 from ...program.program import storage_of, tensor_leaves
-from ...program.storages import LiveBytes
+from ...program.tensors import LiveBytes
 from ...torch_state.private import OpOverload, TorchDispatchMode, decomposes, schema_of, storage_id
 
 log = logging.getLogger(__name__)

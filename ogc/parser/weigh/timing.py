@@ -35,9 +35,9 @@ from ...plan.saving import write_at_once
 from ...program.leaf import Region
 from ...program.program import WithoutGrad, tensor_leaves
 from ...torch_state.private import OpOverload, pytree
-from ...torch_state.random_state import cuda_devices
+from ...torch_state.settings import cuda_devices
 from ..forward.flat import saving
-from ..passes.in_place import COPIED
+from ..passes.writes import COPIED
 from .calls import Call, call_key, timing_key
 from .measure import LONG_SECONDS, Measurer, page_faults, seconds_of
 from .record import Record

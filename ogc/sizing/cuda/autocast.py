@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_aggregate
 
-from ...program.casts import autocast_to
+from ...program.autocast import autocast_to
 from ...program.program import tensor_leaves, without_autocast
 from ...program.structures import autocast_state
 from ...torch_state.dispatch import Call, calls_are, in_mode, unseen

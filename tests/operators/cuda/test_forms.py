@@ -170,5 +170,5 @@ def test_where_one_operation_bounds_the_peak_it_runs_in_its_form(name, wish):
     graph = ogc.parse(model, torch.empty(64, 3, 128, 128, device="meta"), device="cuda", profile="estimate", gpu=GPU)
     plan = ogc.solve(graph, **wish)
     assert f"aten.{name}.default" in {graph.operations[t].target for t in plan.low_memory}
-    assert plan.peak_bytes < max(graph.with_forms(()).operation_bounds)
+    assert plan.peak_bytes < max(graph.with_variants(()).operation_bounds)
     assert hollow_run(model, graph, plan, gpu=GPU).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
