@@ -23,25 +23,22 @@ def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **na
 
     * ``"seed 1"``, ``"seed 2"``, ``"seed 3"``: on the given input, with random states of that seed;
     * ``"another input"``: other values of the same shapes. Floating tensors get random values of the same mean,
-      spread and limits; of ids, labels and masks (integers, booleans, whole floating numbers), whole samples change
-      places within the batch, so that they stay valid;
+      spread and limits; of ids, labels and masks, whole samples change places within the batch;
     * ``"a smaller batch"``: the first half of all tensors that share their first dimension with the first tensor;
     * ``"after an optimizer step"``: the second step, after the parameters moved by the gradients of a first one.
 
-    Where the plain model raises an error on another input or a smaller batch, or these cannot be made of the given
-    one, they are left out, and the report says why.
+    What cannot be made of the given input, or raises an error in the plain model, is left out, and the report says why.
 
-    Compared are the outputs, the gradients of all parameters and of inputs that require grad, the buffers,
-    parameters and inputs after the step, and the random stream. The backward starts from random gradients of the
-    outputs, the same for both. Of a module that returns its loss alone, that is the one output. Nothing is left
-    behind: parameters, their gradients, buffers and the random state are afterwards as before, and the inputs are
-    copied. The parameters' own hooks run, but none that wait for a gradient to be accumulated. Parameters are written
-    to and put back, so a forward from before cannot be followed by its backward any more: check between steps.
+    Compared are the outputs, the gradients of all parameters and of inputs that require grad, the buffers, parameters
+    and inputs after the step, and the random stream. The backward starts from random gradients of the outputs, or of
+    the loss of a module that returns that alone. Parameters, gradients, buffers and the random state are afterwards as
+    before, and inputs are copied. Parameters are written to and put back, so a forward from before cannot be followed
+    by its backward: check between steps. The parameters' own hooks run, but none that wait for a gradient to be
+    accumulated.
 
-    Cost: seven steps of each model, one of them on half the batch, what the optimized one needs to plan for that,
-    and one more of the plain model wherever something differs; the memory of a plain step and a few copies of
-    parameters, gradients and buffers. :class:`ogc.Checker` does less, or more seeds. It has the options because all
-    keyword arguments here are the model's.
+    Cost: seven steps of each model, what the optimized one needs to plan for half a batch, and one more of the plain
+    model wherever something differs; the memory of a plain step and a few copies of parameters, gradients and buffers.
+    :class:`ogc.Checker` has options, as all keyword arguments here are the model's.
 
     Args:
         model: the plain model.
@@ -102,10 +99,8 @@ class Checker:
 
 
 def check_two_steps(model: torch.nn.Module, optimized: torch.nn.Module, call: Arguments) -> CheckReport:
-    """What :func:`check` tries, in two steps of each model.
-
-    The first is on the given input, the second on another one, from another seed, after the parameters moved by the
-    gradients of the first. Where the plain model does not take another input, that is on the given one, too.
+    """What :func:`check` tries, in two steps of each model: the second after the parameters moved by the first one's
+    gradients, from another seed, on another input where one can be made and the plain model takes it.
     """
     _check_comparable(model, optimized)
     before = Snapshot((model, optimized))

@@ -21,13 +21,11 @@ class NotVaried(Exception):
 def another_input(call: Arguments) -> Arguments:
     """Inputs of the same shapes and layouts with other values.
 
-    Floating tensors get random values of the same mean and spread, between the least and the largest that were
-    given: images stay in [0, 1]. Where they spread around zero, the mean is that of the other sign.
-
-    Integers, masks, and floating tensors of whole or of infinite numbers only, are likely ids, labels or masks, in
-    which a value means something at its place. Those that have the batch's first dimension have their samples change
-    places, all in the same way, so that ids stay next to their masks; in a batch of one the entries of the next
-    dimension do. Others stay as they are: they may point into what does not change places.
+    Floating tensors get random values of the same mean and spread, within the limits of the given ones. Where they
+    spread around zero, the mean is that of the other sign. Integers, masks, and floating tensors of whole or of
+    infinite numbers are likely ids, labels or masks: those that have the batch's first dimension have their samples
+    change places, all in the same way; in a batch of one the entries of the next dimension do. Others stay: they may
+    point into what does not change places.
 
     Raises:
         NotVaried: the values are as before, as all were alike.
@@ -44,8 +42,7 @@ def smaller_batch(call: Arguments) -> Arguments:
     """The first half of the batch: of all tensors whose first dimension is that of the first tensor.
 
     Raises:
-        NotVaried: there is no half, or other inputs may hold positions in the batch and are on a GPU, where a
-            position that is not there cannot be survived.
+        NotVaried: there is no half, or an input on a GPU may hold positions in the batch, which could be wrong ones.
     """
     size = _batch_size(call)
     if size is None or size < 2:

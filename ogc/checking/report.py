@@ -83,10 +83,6 @@ class CheckReport:
         return self.differences[0] if self.differences else None
 
     def raise_if_different(self) -> None:
-        """Do nothing if nothing differs.
-
-        Raises:
-            CheckError: something differs; the message is the report.
-        """
+        """Do nothing if nothing differs; else raise CheckError with the report."""
         if not self.ok:
             raise CheckError(str(self))

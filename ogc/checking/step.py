@@ -157,8 +157,7 @@ def _gradients(
 def _optimizer_step(model: torch.nn.Module, found: dict[str, Any]) -> None:
     """A step of gradient descent, in place, at a rate of each parameter's own.
 
-    At one rate for all, random gradients of the outputs would move some parameters into infinity, where everything
-    is the same, and others of few bits not at all.
+    At one rate for all, random gradients would move some parameters into infinity, and others of few bits not at all.
     """
     moved = [(p, g) for name, p in model.named_parameters() if (g := found.get(f"gradient of {name}")) is not None]
     if not moved:

@@ -29,12 +29,7 @@ def moves_of(plan: Plan) -> tuple[Move, ...] | None:
 
 
 def used_bytes(needs: Estimate, plan: Plan, room: int | None = None) -> int:
-    """The most bytes of a device that whole steps take.
-
-    Args:
-        needs: of a step, beside activations.
-        plan: for the activations.
-        room: bytes of the device; None for no limit.
+    """The most bytes of a device that whole steps take; ``room`` is what it has, None for no limit.
 
     Raises:
         DeviceFullError: CUDA's allocator finds no room, though it gives back what it can.
@@ -65,13 +60,8 @@ def fits(needs: Estimate, plan: Plan, room: int) -> bool:
 def within_device(needs: Estimate, device_memory: Budget, plan: Callable[[int], T], plan_of: Callable[[T], Plan]) -> T:
     """What ``plan`` returns for the budget that a device of this size leaves for activations.
 
-    On CUDA smaller budgets are tried until what the allocator reserves fits too.
-
-    Args:
-        needs: of a step, beside activations.
-        device_memory: of the device.
-        plan: makes something for a budget.
-        plan_of: the plan of what that makes.
+    On CUDA smaller budgets are tried until what the allocator reserves fits too. ``plan_of`` gives the plan of what
+    ``plan`` returned.
 
     Raises:
         SolveError: nothing fits; the message says which device would do, where that is known.
@@ -93,9 +83,7 @@ def within_device(needs: Estimate, device_memory: Budget, plan: Callable[[int], 
 
 
 def made_within(needs: Estimate, room: int, budget: int, plan: Callable[[int], T], plan_of: Callable[[T], Plan]) -> T:
-    """What ``plan`` returns for a budget; on CUDA for the first of falling ones for which what is reserved fits.
-
-    The last of these is the least peak.
+    """What ``plan`` returns for a budget; on CUDA for the first of falling ones, down to the least peak, that fits.
 
     Raises:
         SolveError: nothing fits.

@@ -35,13 +35,10 @@ Part = TypeVar("Part")
 
 
 class Graphs:
-    """The graphs of one model's step.
+    """The graphs of one model's step, for sizes that are multiples of ``step``.
 
-    Args:
-        model: the module.
-        make_sample, make_loss: give a sample input, and the loss for it, of a size.
-        step: sizes are multiples of this.
-        parsing: further arguments of :func:`ogc.parse`.
+    ``make_sample(n)`` and ``make_loss(n)`` give a sample input of size n and its loss; ``parsing`` are further
+    arguments of :func:`ogc.parse`.
     """
 
     def __init__(
@@ -65,11 +62,7 @@ class Graphs:
         self.puts_off = True  # trials
 
     def look(self) -> None:
-        """Look at the small sizes.
-
-        Raises:
-            ParseError, InputError: as :func:`ogc.parse` does.
-        """
+        """Look at the small sizes; raises ParseError and InputError as :func:`ogc.parse` does."""
         first = self.small[0]
         self.known[first] = graph = self._parsed(first)
         try:
@@ -103,9 +96,9 @@ class Graphs:
         return self.guessed.get(size)
 
     def holds(self, size: int, is_planned: bool) -> bool:
-        """Whether the graph for a size is that of the forward of that size; made so if it is not.
+        """Whether one forward of a size runs the program of its graph; else all graphs are found anew.
 
-        One forward is run. Where a graph ``is_planned`` for, trials that were put off are made too, and it can be run.
+        Where a graph ``is_planned`` for, trials that were put off are made too, and it can be run.
         """
         if self.shapes is None or size in self.settled:
             return True
@@ -203,11 +196,8 @@ def _without_seconds(graph: Graph) -> Any:
 
 
 def paced(graph: Graph, measured: Graph, estimated: Graph) -> Graph:
-    """A graph whose times are estimated, at the pace that each operation had where it was ``measured``.
-
-    Args:
-        graph, estimated: with estimated times, for two sizes.
-        measured: for the size of ``estimated``.
+    """A graph whose times are estimated, at each operation's pace in ``measured``, of which ``estimated`` has
+    estimates.
     """
 
     def one(now: Part, then: Part, guess: Part) -> Part:

@@ -37,7 +37,7 @@ class LargestBatch:
         plan: for that size; ``ogc.apply(model, graph, plan)`` makes the module that runs it. Without ``max_overhead``
             its overhead is estimated on a CPU.
         graph: for that size.
-        needs: what a step needs beside activations at that size.
+        needs: of a step of that size, beside activations.
         device_memory: bytes of the device.
         too_large: the next size, which was seen not to fit.
     """
@@ -75,7 +75,7 @@ def largest_batch(
     """The largest batch, or length of a sequence, whose training step fits on a device.
 
     The forward runs with the memory of inference: a few times for small sizes, and once for each answer. Graphs of
-    other sizes are told from shapes where they can be, or else those near the answer are parsed.
+    other sizes follow from shapes, or else those near the answer are parsed.
 
     Args:
         model: the module to train.
@@ -174,11 +174,7 @@ class _Search:
         return LargestBatch(plain, size, plan, graph, self._needs(size), self.room, size + self.step)
 
     def _largest_planned(self, max_overhead: float | None) -> int:
-        """The largest size of which a planned step fits.
-
-        Raises:
-            SolveError: there is none.
-        """
+        """The largest size of which a planned step fits; raises SolveError where there is none."""
 
         def least_peak(graph: Graph) -> int:
             return solve(graph, max_overhead=max_overhead).peak_bytes
@@ -197,11 +193,9 @@ class _Search:
             self.plans.clear()  # their graphs may have been others
 
     def _largest(self, peak_of: Callable[[Graph], int], proved: Callable[[int], object]) -> int:
-        """The largest size that fits, as it is on a graph of its own, where the next does not; 0 if none does.
+        """The largest size that is ``proved`` to fit where the next is proved not to; 0 if none does.
 
-        Args:
-            peak_of: the least peak that counts, on a graph that may be a guess.
-            proved: whether a size fits, on its own graph.
+        ``peak_of`` gives the least peak that counts, on a graph that may be a guess.
         """
         most = MOST * self.step
         low, high, stride = 0, most + self.step, self.step  # fits, does not

@@ -1,4 +1,8 @@
-"""What a step needs on a device, line by line, before it is run."""
+"""What a training step needs of a device beside activations, and with them.
+
+What CUDA and its libraries take beside the tensors of a step is listed by name; none of it was measured here. What an
+optimizer takes is found by two of its steps on meta tensors.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +53,8 @@ KINDS = (
 class Estimate:
     """Bytes that a training step needs on a device.
 
-    Gradients are counted as if they were there throughout, as they are from the second step on unless they are set to
-    None. The optimizer's step comes after the backward, when activations are gone.
+    Gradients count throughout, as they are there from the second step on unless they are set to None. The optimizer's
+    step comes after the backward, when activations are gone.
 
     Attributes:
         parameters, buffers: of the model, each storage once.
@@ -62,7 +66,7 @@ class Estimate:
         ddp_buckets: what DistributedDataParallel gathers gradients in.
         autocast: weights that autocast keeps in other types; they are among the activations.
         tensors: bytes of each tensor that is there before a step, in the order in which they come to be, but inputs.
-        plain: the peak of activations and gradients of these in the plain model; None where it was not asked for.
+        plain: the peak of activations and their gradients in the plain model; None where it was not asked for.
         least: the plan with the least peak; None likewise.
         device: the type of the device.
     """
@@ -105,8 +109,7 @@ class Estimate:
     def memory(self, settings: AllocatorSettings | None = None) -> MemoryPeaks | None:
         """What CUDA's allocator would give for whole steps, without the context; None where no plan was asked for.
 
-        Args:
-            settings: of the allocator; without them those of this process.
+        ``settings`` are the allocator's; without them those of this process.
         """
         if self.least is None or self.least.graph is None:
             return None
@@ -170,7 +173,7 @@ def estimate(
     Args:
         model, sample_input, loss: as for :func:`ogc.optimize`.
         optimizer: one of the model's parameters, or a class or function that makes one, such as
-            ``torch.optim.AdamW``. Two steps of it are run on tensors without content.
+            ``torch.optim.AdamW``. Two steps of it are run on meta tensors.
         device: for this device instead of the model's own; it need not exist here.
         ddp: whether the model is trained in DistributedDataParallel; ``"views"`` with ``gradient_as_bucket_view=True``.
         parsing: further arguments of :func:`ogc.parse`.
@@ -194,11 +197,7 @@ def fixed_needs(
     device: torch.device | str | None = None,
     ddp: bool | str = False,
 ) -> Estimate:
-    """What a step needs beside activations.
-
-    Raises:
-        InputError: an argument is of the wrong kind.
-    """
+    """What a step needs beside activations; raises InputError where an argument is of the wrong kind."""
     if ddp not in (False, True, "views"):
         raise InputError(f'ddp must be True, False or "views", for gradient_as_bucket_view=True, not {ddp!r}')
     check_model(model)
@@ -261,9 +260,9 @@ CUBLAS_HANDLES = 2
 backward's. cuBLASLt takes the same workspaces."""
 
 CUDNN_BYTES = 64 * MIB
-"""The workspace of a convolution or recurrent layer. cuDNN says per call how much it wants, which has no documented
-limit; where that does not fit, PyTorch tries the next algorithm (``run_single_conv`` in
-aten/src/ATen/native/cudnn/Conv_v8.cpp), so that a step does not fail for it. A round figure."""
+"""The workspace of a convolution or recurrent layer, a round figure: cuDNN has no documented limit. Where that does not
+fit, PyTorch tries the next algorithm (``run_single_conv`` in aten/src/ATen/native/cudnn/Conv_v8.cpp).
+"""
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = MIB, 25 * MIB
 """DDP closes a bucket once it has so many bytes. Source: ``_DEFAULT_FIRST_BUCKET_BYTES`` of torch.distributed and
@@ -321,9 +320,8 @@ FOREACH = {"cuda"}
 
 
 class OptimizerBytes(NamedTuple):
-    """Bytes of an optimizer: what it holds from step to step, and the most that a step takes beside that.
-
-    ``tensors`` are those of each storage that it holds.
+    """Bytes that an optimizer holds from step to step, in all and by tensor, and the most that a step takes beside
+    them.
     """
 
     state: int
@@ -332,12 +330,7 @@ class OptimizerBytes(NamedTuple):
 
 
 def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device: torch.device) -> OptimizerBytes:
-    """What ``optimizer`` takes for the parameters of ``model`` on ``device``.
-
-    Args:
-        model: the module that is trained.
-        optimizer: one of its parameters, or what makes one, such as ``torch.optim.AdamW``; None for none.
-        device: where the parameters are to be.
+    """What an optimizer takes for the parameters of ``model`` on ``device``.
 
     Raises:
         InputError: it is none, or its step cannot be run without numbers.
