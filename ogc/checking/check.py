@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import InputError
+from ..errors import CheckError, InputError
 from ..graph import Graph
-from .inputs import Arguments, NotVaried, another_input, smaller_batch
-from .report import CheckReport, Difference
-from .step import Results, Snapshot, differences, results_of, state
+from .step import (
+    Arguments,
+    Difference,
+    NotVaried,
+    Results,
+    Snapshot,
+    another_input,
+    differences,
+    results_of,
+    smaller_batch,
+    state,
+)
 
 
 def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **named_inputs: Any) -> CheckReport:
@@ -194,3 +204,62 @@ def _check_comparable(model: torch.nn.Module, optimized: torch.nn.Module) -> Non
     strangers = dict(state(model)).keys() ^ dict(state(optimized)).keys()
     if strangers:
         raise InputError(f"only one of the two models has {min(strangers)}; they cannot be compared")
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What :func:`ogc.check` found; true if nothing differs.
+
+    Attributes:
+        compared: how many tensors and other results were compared, over everything that was tried.
+        differences: those that differ, in the order of ``tried`` and in each of them in the order outputs,
+            gradients, buffers, parameters, inputs, random state.
+        is_deterministic: whether the plain model gave the same twice; it is run again only after a difference.
+        tried: the comparisons that were made, for instance ``("seed 1", "another input")``.
+        skipped: why a comparison was not made, by its name.
+    """
+
+    compared: int
+    differences: tuple[Difference, ...]
+    is_deterministic: bool = True
+    tried: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether both models did the same."""
+        return not self.differences
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        lines = [self._verdict()]
+        if self.differences:
+            counts = Counter(difference.found_in for difference in self.differences)
+            lines.append("found in: " + ", ".join(f"{name} ({count})" for name, count in counts.items()))
+        if self.tried:
+            lines.append("tried: " + ", ".join(self.tried))
+        lines += [f"skipped: {name}, as {why}" for name, why in self.skipped.items()]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.ok:
+            return f"the same as the plain model: {self.compared} results compared bit by bit"
+        text = f"{len(self.differences)} of {self.compared} results differ from the plain model's, first {self.first}"
+        if not self.is_deterministic:
+            text += (
+                "; the plain model differs from itself when it is run again, "
+                "so use torch.use_deterministic_algorithms(True) before comparing"
+            )
+        return text
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference, if there is any."""
+        return self.differences[0] if self.differences else None
+
+    def raise_if_different(self) -> None:
+        """Do nothing if nothing differs; else raise CheckError with the report."""
+        if not self.ok:
+            raise CheckError(str(self))

@@ -63,8 +63,8 @@ class Rule:
         along: how it may be called on parts of what it is given.
         sizes: the argument that lists the sizes of its result.
         dims: the argument that names the dimensions that it works over.
-        layer: of a linear layer, from a call's arguments: rows, weight, bias, and whether the weight has a column for each
-            of its outputs, not a row.
+        layer: of a linear layer, from a call's arguments: rows, weight, bias, and whether the weight has a column
+            for each of its outputs, not a row.
         is_heavy: its backward does not need its result, and its time makes a slice of a batch worthwhile.
         summed: of a loss that adds up what it gives for rows: how, from a call's arguments.
         hidden_bytes: what its kernels on a CPU, in parts, allocate at once beyond the results.

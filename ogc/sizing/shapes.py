@@ -60,8 +60,8 @@ class OtherSizes:
     """A model that was parsed for one call, ready for calls of other sizes.
 
     Raises:
-        ParseError: shapes do not tell its graphs: there are leaves in it, it was made by hand, it has the loss alone, or it
-            is not on a CPU.
+        ParseError: shapes do not tell its graphs: there are leaves in it, it was made by hand, it has the loss alone,
+            or it is not on a CPU.
     """
 
     def __init__(self, model: torch.nn.Module, graph: Graph) -> None:
