@@ -16,9 +16,8 @@ from ..parser import Loss
 from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
 from ..solver import Budget, Wish, solve
-from .fitting import fits, made_within, used_bytes
 from .graphs import SIZES, Graphs
-from .needs import Estimate, Optimizer, activation_budget, device_bytes, fixed_needs
+from .needs import Estimate, Optimizer, activation_budget, device_bytes, fits, fixed_needs, made_within, used_bytes
 
 GUESSES = 4
 """How often a size is predicted from two others, by the line through what is missing for them."""

@@ -336,11 +336,6 @@ def plain_moves(graph: Graph) -> tuple[Move, ...] | None:
     return requests(graph, Decisions((saved(0, len(graph)),), is_plain=True)).moves if len(graph) else ()
 
 
-def moves_of(graph: Graph, decisions: Decisions) -> tuple[Move, ...] | None:
-    """The moves of a plan's step; None for a plain plan where the graph's operations are not the plain model's."""
-    return plain_moves(graph) if decisions.is_plain else requests(graph, decisions).moves
-
-
 def memory_peaks(
     graph: Graph,
     decisions: Decisions,
@@ -354,7 +349,7 @@ def memory_peaks(
     """
     plain = plain_moves(graph)
     plain_peaks = None if plain is None else step(plain).peaks(settings)
-    moves = plain if decisions.is_plain else moves_of(graph, decisions)
+    moves = plain if decisions.is_plain else requests(graph, decisions).moves
     if moves is None:
         raise PlanError("this graph runs slice by slice, so the plain model's requests are not known")
     return MemoryPeaks(step(moves).peaks(settings), plain_peaks, settings)
