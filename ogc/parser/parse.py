@@ -46,14 +46,12 @@ from .passes.stretches import Stretch, find_stretches, slice_stretches
 from .passes.unfold import Unfolding
 from .repeatable import refuse_chance, why_not_repeatable
 from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
-from .weigh.estimate import Estimator
-from .weigh.forms import Forms
-from .weigh.host.costs import choice_seconds
+from .weigh.estimate import Estimator, Forms
+from .weigh.host import choice_seconds
 from .weigh.leaf import Profiler, weigh
 from .weigh.measure import Measurer
 from .weigh.observe import Visit, observe
 from .weigh.record import Observation, Record
-from .weigh.timing import Timer
 
 
 @collecting_new_only()
@@ -180,8 +178,7 @@ def with_stretches(graph: Graph, observation: Observation) -> Graph:
 
 def profiler_of(kind: str, device: torch.device, home: torch.device, gpu: str | None = None) -> Profiler:
     """What weighs operations for ``device``, a ``gpu``, by measuring or by estimating; the model is on ``home``."""
-    measuring = {"measure": Measurer, "time": Timer}
-    return measuring[kind](home) if kind in measuring else Estimator(device, home, gpu=gpu)
+    return Estimator(device, home, gpu=gpu) if kind == "estimate" else Measurer(home, measures_bytes=kind == "measure")
 
 
 def record_program(sample: Sample, make: ParseGraph | None, leaves: Leaves) -> Traced:

@@ -10,7 +10,7 @@ import torch
 from ...program.program import WithoutGrad, tensor_leaves
 from ...torch_state.dispatch import Call, complete, dispatched_to
 from ...torch_state.private import NN_FUNCTIONS, OpOverload, nn_functions, schema_of
-from ..weigh.calls import call_key
+from ..weigh.call import call_key
 
 
 class Bindings:

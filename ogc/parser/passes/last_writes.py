@@ -40,12 +40,8 @@ def _written_in_pieces(observation: Observation) -> list[tuple[str, str]]:
         last_writes.update(dict.fromkeys(record.writes, t))
         for value in record.reads:
             readers.setdefault(value, []).append(t)
-    differentiable = {
-        observation.storages.get(ref)
-        for record in records
-        for ref, flag in zip(record.outputs, record.differentiable, strict=True)
-        if flag
-    }
+    outputs = (output for record in records for output in record.outputs if output.differentiable)
+    differentiable = {observation.storages.get(output.ref) for output in outputs}
     found = []
     for value, last in last_writes.items():
         times = readers.get(value, [])
@@ -64,10 +60,11 @@ def _only_name(observation: Observation, value: int, times: list[int]) -> str | 
     made_since: set[TensorRef] = set()
     used: dict[TensorRef, bool] = {}
     for record in (observation.records[t] for t in times):
-        for ref, layout in zip(record.arguments, record.layouts, strict=True):
+        for argument in record.arguments:
+            ref = argument.value
             if ref is not None and observation.storages.get(ref) == value and ref not in made_since:
-                used[ref] = layout[-1]
-        made_since.update(record.outputs)
+                used[ref] = argument.kind[-1]
+        made_since.update(output.ref for output in record.outputs)
     if len(used) != 1 or not all(used.values()):
         return None
     (ref,) = used

@@ -63,7 +63,7 @@ def _ends(records: Sequence[Record], start: int, stop: int) -> list[int]:
     ends = [start]
     widest = 0
     for t in range(start, stop):
-        size = records[t].output_bytes[0]
+        size = records[t].outputs[0].bytes
         widest = max(widest, size)
         if 2 * size <= widest:
             ends.append(t + 1)

@@ -15,7 +15,7 @@ from torch.fx.node import map_aggregate
 from ...operators.registry import of
 from ...program.program import call_beside, tensor_leaves
 from ...torch_state.compare import same_bits
-from ..weigh.calls import call_key, own_argument
+from ..weigh.call import call_key, own_argument
 
 MadeOf = Callable[..., Any]
 """``made_of(call, *args, **kwargs)``: the result, made by ``call(operator, *args, **kwargs)`` for each in turn."""

@@ -69,18 +69,10 @@ Seconds = Callable[[int, int, torch.dtype, bool], float]
 """How long an operator takes that computes and moves so much (FLOPs, bytes), in a type, or in TF32."""
 
 
-def metered(seconds: Seconds, run: Callable[[], object]) -> Reading:
-    """What ``run()`` costs, run on real tensors."""
-    meter = Meter(seconds, on_meta=False)
-    with meter:
-        run()
-    return meter.take()
-
-
 @dataclass(frozen=True)
 class Reading:
-    """Estimated seconds and FLOPs, the most fresh bytes alive at once, and those alive at the end; and those alive when
-    something that was saved was first asked for, if it was."""
+    """Estimated seconds and FLOPs, and fresh bytes: the most alive at once, those alive at the end, and those alive
+    when something saved was first asked for."""
 
     seconds: float
     flops: int
@@ -105,12 +97,9 @@ class Meter(TorchDispatchMode):
         gpu: Gpu | None = None,
     ) -> None:
         super().__init__()
-        self.gpu = gpu
+        self.seconds_of, self.gpu = seconds, gpu
+        self.kernel_copies, self.on_cpu, self.on_meta = kernel_copies, on_cpu, on_meta
         self.first: int | None = None  # the bytes alive when something saved was first asked for
-        self.seconds_of = seconds
-        self.on_meta = on_meta
-        self.kernel_copies = kernel_copies
-        self.on_cpu = on_cpu
         self._reset()
 
     def take(self) -> Reading:
