@@ -1,7 +1,7 @@
-"""Hollow runs: planned steps of a GPU that is not there, by which plans for one are held against what runs.
+"""Hollow runs: steps by a plan for a GPU that is not there.
 
-The runtime, autograd and every allocation that the dispatcher sees are real, the backward has a thread of its own as on
-a GPU, and no kernel runs: tensors are meta tensors, on which operators save what those on CUDA save. What a kernel
+The runtime, autograd and every allocation that the dispatcher sees are real, and the backward has a thread of its own,
+as on a GPU. No kernel runs: tensors are meta tensors, on which operators save what those on CUDA save. What a kernel
 allocates by itself is added where a rule is known (:mod:`ogc.operators.cuda.hidden`).
 """
 
@@ -51,8 +51,8 @@ class HollowRun:
 def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | None = None) -> HollowRun:
     """One step, forward and backward, by a plan for CUDA, with gradients of all parameters already there.
 
-    It starts from the loss that the graph was parsed with, which is given meta tensors; without one from the sum of the
-    outputs, whose gradient takes no memory, though kernels that need it whole copy it unseen.
+    The backward starts from the loss that the graph was parsed with, which is given meta tensors; without one from the
+    sum of the outputs, whose gradient takes no memory, though kernels that need it whole copy it unseen.
 
     Args:
         model: what ``graph`` was parsed from; it may be on any device, and its memory is not touched.
@@ -96,8 +96,7 @@ class _HollowStep:
     def __init__(self, model: torch.nn.Module, graph: Graph, plan: Plan, gpu: Gpu | None) -> None:
         self.program, self.gpu, self.is_plain = graph.program, gpu, plan.is_plain
         held = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
-        self.model = copy.deepcopy(model, dict(held))
-        self.code = generate(graph, plan)
+        self.model, self.code = copy.deepcopy(model, dict(held)), generate(graph, plan)
         constants = {
             name: held.get(id(value), _on_meta(value)) if isinstance(value, torch.Tensor) else value
             for name, value in self.program.constants.items()

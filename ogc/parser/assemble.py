@@ -11,6 +11,7 @@ import torch
 from ..errors import ParseError
 from ..graph import Form, Graph, Operation, Value
 from ..operators.registry import of
+from ..operators.weights import Weights
 from ..program.leaf import runs_once
 from ..program.program import OUTSIDE, SHARED, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
@@ -34,9 +35,10 @@ def graph_of(
     taken = versions_of(traced.graph, observation)
     ends = refs_of_outputs(traced.graph)
     returned = [observation.rebased.get(ends[n], ends[n]) for n in end_of(traced).starts]
-    live = gradient_bytes([record.backward() for record in records], returned)
-    in_forms = gradient_bytes([record.backward_in_form() for record in records], returned)
-    of_plain = gradient_bytes([record.backward_of_plain() for record in records], returned)
+    live, in_forms, of_plain = (
+        gradient_bytes([record.backward(weights_of(record.weights)) for record in records], returned)
+        for weights_of in (lambda weights: weights, lambda weights: weights.low_memory, _of_plain)
+    )
     seen = memory_of(observation, taken)
     each = zip(records, live, in_forms, of_plain, seen, strict=True)
     values = values_of(traced, observation)
@@ -52,6 +54,12 @@ def graph_of(
     copies = sum(record.weights.plain_seconds for record in records)
     costs = replace(costs, left_out=costs.left_out + copies)
     return Graph(operations, values, program, device, kind, runtime=costs, outside=outside)
+
+
+def _of_plain(weights: Weights) -> Weights:
+    """Those of the plain model, which may run another operator."""
+    working = weights.plain_working_bytes
+    return weights if working is None else replace(weights, working_bytes=working)
 
 
 def end_of(traced: Traced) -> StepEnd:

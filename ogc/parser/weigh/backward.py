@@ -1,12 +1,9 @@
 """Bytes of the gradients that are alive while each operation's backward runs.
 
 A model of autograd's engine at the grain of storages: operations run backward in reverse order; the gradient of a
-tensor waits for the backward of what made it; a second gradient of the same tensor is added to the first, in place if
-nobody else holds one of them. That of a parameter waits for all uses of the parameter. Gradients may share storage: an
-addition hands the same one to both operands, a concatenation hands out slices.
-
-Recomputation changes none of it: the numbers belong to the graph, not to a plan.
-Source: torch/csrc/autograd/input_buffer.cpp and engine.cpp.
+tensor waits for the backward of what made it, that of a parameter for all uses of the parameter; a second gradient is
+added to the first, in place if nobody else holds one of them. Gradients may share storage. Recomputation changes none
+of it. Source: torch/csrc/autograd/input_buffer.cpp and engine.cpp.
 """
 
 from __future__ import annotations
@@ -34,39 +31,29 @@ Layouts = Mapping[int, Layout]
 
 
 class Argument(NamedTuple):
-    """A tensor argument of an operation.
-
-    Attributes:
-        ref: the program's tensor that it is.
-        value: the same if an operation made its storage; None for an external.
-        receiver: the tensor whose gradient its gradient is; None for a parameter.
-        kind: its type, shape and strides, and whether it is dense.
-    """
+    """A tensor argument of an operation."""
 
     ref: TensorRef
-    value: TensorRef | None = None
-    receiver: TensorRef | None = None
-    kind: tuple[Any, ...] = ()
+    value: TensorRef | None = None  # the same if an operation made its storage, not an external
+    receiver: TensorRef | None = None  # the tensor whose gradient its gradient is; None for a parameter
+    kind: tuple[Any, ...] = ()  # type, shape, strides, and whether it is dense
 
 
 class Output(NamedTuple):
-    """A result. Gradients of it usually have its ``layout``; without one nothing is known of them."""
+    """A result of an operation."""
 
     ref: TensorRef
     bytes: int
     differentiable: bool = True
-    layout: Layout | None = None
+    layout: Layout | None = None  # of its gradients, as is usual; None: unknown
 
 
 @dataclass(frozen=True)
 class Rebase:
-    """A write in place to a view, which autograd differentiates as one to its base.
+    """A write in place to a view, which autograd differentiates as one to its base."""
 
-    ``before`` and ``after`` stand for the base, ``argument`` is the number of the view.
-    """
-
-    argument: int
-    before: TensorRef
+    argument: int  # the number of the view
+    before: TensorRef  # stands for the base, as does ``after``
     after: TensorRef
     bytes: int
 
@@ -75,21 +62,15 @@ class Rebase:
 class Backward:
     """The backward of one operation.
 
-    Attributes:
-        outputs, arguments: of the operation.
-        weights: of the operation.
-        copies_strided: it first copies a gradient that is not dense.
-        is_start: its output starts autograd's graph, so that the gradient of that becomes a ``.grad``.
-        base: the number of the output that stands for the base of the first one, a view.
-        relaid: gives its weights, and ``copies_strided``, for gradients of other layouts, held by others or not.
+    ``relaid`` gives its weights, and ``copies_strided``, for gradients of other layouts, held by others or not.
     """
 
     outputs: tuple[Output, ...]
     arguments: tuple[Argument, ...]
     weights: Weights
-    copies_strided: bool = False
-    is_start: bool = False
-    base: int | None = None
+    copies_strided: bool = False  # it first copies a gradient that is not dense
+    is_start: bool = False  # its output starts autograd's graph: the gradient of that becomes a ``.grad``
+    base: int | None = None  # the number of the output that stands for the base of the first one, a view
     relaid: Callable[[Layouts, bool], tuple[Weights, bool] | None] = lambda layouts, are_held: None
 
     def parameter(self, argument: int) -> TensorRef | None:
@@ -99,9 +80,8 @@ class Backward:
     def through_base(self, rebase: Rebase) -> Backward:
         """The backward of the same operation where it writes a view.
 
-        The gradient of the base is copied. The view's part is copied once more and given to the operator's own
-        backward, whose result for the view is written into the first copy, which is handed on.
-        Source: ``CopySlices`` in torch/csrc/autograd/functions/tensor.cpp.
+        The gradient of the base is copied, and the view's part once more. What the operator's backward makes of the
+        latter is written into the former. Source: ``CopySlices`` in torch/csrc/autograd/functions/tensor.cpp.
         """
         weights, part = self.weights, self.outputs[0].bytes
         groups = 1 + max((gradient.group for gradient in weights.gradients), default=0)
@@ -133,14 +113,11 @@ class Backward:
 
 @dataclass(frozen=True)
 class LiveGradients:
-    """Bytes of gradients and temporaries around one operation's backward.
+    """Bytes of gradients and temporaries around one operation's backward."""
 
-    ``first`` once it asks for what was saved, ``late`` once it has let go of that.
-    """
-
-    first: int
+    first: int  # once it asks for what was saved
     during: int
-    late: int
+    late: int  # once it has let go of what it saved
 
 
 def gradient_bytes(operations: Sequence[Backward], returned: Sequence[TensorRef]) -> list[LiveGradients]:
@@ -150,10 +127,7 @@ def gradient_bytes(operations: Sequence[Backward], returned: Sequence[TensorRef]
 
 
 def reached(operations: Sequence[Backward], ends: Sequence[TensorRef], storages: Mapping[TensorRef, int]) -> list[bool]:
-    """For each operation, whether a backward from ``ends`` may come to it.
-
-    A tensor stands for all that share its storage, so that nothing is left out.
-    """
+    """For each operation, whether a backward from ``ends`` may come to it; a tensor stands for all in its storage."""
     known = {storages.get(ref, ref) for ref in ends}
     found = []
     for op in reversed(operations):
@@ -348,21 +322,13 @@ def _parameter_uses(operations: Sequence[Backward], returned: Sequence[TensorRef
 
 @dataclass(frozen=True)
 class Change:
-    """How gradients of other layouts change the weights of a backward.
-
-    Attributes:
-        gradients: of the arguments.
-        more: bytes at most allocated beyond what usual gradients take; negative if it is less.
-        working: bytes at most allocated by PyTorch's operator, if that was measured.
-        has_copies: the copies that kernels make unseen are in these.
-        first: bytes allocated until it asks for what the forward saved.
-    """
+    """How gradients of other layouts change the weights of a backward."""
 
     gradients: tuple[InputGradient, ...]
-    more: int
-    working: int | None = None
-    has_copies: bool = False
-    first: int = 0
+    more: int  # bytes that it allocates beyond what it does for usual gradients
+    working: int | None = None  # bytes that PyTorch's operator allocates, if that was measured
+    has_copies: bool = False  # the copies that kernels make unseen are in these
+    first: int = 0  # bytes allocated until it asks for what the forward saved
 
     def weights(self, usual: Weights) -> Weights:
         """The weights of the call in this form."""
@@ -380,18 +346,16 @@ class Change:
 class Relaid:
     """Weighs the backward of a call for gradients of other layouts than usual.
 
-    Many kernels copy such a gradient first; what they return may have another layout, too. Elementwise operators and
-    views show this on shapes alone. Others are run on zeros, if that is possible: once with usual gradients, once with
-    these, and the difference is what there is to add.
+    Many kernels copy such a gradient first, and return another layout, too. Elementwise operators and views show this
+    on shapes alone. Others are run on zeros, with usual gradients and with these, and the difference is added.
 
     Args:
-        target: the operator.
-        args, kwargs: of the call; their content is not held.
+        target, args, kwargs: the call; content is not held.
         usual: layouts of gradients of its results.
         run: weighs the call on shapes alone, for gradients of some layouts.
-        measure: runs the backward of the call, or of its low-memory form, for gradients of some layouts, which others
-            hold, too, or not; gives the bytes that it allocates, those until it asks for what was saved, and the
-            layouts of its results. None: it is weighed on shapes alone.
+        measure: runs the backward of the call, or of its low-memory form, for gradients of some layouts, held by others
+            or not; gives the bytes that it allocates, those until it asks for what was saved, and the layouts of its
+            results. None: it is weighed on shapes alone.
     """
 
     def __init__(
@@ -410,10 +374,7 @@ class Relaid:
         self.found: dict[Any, Change | None] = {}
 
     def __call__(self, layouts: Layouts, is_low_memory: bool, are_held: bool) -> Change | None:
-        """What changes, in one form, for these gradients; None if that cannot be told.
-
-        What copies a gradient, and then goes on, may let go of it, unless gradients ``are_held`` by others, too.
-        """
+        """What changes, in one form, for these gradients, which others hold, too, or not; None if nobody can tell."""
         key = frozenset(layouts.items()), is_low_memory, are_held
         if key not in self.found:
             is_told = not of(self.target).needs_data(tensor_leaves(self.args, self.kwargs))

@@ -83,7 +83,7 @@ def _reading(call: _LeafCall, seconds: Seconds, run: Callable[[], object]) -> Re
         return meter.take()
     start = time.perf_counter()
     run()
-    return Reading(time.perf_counter() - start, 0, 0, 0)
+    return Reading(time.perf_counter() - start)
 
 
 def _peaks(call: _LeafCall, home: torch.device, forward: Reading) -> tuple[int, int, int]:

@@ -330,8 +330,8 @@ def typical(run: Callable[[], object], device: torch.device, prepare: Callable[[
 def _in_known_memory(runs: Sequence[tuple[float, int]]) -> list[float]:
     """Seconds of those that met hardly more pages that are new to the process than any must.
 
-    New pages take several times as long to write. A step in its third round, say, has been everywhere, unless what it
-    allocates is so large that the system gives it new pages each time.
+    New pages take several times as long to write. After a few steps there are none, unless the system gives new pages
+    for what is large each time.
     """
     least = min(faults for _, faults in runs)
     return [seconds for seconds, faults in runs if faults <= 1.1 * least + FEW_FAULTS]
@@ -432,7 +432,8 @@ def _key_of(call: Any) -> Any:
 
 @contextmanager
 def times_kept_in(folder: str) -> Iterator[None]:
-    """In here, calls that were measured before on such a machine by this torch are not; others are noted in a file.
+    """In here, times that were measured before on such a machine by this torch are read from a file; new ones are
+    added.
 
     Where that file cannot be read or written, calls are measured as ever. Of two processes that write at once, one's
     new times may be lost.

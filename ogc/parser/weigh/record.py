@@ -28,11 +28,11 @@ class Externals:
 
 @dataclass
 class SavedTensors:
-    """What autograd saves of a call, tensor by tensor; the values among it; the bytes of what is no value."""
+    """What autograd saves of a call."""
 
     tensors: list[Saved] = field(default_factory=list)
-    values: list[int] = field(default_factory=list)
-    internal_bytes: int = 0
+    values: list[int] = field(default_factory=list)  # that these are in
+    internal_bytes: int = 0  # of those that are in no value
 
 
 @dataclass(frozen=True)
@@ -82,45 +82,32 @@ class Record:
         self.saved = SavedTensors([s if s.external else Saved(unneeded=True) for s in self.saved.tensors])
         self.form = None
 
-    def backward(self) -> Backward:
-        """Its backward by PyTorch's operator."""
-        return self._backward(self.weights)
+    def backward(self, weights: Weights | None = None) -> Backward:
+        """Its backward by these weights, or else by those of PyTorch's operator."""
+        weights = weights or self.weights
+        form = self.form.target if self.form and weights is self.weights.low_memory else None
+        copies_strided = copies_strided_gradients(form or self.node.target)
 
-    def backward_in_form(self) -> Backward:
-        """That of its low-memory form, if it has one."""
-        if self.form is None or self.weights.low_memory is None:
-            return self.backward()
-        return self._backward(self.weights.low_memory, self.form.target)
-
-    def backward_of_plain(self) -> Backward:
-        """That of the plain model, which may run another operator."""
-        working = self.weights.plain_working_bytes
-        return self._backward(self.weights if working is None else replace(self.weights, working_bytes=working))
-
-    def _backward(self, weights: Weights, target: LowMemory | None = None) -> Backward:
         def relaid(layouts: Layouts, are_held: bool) -> tuple[Weights, bool] | None:
-            found = None if self.relaid is None else self.relaid(layouts, target is not None, are_held)
+            found = None if self.relaid is None else self.relaid(layouts, form is not None, are_held)
             return None if found is None else (found.weights(weights), copies_strided and not found.has_copies)
 
-        copies_strided, is_start = (
-            copies_strided_gradients(target or self.node.target),
-            of(self.node.target).begins_graph,
-        )
+        is_start = of(self.node.target).begins_graph
         found = Backward(tuple(self.outputs), tuple(self.arguments), weights, copies_strided, is_start, relaid=relaid)
         return found if self.rebase is None else found.through_base(self.rebase)
 
 
 def saved_at(record: Record, places: Sequence[Place | None]) -> tuple[Saved, ...]:
     """What a recorded call saves at these places."""
-    return tuple(_saved(record, place) for place in places)
 
+    def saved(place: Place | None) -> Saved:
+        if place is None:
+            return Saved()
+        (is_result, number), layout = place
+        ref = TensorRef(record.node.name, number) if is_result else record.arguments[number].value
+        return Saved(external=True) if ref is None else Saved(ref, layout)
 
-def _saved(record: Record, place: Place | None) -> Saved:
-    if place is None:
-        return Saved()
-    (is_result, number), layout = place
-    ref = TensorRef(record.node.name, number) if is_result else record.arguments[number].value
-    return Saved(external=True) if ref is None else Saved(ref, layout)
+    return tuple(map(saved, places))
 
 
 def alike(tensor: torch.Tensor, known: Sequence[tuple[torch.Tensor, T]]) -> tuple[T, Any] | None:
