@@ -48,10 +48,8 @@ from .repeatable import refuse_chance, why_not_repeatable
 from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
 from .weigh.estimate import Estimator, Forms
 from .weigh.host import choice_seconds
-from .weigh.leaf import Profiler, weigh
-from .weigh.measure import Measurer
-from .weigh.observe import Visit, observe
-from .weigh.record import Observation, Record
+from .weigh.measure import Measurer, Profiler, weigh
+from .weigh.record import Observation, Record, Visit, observe
 
 
 @collecting_new_only()

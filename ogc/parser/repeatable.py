@@ -21,7 +21,7 @@ from ..torch_state.random_state import cuda_devices, python_random_state, random
 from .forward.flat import saved_until_done
 from .leaves import hooked_modules
 from .traced import OpaqueError
-from .weigh.leaf import held_aside
+from .weigh.call import held_aside
 from .weigh.record import Record
 
 FEW = 1024

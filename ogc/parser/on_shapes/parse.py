@@ -36,10 +36,8 @@ from ..loss import modules_of, with_step_end
 from ..parse import planned_form, profiler_of, visited, with_stretches
 from ..traced import RecordAgain, Traced
 from ..weigh.estimate import Estimator
-from ..weigh.leaf import Profiler
-from ..weigh.measure import Measurer
-from ..weigh.observe import Visit, observe
-from ..weigh.record import Observation, Record
+from ..weigh.measure import Measurer, Profiler
+from ..weigh.record import Observation, Record, Visit, observe
 from .stand_ins import Fakes, stand_ins
 
 

@@ -1,7 +1,8 @@
-"""A recorded call by itself, with inputs of its own, to be run for its bytes and seconds."""
+"""A recorded call by itself, of an operator or an opaque module, to be run for its bytes and seconds."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,13 +13,20 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
+from ...program.copies import made_copies
 from ...program.layouts import Layout
-from ...program.program import has_backward, storage_bytes, tensor_leaves
+from ...program.leaf import Leaf
+from ...program.program import has_backward, storage_bytes, storage_of, tensor_leaves
 from ...program.storages import ByStorage
+from ...program.wrapped import contents
 from ...torch_state.allocator import allocated_bytes, marked_bytes
-from ...torch_state.private import pytree, untraced
+from ...torch_state.compare import fingerprint
+from ...torch_state.no_trace import cut_history, members_put_back
+from ...torch_state.private import pytree, storage_id, untraced
 from ...torch_state.random_state import cuda_devices
-from ..forward.flat import gradient_targets
+from ...torch_state.ranks.collectives import are_several
+from ...torch_state.ranks.shards import own_parameters
+from ..forward.flat import gradient_targets, saved_until_done
 from ..passes.in_place import COPIED
 from .backward import Layouts
 from .record import Record
@@ -160,6 +168,65 @@ class Call:
         return stop
 
 
+class LeafCall(Call):
+    """A call of an opaque module."""
+
+    def __init__(self, record: Record, args: Any) -> None:
+        self.module, given, self.state = args
+        super().__init__(record, given, {})
+        self.leaf: Leaf = record.node.target  # type: ignore[assignment]
+        self.leaves, self.copied = list(given), [record.in_place] * len(given)
+        self.parameters = [t for t in self.state if t.requires_grad and t.is_leaf]
+        modules = [] if self.module is None else list(self.module.modules())
+        cut_history(modules)
+        self.put_back = members_put_back(modules)  # each call comes from where the first one does
+        if self.module is not None and are_several():  # hooks of parameters tell other ranks that gradients are ready
+            self.parameters = [own for own in own_parameters(self.module) if own.requires_grad]
+
+    def prepare(self) -> None:
+        self.put_back()
+        super().prepare()
+
+    def run(self, *internal: torch.Tensor) -> Any:
+        return self.leaf(self.module, self.inputs)
+
+    def forward_compared(self) -> list[Any]:
+        """The forward as plans run it that call the module again: what it saved is compared once it has returned.
+
+        Returns:
+            What it is compared by.
+        """
+        saved: list[torch.Tensor] = []
+
+        @untraced
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            held = tensor.detach()
+            saved.extend(contents(held))
+            return held
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.forward()
+        state = [] if self.module is None else [*self.module.parameters(), *self.module.buffers()]
+        known = {storage_id(t) for t in (*self.inputs, *state) if storage_of(t) is not None}
+        made = [t for t in saved if storage_of(t) is not None and storage_id(t) not in known]
+        return [fingerprint(t) for t in (*made, *self.results)]
+
+    def asks(self, tensor: torch.Tensor) -> bool:
+        here = {storage_id(t) for t in contents(tensor) if storage_of(t) is not None}
+        known = {
+            storage_id(t) for t in (self.state if self.leaf.repeatable else self.inputs) if storage_of(t) is not None
+        }
+        return not here <= known if self.leaf.repeatable else bool(here & known)
+
+    def counted_seed_bytes(self) -> int:
+        """Of those that are there: others may hold them in a step."""
+        return sum(storage.nbytes() for storage in self.seeds)
+
+    @untraced
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+
 class _Seed(torch.autograd.Function):
     """Makes the gradients of a call's results when its backward starts."""
 
@@ -189,6 +256,21 @@ def leaf_nodes(root: torch.Tensor) -> set[Any]:
     """The nodes of a graph that add gradients up in tensors."""
     _, nodes = gradient_targets([root], ())
     return {node for node in nodes if hasattr(node, "variable")}
+
+
+def held_aside(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor]) -> list[int]:
+    """The numbers of given tensors that a call holds on to beside what it tells autograd to save.
+
+    A custom function may keep them in attributes of its context. A result that is one of them, or a view, does not
+    count. The model may be changed by the call.
+    """
+    inputs = made_copies(given)  # as the graph holds what is a leaf of autograd
+    references = [(n, weakref.ref(storage)) for n, storage in enumerate(map(storage_of, inputs)) if storage is not None]
+    with torch.enable_grad(), saved_until_done():
+        results = tensor_leaves(leaf(module, inputs))
+    inputs.clear()
+    returned = {storage_of(t) for t in results}
+    return [n for n, reference in references if (storage := reference()) is not None and storage not in returned]
 
 
 def own_argument(leaf: Any, copied: bool) -> Any:

@@ -1,6 +1,6 @@
 """Weights of one operation by running it: seconds by a clock, and bytes from the allocator, or else estimated.
 
-Each distinct call is run by itself, forward and backward. Seconds are measured once in a process, so that what is
+Each distinct call is run by itself, forward and backward. CallSeconds are measured once in a process, so that what is
 planned twice is planned with the same times. Warmed up, a short call is run several times and counts as the median.
 What the host takes to start a backward is not counted, as a step starts one.
 """
@@ -34,15 +34,18 @@ from ...during_step import bytes_at_hand
 from ...operators.slices import Compiled, Sliced
 from ...operators.weights import Weights
 from ...plan.saving import write_at_once
-from ...program.program import WithoutGrad, has_backward, tensor_leaves
-from ...torch_state.allocator import can_measure
+from ...program.leaf import Leaf
+from ...program.program import WithoutGrad, device_of_model, has_backward, storage_bytes, tensor_leaves
+from ...torch_state.allocator import allocated_bytes, can_measure
+from ...torch_state.no_trace import untouched, unwatched
 from ...torch_state.private import OpOverload, pytree, sleep_on_cuda
 from ...torch_state.random_state import cuda_devices
 from ..forward.flat import saving
 from ..passes.in_place import COPIED, REBASED
 from .backward import Relaid
-from .call import REPEATS, Call, call_key, with_measured_bytes
-from .estimate import Estimator
+from .call import REPEATS, Call, LeafCall, call_key, held_aside, with_measured_bytes
+from .estimate import Estimator, input_gradients
+from .meter import Meter, Reading, Seconds
 from .record import Record
 
 try:
@@ -83,7 +86,7 @@ HEAD_START_CYCLES = 3_000_000
 """Of the device's clock, some 2 ms: more than the host takes to hand one operation to it."""
 
 own_clock = time.perf_counter if sys.platform == "win32" else time.thread_time
-"""Seconds of this thread, which others on the machine do not add to; Windows counts them in steps of 16 ms."""
+"""CallSeconds of this thread, which others on the machine do not add to; Windows counts them in steps of 16 ms."""
 
 _KNOWN = 20_000
 """Calls whose times are remembered: a network has some hundreds."""
@@ -145,12 +148,12 @@ class Measurer:
         return self.seen[key]
 
     def _copying(self, record: Record, function: Any, args: Any, kwargs: Any) -> float:
-        """Seconds that the plain model's operator takes more, as it copies; 0 where that is too dear to know.
+        """CallSeconds that the plain model's operator takes more, as it copies; 0 where that is too dear to know.
 
         The two take turns, as a processor's speed changes.
         """
 
-        def measure() -> Seconds:
+        def measure() -> CallSeconds:
             calls = [_TimedCall(self, record, each, args, kwargs) for each in (copying, function)]
 
             def seconds(call: _TimedCall) -> float:
@@ -160,7 +163,7 @@ class Measurer:
             first, _ = map(seconds, calls)  # these do not count
             turns = 1 if first > LONG_SECONDS else LEAST
             more = [seconds(calls[0]) - seconds(calls[1]) for _ in range(turns)]
-            return Seconds(max(0.0, median(more)))
+            return CallSeconds(max(0.0, median(more)))
 
         copying = record.node.meta[COPIED]
         call = "more", function, call_key(copying, args, kwargs)
@@ -192,7 +195,7 @@ class Measurer:
             repeat_seconds=found.repeat,
         )
 
-    def _known_or(self, call: Any, needed_bytes: int, measure: Callable[[], Seconds]) -> Seconds | None:
+    def _known_or(self, call: Any, needed_bytes: int, measure: Callable[[], CallSeconds]) -> CallSeconds | None:
         """What is known of a call, or measured now; None where that would take too much time or memory."""
         settings = torch.get_num_threads(), str(self.device), torch.are_deterministic_algorithms_enabled()
         key = _key_of((call, settings))
@@ -223,6 +226,80 @@ class Measurer:
             self.held_bytes += tensor.nbytes
         while self.held_bytes > _at_most(AGED_BYTES):
             self.held_bytes -= self.held.popleft().nbytes
+
+
+Profiler = Estimator | Measurer
+"""What weighs operators."""
+
+
+def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any, kwargs: Any) -> Weights:
+    """The weights of one call, be it of an operator or of an opaque module; the model is afterwards as before.
+
+    A module's bytes are those of the device that the model is on; its time and FLOPs come from the profiler.
+    """
+    if not isinstance(record.node.target, Leaf):
+        weights = profiler.weigh(record, args, kwargs)
+        record.relaid = profiler.relaid(record, args, kwargs) if weights.gradients else None
+        return weights
+    home = device_of_model(model, args[1])
+    measurer = profiler if isinstance(profiler, Measurer) else None
+    seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
+    with untouched(model):
+        call = LeafCall(record, args)
+        call.prepare()
+        forward = _reading(call, seconds, call.forward)
+        call.prepare()
+        peak, compared, held = _peaks(call, home, forward)
+        weights = Weights(
+            scratch_bytes=max(0, peak - held, compared - held),
+            plain_scratch_bytes=max(0, peak - held),
+            internal_bytes=max(0, held - call.own_bytes()) + _bytes_aside(record, call),
+            forward_seconds=measurer.seconds(call.forward, call.prepare) if measurer else forward.seconds,
+            forward_flops=forward.flops,
+        )
+        if not call.prepare_backward():
+            return weights
+        backward = _reading(call, seconds, call.backward)
+        call.prepare()
+        working, first = max(0, backward.peak_bytes - call.seed_bytes), 0
+        if can_measure(home):
+            working, first = call.backward_bytes(home)
+        return replace(
+            weights,
+            working_bytes=working,
+            first_bytes=first,
+            gradients=input_gradients(call.found, call.seeds),
+            backward_seconds=measurer.seconds(call.backward, call.prepare_backward) if measurer else backward.seconds,
+            backward_flops=backward.flops,
+        )
+
+
+def _reading(call: LeafCall, seconds: Seconds, run: Callable[[], object]) -> Reading:
+    """What ``run()`` costs; where nobody may look at its operators, by the clock alone."""
+    if call.module not in unwatched:
+        with Meter(seconds, on_meta=False) as meter:
+            run()
+        return meter.take()
+    start = time.perf_counter()
+    run()
+    return Reading(time.perf_counter() - start)
+
+
+def _peaks(call: LeafCall, home: torch.device, forward: Reading) -> tuple[int, int, int]:
+    """The most bytes of a call, of one that is compared with another, and those that stay."""
+    if not can_measure(home):  # what PyTorch's operators allocate has to do
+        return forward.peak_bytes, forward.peak_bytes, forward.held_bytes
+    peak, held = allocated_bytes(call.forward, home, call.prepare)
+    compared = allocated_bytes(call.forward_compared, home, call.prepare)[0] if call.leaf.repeatable else peak
+    return peak, compared, held
+
+
+def _bytes_aside(record: Record, call: LeafCall) -> int:
+    """Bytes of the program's values that a module holds on to beside what it saves, which are noted in the record."""
+    numbers = [] if record.in_place else held_aside(call.leaf, call.module, call.leaves)
+    held = [(ref, call.leaves[n]) for n in numbers if (ref := record.arguments[n].value) is not None]
+    record.aside = [ref for ref, _ in held]
+    return storage_bytes(tensor for _, tensor in held)
 
 
 class _TimedCall(Call):
@@ -272,14 +349,14 @@ class _TimedCall(Call):
     def backward(self) -> None:
         torch.autograd.grad(self.ends_of_all, self.edges, self.gradients, allow_unused=True)
 
-    def seconds(self, repeats: bool) -> Seconds:
+    def seconds(self, repeats: bool) -> CallSeconds:
         forward = self.measurer.seconds(self.forward, self.fresh)
         repeat = self._repeat(forward) if repeats else None
         self.fresh_backward()
-        return Seconds(forward, self._backward() if self.ends_of_all and self.edges else 0.0, repeat)
+        return CallSeconds(forward, self._backward() if self.ends_of_all and self.edges else 0.0, repeat)
 
     def _backward(self) -> float:
-        """Seconds of the backward, without what it takes to start one: of several calls' at once, if they are short."""
+        """CallSeconds of the backward, without what it takes to start one: of several calls' at once, if they are short."""
         one = self.measurer.seconds(self.backward, self.fresh_backward)
         if not self.is_cpu:
             return one
@@ -291,7 +368,7 @@ class _TimedCall(Call):
         return max(0.1 * found, found - overheads.each)
 
     def _repeat(self, forward: float) -> float:
-        """Seconds of the forward with the internal tensors of the first."""
+        """CallSeconds of the forward with the internal tensors of the first."""
         with saving(self.saved):
             self.forward()
         internal = self.saved[-2:]
@@ -309,7 +386,7 @@ def _timing_key(record: Record, function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def typical(run: Callable[[], object], device: torch.device, prepare: Callable[[], object] = lambda: None) -> float:
-    """Seconds of a run in the middle of some, the first of which does not count."""
+    """CallSeconds of a run in the middle of some, the first of which does not count."""
 
     def timed() -> tuple[float, int]:
         prepare()
@@ -328,7 +405,7 @@ def typical(run: Callable[[], object], device: torch.device, prepare: Callable[[
 
 
 def _in_known_memory(runs: Sequence[tuple[float, int]]) -> list[float]:
-    """Seconds of those that met hardly more pages that are new to the process than any must.
+    """CallSeconds of those that met hardly more pages that are new to the process than any must.
 
     New pages take several times as long to write. After a few steps there are none, unless the system gives new pages
     for what is large each time.
@@ -413,7 +490,7 @@ def _overheads(device: str) -> _Overheads:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class CallSeconds:
     """Of a call: forward, backward, and forward again where its internal tensors are there."""
 
     forward: float
@@ -421,7 +498,7 @@ class Seconds:
     repeat: float | None = None
 
 
-_known: dict[Any, Seconds] = {}
+_known: dict[Any, CallSeconds] = {}
 """By what a call is, as text; where that text would hold an address, by the things themselves, for this process."""
 
 
@@ -461,11 +538,11 @@ def _machine() -> str:
     return sha256(text.encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> dict[str, Seconds]:
+def _read(path: Path) -> dict[str, CallSeconds]:
     try:
         found = json.loads(path.read_text("utf-8"))
         return {
-            key: Seconds(float(forward), float(backward), None if repeat is None else float(repeat))
+            key: CallSeconds(float(forward), float(backward), None if repeat is None else float(repeat))
             for key, (forward, backward, repeat) in found.items()
         }
     except FileNotFoundError:
@@ -475,7 +552,7 @@ def _read(path: Path) -> dict[str, Seconds]:
         return {}
 
 
-def _write(path: Path, times: dict[str, Seconds]) -> None:
+def _write(path: Path, times: dict[str, CallSeconds]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_at_once(path, json.dumps({key: astuple(seconds) for key, seconds in times.items()}))
