@@ -1,6 +1,6 @@
 """Weights of one operation by running it: seconds by a clock, and bytes from the allocator, or else estimated.
 
-Each distinct call is run by itself, forward and backward. CallSeconds are measured once in a process, so that what is
+Each distinct call is run by itself, forward and backward. Seconds are measured once in a process, so that what is
 planned twice is planned with the same times. Warmed up, a short call is run several times and counts as the median.
 What the host takes to start a backward is not counted, as a step starts one.
 """
@@ -86,7 +86,7 @@ HEAD_START_CYCLES = 3_000_000
 """Of the device's clock, some 2 ms: more than the host takes to hand one operation to it."""
 
 own_clock = time.perf_counter if sys.platform == "win32" else time.thread_time
-"""CallSeconds of this thread, which others on the machine do not add to; Windows counts them in steps of 16 ms."""
+"""Seconds of this thread, which others on the machine do not add to; Windows counts them in steps of 16 ms."""
 
 _KNOWN = 20_000
 """Calls whose times are remembered: a network has some hundreds."""
@@ -148,7 +148,7 @@ class Measurer:
         return self.seen[key]
 
     def _copying(self, record: Record, function: Any, args: Any, kwargs: Any) -> float:
-        """CallSeconds that the plain model's operator takes more, as it copies; 0 where that is too dear to know.
+        """Seconds that the plain model's operator takes more, as it copies; 0 where that is too dear to know.
 
         The two take turns, as a processor's speed changes.
         """
@@ -356,7 +356,7 @@ class _TimedCall(Call):
         return CallSeconds(forward, self._backward() if self.ends_of_all and self.edges else 0.0, repeat)
 
     def _backward(self) -> float:
-        """CallSeconds of the backward, without what it takes to start one: of several calls' at once, if they are short."""
+        """Seconds of the backward, without what it takes to start one: of several calls' at once, if they are short."""
         one = self.measurer.seconds(self.backward, self.fresh_backward)
         if not self.is_cpu:
             return one
@@ -368,7 +368,7 @@ class _TimedCall(Call):
         return max(0.1 * found, found - overheads.each)
 
     def _repeat(self, forward: float) -> float:
-        """CallSeconds of the forward with the internal tensors of the first."""
+        """Seconds of the forward with the internal tensors of the first."""
         with saving(self.saved):
             self.forward()
         internal = self.saved[-2:]
@@ -386,7 +386,7 @@ def _timing_key(record: Record, function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def typical(run: Callable[[], object], device: torch.device, prepare: Callable[[], object] = lambda: None) -> float:
-    """CallSeconds of a run in the middle of some, the first of which does not count."""
+    """Seconds of a run in the middle of some, the first of which does not count."""
 
     def timed() -> tuple[float, int]:
         prepare()
@@ -405,7 +405,7 @@ def typical(run: Callable[[], object], device: torch.device, prepare: Callable[[
 
 
 def _in_known_memory(runs: Sequence[tuple[float, int]]) -> list[float]:
-    """CallSeconds of those that met hardly more pages that are new to the process than any must.
+    """Seconds of those that met hardly more pages that are new to the process than any must.
 
     New pages take several times as long to write. After a few steps there are none, unless the system gives new pages
     for what is large each time.
