@@ -13,21 +13,17 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
-from ...program.copies import made_copies
-from ...program.layouts import Layout
 from ...program.leaf import Leaf
 from ...program.program import has_backward, storage_bytes, storage_of, tensor_leaves
-from ...program.storages import ByStorage
-from ...program.wrapped import contents
+from ...program.tensors import ByStorage, Layout, contents, made_copies
 from ...torch_state.allocator import allocated_bytes, marked_bytes
 from ...torch_state.compare import fingerprint
 from ...torch_state.no_trace import cut_history, members_put_back
 from ...torch_state.private import pytree, storage_id, untraced
-from ...torch_state.random_state import cuda_devices
-from ...torch_state.ranks.collectives import are_several
-from ...torch_state.ranks.shards import own_parameters
+from ...torch_state.ranks import are_several, own_parameters
+from ...torch_state.settings import cuda_devices
 from ..forward.flat import gradient_targets, saved_until_done
-from ..passes.in_place import COPIED
+from ..passes.writes import COPIED
 from .backward import Layouts
 from .record import Record
 

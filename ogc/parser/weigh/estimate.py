@@ -18,23 +18,23 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_aggregate
 
-from ...operators.cuda.gpus import gpu_of
+from ...operators.gpus import gpu_of
 from ...operators.low_memory import Extra
 from ...operators.registry import Operator, is_elementwise, like, low_memory_form, of, ones_like
-from ...operators.slices import Compiled, Sliced, SlicedLoss
 from ...operators.weights import InputGradient, Place, Use, Weights
-from ...program.layouts import Layout, is_dense
-from ...program.leaf import runs_once
+from ...optional import optional
+from ...program.leaf import Region, runs_once
 from ...program.program import WithoutGrad, has_backward, storage_bytes, tensor_leaves
+from ...program.tensors import Layout, is_dense
 from ...torch_state.allocator import can_measure
 from ...torch_state.dispatch import out_of_mode
 from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts
-from ...torch_state.random_state import cuda_devices
+from ...torch_state.settings import cuda_devices
 from ..forward.flat import saving
-from ..passes.in_place import COPIES, REBASED
+from ..passes.writes import COPIES, REBASED
 from .backward import LONG_FLOPS, Layouts, Relaid
 from .call import Call, backward_measured, call_key, own_argument, with_measured_bytes
-from .meter import Meter, rates_of
+from .meter import HiddenBytes, Meter, rates_of
 from .record import Record, SeenForm, alike, saved_at
 
 log = logging.getLogger(__name__)
@@ -42,9 +42,6 @@ log = logging.getLogger(__name__)
 FUNCTION_SECONDS = 4e-6
 """Of the host, for a call from Python of an operator that is one of ogc's: measured 2.6 us forward, 3.2 backward, and
 that of PyTorch's operators inside, on a Xeon with torch 2.14."""
-
-_SMALL_STRETCH_FLOPS = 1e9
-"""Below this, what the kernels of a sliced stretch copy is measured: small slices are convolved in many ways."""
 
 
 class Estimator:
@@ -69,7 +66,9 @@ class Estimator:
         self.elsewhere = device.type != home.type
         self.gpu = gpu_of(device, gpu)
         self.rates = rates_of(device.type, self.gpu)
-        self.by_rules = None if are_measured else self.gpu
+        has_rules = self.gpu is not None and not are_measured
+        self.by_rules = optional("sizing.cuda.kernels").Rules(self.gpu) if has_rules else None
+        self.hidden: HiddenBytes | None = self.by_rules and self.by_rules.hidden_in_sums
         self.seen: dict[Any, Weights] = {}
         self.backwards: dict[Any, Relaid] = {}
 
@@ -86,7 +85,7 @@ class Estimator:
             in_place = record.in_place  # now: its result may become a value of its own
 
             def run(args: Any, kwargs: Any, layouts: Layouts) -> Weights:
-                return self._run_on(pretended, target, args, kwargs, in_place, False, layouts)
+                return self._run_on(pretended, target, args, kwargs, in_place, None, layouts)
 
             measure = partial(backward_measured, record, self.device) if is_measurable or self._can_measure() else None
             usual = {n: output.layout for n, output in enumerate(record.outputs) if output.layout is not None}
@@ -96,11 +95,9 @@ class Estimator:
     def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:
         """The weights of a call of an operator with these arguments."""
         operator = record.node.target
-        if isinstance(operator, Sliced):
-            return self._sliced(operator, record, args, kwargs)
+        if isinstance(operator, Region):
+            return self._region(operator, record, args, kwargs)
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
-        if isinstance(operator, Compiled):
-            return self._measured(self._run(operator.plain, args, kwargs, False), record, args, kwargs)
         if not record.outputs or not isinstance(kernel, OpOverload):
             return Weights(gradients=_pass_through(record))
         key = call_key(operator, args, kwargs), record.form is None
@@ -149,12 +146,12 @@ class Estimator:
             return weights
         return with_measured_bytes(weights, Call(record, args, kwargs), self.device, gradients)
 
-    def _sliced(self, operator: Sliced, record: Record, args: Any, kwargs: Any) -> Weights:
-        plain = operator.with_plain_operators()
-        weights = self._run(plain, args, kwargs, False, kernel_copies=self.device.type == "cpu")
-        if not isinstance(operator, SlicedLoss) and weights.forward_flops < _SMALL_STRETCH_FLOPS:
+    def _region(self, region: Region, record: Record, args: Any, kwargs: Any) -> Weights:
+        hidden = region.hidden_bytes if self.device.type == "cpu" else None
+        weights = self._run(region.to_weigh(), args, kwargs, False, hidden)
+        if region.is_run_for_bytes(weights.forward_flops):
             weights = self._measured(weights, record, args, kwargs)
-        if not weights.gradients or weights.ready_bytes:
+        if not weights.gradients or weights.ready_bytes or not region.recomputes:
             return weights
         return replace(
             weights,
@@ -169,8 +166,8 @@ class Estimator:
         run = target = record.node.target
         forward = backward = 0
         if self.by_rules is not None and isinstance(target, OpOverload):
-            forward, backward = of(target).hidden_on_cuda(args)
-            if (kernel := of(target).kernel_on_cuda(args, kwargs, self.by_rules)) is not None:
+            forward, backward = self.by_rules.hidden(target, args)
+            if (kernel := self.by_rules.kernel(target, args, kwargs)) is not None:
                 run, backward = kernel.run, backward + kernel.working_bytes
         weights = self._run(run, args, kwargs, record.in_place)
         weights = replace(
@@ -188,17 +185,17 @@ class Estimator:
             log.warning("%s is taken to save on %s what it saves here: %r", target, self.device, error)
         return replace(weights, internal_bytes=internal, saves=places)
 
-    def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
+    def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, hidden: HiddenBytes | None = None) -> Weights:
         # With a mask, shapes depend on data, which meta tensors do not have.
         if not of(target).needs_data(tensor_leaves(args, kwargs)):
             try:
-                return self._run_on(pretended, target, args, kwargs, in_place, kernel_copies)
+                return self._run_on(pretended, target, args, kwargs, in_place, hidden)
             except (NotImplementedError, RuntimeError) as error:
                 # Some operators have no kernel for meta tensors, or want certain operands on a CPU; else it is news.
                 level = logging.INFO if "meta" in str(error).lower() else logging.WARNING
                 log.log(level, "%s is weighed on real tensors, as it fails on shapes alone: %r", target, error)
         with torch.random.fork_rng(cuda_devices()):
-            return self._run_on(own_argument, target, args, kwargs, in_place, kernel_copies)
+            return self._run_on(own_argument, target, args, kwargs, in_place, hidden)
 
     def _run_on(
         self,
@@ -207,11 +204,11 @@ class Estimator:
         args: Any,
         kwargs: Any,
         in_place: bool,
-        copies: bool,
+        hidden: HiddenBytes | None,
         layouts: Layouts | None = None,
     ) -> Weights:
         """The weights of a call with such arguments, and gradients of these layouts, or else of the usual ones."""
-        meter = Meter(self.rates.seconds, copies, self.device.type == "cpu", pretend is pretended, self.by_rules)
+        meter = Meter(self.rates.seconds, hidden or self.hidden, self.device.type == "cpu", pretend is pretended)
         with out_of_mode(), torch.enable_grad():
             given = map_aggregate((args, kwargs), lambda leaf: pretend(leaf, in_place))
             saved: list[torch.Tensor] = []

@@ -17,14 +17,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...graph import RuntimeCosts
-from ...operation import Form, Operation
-from ...program.again import run_saving
-from ...torch_state.flags import flags
+from ...operation import Operation, Variant
+from ...program.autocast import run_saving
 from ...torch_state.module_state import WatchedModule
 from ...torch_state.reads import Reads, WatchedReads
+from ...torch_state.settings import flags
 from .measure import Caches, own_clock
 
-T = TypeVar("T", Operation, Form)
+T = TypeVar("T", Operation, Variant)
 
 LENGTH, REPEATS = 64, 15
 """Operations of the chain, and how often it runs: some 20 ms in all."""

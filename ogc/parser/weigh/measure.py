@@ -31,17 +31,16 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ...during_step import bytes_at_hand
-from ...operators.slices import Compiled, Sliced
 from ...operators.weights import Weights
 from ...plan.saving import write_at_once
-from ...program.leaf import Leaf
+from ...program.leaf import Leaf, Region
 from ...program.program import WithoutGrad, device_of_model, has_backward, storage_bytes, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.no_trace import untouched, unwatched
 from ...torch_state.private import OpOverload, pytree, sleep_on_cuda
-from ...torch_state.random_state import cuda_devices
+from ...torch_state.settings import cuda_devices
 from ..forward.flat import saving
-from ..passes.in_place import COPIED, REBASED
+from ..passes.writes import COPIED, REBASED
 from .backward import Relaid
 from .call import REPEATS, Call, LeafCall, call_key, held_aside, with_measured_bytes
 from .estimate import Estimator, input_gradients
@@ -115,7 +114,7 @@ class Measurer:
         weights = self.estimator.weigh(record, args, kwargs)
         target = record.node.target
         kernel = target.operator if isinstance(target, WithoutGrad) else target
-        if not isinstance(kernel, (OpOverload, Compiled, Sliced)):
+        if not isinstance(kernel, (OpOverload, Region)):
             return weights
         if self.measures_bytes and can_measure(self.device) and (record.writes or record.saved.tensors):
             weights = self._with_bytes(record, args, kwargs, weights)
@@ -377,8 +376,7 @@ class _TimedCall(Call):
 
 def _timing_key(record: Record, function: Any, args: Any, kwargs: Any) -> Any:
     """What two calls must share to take as long: views may lie anywhere in what they are of."""
-    if isinstance(function, Sliced):  # of which there is a new one each time
-        function = "sliced", str(function.graph), function.axes, function.slices, function.axis
+    function = function.key if isinstance(function, Region) else function  # of which there is a new one each time
     if not record.outputs or record.writes or record.externals.writes or record.saved.internal_bytes:
         return call_key(function, args, kwargs)
     args, kwargs = pytree.tree_map(lambda leaf: None if isinstance(leaf, int) else leaf, (args, kwargs))

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ...operators.cuda.gpus import Gpu, gpu_named
-from ...operators.cuda.hidden import hidden_in_sums
+from ...operators.gpus import Gpu, gpu_named
 from ...operators.registry import of
 from ...program.program import storage_of, tensor_leaves
-from ...program.storages import LiveBytes
+from ...program.tensors import LiveBytes
 from ...torch_state.private import OpOverload, TorchDispatchMode, decomposes, schema_of, storage_id
 
 log = logging.getLogger(__name__)
@@ -25,6 +24,9 @@ REACHED = 0.7
 
 LAUNCH_SECONDS = 5e-6
 """Of a kernel on a GPU: a guess, data sheets have none, and it was not measured."""
+
+HiddenBytes = Callable[[Any, Any, list[torch.Tensor]], int]
+"""Bytes that an operator with these arguments and results allocates underneath the dispatcher."""
 
 Seconds = Callable[[int, int, torch.dtype, bool], float]
 """How long an operator takes that computes and moves so much (FLOPs, bytes), in a type, or in TF32."""
@@ -84,23 +86,20 @@ class Meter(TorchDispatchMode):
 
     Args:
         seconds: of an operator.
-        kernel_copies: count what low-memory forms on a CPU allocate underneath the dispatcher.
-        on_cpu: count what elementwise operators on a CPU do.
+        hidden: tells of bytes that are allocated underneath the dispatcher.
+        on_cpu: count what elementwise operators allocate there.
         on_meta: tensors have no content.
-        gpu: count what sums allocate there.
     """
 
     def __init__(
         self,
         seconds: Seconds,
-        kernel_copies: bool = False,
+        hidden: HiddenBytes | None = None,
         on_cpu: bool = False,
         on_meta: bool = True,
-        gpu: Gpu | None = None,
     ) -> None:
         super().__init__()
-        self.seconds_of, self.gpu = seconds, gpu
-        self.kernel_copies, self.on_cpu, self.on_meta = kernel_copies, on_cpu, on_meta
+        self.seconds_of, self.hidden, self.on_cpu, self.on_meta = seconds, hidden, on_cpu, on_meta
         self.first: int | None = None
         self._reset()
 
@@ -139,17 +138,20 @@ class Meter(TorchDispatchMode):
             self.flops += flops
         for tensor in made:
             self.fresh.add(tensor.untyped_storage())
-        copies = special.hidden_bytes(args, outputs) if self.kernel_copies else 0
+        copies = self.hidden(function, args, outputs) if self.hidden else 0
         copies += _converted_bytes(function, inputs) if self.on_cpu else 0
-        copies += hidden_in_sums(function, args, self.gpu)
         self.peak = max(self.peak, self.fresh.bytes + copies)
         return result
+
+
+_CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
+"""For which cuDNN's settings say what float32 is computed in."""
 
 
 def _computed_in(function: Any, outputs: Sequence[torch.Tensor]) -> tuple[torch.dtype, bool]:
     """The type that an operator computes in, and whether CUDA may take TF32 for it."""
     dtype = outputs[0].dtype if outputs else torch.float32
-    if of(function).is_convolution:
+    if function in _CONVOLUTIONS:
         return dtype, torch.backends.cudnn.allow_tf32
     return dtype, torch.get_float32_matmul_precision() != "highest"
 

@@ -19,7 +19,6 @@ from ...during_step import progress
 from ...operators.low_memory import LowMemory
 from ...operators.registry import copies_strided_gradients, live_arguments, of, said_to_be_written
 from ...operators.weights import Place, Weights
-from ...program.layouts import Layout, is_dense
 from ...program.leaf import Leaf
 from ...program.program import (
     Saved,
@@ -32,11 +31,10 @@ from ...program.program import (
     tensor_leaves,
     without_autocast,
 )
-from ...program.storages import ByStorage
-from ...program.wrapped import contents
+from ...program.tensors import ByStorage, Layout, contents, is_dense
 from ...torch_state.compare import same_bits
 from ...torch_state.private import base_of, storage_id, version_alone, version_of
-from ...torch_state.random_state import State, random_states, same_states
+from ...torch_state.settings import State, random_states, same_states
 from ..forward.flat import gradient_targets, saving
 from ..traced import Traced
 from .backward import Argument, Backward, Layouts, Output, Rebase, Relaid
