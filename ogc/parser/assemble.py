@@ -35,10 +35,11 @@ def graph_of(
     taken = versions_of(traced.graph, observation)
     ends = refs_of_outputs(traced.graph)
     returned = [observation.rebased.get(ends[n], ends[n]) for n in end_of(traced).starts]
-    live, in_forms, of_plain = (
-        gradient_bytes([record.backward(weights_of(record)) for record in records], returned)
-        for weights_of in (_of_operator, _of_form, _of_plain)
+    live = gradient_bytes([record.backward() for record in records], returned)
+    in_forms = gradient_bytes(
+        [record.backward(record.weights.low_memory if record.form else None) for record in records], returned
     )
+    of_plain = gradient_bytes([record.backward(_of_plain(record.weights)) for record in records], returned)
     seen = memory_of(observation, taken)
     each = zip(records, live, in_forms, of_plain, seen, strict=True)
     values = values_of(traced, observation)
@@ -54,20 +55,6 @@ def graph_of(
     copies = sum(record.weights.plain_seconds for record in records)
     costs = replace(costs, left_out=costs.left_out + copies)
     return Graph(operations, values, program, device, kind, runtime=costs, outside=outside)
-
-
-def _of_operator(record: Record) -> Weights:
-    return record.weights
-
-
-def _of_form(record: Record) -> Weights:
-    return record.weights.low_memory if record.form and record.weights.low_memory else record.weights
-
-
-def _of_plain(record: Record) -> Weights:
-    """The weights in the plain model, which may run another operator."""
-    working = record.weights.plain_working_bytes
-    return record.weights if working is None else replace(record.weights, working_bytes=working)
 
 
 def end_of(traced: Traced) -> StepEnd:
@@ -242,45 +229,38 @@ def _seen_form(record: Record, storages: dict[TensorRef, int]) -> Variant | None
     return Variant(saves=tuple(saves), internal_bytes=record.form.internal_bytes)
 
 
+_OF_VARIANT = ("scratch_bytes", "forward_seconds", "backward_seconds", "repeat_seconds")
+_OF_OPERATION = ("forward_flops", "backward_flops", "again_seconds", "again_flops")
+
+
 def _operation(
     record: Record, live: LiveGradients, in_form: LiveGradients, of_plain: LiveGradients, seen: dict[str, Any]
 ) -> Operation:
     node, weights = record.node, record.weights
+    costs: dict[str, Any] = {name: getattr(weights, name) for name in _OF_OPERATION}
     form: Variant | None = seen.pop("low_memory")
     if form is not None and weights.low_memory is not None:
-        form = replace(
-            form,
-            scratch_bytes=weights.low_memory.scratch_bytes,
-            backward_bytes=in_form.during,
-            late_bytes=in_form.late,
-            forward_seconds=weights.low_memory.forward_seconds,
-            backward_seconds=weights.low_memory.backward_seconds,
-            repeat_seconds=weights.low_memory.repeat_seconds,
-            forward_flops=weights.forward_flops,
-            backward_flops=weights.backward_flops,
-            again_seconds=weights.again_seconds,
-            again_flops=weights.again_flops,
-        )
+        own = {name: getattr(weights.low_memory, name) for name in _OF_VARIANT}
+        form = replace(form, backward_bytes=in_form.during, late_bytes=in_form.late, **own, **costs)
+    costs |= {name: getattr(weights, name) for name in (*_OF_VARIANT, "plain_scratch_bytes")}
+    internal = record.saved.internal_bytes if weights.internal_bytes is None else weights.internal_bytes
     return Operation(
         name=node.name,
         target=str(node.meta.get("operator", node.target)),
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),
-        internal_bytes=weights.ready_bytes
-        + (record.saved.internal_bytes if weights.internal_bytes is None else weights.internal_bytes),
-        scratch_bytes=weights.scratch_bytes,
+        internal_bytes=weights.ready_bytes + internal,
         gradient_bytes=live.first,
         backward_bytes=live.during,
         late_bytes=live.late,
-        forward_seconds=weights.forward_seconds,
-        backward_seconds=weights.backward_seconds,
-        forward_flops=weights.forward_flops,
-        backward_flops=weights.backward_flops,
-        again_seconds=weights.again_seconds,
-        again_flops=weights.again_flops,
-        repeat_seconds=weights.repeat_seconds,
         low_memory=form,
-        plain_scratch_bytes=weights.plain_scratch_bytes,
         plain_backward_bytes=None if weights.plain_working_bytes is None else of_plain.during,
+        **costs,
         **seen,
     )
+
+
+def _of_plain(weights: Weights) -> Weights:
+    """The weights in the plain model, which may run another operator."""
+    working = weights.plain_working_bytes
+    return weights if working is None else replace(weights, working_bytes=working)

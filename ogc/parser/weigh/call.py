@@ -57,6 +57,7 @@ class Call:
 
     def prepare(self) -> None:
         """Fresh inputs."""
+        self.mark = None
         self.results: list[torch.Tensor] = []
         self.saved: list[torch.Tensor] = []
         self.found: list[tuple[int, torch.Tensor]] = []  # gradients, by the number of the tensor argument

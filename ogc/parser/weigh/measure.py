@@ -259,9 +259,9 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
         if not call.prepare_backward():
             return weights
         backward = _reading(call, seconds, call.backward)
-        call.prepare()
         working, first = max(0, backward.peak_bytes - call.seed_bytes), 0
         if can_measure(home):
+            call.prepare()  # so that nothing is there of the run before
             working, first = call.backward_bytes(home)
         return replace(
             weights,
