@@ -10,8 +10,8 @@ import ogc
 from ogc.errors import InputError, ReplayError
 from ogc.parser.arguments import _check_one_device
 from ogc.parser.weigh import measure
-from ogc.parser.weigh.measure import Measurer, seconds_of
-from ogc.parser.weigh.timing import Timer
+from ogc.parser.weigh.call import most_bytes
+from ogc.parser.weigh.measure import Measurer, seconds_of, typical
 from ogc.program import autocast
 from ogc.runtime import frame, held
 from ogc.runtime.held import Marks, raise_what_is_known
@@ -197,19 +197,16 @@ def test_one_slow_run_does_not_count(slow, monkeypatch):
     device, times = Device(monkeypatch), [0.002] * 10
     times[slow] = 0.6
     left = iter(times)
-    monkeypatch.setattr(measure, "can_measure", lambda _: False)
-    measurer = Measurer(torch.device("cuda"))
-    assert measurer.measure(lambda: None, lambda: device.work(next(left)))[1] == pytest.approx(0.002)
+    assert typical(lambda: device.work(next(left)), torch.device("cuda")) == pytest.approx(0.002)
 
 
 def test_bytes_that_are_not_measured_are_estimated_by_the_rules_of_cuda():
     cuda = torch.device("cuda")
-    assert Timer(cuda).estimator.by_rules is not None
+    assert Measurer(cuda, measures_bytes=False).estimator.by_rules is not None
     assert Measurer(cuda).estimator.by_rules is None
 
 
-def test_the_most_bytes_of_all_runs_count_on_cuda(monkeypatch):
+def test_the_most_bytes_of_all_runs_but_the_first_count_on_cuda():
     """A run may begin while gradients of the one before it are still alive, and then seems to take less."""
-    device, bytes_of_runs = Device(monkeypatch), iter([5, 9, 9, 9])
-    monkeypatch.setattr(measure, "allocated_bytes", lambda run, *_: (run(), next(bytes_of_runs))[1:])
-    assert Measurer(torch.device("cuda")).measure(lambda: None, lambda: device.work(0.002))[0] == 9
+    bytes_of_runs = iter([11, 5, 9, 9])
+    assert most_bytes(lambda: (next(bytes_of_runs), 0), torch.device("cuda")) == (9, 0)
