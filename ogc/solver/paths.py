@@ -321,28 +321,8 @@ def _path(segments: Segments, numbers: Ints, kept: Ints, parents: Ints, label: i
     return path[::-1]
 
 
-BINS = 1024
-"""Ranges of bytes in which labels are compared roughly first: several times more than labels of a front."""
-
-
 def _front(kept: Ints, seconds: Seconds) -> NDArray[np.intp]:
     """Indices of labels that no other beats in both, by ascending bytes."""
-    if len(kept) > BINS:  # a sort of all would take several times as long
-        some = _unbeaten(kept, seconds)
-        return some[_front(kept[some], seconds[some])] if len(some) < len(kept) else _sorted_front(kept, seconds)
-    return _sorted_front(kept, seconds)
-
-
-def _unbeaten(kept: Ints, seconds: Seconds) -> NDArray[np.intp]:
-    """Indices of labels as fast as none in bins of fewer bytes: the front, and a few more."""
-    least = int(kept.min())
-    bins = (kept - least) // (1 + (int(kept.max()) - least) // BINS)
-    fastest = np.full(BINS + 2, np.inf)
-    np.minimum.at(fastest, bins + 1, seconds)
-    return np.flatnonzero(seconds < np.minimum.accumulate(fastest)[bins])
-
-
-def _sorted_front(kept: Ints, seconds: Seconds) -> NDArray[np.intp]:
     order = np.argsort(kept, kind="stable")
     lowest = np.minimum.accumulate(seconds[order])
     front = order[_where_new(lowest)]
