@@ -87,11 +87,11 @@ def planned_forward(runner: Runner) -> Callable[..., Any]:
     """The forward that runs what ``runner`` has for a call, or else the original one."""
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        variant = runner.select(self, args, kwargs)
-        if variant is None:
+        entry = runner.select(self, args, kwargs)
+        if entry is None:
             apart = runner.apart.get(self)
             return plain_forward(self)(*args, **kwargs) if apart is None else apart.forward(*args, **kwargs)
-        return runner.run(variant, self, args, kwargs)
+        return runner.run(entry, self, args, kwargs)
 
     return kept_from_compiling(forward)
 

@@ -51,9 +51,8 @@ def solve(
 def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) -> Frontier:
     """Plans from the least peak to the plain model.
 
-    Each peak is looked at once, so that many plans take little longer than one: a point may recompute a few percent
-    more than what :func:`solve` finds for the same budget. Plans that make whatever costs little again wherever it is
-    used are tried too, as in selective checkpointing; they are the best where time is counted in FLOPs.
+    Each peak is looked at once, so a point may recompute a few percent more than what :func:`solve` finds for the same
+    budget. Selective plans, which recompute whatever costs little wherever it is used, are tried too.
 
     Args:
         graph: the weighted graph.

@@ -277,7 +277,7 @@ def variants_of_parts(model):
     """What each block ran by last."""
     for block in model.blocks:
         (parts,) = vars(block)[CALL].part_of
-        yield parts.twins[id(block)].runner.variants[0]
+        yield parts.twins[id(block)].runner.entries[0]
 
 
 @pytest.mark.full
