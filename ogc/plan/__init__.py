@@ -1,6 +1,6 @@
 """Plans as plain data: decisions, the schedule that they mean, the simulator that judges them. Free of torch.
 
-The files build on one another in this order: decisions, saving, schedule, simulate, pictures, caching, plan, part_cost.
+The files build on one another in this order: decisions, saving, schedule, simulate, pictures, plan, part_cost.
 """
 
 from .decisions import Decisions, Fate, Segment, recomputed, saved
