@@ -49,8 +49,8 @@ class Touched(NamedTuple):
     written: set[int]
 
 
-class Before(NamedTuple):
-    """A tensor as it was before a call."""
+class Argument(NamedTuple):
+    """A tensor that a call is given, as it was before."""
 
     tensor: torch.Tensor
     version: int
@@ -127,7 +127,7 @@ class Recorder:
             if operator is torch.ops.aten.lift_fresh.default and self.tensors.is_new(tensors[0]):
                 self.tensors.constant(tensors[0], is_fresh=True)
             given = self._nodes(args), self._nodes(kwargs)
-            states = [Before(t, writes_of(t), t.requires_grad, has_history(t)) for t in tensors]
+            states = [Argument(t, writes_of(t), t.requires_grad, has_history(t)) for t in tensors]
             for kind, why in OPAQUE.items():
                 if any(isinstance(x, kind) for x in (*args, *kwargs.values())):
                     self.refuse(f"{why} at {user_line()}")
@@ -199,7 +199,7 @@ class Recorder:
     def _nodes(self, given: Any) -> Any:
         return map_aggregate(given, lambda x: self.tensors.node(x) if isinstance(x, torch.Tensor) else x)
 
-    def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Before], result: Any) -> None:
+    def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Argument], result: Any) -> None:
         operator, results = call.operator, tensor_leaves(result)
         if operator in ON_CONSTANTS and given[0][0] in self.tensors.fresh:
             self.tensors.bind(result, given[0][0])
@@ -278,7 +278,7 @@ class Recorder:
             self.tensors.bind(tensor, call)
             self._note_touched(call, [tensor], [])
 
-    def _note_writes(self, operator: OpOverload, written: list[Before]) -> None:
+    def _note_writes(self, operator: OpOverload, written: list[Argument]) -> None:
         for before in written:
             self.tensors.write(before.tensor)
             if before.has_history and not torch.is_grad_enabled():
