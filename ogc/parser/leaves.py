@@ -57,9 +57,7 @@ class Leaves:
         self._cover_at_sight()
 
     def cover(self, problem: OpaqueError) -> None:
-        """Make leaves of the modules that hide the problem, or of those around them; ParseError if only the model hides
-        it.
-        """
+        """Make leaves of the modules that hide the problem, or of those around; ParseError if only the model does."""
         for name, why in problem.modules.items():
             # A module that is none of the model's is called by one that cannot be told.
             smallest = self._smallest(name) if name in self.modules else ""

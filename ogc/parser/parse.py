@@ -196,9 +196,7 @@ def lower(
     visit: Visit,
     rewrite: Rewrite | None = None,
 ) -> tuple[Traced, Observation]:
-    """The program as it is planned, and an observation of one run; ParseError if it is not what the model computes
-    then.
-    """
+    """The program as it is planned, and an observation of a run; ParseError if it computes something else."""
     traced, observation, state = planned_form(sample, recorded, device, visit, rewrite)
     _check_same(traced, observation, state, close if rewrite else same_bits)
     wanted = traced.grad_targets
