@@ -64,26 +64,29 @@ class Recorder:
     def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor], leaves: Collection[str]) -> None:
         self.model = model
         self.leaves = leaves  # names of the submodules that are leaves
+        self.shares_casts = False  # with whatever else runs in the caller's region
+        self.before_call: Callable[[], object] | None = None
+        # What is written down.
         self.graph = torch.fx.Graph()  # every call, also such as nothing uses
         self.tensors = Tensors(self.graph, model, inputs, self.refuse)
-        self.scopes = Scopes()
         self.reads: list[Read] = []  # what Python learnt of the content of tensors, in order
+        self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
         self.touched: dict[torch.fx.Node, Touched] = {}  # for each call, what it does to storages
+        # What stands in the way of a program.
         self.opaque: dict[str, str] = {}  # module -> what it does that no program can hold
         self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
         self.talking: set[str] = set()  # leaves that run collectives
-        self.takes_no_hooks = False  # the leaf that runs, for what it saves
         self.is_valid = True  # until a call is found to be cast in parts that was written down whole: record again
-        self.before_call: Callable[[], object] | None = None
-        self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
+        # Where the forward is.
+        self.scopes = Scopes()
         self.leaf: str | None = None  # that we are inside of
-        self.shares_casts = False  # with whatever else runs in the caller's region
+        self.takes_no_hooks = False  # the leaf that runs, for what it saves
         self.casting = 0  # calls that we are inside of and that autocast makes casts for
         self.is_in_operator = False  # whose kernel may be Python's, too
         self.saved: list[torch.Tensor] = []  # by the call that runs, for its backward
+        self._given: set[int] = set()  # numbers of the storages that the leaf was given
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
-        self._given: set[int] = set()  # numbers of the storages that it was given
 
     def refuse(self, why: str, module: str | None = None) -> None:
         """Note what the running module, or the named one, does that no program can hold."""
