@@ -24,7 +24,7 @@ from ..torch_state.reads.objects import attributes_of, changes
 from ..torch_state.settings import cuda_devices, python_random_state, random_states, set_random_states
 from .forward.flat import saved_until_done
 from .traced import OpaqueError
-from .weigh.leaf import held_aside
+from .weigh.call import held_aside
 from .weigh.record import Record
 
 log = logging.getLogger(__name__)

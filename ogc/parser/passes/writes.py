@@ -67,7 +67,7 @@ def save_operands(observation: Observation) -> bool:
             continue
         (value,), (operand,) = record.writes, record.node.all_input_nodes
         before = [user for user in users[value] if user < t]
-        if before == [places.get(operand)] and len(operand.users) == 1 and value not in records[before[0]].saved_values:
+        if before == [places.get(operand)] and len(operand.users) == 1 and value not in records[before[0]].saved.values:
             found.append((record.node, functional))
     for node, functional in found:
         node.meta[COPIED], node.target = node.target, functional
@@ -76,7 +76,8 @@ def save_operands(observation: Observation) -> bool:
 
 def _functional_without_copies(record: Record) -> Any:
     """The operator without its underscore, where that saves its operand and this one a copy; else None."""
-    copies = len(record.saves) == 1 and record.internal_bytes and not record.saved_values
+    kept = record.saved
+    copies = len(kept.tensors) == 1 and kept.internal_bytes and not kept.values
     if not copies or len(record.writes) != 1 or not {REBASED, OUTSIDE}.isdisjoint(record.node.meta):
         return None
     functional = _out_of_place(record, record.writes[0])
@@ -117,8 +118,8 @@ def _users(observation: Observation) -> list[list[int]]:
     """For each value, the positions of the operations that have anything to do with it."""
     users: list[list[int]] = [[] for _ in observation.value_bytes]
     for t, record in enumerate(observation.records):
-        values = {*record.reads, *record.writes, *record.saved_values}
-        values.update(observation.storages[ref] for ref in record.outputs if ref in observation.storages)
+        values = {*record.reads, *record.writes, *record.saved.values}
+        values.update(observation.storages[o.ref] for o in record.outputs if o.ref in observation.storages)
         for value in values:
             users[value].append(t)
     return users
@@ -129,10 +130,11 @@ def _out_of_place(record: Record, value: int) -> Any:
     if record.random or record.writes != [value] or len(record.outputs) != 1:
         return None
     # With another type or layout among the operands, the result could get that one's.
-    if record.saved_values not in ([], [value]) or len(set(record.layouts)) != 1 or not record.layouts[0][-1]:
+    kinds = {argument.kind for argument in record.arguments}
+    if record.saved.values not in ([], [value]) or len(kinds) != 1 or not next(iter(kinds))[-1]:
         return None
     functional = out_of_place(record.node.target)
-    if not is_elementwise(functional) or (record.saved_values and not _has_same_backward(record.node, functional)):
+    if not is_elementwise(functional) or (record.saved.values and not _has_same_backward(record.node, functional)):
         return None
     return functional
 
@@ -170,14 +172,15 @@ def _only_the_chain(
     records = observation.records
     chain = [TensorRef(records[t].node.name, 0) for t in writers]
     for t in users:
-        if t < writers[-1] and t not in writers and value in map(observation.storages.get, records[t].outputs):
+        made = (observation.storages.get(output.ref) for output in records[t].outputs)
+        if t < writers[-1] and t not in writers and value in made:
             return False
     for ref, overwritten in zip(chain, writers[1:], strict=False):
-        if ref.node in output_nodes or records[overwritten].arguments[:1] != [ref]:
+        if ref.node in output_nodes or [a.value for a in records[overwritten].arguments[:1]] != [ref]:
             return False
-        if any(t > overwritten and ref in records[t].arguments for t in users):
+        if any(t > overwritten and any(a.value == ref for a in records[t].arguments) for t in users):
             return False
-        if any(t < overwritten and value in records[t].saved_values for t in users):
+        if any(t < overwritten and value in records[t].saved.values for t in users):
             return False
     return True
 
@@ -186,10 +189,10 @@ def _rename(observation: Observation, old: int, new: int, users: list[int]) -> N
     """From the first of ``users`` on, ``old`` is ``new``, but for what that one itself reads."""
     for t in users:
         record = observation.records[t]
-        for ref in record.outputs:
-            if observation.storages.get(ref) == old:
-                observation.storages[ref] = new
-        for numbers in (record.writes, record.saved_values, *([record.reads] if t > users[0] else [])):
+        for output in record.outputs:
+            if observation.storages.get(output.ref) == old:
+                observation.storages[output.ref] = new
+        for numbers in (record.writes, record.saved.values, *([record.reads] if t > users[0] else [])):
             numbers[:] = [new if number == old else number for number in numbers]
     if old in observation.output_values:
         observation.output_values.remove(old)
@@ -223,12 +226,8 @@ def _written_in_pieces(observation: Observation) -> list[tuple[str, str]]:
         last_writes.update(dict.fromkeys(record.writes, t))
         for value in record.reads:
             readers.setdefault(value, []).append(t)
-    differentiable = {
-        observation.storages.get(ref)
-        for record in records
-        for ref, flag in zip(record.outputs, record.differentiable, strict=True)
-        if flag
-    }
+    outputs = (output for record in records for output in record.outputs if output.differentiable)
+    differentiable = {observation.storages.get(output.ref) for output in outputs}
     found = []
     for value, last in last_writes.items():
         times = readers.get(value, [])
@@ -247,10 +246,11 @@ def _only_name(observation: Observation, value: int, times: list[int]) -> str | 
     made_since: set[TensorRef] = set()
     used: dict[TensorRef, bool] = {}
     for record in (observation.records[t] for t in times):
-        for ref, layout in zip(record.arguments, record.layouts, strict=True):
+        for argument in record.arguments:
+            ref = argument.value
             if ref is not None and observation.storages.get(ref) == value and ref not in made_since:
-                used[ref] = layout[-1]
-        made_since.update(record.outputs)
+                used[ref] = argument.kind[-1]
+        made_since.update(output.ref for output in record.outputs)
     if len(used) != 1 or not all(used.values()):
         return None
     (ref,) = used
