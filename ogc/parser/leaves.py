@@ -174,6 +174,9 @@ def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str)
     return resolved
 
 
+# -- whether a leaf may be called again ------------------------------------------------------------------
+
+
 FEW = 1024
 """Bytes that do not count: autograd holds numbers that were multiplied by, and tells nobody."""
 
