@@ -33,10 +33,8 @@ from ..parser.loss import modules_of, with_step_end
 from ..parser.parse import planned_form, profiler_of, visited
 from ..parser.traced import ALIVE, BYTES, CALL, HISTORY, RecordAgain, Traced
 from ..parser.weigh.estimate import Estimator
-from ..parser.weigh.leaf import Profiler
-from ..parser.weigh.measure import Measurer
-from ..parser.weigh.observe import Visit, observe
-from ..parser.weigh.record import Observation, Record
+from ..parser.weigh.measure import Measurer, Profiler
+from ..parser.weigh.record import Observation, Record, Visit, observe
 from ..program.leaf import Leaf
 from ..program.program import SHAPE, Loss, Program
 from ..program.structures import InputSpec
