@@ -13,8 +13,8 @@ from ogc.parser.weigh import measure
 from ogc.parser.weigh.call import most_bytes
 from ogc.parser.weigh.measure import Measurer, seconds_of, typical
 from ogc.program import autocast
-from ogc.runtime import frame, marks
-from ogc.runtime.marks import Marks, raise_what_is_known
+from ogc.runtime import frame, held
+from ogc.runtime.held import Marks, raise_what_is_known
 from ogc.torch_state.private import TorchDispatchMode
 
 
@@ -61,10 +61,10 @@ def gated():
 def on_a_device(monkeypatch):
     """Marks are read as on a device that nobody waits for; what it has come to is said by the list."""
     known = []
-    monkeypatch.setattr(marks, "is_read_at_once", lambda tensor: False)
-    monkeypatch.setattr(marks, "_read_later", lambda flag: lambda: bool(flag) if known else None)
+    monkeypatch.setattr(held, "is_read_at_once", lambda tensor: False)
+    monkeypatch.setattr(held, "_read_later", lambda flag: lambda: bool(flag) if known else None)
     yield known
-    marks._pending.clear()
+    held._pending.clear()
 
 
 def test_what_is_called_again_is_compared_without_waiting(gated, on_a_device, monkeypatch):
@@ -75,10 +75,10 @@ def test_what_is_called_again_is_compared_without_waiting(gated, on_a_device, mo
     with Reading() as mode:
         optimised(x).sum().backward()
     assert not mode.read
-    assert marks._pending
+    assert held._pending
     on_a_device.append(True)
     optimised(x)
-    assert not marks._pending
+    assert not held._pending
 
 
 def test_a_difference_is_an_error_once_it_is_known(on_a_device):
