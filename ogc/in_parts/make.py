@@ -23,7 +23,7 @@ from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
 from ..solver import NEGLIGIBLE, solver_of
 from ..torch_state.allocator import can_measure
-from ..torch_state.ranks.agreement import first_of_all
+from ..torch_state.ranks import first_of_all
 from .choice.agreed import agreed_choice
 from .choice.combine import Choice, Problem, Stop, fastest, least_peak, within
 from .choice.ways import Way

@@ -19,13 +19,11 @@ from ..parser.arguments import call_arguments, copies
 from ..parser.weigh.leaf import leaf_nodes
 from ..plan import PartCost
 from ..program.program import device_of_model, tensor_leaves
-from ..program.results import OutputSpec
-from ..program.structures import Given, InputSpec, TensorSpec
+from ..program.structures import Given, InputSpec, OutputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
 from ..torch_state.no_trace import cut_history, untouched
 from ..torch_state.private import current_backward, keeps_graph
-from ..torch_state.ranks.collectives import alone
-from ..torch_state.ranks.shards import own_parameters
+from ..torch_state.ranks import alone, own_parameters
 from .choice.combine import Stop
 from .module import Parts, Twin
 

@@ -12,8 +12,8 @@ import torch
 
 from ..errors import InputError, ParseError
 from ..plan import part_cost, plain_plan
-from ..torch_state.hooks import is_compiled
-from ..torch_state.ranks.shards import planned_apart
+from ..torch_state.forwards import is_compiled
+from ..torch_state.ranks import planned_apart
 from .choice.combine import Problem, Stop
 from .module import Parts, module_in_parts
 from .options import Options

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 import ogc
 from ogc.errors import ParseError
-from ogc.operators.convolution import parts
-from ogc.parser.on_shapes import OtherSizes, foretold_program, same_program, to_be_run
-from ogc.parser.on_shapes.stand_ins import Fakes, stand_ins
+from ogc.operators import convolution_parts as parts
+from ogc.sizing.shapes import Fakes, OtherSizes, foretold_program, same_program, stand_ins, to_be_run
 
 SIZES = (2, 3, 4)
 

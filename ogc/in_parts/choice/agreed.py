@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...errors import PlanError
 from ...graph import Graph
 from ...plan import Decisions, make_plan, part_cost
-from ...torch_state.ranks.agreement import first_of_all
+from ...torch_state.ranks import first_of_all
 from .combine import Choice
 from .ways import Way
 

@@ -28,7 +28,7 @@ from ...plan import (
 )
 from ...plan.saving import WAYS
 from ...solver import frontier, solve
-from ...solver.selective import worth_keeping
+from ...solver.candidates import worth_keeping
 
 POINTS = 10
 """Peaks that the frontier of a part is looked at for."""
