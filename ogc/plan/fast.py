@@ -51,9 +51,9 @@ class Replay:
         self.is_compiled = self._library is not None
         if self._library is None:
             return
-        variants = graph.with_forms(()), graph.with_forms(graph.low_memory)
-        self._more_seconds = [_seconds(low) - _seconds(own) for own, low in zip(*(graph.operations for graph in variants), strict=True)]
-        self._again = sum(op.again_seconds for op in graph.operations), sum(op.again_flops for op in graph.operations)
+        variants = graph.with_variants(()), graph.with_variants(graph.low_memory)
+        self._variants = [list(map(_costs, each.operations)) for each in variants]
+        self._again = [sum(costs) for costs in zip((0.0, 0), *(costs[1:] for costs in self._variants[0]), strict=True)]
         self._arrays = _arrays_of(graph, variants)  # the library has their addresses
         self._state = self._library.ogc_new(self._arrays[0].ctypes.data)
         weakref.finalize(self, self._library.ogc_delete, self._state)
@@ -70,10 +70,15 @@ class Replay:
         peak, flops, runs, seen, operation, is_backward, alive, place, seconds = unpack("8qd", self._cost)
         costs = self.graph.runtime
         runtime = costs.choice + costs.run * runs + costs.saved_tensor * seen - costs.left_out
-        runtime += sum(self._more_seconds[t] for t in decisions.low_memory)
+        again_seconds, again_flops = self._again
+        for t in decisions.low_memory:
+            own, low = (costs[t] for costs in self._variants)
+            runtime += low[0] - own[0]
+            again_seconds += low[1] - own[1]
+            again_flops += low[2] - own[2]
         values = (ctypes.c_int32 * alive).from_address(place) if alive else ()
         return Cost(
-            peak, seconds + self._again[0], flops + self._again[1], runtime, operation, bool(is_backward),
+            peak, seconds + again_seconds, flops + again_flops, runtime, operation, bool(is_backward),
             tuple(sorted(values)),
         )  # fmt: skip
 
@@ -110,8 +115,9 @@ class Replay:
         return bool(library.ogc_replay(self._state, plan.buffer_info()[0], self._cost.buffer_info()[0]) == 0)
 
 
-def _seconds(op: Operation) -> float:
-    return op.forward_seconds + op.backward_seconds
+def _costs(op: Operation) -> tuple[float, float, int]:
+    """Seconds of an operation, and seconds and FLOPs that its backward repeats."""
+    return op.forward_seconds + op.backward_seconds, op.again_seconds, op.again_flops
 
 
 def _places(lists: Iterable[Sequence[int]]) -> tuple[Array, Array]:
@@ -128,12 +134,11 @@ def _arrays_of(graph: Graph, variants: Sequence[Graph]) -> list[Array]:
     found: list[Array] = [*_places(op.reads for op in ops), *_places(op.writes for op in ops)]
     for own in variants:
         found += _places(op.saves for op in own.operations)
-        for name in ("internal_bytes", "scratch_bytes", "backward_bytes", "late_bytes"):
+        for name in ("internal_bytes", "scratch_bytes", "backward_bytes", "late_bytes", "forward_flops"):
             found.append(np.array([getattr(op, name) for op in own.operations], np.int64))
         found += [np.array(own.repeat_seconds, np.float64), np.array(own.keeps_internals, np.uint8)]
     found += [
         np.array([op.gradient_bytes for op in ops], np.int64),
-        np.array([op.forward_flops for op in ops], np.int64),
         np.array([value.bytes for value in values], np.int64),
         np.array([-1 if op.takes_over is None else op.takes_over for op in ops], np.int32),
         np.array([op.saved_tensors for op in ops], np.int32),

@@ -13,7 +13,7 @@ enum { FORWARD = 0, IN_FORWARD = -1, IN_BACKWARD = -2 };
 /* What of the operations depends on the variant that runs. */
 typedef struct {
     const int32_t *saves, *save_at; /* operation t saves saves[save_at[t]] up to saves[save_at[t + 1]] */
-    const int64_t *internal, *scratch, *backward, *late;
+    const int64_t *internal, *scratch, *backward, *late, *flops;
     const double *repeat_seconds;
     const uint8_t *keeps_internals;
 } Variant;
@@ -23,7 +23,7 @@ typedef struct {
     int64_t operations, values;
     const int32_t *reads, *read_at, *writes, *write_at;
     Variant variants[2];
-    const int64_t *gradient, *flops, *bytes;
+    const int64_t *gradient, *bytes;
     const int32_t *takes_over, *saved_tensors; /* takes_over -1: nothing */
     const uint8_t *replayable, *is_cut, *is_output, *is_returned;
     const int32_t *producers, *last_writes, *last_uses;
@@ -426,7 +426,7 @@ int ogc_replay(State *s, const Plan *plan, Cost *cost) {
         for (int32_t i = s->runs[number].program; i < s->runs[number].program_stop; i++) {
             int32_t t = s->programs[i];
             cost->recomputed_seconds += variant(s, t)->repeat_seconds[t];
-            cost->recomputed_flops += g->flops[t];
+            cost->recomputed_flops += variant(s, t)->flops[t];
         }
     for (int32_t t = 0; t < g->operations; t++)
         if (s->leaf_of[t] != FORWARD) cost->seen_tensors += g->saved_tensors[t];
