@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any
 
 from .errors import ParseError
 from .operation import Operation, Value, Variant
 from .optional import optional
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["SMALL_INTERNALS", "Graph", "Operation", "RuntimeCosts", "Value", "Variant", "table"]
 
@@ -313,6 +314,8 @@ class Graph:
 
         Nodes carry the operation's fields, edges ``value`` (name) and ``bytes``.
         """
+        import networkx as nx
+
         dag = nx.MultiDiGraph()
         writer: dict[int, str] = {}
         for op in self.operations:

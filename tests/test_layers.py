@@ -136,8 +136,8 @@ def test_plans_are_found_without_torch():
 
 
 @pytest.mark.parametrize("module", ["ogc", "ogc.plan", "ogc.solver"])
-def test_torch_is_loaded_where_it_is_needed_alone(module):
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+def test_torch_and_networkx_are_loaded_where_they_are_needed_alone(module):
+    code = f"import sys, {module}; sys.exit(not {{'torch', 'networkx'}}.isdisjoint(sys.modules))"
     assert not subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent).returncode
 
 

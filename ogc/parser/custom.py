@@ -11,7 +11,6 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import networkx as nx
 import torch
 from torch.fx.node import Node
 
@@ -164,7 +163,7 @@ def _forward_of(model: torch.nn.Module, made: Any, args: tuple[Any, ...], kwargs
         return CustomForward(model, made.graph, made, inspect.signature(made.forward))
     if isinstance(made, torch.fx.Graph):
         return CustomForward(model, made)
-    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nx.DiGraph):
+    if isinstance(made, tuple) and len(made) == 3 and _is_networkx(made[0]):
         made = _from_networkx(model, *made, args, kwargs)
     if isinstance(made, GraphBuilder):
         if not made.is_complete:
@@ -197,6 +196,12 @@ def _foreign(thing: Any, own: set[int]) -> str:
     return ""
 
 
+def _is_networkx(dag: Any) -> bool:
+    import networkx as nx
+
+    return isinstance(dag, nx.DiGraph)
+
+
 def _from_networkx(
     model: torch.nn.Module, dag: Any, source: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> GraphBuilder:
@@ -210,6 +215,8 @@ def _from_networkx(
             f"a graph with one source takes one input, the sample input has {len(args) + len(kwargs)}; use "
             "ogc.GraphBuilder for several"
         )
+    import networkx as nx
+
     dag = nx.MultiDiGraph(dag)
     _check_dag(dag, source, target)
     build = GraphBuilder(model)
@@ -221,7 +228,9 @@ def _from_networkx(
     return build.output(values[target])
 
 
-def _check_dag(dag: nx.MultiDiGraph, source: Any, target: Any) -> None:
+def _check_dag(dag: Any, source: Any, target: Any) -> None:
+    import networkx as nx
+
     for role, vertex in (("source", source), ("target", target)):
         if vertex not in dag:
             raise ParseError(f"the {role} {vertex!r} is not a node of the graph")
@@ -238,7 +247,7 @@ def _check_dag(dag: nx.MultiDiGraph, source: Any, target: Any) -> None:
             raise ParseError(f"node {vertex!r} does not lead to the target {target!r}")
 
 
-def _vertex(build: GraphBuilder, dag: nx.MultiDiGraph, vertex: Any, values: dict[Any, Node]) -> Node:
+def _vertex(build: GraphBuilder, dag: Any, vertex: Any, values: dict[Any, Node]) -> Node:
     results = {}
     for tail, _, key, data in dag.in_edges(vertex, keys=True, data=True):
         edge = f"edge {tail!r} -> {vertex!r}" + (f" ({key!r})" if key else "")

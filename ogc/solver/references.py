@@ -15,7 +15,6 @@ from ..plan.decisions import cut_into_segments
 from ..plan.fast import Replay
 from ..plan.schedule import Schedule
 from .candidates import weigh
-from .feng_huang import checkpoint_positions
 from .nested import MOST_TIMES
 from .wish import Solver, Wish
 
@@ -130,6 +129,8 @@ def feng_huang(graph: Graph) -> Iterator[Sequence[Segment]]:
     The program is cut at each of its checkpoints, or at the next cut. For vertices that split the whole graph this is
     exact; elsewhere a cut keeps all that crosses it, and branches are run in program order.
     """
+    from .feng_huang import checkpoint_positions  # which needs networkx, as nothing else that plans does
+
     yield all_but_last(at_cuts(graph, np.searchsorted(graph.cuts, checkpoint_positions(graph)).tolist()))
 
 
