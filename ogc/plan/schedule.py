@@ -77,7 +77,7 @@ class Schedule:
         self.runs: list[Run] = [Run(0, len(graph), fates=dict(decisions.fates))]
         self.keeps_internals = graph.keeps_internals_with(decisions.kept)
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
-        self._visit(FORWARD, _with_saved_end(graph, decisions.segments))
+        self._visit(FORWARD, with_saved_end(graph, decisions.segments))
         for run in reversed(self.runs[1:]):
             self._write_program(run)
         forward = self.runs[FORWARD]
@@ -238,6 +238,6 @@ class Schedule:
         return found
 
 
-def _with_saved_end(graph: Graph, segments: Sequence[Segment]) -> Sequence[Segment]:
+def with_saved_end(graph: Graph, segments: Sequence[Segment]) -> Sequence[Segment]:
     """The segments with the caller's operations saved: only the model's are recomputed."""
     return (*up_to(segments, graph.end), saved(graph.end, len(graph))) if graph.outside else segments

@@ -18,8 +18,9 @@ import numpy as np
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan import Decisions, Segment, recomputed, saved, simulate
+from ..plan import Decisions, Segment, recomputed, saved
 from ..plan.decisions import cut_into_segments
+from ..plan.fast import Replay
 
 DROP_SIMULATIONS = 2_000_000
 """Simulations for what may be dropped, times the square of the number of operations: in larger graphs each takes longer
@@ -39,14 +40,14 @@ class Candidate:
     peak_values: tuple[int, ...] = field(default=(), compare=False)
 
 
-def weigh(graph: Graph, decisions: Decisions) -> Candidate:
+def weigh(costs: Replay, decisions: Decisions) -> Candidate:
     """Decisions with their simulated cost.
 
     Raises:
         PlanError: as :func:`ogc.simulate` does.
     """
-    cost = simulate(graph, decisions)
-    return Candidate(cost.peak_bytes, cost.added_seconds, decisions, cost.peak_values)
+    peak, seconds, values = costs(decisions)
+    return Candidate(peak, seconds, decisions, values)
 
 
 def front_of(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -58,12 +59,13 @@ def front_of(candidates: Iterable[Candidate]) -> list[Candidate]:
     return front
 
 
-def drop_one_by_one(graph: Graph, best: Candidate) -> Candidate:
+def drop_one_by_one(costs: Replay, best: Candidate) -> Candidate:
     """The plan without the values and cuts that are better recomputed than kept, within ``DROP_SIMULATIONS``.
 
     Of the values alive at its peak and the cuts of its outermost level, the one or else the two whose loss helps
     most go, again and again.
     """
+    graph = costs.graph
     asked = DROP_SIMULATIONS // max(1, len(graph)) ** 2
     before = None
     while best != before and asked > 0:
@@ -78,7 +80,7 @@ def drop_one_by_one(graph: Graph, best: Candidate) -> Candidate:
         singles = [*((segments, (v,)) for v in kept), *((others, ()) for others in joined)]
         pairs = [*((segments, two) for two in combinations(kept, 2)), *product(joined, ((v,) for v in kept))]
         for losses in (singles, pairs):
-            found = (_remaking(graph, *loss, before) for loss in losses[:asked])
+            found = (_remaking(costs, *loss, before) for loss in losses[:asked])
             best = min((best, *found), key=lambda c: (c.peak_bytes, c.seconds))
             asked -= len(losses)
             if best != before or asked <= 0:
@@ -86,35 +88,36 @@ def drop_one_by_one(graph: Graph, best: Candidate) -> Candidate:
     return best
 
 
-def finest(graph: Graph, best: Candidate) -> Candidate:
+def finest(costs: Replay, best: Candidate) -> Candidate:
     """The plan that cuts everywhere and remakes every value wherever it is used, if its peak is less.
 
     What its peak does not take is kept and saved after all, where that takes less time.
     """
+    graph = costs.graph
     values = [v for v, value in enumerate(graph.values) if not value.is_output]
     if len(graph.cuts) - 1 + len(values) > FINEST_SIMULATIONS // max(1, len(graph)) ** 2:
         return best
     segments = cut_into_segments(graph.cuts, [True] * (len(graph.cuts) - 1))
     try:
-        found = weigh(graph, Decisions(segments).remaking(values))
+        found = weigh(costs, Decisions(segments).remaking(values))
     except PlanError:  # an operation would run twice that must not
         return best
     if found.peak_bytes >= best.peak_bytes:
         return best
     for value in values:
         fates = tuple(fate for fate in found.decisions.fates if fate[0] != value)
-        found = min(found, weigh(graph, replace(found.decisions, fates=fates)))
+        found = min(found, weigh(costs, replace(found.decisions, fates=fates)))
     for number, segment in enumerate(segments):
         others = list(found.decisions.segments)
         others[number] = saved(segment.start, segment.stop)
-        found = min(found, weigh(graph, replace(found.decisions, segments=tuple(others))))
+        found = min(found, weigh(costs, replace(found.decisions, segments=tuple(others))))
     return found
 
 
-def _remaking(graph: Graph, segments: tuple[Segment, ...], lost: tuple[int, ...], plan: Candidate) -> Candidate:
+def _remaking(costs: Replay, segments: tuple[Segment, ...], lost: tuple[int, ...], plan: Candidate) -> Candidate:
     """The plan with these segments instead and these values remade too, or the plan itself if that cannot be."""
     try:
-        return weigh(graph, replace(plan.decisions, segments=segments).remaking(lost))
+        return weigh(costs, replace(plan.decisions, segments=segments).remaking(lost))
     except PlanError:  # an operation would run twice that must not
         return plan
 
@@ -155,11 +158,12 @@ def worth_keeping(graph: Graph, shares: Sequence[float] = SHARES) -> list[frozen
     return [frozenset(int(v) for v in candidates[:count]) for count in sorted(counts) if count]
 
 
-def selective(graph: Graph) -> Iterator[Candidate]:
+def selective(costs: Replay) -> Iterator[Candidate]:
     """Plans that keep what is worth it by one threshold and recompute everything else wherever it is used.
 
     Tables keep all that crosses a cut, which is more where much costs next to nothing, as when time is FLOPs.
     """
+    graph = costs.graph
     if len(graph) > SELECTING:
         return
     cuts = graph.cuts[: -1 : -(-len(graph.cuts) // PARTS)] + graph.cuts[-1:]
@@ -172,4 +176,4 @@ def selective(graph: Graph) -> Iterator[Candidate]:
         )
         remade = (v for v, value in enumerate(graph.values) if not value.is_output and v not in kept)
         with suppress(PlanError):  # an operation would run twice that must not
-            yield weigh(graph, Decisions(segments).remaking(remade))
+            yield weigh(costs, Decisions(segments).remaking(remade))

@@ -12,6 +12,7 @@ from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Decisions, Plan, Segment, plain_plan, recomputed, saved
 from ..plan.decisions import cut_into_segments
+from ..plan.fast import Replay
 from ..plan.schedule import Schedule
 from .candidates import weigh
 from .feng_huang import checkpoint_positions
@@ -39,7 +40,8 @@ def reference(name: str) -> Callable[[Method], Solver]:
         def solver(graph: Graph, wish: Wish) -> Plan:
             if not len(graph):
                 return plain_plan(graph)
-            plans = (weigh(graph, Decisions(without_forbidden(graph, segments))) for segments in method(graph))
+            costs = Replay(graph)
+            plans = (weigh(costs, Decisions(without_forbidden(graph, segments))) for segments in method(graph))
             best = min(plans, key=lambda plan: (plan.peak_bytes, plan.seconds))
             return plain_plan(graph).deciding(best.decisions, name)
 

@@ -18,6 +18,7 @@ import numpy as np
 from ..during_step import progress
 from ..graph import Graph, Operation
 from ..plan.decisions import Decisions, Segment
+from ..plan.fast import Replay
 from ..plan.simulate import lower_bound, simulate
 from .candidates import Candidate, drop_one_by_one, finest, front_of, selective, weigh, worth_keeping
 from .costs import Costs, Ints, SegmentCosts
@@ -104,7 +105,7 @@ class CutSearch:
     """Plans of a graph between ``cuts``, positions of which the first and the last are the ends of the program."""
 
     def __init__(self, graph: Graph, cuts: Sequence[int]) -> None:
-        self.graph = graph
+        self.graph, self.costs = graph, Replay(graph)
         self.weights = SegmentCosts(graph, cuts)
         self.grids = choose_grids(graph, self.cuts)
         self.tables: dict[tuple[int, int], NestedTable] = {}  # by the peak and the units they were made for
@@ -157,14 +158,14 @@ class Search:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+        self.graph, self.costs = graph, Replay(graph)
         self.seen: dict[tuple[Segment, ...], Candidate] = {}
 
     @cached_property
     def least_peak(self) -> Candidate:
         """The plan with the least peak, and the fastest of those."""
         segments = self._all_cuts.least_peak(lower_bound(self.graph) - 1)
-        best = finest(self.graph, drop_one_by_one(self.graph, self._weigh(segments)))
+        best = finest(self.costs, drop_one_by_one(self.costs, self._weigh(segments)))
         if len(self.graph) > KEPT_VALUES_UP_TO:
             return best
         return min(best, self._at(best.peak_bytes, self._all_cuts) or best)
@@ -284,7 +285,7 @@ class Search:
                     self._at(int(peak), cuts, ROUGH_LABELS)
                     bar.update()
         # What is a hair below the least peak recomputes the step many times over.
-        found = (c for c in selective(self.graph) if c.peak_bytes > self.least_peak.peak_bytes)
+        found = (c for c in selective(self.costs) if c.peak_bytes > self.least_peak.peak_bytes)
         return front_of([self.least_peak, *self.seen.values(), *found])
 
     @cached_property
@@ -340,7 +341,7 @@ class Search:
 
     def _weigh(self, segments: tuple[Segment, ...]) -> Candidate:
         if segments not in self.seen:
-            self.seen[segments] = weigh(self.graph, Decisions(segments))
+            self.seen[segments] = weigh(self.costs, Decisions(segments))
         return self.seen[segments]
 
 
@@ -348,7 +349,7 @@ class VariantSearch:
     """Plans over a graph with low-memory variants; what :class:`Search` is without them."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+        self.graph, self.costs = graph, Replay(graph)
 
     @cached_property
     def economical(self) -> Search:
@@ -409,7 +410,7 @@ class VariantSearch:
         enough = (1 - WORTH_A_SEARCH) * found.peak_bytes
         if max(self.own.graph.operation_bounds) >= enough:
             return max(self.graph.with_variants(self.graph.low_memory).operation_bounds) < enough
-        return weigh(self.graph, replace(found.decisions, low_memory=self.graph.low_memory)).peak_bytes < enough
+        return weigh(self.costs, replace(found.decisions, low_memory=self.graph.low_memory)).peak_bytes < enough
 
     def _fewest(self, found: Candidate, peak: int | None = None) -> Candidate:
         """A plan that was made for all variants, with the fewest for ``peak`` bytes, or for what it peaks at.
@@ -424,12 +425,12 @@ class VariantSearch:
             """With these variants and those without which some operation would exceed ``peak``, if it fits then."""
             first = simulate(graph, replace(found.decisions, low_memory=tuple(keeping)))
             needed = {event.operation for event in first.timeline if event.bytes > peak}.intersection(graph.low_memory)
-            made = weigh(graph, replace(found.decisions, low_memory=tuple(sorted(needed.union(keeping)))))
+            made = weigh(self.costs, replace(found.decisions, low_memory=tuple(sorted(needed.union(keeping)))))
             return made if made.peak_bytes <= peak else None
 
         best = with_needed(keeping)
         if best is None:  # the variants of operations that the search saw otherwise
-            return weigh(graph, replace(found.decisions, low_memory=graph.low_memory))
+            return weigh(self.costs, replace(found.decisions, low_memory=graph.low_memory))
         for dropped in ([*keeping], *([t] for t in keeping[:MOST_TRIALS])):
             rest = [t for t in keeping if t not in dropped]
             other = with_needed(rest) if len(rest) < len(keeping) else None

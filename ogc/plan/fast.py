@@ -1,0 +1,154 @@
+"""The costs of many plans of one graph: what :func:`ogc.simulate` counts, by compiled code where that was built.
+
+``replay.c`` is compiled when the package is installed. Where there was no compiler, :func:`ogc.simulate` is asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import accumulate, chain
+from pathlib import Path
+from struct import unpack
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..graph import Graph, Operation
+from .decisions import Decisions, Fates, Segment
+from .schedule import with_saved_end
+from .simulate import simulate
+
+Array = NDArray[np.generic]
+
+
+class Cost(NamedTuple):
+    """What a search asks of a plan; the fields are those of :class:`.simulate.Simulation`."""
+
+    peak_bytes: int
+    added_seconds: float
+    peak_values: tuple[int, ...]
+
+
+class Replay:
+    """Costs of plans of one graph.
+
+    Attributes:
+        is_compiled: whether compiled code counts.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self._library = graph, library()
+        self.is_compiled = self._library is not None
+        if self._library is None:
+            return
+        variants = graph.with_variants(()), graph.with_variants(graph.low_memory)
+        self._seconds = [list(map(_seconds, each.operations)) for each in variants]
+        self._again = sum(op.again_seconds for op in graph.operations)
+        self._arrays = _arrays_of(graph, variants)  # the library has their addresses
+        self._state = self._library.ogc_new(self._arrays[0].ctypes.data)
+        weakref.finalize(self, self._library.ogc_delete, self._state)
+        self._cost = array("q", bytes(48))
+
+    def __call__(self, decisions: Decisions) -> Cost:
+        """The cost of a plan.
+
+        Raises:
+            PlanError: as :func:`ogc.simulate` does.
+        """
+        if self._library is None or not self._replayed(decisions):
+            cost = simulate(self.graph, decisions)
+            return Cost(cost.peak_bytes, cost.added_seconds, cost.peak_values)
+        peak, runs, seen, alive, place, recomputed = unpack("5qd", self._cost)
+        costs, (own, low) = self.graph.runtime, self._seconds
+        seconds = costs.choice + costs.run * runs + costs.saved_tensor * seen - costs.left_out
+        seconds += recomputed + self._again + sum(low[t] - own[t] for t in decisions.low_memory)
+        values = (ctypes.c_int32 * alive).from_address(place) if alive else ()
+        return Cost(peak, seconds, tuple(sorted(values)))
+
+    def _replayed(self, decisions: Decisions) -> bool:
+        """Count with the library; False where the plan cannot be carried out."""
+        graph, library = self.graph, self._library
+        assert library is not None
+        columns = start, stop, parent, is_recomputed = array("i"), array("i"), array("i"), array("B")
+        segment, value, policy = array("i"), array("i"), array("B")
+
+        def add(number: int, fates: Fates) -> None:
+            for v, fate in fates:
+                segment.append(number)
+                value.append(v)
+                policy.append(fate)
+
+        def flatten(segments: Iterable[Segment], around: int) -> None:
+            for one in segments:
+                number = len(start)
+                start.append(one.start)
+                stop.append(one.stop)
+                parent.append(around)
+                is_recomputed.append(bool(one.parts))
+                add(number, one.fates)
+                flatten(one.parts, number)
+
+        add(-1, decisions.fates)
+        flatten(with_saved_end(graph, decisions.segments), -1)
+        is_low = array("B", bytes(len(graph)))
+        for t in decisions.low_memory:
+            is_low[t] = graph.operations[t].low_memory is not None
+        addresses = (column.buffer_info()[0] for column in (*columns, segment, value, policy, is_low))
+        plan = array("q", (len(start), len(segment), *addresses))
+        return bool(library.ogc_replay(self._state, plan.buffer_info()[0], self._cost.buffer_info()[0]) == 0)
+
+
+def _seconds(op: Operation) -> float:
+    """Seconds of an operation in any step, beside its recomputation."""
+    return op.forward_seconds + op.backward_seconds + op.again_seconds
+
+
+def _places(lists: Iterable[Sequence[int]]) -> tuple[Array, Array]:
+    """Lists behind one another, and where each begins."""
+    lists = list(lists)
+    places = np.array([0, *accumulate(map(len, lists))], np.int32)
+    return np.array([*chain(*lists)], np.int32), places
+
+
+def _arrays_of(graph: Graph, variants: Sequence[Graph]) -> list[Array]:
+    """All that ``replay.c`` knows of a graph; the first has the numbers of operations and values, and the addresses of
+    the others."""
+    ops, values = graph.operations, graph.values
+    found: list[Array] = [*_places(op.reads for op in ops), *_places(op.writes for op in ops)]
+    for own in variants:
+        found += _places(op.saves for op in own.operations)
+        for name in ("internal_bytes", "scratch_bytes", "backward_bytes", "late_bytes"):
+            found.append(np.array([getattr(op, name) for op in own.operations], np.int64))
+        found += [np.array(own.repeat_seconds, np.float64), np.array(own.keeps_internals, np.uint8)]
+    found += [
+        np.array([op.gradient_bytes for op in ops], np.int64),
+        np.array([value.bytes for value in values], np.int64),
+        np.array([-1 if op.takes_over is None else op.takes_over for op in ops], np.int32),
+        np.array([op.saved_tensors for op in ops], np.int32),
+        np.array([op.replayable for op in ops], np.uint8),
+        np.isin(np.arange(len(ops) + 1), graph.cuts).astype(np.uint8),
+        np.array([value.is_output for value in values], np.uint8),
+        np.array([value.is_returned for value in values], np.uint8),
+        *(np.array(numbers, np.int32) for numbers in (graph.producers, graph.last_writes, graph.last_uses)),
+    ]
+    return [np.array([len(ops), len(values), *(array.ctypes.data for array in found)], np.int64), *found]
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """What ``replay.c`` was compiled to; None if it was not."""
+    folder = Path(__file__).parent
+    for path in (folder / f"_replay{suffix}" for suffix in EXTENSION_SUFFIXES):
+        if path.exists():
+            found = ctypes.CDLL(str(path))
+            found.ogc_new.restype, found.ogc_new.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+            found.ogc_delete.restype, found.ogc_delete.argtypes = None, [ctypes.c_void_p]
+            found.ogc_replay.restype, found.ogc_replay.argtypes = ctypes.c_int, [ctypes.c_void_p] * 3
+            return found
+    return None
