@@ -12,8 +12,9 @@ from helpers import chain, random_graph
 
 import ogc
 from ogc.graph import Graph, Operation, Value
-from ogc.solver import LEAST_PEAK, feng_huang
+from ogc.solver import LEAST_PEAK
 from ogc.solver.feng_huang import SOURCE, TensorGraph
+from ogc.solver.references import feng_huang
 
 
 def small_graph(seed, most=9):
