@@ -8,9 +8,10 @@ from itertools import groupby
 from os import PathLike
 
 from ..graph import table
-from ..plan import PartCost, SavedPlan
+from ..plan import SavedPlan
 from ..plan.plan import Plan
 from ..plan.saving import PARTS, SavedDecisions
+from .joined import PartCost
 
 COLUMNS = ("part", "calls", "operations", "kept MB", "its peak MB", "plain MB", "of time", "recomputed", "leaves")
 

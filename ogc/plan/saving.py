@@ -1,8 +1,8 @@
 """Plans as text: decisions, and fingerprints of the graphs that they are for.
 
-One format holds all kinds: the plan of a graph, sliced or not, those of a model in parts, and those among which one is
-chosen for a part. Each is a list of decisions, every one with its graph's fingerprint. What plans cost is noted for
-readers; whoever loads a plan has it weighed by the simulator.
+One format holds both kinds: the plan of a graph, sliced or not, and those of a model in parts. Each is a list of
+decisions, every one with its graph's fingerprint. What plans cost is noted for readers; whoever loads a plan has it
+weighed by the simulator.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "ogc plan", 1
 
-WHOLE, PARTS, WAYS = "plan", "parts", "ways"
-"""What a text holds: a plan, the plans of a model's parts, the plans that a part may get."""
+WHOLE, PARTS = "plan", "parts"
+"""What a text holds: a plan, or the plans of a model's parts."""
 
 
 @cache
@@ -223,7 +223,7 @@ def _written_fates(fates: Fates) -> dict[str, str]:
 
 def _read(found: Mapping[str, Any]) -> SavedPlan:
     plans = tuple(map(_read_decisions, found["plans"]))
-    if found["kind"] not in (WHOLE, PARTS, WAYS) or (found["kind"] == WHOLE) > (len(plans) == 1):
+    if found["kind"] not in (WHOLE, PARTS) or (found["kind"] == WHOLE) > (len(plans) == 1):
         raise ValueError(f"{len(plans)} plans of kind {found['kind']!r}")
     budget, share = found["budget_bytes"], found["max_overhead"]
     return SavedPlan(
