@@ -97,6 +97,12 @@ class Joined:
     events: tuple[Event, ...] = usual_events(1)
     saved_again: tuple[tuple[int, ...], ...] = ((),)
 
+    @property
+    def runs_backward_inside(self) -> bool:
+        """Whether a backward runs inside the forward."""
+        kinds = [event.key[0] for event in self.events]
+        return BACK in kinds[: kinds.index(REGION_BACK)]
+
     # -- the graph -------------------------------------------------------------------------------------------
 
     @cached_property

@@ -60,7 +60,7 @@ class Share:
         return None if self.options.wish.memory_budget is None else self._fits
 
     def agreed_plan(self, graph: Graph) -> Plan:
-        """The fastest plan that keeps to the share, the same on all ranks; the one nearest to it if none does."""
+        """The fastest plan that keeps to the share, the same on all ranks; a frugal one if none does."""
         return _agreed(self.options, graph, self.plan.decisions, lambda: self._plan(graph))
 
     def _plan(self, graph: Graph) -> Plan:
@@ -70,6 +70,8 @@ class Share:
             plan = _solved(self.options, graph, most - kept, Wish(most))
             if share is None or self._is_as_quick(graph, plan):
                 return plan
+        if share is None:
+            return self.options.frugal(graph)
         return _solved(self.options, graph, most - kept, Wish(max_overhead=share))
 
     def _limits(self, graph: Graph) -> tuple[int, int]:

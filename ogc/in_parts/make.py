@@ -21,7 +21,7 @@ from ..planning.stored import key_of, tell_broken, tolerant
 from ..program.leaf import Leaf
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
-from ..solver import LEAST_PEAK, solver_of
+from ..solver import LEAST_PEAK, Wish, solver_of
 from ..torch_state.allocator import can_measure
 from ..torch_state.ranks.agreement import first_of_all
 from .choose import Chooser
@@ -34,6 +34,9 @@ from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
 
 log = logging.getLogger(__name__)
+
+ROUNDS = 3
+"""How often plans are chosen where a step with them takes more than a budget, or runs backwards inside the forward."""
 
 EXCESS = 1.01
 """By how much a saved plan may miss a budget where what is around the parts is measured in another step."""
@@ -128,17 +131,16 @@ class _Planning:
 
     def searched(self) -> _Planned:
         """The parts with plans that are searched for."""
-        kinds = {part.like: self.options.frugal(part.graph) for part in self.found.parts if self.is_first(part)}
+        kinds: dict[int, Plan] = {}
+        for part in self.found.parts:
+            if part.like not in kinds:
+                kinds[part.like] = self.options.frugal(part.graph)
         plans = [replace(kinds[part.like], graph=part.graph) for part in self.found.parts]
         idle = [plan.is_plain and self.options.solver != "none" for plan in plans]
         planned = _Planned(self, plans, idle, {name: kinds[part.like] for name, part in self.alike.items()})
         if self.options.solver == "optimal":
             planned.choose()
         return planned
-
-    def is_first(self, part: Part) -> bool:
-        """Whether no part before it has equal operations."""
-        return self.found.parts[part.like] is part
 
     def taken_up(self, saved: SavedPlan) -> _Planned | None:
         """The parts with plans that were saved; None, and a word in the log, if these miss the goal.
@@ -187,24 +189,26 @@ class _Planned:
         calls = [
             (stay.index(part), again) for part, again in zip(found.calls, found.again, strict=True) if part in stay
         ]
-        self.step = Joined(
+        self.called = Joined(
             tuple(part.graph for part in self.parts),
             tuple(part for part, _ in calls),
             tuple(part.name for part in self.parts),
             usual_events(len(calls)),
             tuple(tuple(again.values()) for _, again in calls),
         )
-        self.late: dict[int, Part] = {}  # by number, parts that the sample left out
-        self.rest = self._measured()
-        if self.rest is not None:
-            self.step = replace(self.step, events=self.rest.events)
+        self.late: dict[int, int] = {}  # by number, parts that the sample left out, and the calls beside theirs
         self._add_late(alike)
+        self._measure()
 
-    def _measured(self) -> Rest | None:
-        """What the rest takes, in a step with these plans."""
+    def _measure(self) -> None:
+        """Find out what the rest takes, in a step with these plans."""
+        self.rest = self._rest() if can_measure(device_of_model(self.planning.model)) else None
+        self.step = self.called if self.rest is None else replace(self.called, events=self.rest.events)
+        for number, beside in self.late.items():
+            self.step = self.step.with_call(self.parts[number].name, self.parts[number].graph, beside)
+
+    def _rest(self) -> Rest | None:
         model = self.planning.model
-        if not can_measure(device_of_model(model)):
-            return None
         parts = self._running({})
         optimized = module_in_parts(model, parts, {})
         try:
@@ -213,20 +217,22 @@ class _Planned:
             raise ParseError(f"In parts, a step of it fails ({type(error).__name__}: {error})") from error
         finally:
             parts.uninstall()
-        return rest_of_step(marks, self.step, self.choice)
+        return rest_of_step(marks, self.called, self.choice[: len(self.called.parts)])
 
     def _add_late(self, alike: Mapping[str, Plan]) -> None:
-        """Add a call of each part that the sample left out, where the order of the modules has it."""
+        """Add each part that the sample left out, where the order of the modules has its call."""
+        step = self.called
         order = {name: n for n, (name, _) in enumerate(self.planning.model.named_modules())}
         for name, plan in alike.items():
             part = self.planning.alike[name]
-            beside = [n for n, other in enumerate(self.step.calls) if self.parts[other].like == part.like]
+            beside = [n for n, other in enumerate(step.calls) if self.parts[other].like == part.like]
             if beside:
-                before = [n for n in beside if order[self.parts[self.step.calls[n]].name] < order[name]]
-                self.late[len(self.parts)] = part
+                before = [n for n in beside if order[self.parts[step.calls[n]].name] < order[name]]
+                number = len(self.parts)
+                self.late[number] = (before or beside[:1])[-1]
                 self.parts.append(part)
                 self.choice = *self.choice, replace(plan, graph=part.graph)
-                self.step = self.step.with_call(part.name, part.graph, (before or beside[:1])[-1])
+                step = step.with_call(part.name, part.graph, self.late[number])
 
     def choose(self) -> None:
         """Choose plans for the goal.
@@ -234,20 +240,38 @@ class _Planned:
         Raises:
             SolveError: nothing fits the budget.
         """
-        chooser = Chooser(self.step, self.choice)
-        found = chooser.chosen(self.options.wish)
-        if found is None:
-            raise SolveError(self._infeasible(chooser.chosen(LEAST_PEAK)))
-        self.choice = found
+        wish = self.options.wish
+        for _ in range(ROUNDS):
+            found = Chooser(self.step, self.choice).chosen(wish)
+            if found is None:
+                least = Chooser(self.step, self.choice).chosen(LEAST_PEAK)
+                self._take(self.step.plain if least is None else least)
+                raise SolveError(self._infeasible())
+            is_new, budget = self._take(found), self.budget
+            over = 0 if budget is None else self.step.peak(found) - budget
+            if not is_new or (over <= 0 and not self.step.runs_backward_inside):
+                break
+            if budget is not None and over > 0:
+                wish = Wish(max(1, (wish.budget_bytes(self.step.peak(self.step.plain)) or 0) - over))
 
-    def _infeasible(self, least: Choice | None) -> str:
-        assert least is not None
-        step, budget = self.step, self.options.wish.budget_bytes(self.step.peak(self.step.plain)) or 0
-        peak, floor = (
-            step.peak(least),
-            max(event.rest for event in step.events if event.key[0] in (REGION, REGION_BACK)),
-        )
-        overhead = step.seconds(least) / step.part_seconds if step.part_seconds else 0.0
+    def _take(self, choice: Choice) -> bool:
+        """Take plans, and measure a step with them unless they are those that were measured, or the plain model."""
+        decisions = [[plan.decisions for plan in plans] for plans in (self.choice, choice, self.step.plain)]
+        self.choice = choice
+        if decisions[1] in (decisions[0], decisions[2]):
+            return False
+        self._measure()
+        return True
+
+    @property
+    def budget(self) -> int | None:
+        """The budget in bytes, if one was asked for."""
+        return self.options.wish.budget_bytes(self.step.peak(self.step.plain))
+
+    def _infeasible(self) -> str:
+        step, budget, peak = self.step, self.budget or 0, self.step.peak(self.choice)
+        floor = max(event.rest for event in step.events if event.key[0] in (REGION, REGION_BACK))
+        overhead = step.seconds(self.choice) / step.part_seconds if step.part_seconds else 0.0
         plain = ", ".join(_named(self.planning.found.plain))
         return (
             f"no plan found peaks at or below {budget / 1e6:.1f} MB ({budget} bytes); the smallest peak is "
@@ -280,7 +304,7 @@ class _Planned:
             part_seconds=step.part_seconds,
             recomputed_seconds=step.seconds(self.choice),
             rest_seconds=step.part_seconds * rest.time_share if rest else 0.0,
-            budget_bytes=self.options.wish.budget_bytes(plain_peak),
+            budget_bytes=self.budget,
             is_measured=rest is not None,
             solver=self.solver,
             max_overhead=self.options.wish.max_overhead,
@@ -326,7 +350,7 @@ class _Planned:
         for number in range(len(self.parts) - len(self.late)):
             numbers.setdefault(self.parts[number].module, []).append(number)
         twins = [self._twin(of_module) for of_module in numbers.values()]
-        examples = [(part, self._share(number)) for number, part in self.late.items()]
+        examples = [(self.parts[number], self._share(number)) for number in self.late]
         planner = LatePlanner(self.options, examples)
         return Parts([twin for twin in twins if with_plain or not twin.runner.is_plain], late, planner)
 

@@ -38,8 +38,9 @@ class Options:
         if self.solver != "optimal":
             return least
         plans = [least]
-        with suppress(PlanError):
-            plans.append(make_plan(graph, _inside_a_recomputation(graph, least.decisions), "optimal"))
+        for decisions in (_inside_a_recomputation(graph, least.decisions), (recomputed(0, len(graph)),)):
+            with suppress(PlanError):  # an operation would run twice that must not
+                plans.append(make_plan(graph, decisions, "optimal"))
         costs = [PartCost.of(graph, plan) for plan in (*plans, plain)]
         cost, found = min(zip(costs, plans, strict=False), key=lambda pair: (pair[0].kept_bytes, pair[0].most))
         is_better = cost.kept_bytes < costs[-1].kept_bytes or cost.most < costs[-1].most
