@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,15 +90,30 @@ class Chooser:
         return step.graph(weights)
 
     def _of_calls(self, plan: Plan, rank: Rank) -> Choice:
-        """A plan of the joined graph as one of each part: of its calls' plans the one with which the whole is best."""
+        """A plan of the joined graph as one of each part: of its calls' plans the one with which the whole is best.
+
+        Where that differs from call to call, or derivatives of gradients hold what is recomputed, the part may get the
+        plan that is known, too, or none.
+        """
         step = self.step
         found: list[list[Plan]] = [[] for _ in step.parts]
         for n, part in enumerate(step.calls):
-            of_call = step.plan_of_call(n, plan.decisions, plan.solver)
-            others = [of_call, step.plain[part]] if step.saved_again[n] else [of_call]
-            found[part] += [one for one in others if all(one.decisions != known.decisions for known in found[part])]
-        choice = tuple(plans[0] for plans in found)
-        for part, plans in enumerate(found):
-            if len(plans) > 1:
-                choice = min(((*choice[:part], one, *choice[part + 1 :]) for one in plans), key=rank)
+            _add(found[part], step.plan_of_call(n, plan.decisions, plan.solver))
+        first = tuple(plans[0] for plans in found)
+        doubtful = {part for n, part in enumerate(step.calls) if step.saved_again[n] or len(found[part]) > 1}
+        for part in doubtful:
+            for other in (self.known[part], step.plain[part]):
+                _add(found[part], other)
+        return min((self._descent(start, found, rank) for start in (first, step.plain)[: 1 + len(doubtful)]), key=rank)
+
+    def _descent(self, choice: Choice, plans: Sequence[Sequence[Plan]], rank: Rank) -> Choice:
+        """The choice after the best plan is taken for one part after the other."""
+        for part, of_part in enumerate(plans):
+            if len(of_part) > 1:
+                choice = min(((*choice[:part], one, *choice[part + 1 :]) for one in of_part), key=rank)
         return choice
+
+
+def _add(plans: list[Plan], plan: Plan) -> None:
+    if all(plan.decisions != known.decisions for known in plans):
+        plans.append(plan)
