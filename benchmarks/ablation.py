@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 import ogc
-from ogc.solver import cut_search, local_search
+from ogc.solver import candidates, search
 from ogc.torch_state.allocator import peak_bytes
 
 from .cases import CASES
@@ -44,9 +44,9 @@ ORDERS = 6
 def without() -> Iterator[tuple[str, AbstractContextManager[Any]]]:
     """Names of the parts and what leaves them out."""
     yield "nothing", nullcontext()
-    yield "nested plans", patch.object(cut_search.CutSearch, "_table", lambda *_: None)
-    yield "kept values", patch.object(cut_search, "worth_keeping", lambda graph: [])
-    yield "remade values", patch.object(local_search, "DROP_SIMULATIONS", 0)
+    yield "nested plans", patch.object(search.CutSearch, "_table", lambda *_: None)
+    yield "kept values", patch.object(search, "worth_keeping", lambda graph: [])
+    yield "remade values", patch.object(candidates, "DROP_SIMULATIONS", 0)
 
 
 def add_rows(name: str, results: Results) -> None:

@@ -1,7 +1,7 @@
 """The published table as it would be on CUDA, without a GPU: what plans promise beside hollow runs of them.
 
 Nothing is computed and no memory is needed: models lie on ``meta``, at the published batch sizes, and their plans run
-on tensors without content (:mod:`ogc.checking.hollow`). Times are estimated by the rates of the published table's GPU.
+on tensors without content (:mod:`ogc.sizing.hollow`). Times are estimated by the rates of the published table's GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import ogc
-from ogc.checking.hollow import hollow_run
+from ogc.sizing.hollow import hollow_run
 
 from .cases import CASES, PUBLISHED
 from .losses import cross_entropy

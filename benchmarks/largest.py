@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import ogc
-from ogc.device.needs import device_bytes, fixed_needs
+from ogc.sizing.needs import device_bytes, fixed_needs
 from ogc.torch_state.allocator import peak_bytes
 
 from .losses import planned_as

@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 import ogc
-from ogc.device.fitting import within_device
-from ogc.device.needs import fixed_needs
+from ogc.sizing.fitting import within_device
+from ogc.sizing.needs import fixed_needs
 from ogc.solver import SOLVERS
 
 from .cases import CASES
@@ -68,7 +68,7 @@ def _missing(options: argparse.Namespace) -> str:
         import torchvision  # noqa: F401
 
         if options.plot:
-            from ogc.plan.pictures import canvas  # noqa: F401
+            from ogc.plan import pictures  # noqa: F401
     except ogc.DependencyError as error:
         return f"--plot: {error}"
     except ImportError:

@@ -214,7 +214,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     Raises:
         DependencyError: matplotlib is not installed.
     """
-    from ogc.plan.pictures import canvas
+    from ogc.plan import pictures as canvas
 
     figure, ax, is_ours = canvas.axes_of(None, (7.0, 5.5))
     planned = [row for row in rows if row.promised is not None and row.paid is not None]

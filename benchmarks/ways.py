@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import ogc
-from ogc.graph import Form, Operation, RuntimeCosts
+from ogc.graph import Operation, RuntimeCosts, Variant
 from ogc.torch_state.allocator import peak_bytes
 
 from .cases import Case
@@ -254,11 +254,12 @@ def frontier_by_flops(graph: ogc.Graph) -> list[ogc.Plan]:
     def seconds(flops: int, measured: float) -> float:
         return flops / rate + measured / 1000
 
-    def by_flops(of: Operation | Form, op: Operation) -> dict[str, Any]:
+    def by_flops(of: Variant, op: Operation) -> dict[str, Any]:
         repeat = None if of.repeat_seconds is None else seconds(op.forward_flops, of.repeat_seconds)
         return {
             "forward_seconds": seconds(op.forward_flops, of.forward_seconds),
             "backward_seconds": seconds(op.backward_flops, of.backward_seconds),
+            "again_seconds": seconds(op.again_flops, op.again_seconds),
             "repeat_seconds": repeat,
         }
 
@@ -266,7 +267,6 @@ def frontier_by_flops(graph: ogc.Graph) -> list[ogc.Plan]:
         replace(
             op,
             **by_flops(op, op),
-            again_seconds=seconds(op.again_flops, op.again_seconds),
             low_memory=op.low_memory and replace(op.low_memory, **by_flops(op.low_memory, op)),
         )
         for op in graph.operations

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from .builder import GraphBuilder
     from .checking.check import Checker, check
     from .checking.report import CheckReport, Difference
-    from .device import Estimate, LargestBatch, estimate, largest_batch, largest_batches
     from .errors import (
         CheckError,
         DependencyError,
@@ -26,7 +25,9 @@ if TYPE_CHECKING:
     from .parser import parse
     from .plan import Decisions, Fate, Frontier, Plan, Segment, load_plan, make_plan, recomputed, saved, simulate
     from .planned import apply
-    from .planning.slicing import slice_batch
+    from .rewrites.slicing import slice_batch
+    from .sizing.largest import LargestBatch, largest_batch, largest_batches
+    from .sizing.needs import Estimate, estimate
     from .solver import frontier, solve
 
 __version__ = "0.2.0"
@@ -34,7 +35,6 @@ __version__ = "0.2.0"
 _HOMES = {
     "builder": ("GraphBuilder",),
     "checking": ("CheckReport", "Checker", "Difference", "check"),
-    "device": ("Estimate", "LargestBatch", "estimate", "largest_batch", "largest_batches"),
     "errors": (
         *("CheckError", "DependencyError", "InputError", "OgcError"),
         *("ParseError", "PlanError", "ReplayError", "SolveError"),
@@ -48,7 +48,9 @@ _HOMES = {
         *("load_plan", "make_plan", "recomputed", "saved", "simulate"),
     ),
     "planned": ("apply",),
-    "planning.slicing": ("slice_batch",),
+    "rewrites.slicing": ("slice_batch",),
+    "sizing.largest": ("LargestBatch", "largest_batch", "largest_batches"),
+    "sizing.needs": ("Estimate", "estimate"),
     "solver": ("frontier", "solve"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -62,7 +64,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+    from .optional import optional
+
+    globals()[name] = found = getattr(optional(_HOME_OF[name]), name)
     return found
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import networkx as nx
 
 from .errors import ParseError
-from .operation import Form, Operation, Value
+from .operation import Operation, Value, Variant
+from .optional import optional
 
-__all__ = ["SMALL_INTERNALS", "Form", "Graph", "Operation", "RuntimeCosts", "Value", "table"]
+__all__ = ["SMALL_INTERNALS", "Graph", "Operation", "RuntimeCosts", "Value", "Variant", "table"]
 
 SMALL_INTERNALS = 64
 """Internal tensors this many times smaller than the largest value of their operation are always kept."""
@@ -54,7 +55,6 @@ class Graph:
         program: the executable form that the runtime runs (opaque to the solver), or None.
         device: where the weights hold, e.g. ``"cpu"``.
         profile: how the weights were found, ``"estimate"``, ``"time"`` or ``"measure"``.
-        stretches: first and last operation of stretches that can be run slice by slice; see :func:`ogc.parse`.
         slices, sliced: into how many slices of the batch stretches are divided in this graph, and which; 1 and none.
         unsliced: the graph without slices, where :func:`ogc.slice_batch` made this one of it.
         plain_peak_bytes: peak of the plain model, where these operations are not the plain model's; else None.
@@ -68,7 +68,6 @@ class Graph:
     program: Any = field(default=None, compare=False, repr=False)
     device: str = "cpu"
     profile: str = "estimate"
-    stretches: tuple[tuple[str, str], ...] = ()
     plain_peak_bytes: int | None = None
     runtime: RuntimeCosts = RuntimeCosts()
     outside: int = 0
@@ -129,30 +128,35 @@ class Graph:
         return len(self) - self.outside
 
     @cached_property
+    def stretches(self) -> tuple[tuple[str, str], ...]:
+        """First and last operation of the stretches that can run slice by slice; see :func:`ogc.slice_batch`."""
+        return () if self.program is None else tuple(optional("rewrites.slicing").stretches_of(self))
+
+    @cached_property
     def low_memory(self) -> tuple[int, ...]:
-        """The operations that have a low-memory form."""
+        """The operations that have a low-memory variant."""
         return tuple(t for t, op in enumerate(self.operations) if op.low_memory is not None)
 
-    def with_forms(self, chosen: Collection[int]) -> Graph:
-        """The same program with the low-memory forms of the chosen operations, and no choice left for any other."""
+    def with_variants(self, chosen: Collection[int]) -> Graph:
+        """The same program with the low-memory variants of the chosen operations, and no choice left for any other."""
         if not self.low_memory:
             return self
         wanted = frozenset(chosen).intersection(self.low_memory)
-        if wanted not in self._in_forms:
-            if len(self._in_forms) > 2:  # few are asked for again and again
-                self._in_forms.clear()
-            operations = tuple(op.in_form(t in wanted) for t, op in enumerate(self.operations))
-            self._in_forms[wanted] = replace(self, operations=operations)
-        return self._in_forms[wanted]
+        if wanted not in self._in_variants:
+            if len(self._in_variants) > 2:  # few are asked for again and again
+                self._in_variants.clear()
+            operations = tuple(op.in_variant(t in wanted) for t, op in enumerate(self.operations))
+            self._in_variants[wanted] = replace(self, operations=operations)
+        return self._in_variants[wanted]
 
     @cached_property
-    def _in_forms(self) -> dict[frozenset[int], Graph]:
+    def _in_variants(self) -> dict[frozenset[int], Graph]:
         return {}
 
     @cached_property
     def of_the_plain_model(self) -> Graph:
         """The same program as the plain model runs it: every operator PyTorch's own, values as Python holds them."""
-        rest = self.with_forms(())
+        rest = self.with_variants(())
         held: dict[int, tuple[int, ...]] = {}
         for v, value in enumerate(self.values):
             if value.held_until is not None:

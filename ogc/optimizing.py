@@ -10,29 +10,22 @@ from typing import Any
 import torch
 
 from .checking.check import check_two_steps
-from .device.fitting import within_device
-from .device.needs import fixed_needs
-from .device.optimizer import Optimizer
 from .errors import InputError
-from .in_parts import (
-    PartsPlan,
-)
+from .in_parts import PartsPlan
+from .optional import optional
 from .parser import LeafModules, Loss, ParseGraph
 from .parser.arguments import call_arguments, check_model
 from .parser.loss import modules_of, tensors_of
 from .plan.plan import Plan
 from .plan.saving import SavedPlan
 from .planned import Planning
-from .planning.compiled import check_backend
 from .planning.stored import Store, saved_plan
-from .program.program import device_of_model
+from .program.program import Optimizer, device_of_model
 from .program.structures import Call
-from .runtime.module import OWN_PLAN
-from .runtime.with_loss import TARGETS, with_loss
+from .runtime.module import OWN_PLAN, TARGETS, with_loss
 from .solver import Budget, Wish
-from .torch_state.hooks import outside_of_modes
-from .torch_state.ranks.shards import has_units
-from .torch_state.ranks.wrappers import within_data_parallel
+from .torch_state.forwards import outside_of_modes
+from .torch_state.ranks import has_units, within_data_parallel
 
 
 @outside_of_modes()  # Lightning configures models in one
@@ -150,7 +143,8 @@ def optimize(
     if device_memory is None:
         optimized = within(memory_budget)
     elif memory_budget is None:
-        needs = fixed_needs(model, sample_input, optimizer, ddp=ddp)
+        needs = optional("sizing.needs").fixed_needs(model, sample_input, optimizer, ddp=ddp)
+        within_device = optional("sizing.fitting").within_device
         optimized = within_device(needs, device_memory, within, lambda made: getattr(type(made), OWN_PLAN))
     else:
         raise InputError("give memory_budget or device_memory, not both")
@@ -205,5 +199,5 @@ def _backend(compile: bool | str, model: torch.nn.Module, solver: str, has_other
         )
     check_model(model)
     backend = "inductor" if compile is True else compile
-    check_backend(backend, device_of_model(model))
+    optional("rewrites.compiled").check_backend(backend, device_of_model(model))
     return backend

@@ -22,26 +22,25 @@ from .in_parts import (
     optimize_in_parts,
     optimize_units,
 )
+from .optional import optional
 from .parser import LeafModules, hooked_modules, parse
 from .parser.custom import parse_graph_of
 from .plan.plan import Plan
 from .plan.saving import PARTS, SavedPlan, structure_of
 from .planning.agreement import agreed_plan
-from .planning.compiled import compile_plan
 from .planning.replan import Replanner, meets
-from .planning.slicing import Stretches, slice_batch, sliced_along
 from .planning.stored import NOWHERE, Store, key_of, taken_up
 from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
-from .runtime.calls.report import Calls, Report
+from .runtime.calls import Calls, Report
 from .runtime.compiling import kept_from_compiling
 from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, plain_instance
 from .runtime.runner import plain_because
 from .solver import Budget, Wish, solve
 from .torch_state.forwards import original_class, plain_forward
 from .torch_state.no_trace import is_plain, remembering
-from .torch_state.ranks.shards import has_inner_units, has_units
+from .torch_state.ranks import has_inner_units, has_units
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +151,7 @@ class Planning:
             if found is not None:
                 return found
             if self.batch_slices > 1:
+                slice_batch = optional("rewrites.slicing").slice_batch
                 found = slice_batch(model, sample_input, graph, slices=self.batch_slices, **self.parsing, **asked)
             else:
                 found = graph, solve(graph, solver=self.solver, **asked)
@@ -163,14 +163,19 @@ class Planning:
         plan = agreed_plan(graph, (wish, self.solver), lambda: make()[1])
         if self.backend is None:
             return graph, plan
-        return compile_plan(model, sample_input, graph, plan, self.backend, **self.parsing, **asked)
+        compile_plan = optional("rewrites.compiled").compile_plan
+        compiled: tuple[Graph, Plan] = compile_plan(
+            model, sample_input, graph, plan, self.backend, **self.parsing, **asked
+        )
+        return compiled
 
     def _taken_up(
         self, model: torch.nn.Module, sample_input: Any, graph: Graph, wish: Wish, saved: SavedPlan
     ) -> tuple[Graph, Plan] | None:
-        def sliced(stretches: Stretches) -> Graph:
+        def sliced(stretches: tuple[tuple[str, str], ...]) -> Graph:
             given = {"slices": self.batch_slices, "profile": graph.profile, **self.parsing}
-            return sliced_along(stretches, model, sample_input, graph, **given)
+            found: Graph = optional("rewrites.slicing").sliced_along(stretches, model, sample_input, graph, **given)
+            return found
 
         return taken_up(saved, graph, wish, self.batch_slices, sliced)
 

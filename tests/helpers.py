@@ -18,7 +18,7 @@ import torch
 import ogc
 from ogc.graph import Graph, Operation, Value
 from ogc.plan.decisions import Decisions, Fate, Segment, cut_into_segments
-from ogc.program.results import OutputSpec
+from ogc.program.structures import OutputSpec
 from ogc.runtime.runner import Runner
 from ogc.torch_state.allocator import peak_bytes
 

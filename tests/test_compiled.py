@@ -15,9 +15,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import ogc
-from ogc.operators.slices import Compiled, Compiler
-from ogc.parser.passes.compiled import Compilation
-from ogc.planning import compiled
+from ogc.rewrites import compiled
+from ogc.rewrites.compiled import Compilation, Compiled, Compiler
 
 THOSE_THAT_GAIN = compiled.those_that_gain
 
@@ -253,7 +252,7 @@ def refused():
     with pytest.raises(ogc.DependencyError, match=r"(?s)cannot compile with backend 'failing' here .*a C\+\+ compiler"):
         ogc.optimize(model, x, compile="failing")
     with (
-        patch("ogc.optimizing.check_backend", lambda *args: None),
+        patch("ogc.rewrites.compiled.check_backend", lambda *args: None),
         pytest.raises(ogc.ParseError, match=r"(?s)operations from .* cannot be compiled: .*leave out compile="),
     ):
         ogc.optimize(model, x, compile="failing")
@@ -291,7 +290,7 @@ def test_a_stretch_gains_where_its_operations_take_longer(gains):
     model, x = blocks(2)
     graph = ogc.parse(model, x)
     stretches = tuple(compiled.stretches_between(model, graph, (), 10**9))
-    code = ogc.parse(model, x, compiled=Compilation(stretches, Compiler("aot_eager")))
+    code = ogc.parse(model, x, rewrite=Compilation(stretches, Compiler("aot_eager")))
     operations = tuple(replace(op, forward_seconds=1.0, backward_seconds=2.0) for op in graph.operations)
     seconds = 3 * min(map(len, stretches)) - gains
     others = tuple(replace(op, forward_seconds=seconds - 0.5, backward_seconds=0.5) for op in code.operations)

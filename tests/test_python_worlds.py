@@ -77,7 +77,7 @@ def assert_same_steps(number):
 
 @pytest.mark.full
 @seed(0)
-@settings(max_examples=25, deadline=None, database=None)
+@settings(max_examples=12, deadline=None, database=None)
 @given(st.integers(0, 2**32))
 def test_what_python_reads_and_writes_is_the_plain_models(number):
     assert_same_steps(number)

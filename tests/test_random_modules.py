@@ -121,7 +121,7 @@ def faithful(examples: int, derandomize: bool = True) -> Counter[str]:
 
 @pytest.mark.full
 def test_random_modules():
-    outcome = faithful(60)
+    outcome = faithful(30)
     assert outcome["faithful"] > 0.9 * outcome.total(), outcome
 
 

@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
-from ogc.operators.slices import SlicedLoss
+from ogc.rewrites.losses import SlicedLoss
+from ogc.rewrites.slicing import Slices
 
 CLASSES, WIDTH = 600, 8
 
@@ -139,7 +140,7 @@ def test_nothing_runs_twice(batch):
     graph = ogc.parse(model, batch, outputs="loss")
     stretch = graph.stretches[-1]
     assert stretch == ("linear_default_1", "cross_entropy_loss_default")
-    again = ogc.parse(model, batch, outputs="loss", stretches=[stretch], slices=4)
+    again = ogc.parse(model, batch, outputs="loss", rewrite=Slices([stretch], 4))
     assert not any(op.again_flops or op.again_seconds for op in again.operations)
     assert again.step_flops == graph.step_flops
 
@@ -253,7 +254,7 @@ def test_gradients_and_their_gradients_are_right(form):
     model.layer = nn.Linear(WIDTH, 3).double()
     batch = torch.randint(CLASSES, (2, 3)), torch.randint(CLASSES, (2, 3))
     graph = ogc.parse(model, batch, outputs="loss")
-    program = ogc.parse(model, batch, outputs="loss", stretches=graph.stretches[-1:], slices=2).program
+    program = ogc.parse(model, batch, outputs="loss", rewrite=Slices(graph.stretches[-1:], 2)).program
     (node,) = (n for n in program.operations if isinstance(n.target, SlicedLoss))
     rows = torch.randn(6, 3, dtype=torch.double, requires_grad=True)
     targets = torch.tensor([5, 1, -100, 7, 0, 2])

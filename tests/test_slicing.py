@@ -6,11 +6,10 @@ from helpers import measured_peak
 from torch import nn
 
 import ogc
-from ogc.operators.registry import along
-from ogc.operators.slices import Sliced
-from ogc.operators.slices.axes import Along
-from ogc.parser.passes.stretches import slice_stretches
-from ogc.planning import slicing
+from ogc.rewrites import slicing
+from ogc.rewrites.rules import Along, along
+from ogc.rewrites.sliced import Sliced
+from ogc.rewrites.slicing import Slices
 
 aten = torch.ops.aten
 
@@ -96,7 +95,7 @@ def test_slices_take_the_kernels_of_small_batches(threads):
     layers = [nn.Conv2d(3, 32, 1), nn.Conv2d(32, 32, 1), nn.MaxPool2d(8), nn.Flatten()]
     model, x = nn.Sequential(*layers, nn.Linear(32 * 16, 4)), torch.randn(16, 3, 32, 32)
     graph = ogc.parse(model, x)
-    sliced = ogc.parse(model, x, stretches=graph.stretches[:1], slices=2)
+    sliced = ogc.parse(model, x, rewrite=Slices(graph.stretches[:1], 2))
     plan = ogc.make_plan(sliced, [ogc.saved(0, len(sliced))])
     measured = measured_peak(ogc.apply(model, sliced, plan), (x,))
     assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
@@ -105,7 +104,7 @@ def test_slices_take_the_kernels_of_small_batches(threads):
 def test_the_forward_inside_the_backward_is_counted_as_overhead(wide):
     model, x = wide
     graph = ogc.parse(model, x)
-    sliced = ogc.parse(model, x, stretches=graph.stretches[:1], slices=2)
+    sliced = ogc.parse(model, x, rewrite=Slices(graph.stretches[:1], 2))
     again = sum(op.forward_flops for op in graph.operations[:5])
     assert [op.again_flops for op in sliced.operations if op.again_flops] == [again]
     assert sliced.step_flops == graph.step_flops
@@ -156,7 +155,7 @@ def test_a_model_without_stretches_is_planned_as_ever():
 def test_gradients_and_their_gradients_are_right(layers):
     model, x = nn.Sequential(*layers).double(), torch.randn(3, 2, 4, 4, dtype=torch.double, requires_grad=True)
     graph = ogc.parse(model, x)
-    program = ogc.parse(model, x, stretches=graph.stretches, slices=2).program.graph
+    program = ogc.parse(model, x, rewrite=Slices(graph.stretches, 2)).program.graph
     (stretch,) = (n for n in program.nodes if isinstance(n.target, Sliced))
     parameters = [model.get_parameter(str(n.target)) for n in stretch.args[1:]]
     assert torch.autograd.gradcheck(stretch.target, (x, *parameters))
@@ -272,7 +271,7 @@ def test_blocks_of_a_decoder_are_sliced_along_samples_or_tokens():
     graph = ogc.parse(model, ids)
     by_name = {op.name: op for op in graph.operations}
     assert [by_name[first].module for first, _ in graph.stretches] == ["attention.norm", "gated"]
-    sliced = ogc.parse(model, ids, stretches=graph.stretches, slices=3)
+    sliced = ogc.parse(model, ids, rewrite=Slices(graph.stretches, 3))
     attention, gated = (node.target for node in sliced.program.operations if isinstance(node.target, Sliced))
     assert attention.axis == 0 and gated.axis == 1  # tokens look at one another in attention alone
     plan = ogc.make_plan(sliced, [ogc.saved(0, len(sliced))])
@@ -293,7 +292,7 @@ def test_a_plan_that_saves_everything_runs_its_slices():
     """It is not that of the plain model, though nothing in it runs again by itself."""
     model, ids = Decoder(), torch.randint(20, (4, 12))
     stretches = ogc.parse(model, ids).stretches
-    sliced = ogc.parse(model, ids, stretches=stretches, slices=3)
+    sliced = ogc.parse(model, ids, rewrite=Slices(stretches, 3))
     plan = ogc.solve(sliced)
     assert not plan.is_plain and plan.plain_peak_bytes == ogc.solve(ogc.parse(model, ids)).plain_peak_bytes
     assert plan.peak_bytes == pytest.approx(measured_peak(ogc.apply(model, sliced, plan), (ids,)), rel=0.03)
@@ -305,9 +304,9 @@ def test_bad_input(wide):
         with pytest.raises(ogc.InputError, match="batch_slices must be a number of slices"):
             ogc.optimize(model, x, batch_slices=slices)
     with pytest.raises(ogc.InputError, match="no stretch from nowhere to relu"):
-        ogc.parse(model, x, stretches=[("nowhere", "relu")], slices=2)
+        ogc.parse(model, x, rewrite=Slices([("nowhere", "relu")], 2))
     with pytest.raises(ogc.InputError, match="slices must be"):
-        ogc.parse(model, x, stretches=ogc.parse(model, x).stretches, slices=0)
+        ogc.parse(model, x, rewrite=Slices(ogc.parse(model, x).stretches, 0))
 
 
 def test_slice_stretches_leaves_other_operations_alone():
@@ -316,7 +315,7 @@ def test_slice_stretches_leaves_other_operations_alone():
     one = graph.call_function(aten.relu.default, (x,))
     two = graph.call_function(aten.tanh.default, (one,))
     graph.output(graph.call_function(aten.mean.default, (two,)))
-    slice_stretches(graph, [(one.name, two.name)], 2, torch.device("cpu"))
+    Slices([(one.name, two.name)], 2)(graph, torch.device("cpu"))
     assert [n.name for n in graph.nodes if n.op == "call_function"] == ["sliced", "mean_default"]
 
 

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..program.copies import copies
-from ..program.program import tensor_leaves
-from ..program.step import losses_among
+from ..program.program import losses_among, tensor_leaves
 from ..program.structures import InputSpec
+from ..program.tensors import copies
 from ..torch_state.compare import difference, distance, identical, same_bits
 from ..torch_state.no_trace import generators_of, untouched
 from ..torch_state.private import pytree
-from ..torch_state.random_state import cuda_devices, random_states
+from ..torch_state.settings import cuda_devices, random_states
 from .inputs import Arguments, NotVaried
 from .report import Difference
 

@@ -24,12 +24,10 @@ from ..parser import carry_over
 from ..parser.arguments import call_arguments
 from ..parser.forward.flat import raise_own_error
 from ..parser.forward.patches import wrap
-from ..program.copies import copies
 from ..program.program import tensor_leaves
 from ..program.structures import Call, InputSpec, TensorSpec
-from ..torch_state.attributes import changes, watched_attributes
-from ..torch_state.forwards import only_holds, plain_forward
-from ..torch_state.hooks import TAKES_NONE, hooks_off_in, is_compiled
+from ..program.tensors import copies
+from ..torch_state.forwards import TAKES_NONE, hooks_off_in, is_compiled, only_holds, plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.private import (
     CALL,
@@ -40,7 +38,8 @@ from ..torch_state.private import (
     version_alone,
     version_of,
 )
-from ..torch_state.ranks.collectives import alone
+from ..torch_state.ranks import alone
+from ..torch_state.reads.objects import changes, watched_attributes
 from .options import Options
 from .saved import Saved
 
@@ -294,14 +293,14 @@ class _Forward:
 
     def _refuse_set_from_outside(self, name: str, now: dict[str, dict[str, Any]]) -> None:
         """Raise ParseError if the forward around a part has set attributes of it before it is called."""
-        for changed, key in changes(self.attributes, now, ()):
+        for changed, key in changes(self.attributes, now):
             if f"{changed}.".startswith(f"{name}."):
                 raise ParseError(f"its attribute {key} is set by the forward around it")
 
     def _note_set_outside(self, name: str, before: dict[str, dict[str, Any]]) -> None:
         """Note a part that sets attributes of modules around it, which a plan would not."""
         now = watched_attributes(self.model)
-        for changed, key in changes(before, now, ()):
+        for changed, key in changes(before, now):
             if not f"{changed}.".startswith(f"{name}."):
                 self.unfit[name] = f"sets the attribute {key} of {changed or 'the model'}"
             elif changed in self.attributes:  # a leaf's, which it may change

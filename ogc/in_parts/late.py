@@ -24,8 +24,8 @@ from ..planning.replan import Meets, Replanner
 from ..planning.stored import key_of
 from ..program.structures import Call
 from ..solver import Budget, Wish, solve
-from ..torch_state.hooks import is_compiled
-from ..torch_state.ranks.shards import planned_apart
+from ..torch_state.forwards import is_compiled
+from ..torch_state.ranks import planned_apart
 from .find import Part, is_alike, look_of
 from .joined import REGION_BACK, Joined, PartCost, usual_events
 from .module import Parts, module_in_parts

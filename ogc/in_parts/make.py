@@ -23,7 +23,7 @@ from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
 from ..solver import LEAST_PEAK, Wish, solver_of
 from ..torch_state.allocator import can_measure
-from ..torch_state.ranks.agreement import first_of_all
+from ..torch_state.ranks import first_of_all
 from .choose import Chooser
 from .find import FoundParts, Part, find_parts, is_alike
 from .joined import REGION, REGION_BACK, Choice, Joined, PartCost, usual_events

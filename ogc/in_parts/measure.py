@@ -18,13 +18,11 @@ from torch.autograd.graph import Node
 from ..parser.arguments import call_arguments, copies
 from ..parser.weigh.leaf import leaf_nodes
 from ..program.program import device_of_model, tensor_leaves
-from ..program.results import OutputSpec
-from ..program.structures import Given, InputSpec, TensorSpec
+from ..program.structures import Given, InputSpec, OutputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
 from ..torch_state.no_trace import cut_history, untouched
 from ..torch_state.private import current_backward, keeps_graph
-from ..torch_state.ranks.collectives import alone
-from ..torch_state.ranks.shards import own_parameters
+from ..torch_state.ranks import alone, own_parameters
 from .joined import BACK, CALL, REGION, REGION_BACK, Choice, Event, Joined
 from .module import Parts, Twin
 

@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..program.structures import Call
-from ..runtime.calls.report import Calls, Report
+from ..runtime.calls import Calls, Report
 from ..runtime.compiling import kept_from_compiling
 from ..runtime.module import copied, instance_around, planned_forward
 from ..runtime.runner import COSTS_THE_SAVING, UNDER_HOOKS, Planner, Runner, log, plain_because, tell_plain

@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 
 from ..program.program import storage_of
-from ..program.storages import ByStorage
+from ..program.tensors import ByStorage
 from ..torch_state.private import current_backward
 
 

@@ -1,5 +1,5 @@
-"""All that is special about single operators, each family in a room of its own, which registers what it holds."""
+"""All that is special about single operators: each family in a file of its own, which registers what it holds."""
 
-from . import convolution, elementwise, indexing, losses, normalization, pooling, products
+from . import convolution, elementwise, normalization, pooling, products
 
-__all__ = ["convolution", "elementwise", "indexing", "losses", "normalization", "pooling", "products"]
+__all__ = ["convolution", "elementwise", "normalization", "pooling", "products"]

@@ -1,6 +1,6 @@
-"""Elementwise operators.
+"""Operators that work entry by entry, that move entries, and losses.
 
-Their low-memory forms write their input's gradient over their result's, where that is whole and nobody else's.
+Low-memory forms of the first write their input's gradient over their result's, where that is whole and nobody else's.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from typing import Any
 import torch
 
 from ..torch_state.private import OpOverload, is_view, schema_of, untraced
-from .cuda.composites import dropout_on_cuda, log_sigmoid_on_cuda
-from .holders import is_ours
-from .low_memory import LowMemory
-from .registry import Arguments, Operator, like, register, run_for_bytes
-from .slices.axes import Along, Axes, elementwise
+from .low_memory import LowMemory, is_ours
+from .registry import Operator, like, register, run_for_bytes
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -76,33 +73,67 @@ def _threshold_backward(gradient: torch.Tensor, result: torch.Tensor, *rest: Any
     return like(gradient) if alike else aten.threshold_backward.default(gradient, result, *rest)
 
 
-def _unary(target: Any, *low_memory: Any, **special: Any) -> Operator:
-    """One that has a low-memory form, if it is told what there is to know of that, and works entry by entry."""
-    form = _low_memory(target, *low_memory) if low_memory else None
-    return Operator(target, form, along=elementwise, **special)
+aten = torch.ops.aten
 
 
-def _dropped(args: Arguments, axes: Axes) -> Along | None:
-    """Of dropout, which draws its mask for the whole, unless it drops nothing."""
-    _, share, is_training = args
-    return None if is_training and share else elementwise(args, axes)
+RESHAPING = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
+_MOVING = (
+    aten.flatten.using_ints,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.t.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.narrow.default,
+    aten.split.Tensor,
+    aten.chunk.default,
+    aten.unbind.int,
+    aten.alias.default,
+    aten.contiguous.default,
+)
 
+
+def _has_mask(tensors: list[torch.Tensor]) -> bool:
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors)
+
+
+def _cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    first, *others = tensors
+    if not all(t.is_contiguous() and t.dtype == first.dtype and t.dim() == first.dim() for t in tensors):
+        return aten.cat.default(tensors, dim)
+    shape = list(first.shape)
+    shape[dim] += sum(t.shape[dim] for t in others)
+    return first.new_empty(shape)
+
+
+def _overloads(*packets: Any) -> list[Any]:
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+aten = torch.ops.aten
 
 register(
-    Operator(aten.dropout.default, along=_dropped, on_cuda=dropout_on_cuda),
-    Operator(aten.log_sigmoid.default, along=elementwise, on_cuda=log_sigmoid_on_cuda),
-    _unary(aten.relu.default, aten.threshold_backward, "result", 0, on_meta=like),
-    _unary(aten.relu_.default, aten.threshold_backward, "result", 0),
-    _unary(aten.sigmoid.default, aten.sigmoid_backward, "result"),
-    _unary(aten.tanh.default, aten.tanh_backward, "result"),
-    _unary(aten.silu.default, aten.silu_backward, "input"),
-    _unary(aten.gelu.default, aten.gelu_backward, "input"),
-    *map(_unary, (aten.silu_.default, aten.elu.default, aten.leaky_relu_.default, aten.hardtanh_.default)),
-    *map(_unary, (aten.hardswish_.default, aten.hardsigmoid.default, aten.softplus.default)),
-    _unary(aten.hardswish.default, is_elementwise=True),
+    Operator(aten.relu.default, _low_memory(aten.relu.default, aten.threshold_backward, "result", 0), on_meta=like),
+    Operator(aten.relu_.default, _low_memory(aten.relu_.default, aten.threshold_backward, "result", 0)),
+    Operator(aten.sigmoid.default, _low_memory(aten.sigmoid.default, aten.sigmoid_backward, "result")),
+    Operator(aten.tanh.default, _low_memory(aten.tanh.default, aten.tanh_backward, "result")),
+    Operator(aten.silu.default, _low_memory(aten.silu.default, aten.silu_backward, "input")),
+    Operator(aten.gelu.default, _low_memory(aten.gelu.default, aten.gelu_backward, "input")),
     *run_for_bytes(aten.mish.default, aten.maximum.default, aten.minimum.default),
     # Of these two only whether it is in a range counts, and operand and result are in it together.
-    _unary(aten.leaky_relu.default, is_elementwise=True, from_either=True),
-    _unary(aten.hardtanh.default, from_either=True),
+    *(Operator(one, from_either=True) for one in (aten.leaky_relu.default, aten.hardtanh.default)),
     Operator(aten.threshold_backward.default, on_meta=_threshold_backward),
+    *(Operator(one, needs_data=_has_mask) for one in (aten.index_put.default, aten.index_put_.default)),
+    *(Operator(one, needs_data=_has_mask) for one in (aten.masked_scatter.default, aten.masked_scatter_.default)),
+    *(Operator(one, chooses_by_mask=True) for one in _overloads(aten.where, aten.masked_fill, aten.masked_fill_)),
+    Operator(aten.cat.default, on_meta=_cat),
+    *(Operator(one, moves=True) for one in (*RESHAPING, *_MOVING)),
+    # Under a dispatch mode their backwards add up out of place.
+    *run_for_bytes(aten.gather.default, aten.index_select.default),
+    Operator(aten.requires_grad_.default, begins_graph=True),
+    # A CPU has all distances at once.
+    *run_for_bytes(aten.mse_loss.default, aten.smooth_l1_loss.default),
+    *run_for_bytes(aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default),
 )

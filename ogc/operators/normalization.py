@@ -16,13 +16,9 @@ import torch
 
 from ..program.program import without_autocast
 from ..torch_state.private import untraced
-from .cuda.composites import batch_norm_on_cuda, cudnn_normalizes, rms_norm_on_cuda
-from .cuda.hidden import of_group_norm
-from .cuda.on_meta import is_for_cuda, runs_kernels_of_cuda
-from .holders import is_ours, is_pytorchs
-from .low_memory import Extra, LowMemory
+from .gpus import is_for_cuda, runs_kernels_of_cuda
+from .low_memory import Extra, LowMemory, is_ours, is_pytorchs
 from .registry import Operator, like, ones_like, register, run_for_bytes
-from .slices.axes import before_last, of_first, over
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -30,6 +26,10 @@ aten = torch.ops.aten
 CHUNK_BYTES, CUDA_PARTS = 1 << 20, 16
 """Batch norm's backward takes channels of this many bytes at a time, or one; on CUDA, where a part is a dozen kernels,
 no more parts than these."""
+
+_MOST_TRAINING, _MOST_EVALUATING, _MOST_ENTRIES = 880_801, 65_535, 2**31 - 1
+_LEAST_EPS = 1e-5
+"""cuDNN's limits: samples, entries, and what is added to variances."""
 
 _REPEATED_SHARE = 0.5
 """Time of batch norm whose statistics are known, on a CPU: measured 0.2 to 0.6 of the whole."""
@@ -137,6 +137,31 @@ def _gradients(
     return tuple(aten.native_batch_norm_backward.default(*given))
 
 
+def cudnn_normalizes(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> bool:
+    """Whether PyTorch leaves batch norm on CUDA with these arguments to cuDNN."""
+    return (
+        torch.backends.cudnn.enabled
+        and weight is not None
+        and bias is not None
+        and torch.bfloat16 not in (x.dtype, weight.dtype)
+        and (x.dtype != torch.float16 or weight.dtype == torch.float32)
+        and ((mean is not None and var is not None) or (training and mean is None and var is None))
+        and x.dim() >= 3
+        and x.shape[0] <= (_MOST_TRAINING if training else _MOST_EVALUATING)
+        and x.numel() < _MOST_ENTRIES
+        and eps >= _LEAST_EPS
+    )
+
+
 class _Kind(NamedTuple):
     """What calls on CUDA must share to be computed alike."""
 
@@ -239,29 +264,20 @@ def _with_result_twice(use: Use) -> Weights:
     return replace(use.weights, working_bytes=use.weights.working_bytes + use.result_bytes)
 
 
-_rows = of_first(lambda args, axis: before_last(args, axis, len(args[1])))
-
 register(
     Operator(
         aten.batch_norm.default,
         BatchNorm(aten.batch_norm.default, _Function),
-        live_arguments=(3, 4),
-        live_if=5,
+        live=((3, 4), 5),
         weigh=_with_result_twice,
         copies_strided_gradients=True,
-        on_cuda=batch_norm_on_cuda,
     ),
     # Made of batch norm.
-    Operator(aten.instance_norm.default, live_arguments=(3, 4), live_if=5, weigh=_with_result_twice, returns_view=True),
+    Operator(aten.instance_norm.default, live=((3, 4), 5), weigh=_with_result_twice, returns_view=True),
     Operator(aten.native_batch_norm.default, on_meta=_on_meta),
     Operator(aten.native_batch_norm_backward.default, on_meta=_backward_on_meta),
     # Copies what is not laid out as it computes.
-    Operator(aten.group_norm.default, to_run_with=ones_like, hidden_on_cuda=of_group_norm),
-    Operator(aten.layer_norm.default, along=_rows),
-    Operator(aten.rms_norm.default, along=_rows, on_cuda=rms_norm_on_cuda),
-    *(Operator(target, along=over(1, True), dims=1) for target in (aten.softmax.int, aten.log_softmax.int)),
+    Operator(aten.group_norm.default, to_run_with=ones_like),
     *run_for_bytes(aten.prod.dim_int, aten.cumprod.default, aten.kthvalue.default, aten.quantile.scalar),
     *run_for_bytes(aten.cosine_similarity.default, aten.bilinear.default),
-    Operator(aten.mean.dim, along=over(1, 2), dims=1),
-    Operator(aten.sum.dim_IntList, along=over(1, 2), dims=1),
 )

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 
 from ..torch_state.private import untraced
-from .cuda.on_meta import is_for_cuda
-from .holders import is_pytorchs
-from .low_memory import Extra, LowMemory
-from .parts import has_usual_strides, untouched
+from .gpus import is_for_cuda
+from .low_memory import Extra, LowMemory, has_usual_strides, is_pytorchs, untouched
 from .registry import Operator, register, run_for_bytes
-from .slices.axes import images, of_first
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -150,7 +147,6 @@ register(
     Operator(
         aten.max_pool2d.default,
         MaxPool2d(aten.max_pool2d.default, _Function),
-        along=of_first(images),
         copies_strided_gradients=True,
     ),
     # What their kernels copy depends on how images are laid out.
@@ -159,6 +155,6 @@ register(
     *run_for_bytes(
         *(getattr(aten, f"upsample_{kind}").vec for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d"))
     ),
-    Operator(aten.avg_pool2d.default, along=of_first(images), copies_strided_gradients=True),
-    Operator(aten.adaptive_avg_pool2d.default, along=of_first(images), copies_strided_gradients=True),
+    Operator(aten.avg_pool2d.default, copies_strided_gradients=True),
+    Operator(aten.adaptive_avg_pool2d.default, copies_strided_gradients=True),
 )

@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 
-from .cuda.attention import attention_on_cuda
-from .cuda.recurrent import GRU, LSTM, PLAIN, recurrent_on_cuda
 from .registry import Arguments, Operator, ones_like, register, run_for_bytes
-from .slices.axes import added_to_products, batched_products, before_last, of_first, rows_of_products
 from .weights import Use, Weights
 
 aten = torch.ops.aten
@@ -95,24 +92,7 @@ def _adding_the_bias_in_place(use: Use) -> Weights:
 
 
 register(
-    Operator(
-        aten.linear.default,
-        along=of_first(before_last),
-        is_heavy=True,
-        weigh=_adding_the_bias_in_place,
-        layer=lambda args: (args[0], args[1], args[2] if len(args) > 2 else None, False),
-    ),
-    *(
-        Operator(target, along=rows_of_products, is_heavy=True, layer=lambda args: (*args, None, True))
-        for target in (aten.matmul.default, aten.mm.default)
-    ),
-    Operator(aten.bmm.default, along=batched_products, is_heavy=True),
-    Operator(
-        aten.addmm.default,
-        along=added_to_products,
-        is_heavy=True,
-        layer=lambda args: (args[1], args[2], args[0], True) if len(args) == 3 else None,
-    ),
+    Operator(aten.linear.default, weigh=_adding_the_bias_in_place),
     # Kernels that compute a whole matrix or signal at once copy what they are given as it lies.
     *run_for_bytes(aten.cdist.default, aten.matrix_exp.default, aten.linalg_matrix_exp.default),
     *run_for_bytes(
@@ -124,9 +104,7 @@ register(
     ),
     Operator(
         aten.scaled_dot_product_attention.default,
-        along=batched_products,
         to_run_with=ones_like,
-        on_cuda=attention_on_cuda,
         unfolded=_unfolded,
     ),
 )
@@ -144,12 +122,8 @@ def _of_the_sequence(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 # are added up.
 register(
     *(
-        Operator(
-            getattr(packet, overload),
-            to_run_with=_of_the_sequence,
-            on_cuda=recurrent_on_cuda(kind, is_packed=overload == "data"),
-        )
-        for packet, kind in ((aten.lstm, LSTM), (aten.gru, GRU), (aten.rnn_tanh, PLAIN), (aten.rnn_relu, PLAIN))
+        Operator(getattr(packet, overload), to_run_with=_of_the_sequence)
+        for packet in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
         for overload in ("input", "data")
     )
 )

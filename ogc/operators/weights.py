@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ..program.layouts import Layout
+from ..program.tensors import Layout
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """From a module and a sample input to a weighted graph over an executable program."""
 
-from ..program.step import Loss
+from ..program.program import Loss
 from .carry_over import carry_over
 from .custom import ParseGraph
 from .leaves import LeafModules, hooked_modules

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InputError, ParseError
-from ..program.copies import copies
 from ..program.program import device_of_model
 from ..program.structures import Call, InputSpec, autocast_state
-from ..torch_state.hooks import MODE, is_compiled, what_is_around
-from ..torch_state.ranks.shards import is_spread
+from ..program.tensors import copies
+from ..torch_state.forwards import MODE, is_compiled, what_is_around
+from ..torch_state.ranks import is_spread
 from .forward.contents import Contents, has_content, lacks_content, on_meta
 
 
@@ -95,10 +95,8 @@ def sample_of(model: torch.nn.Module, sample_input: Any, contents: Contents | No
 def contents_of(model: torch.nn.Module, device: torch.device | str | None) -> Contents | None:
     """What a model is run in without content, to be planned for ``device``; None where it runs with its content.
 
-    It has none, or it is to be planned for CUDA under autocast, which casts otherwise where the model is.
-
-    Raises:
-        InputError: kernels of that device take what shapes do not tell.
+    It has none, or it is to be planned for CUDA under autocast, which casts otherwise where the model is. InputError
+    for other devices, whose kernels take what shapes do not tell.
     """
     is_for_cuda = device is not None and device_of(device).type == "cuda"
     if not lacks_content(model):
@@ -114,11 +112,8 @@ def contents_of(model: torch.nn.Module, device: torch.device | str | None) -> Co
 
 
 def check_tensors(sample: Sample) -> torch.device:
-    """The device of the model's parameters.
-
-    Raises:
-        InputError: there is no tensor in the sample input, or parameters and inputs live on several devices; or nothing
-            requires grad.
+    """The device of the model's parameters; InputError without tensors, on several devices, or if nothing requires
+    grad.
     """
     if not sample.tensors:
         raise InputError("sample_input holds no tensor")

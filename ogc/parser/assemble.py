@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 
 from ..errors import ParseError
-from ..graph import Form, Graph, Operation, Value
+from ..graph import Graph, Operation, Value, Variant
 from ..operators.registry import copies_strided_gradients, of
 from ..operators.weights import Weights
 from ..program.leaf import runs_once
 from ..program.program import OUTSIDE, SHARED, LowMemoryForm, Program, Saved, TensorRef
 from ..program.structures import InputSpec
-from .passes.in_place import separate_versions
 from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
+from .passes.writes import separate_versions
 from .traced import StepEnd, Traced
 from .weigh.backward.again import Layouts
 from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
@@ -223,19 +223,19 @@ def _saves_of_form(form: SeenForm, storages: dict[TensorRef, int]) -> tuple[Save
     return tuple(s if s.tensor is None or s.tensor in storages else Saved(external=True) for s in form.saves)
 
 
-def _seen_form(record: Record, storages: dict[TensorRef, int]) -> Form | None:
+def _seen_form(record: Record, storages: dict[TensorRef, int]) -> Variant | None:
     """What was seen of an operation's low-memory form, without its weights."""
     if record.form is None:
         return None
     saves = dict.fromkeys(storages[s.tensor] for s in _saves_of_form(record.form, storages) if s.tensor is not None)
-    return Form(saves=tuple(saves), internal_bytes=record.form.internal_bytes)
+    return Variant(saves=tuple(saves), internal_bytes=record.form.internal_bytes)
 
 
 def _operation(
     record: Record, live: LiveGradients, in_form: LiveGradients, of_plain: LiveGradients, seen: dict[str, Any]
 ) -> Operation:
     node, weights = record.node, record.weights
-    form: Form | None = seen.pop("low_memory")
+    form: Variant | None = seen.pop("low_memory")
     if form is not None and weights.low_memory is not None:
         form = replace(
             form,
@@ -245,6 +245,10 @@ def _operation(
             forward_seconds=weights.low_memory.forward_seconds,
             backward_seconds=weights.low_memory.backward_seconds,
             repeat_seconds=weights.low_memory.repeat_seconds,
+            forward_flops=weights.forward_flops,
+            backward_flops=weights.backward_flops,
+            again_seconds=weights.again_seconds,
+            again_flops=weights.again_flops,
         )
     return Operation(
         name=node.name,

@@ -14,23 +14,21 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParseError
-from ..graph import Form, Graph, Operation
-from ..operators.slices import Compiled, Sliced
-from ..program.leaf import Leaf, called_leaves
+from ..graph import Graph, Operation, Variant
+from ..program.leaf import Leaf, Region, called_leaves
 from ..program.program import Program
 from ..program.structures import InputSpec
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
-from ..torch_state.ranks.collectives import alone
-from ..torch_state.ranks.shards import parameters_apart
+from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .faithful import observed
 from .leaves import Leaves, refuse_root_hooks
 from .loss import modules_of, with_step_end
 from .parse import lower, profiler_of, record_program
-from .passes.numbers import with_numbers
+from .passes.calls import with_numbers
 from .traced import RecordAgain, Traced
 from .weigh.leaf import Profiler, weigh
 from .weigh.record import Record
@@ -56,7 +54,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         ParseError: it is another program.
     """
     program: Program = graph.program
-    if any(isinstance(node.target, (Compiled, Sliced)) for node in program.operations):
+    if any(isinstance(node.target, Region) for node in program.operations):
         raise ParseError("a plan in slices, or compiled, is not carried over")
     refuse_root_hooks(model)
     sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
@@ -150,7 +148,7 @@ def _with_outside_of(known: Graph, found: Graph) -> Graph:
 
 def _carried(op: Operation, seen: dict[str, Any]) -> Operation:
     """The operation as it was seen for the other call, with the weights that it had."""
-    now: Form | None = seen.pop("low_memory")
+    now: Variant | None = seen.pop("low_memory")
     form = now and op.low_memory and replace(op.low_memory, saves=now.saves, internal_bytes=now.internal_bytes)
     return replace(op, low_memory=form, **seen)
 

@@ -1,7 +1,6 @@
-"""Graphs made by hand (``parse_graph=``): whatever form they come in, a :class:`CustomForward` runs them.
+"""Graphs made by hand (``parse_graph=``), in whatever form: a :class:`CustomForward` runs them.
 
-It takes the place of the model's forward in front of the front end: its operators are recorded, observed and weighed
-like those of any model.
+It takes the place of the model's forward before the front end: its operators are recorded and weighed like any model's.
 """
 
 from __future__ import annotations
@@ -31,15 +30,12 @@ FORMS = (
 
 
 class CustomForward:
-    """A graph made by hand, called like the model's forward. It has been checked for structure.
+    """A graph made by hand, called like the model's forward. ParseError if it is none, or uses others' parameters.
 
     Args:
         graph: the program, each node in front of those that use it.
         root: where the targets of its nodes are found, the model or a GraphModule around parts of it.
         signature: how arguments become its inputs; by default each placeholder is one.
-
-    Raises:
-        ParseError: the graph is no program, or uses parameters that are not the model's.
     """
 
     def __init__(
@@ -57,11 +53,7 @@ class CustomForward:
         self._check_targets(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph, node by node, while it is being recorded.
-
-        Raises:
-            ParseError: a node cannot be run; the message names it.
-        """
+        """Run the graph, node by node, while it is being recorded; ParseError names a node that cannot be run."""
         return run_nodes(self.graph.nodes, self._bind(args, kwargs), partial(attribute, self.root), self._run)
 
     def output_label(self, number: int) -> str:
@@ -136,10 +128,8 @@ class CustomForward:
 
 
 def parse_graph_of(model: torch.nn.Module, parse_graph: ParseGraph | bool | None) -> ParseGraph | None:
-    """``parse_graph``, or else the model's own method of that name; None without either.
-
-    Raises:
-        InputError: ``parse_graph`` is no function.
+    """``parse_graph``, or else the model's own method of that name; None without either. InputError if it is no
+    function.
     """
     if parse_graph is None or parse_graph is True:
         own = getattr(type(model), "parse_graph", None)
@@ -158,10 +148,8 @@ def custom_forward(
 ) -> CustomForward:
     """The forward of the graph that ``parse_graph`` makes of the model.
 
-    Raises:
-        InputError: what it returns is no graph.
-        ParseError: the graph is not one of this model.
-        Exception: whatever it raises, with a note saying so.
+    InputError if that is no graph, ParseError if it is not one of this model; errors of its own get a note that says
+    so.
     """
     try:
         made = parse_graph(model, *args, **kwargs)
@@ -216,9 +204,8 @@ def _from_networkx(
 ) -> GraphBuilder:
     """The published form (Feng & Huang, 2021): vertices are values, an edge applies its ``module`` to its tail.
 
-    A vertex with a ``transition`` is that function of the list of its edges' results, in the order of
-    ``transition_input_order``, a list of (tail, key) or of tails; without it their sum, in the order in
-    which the edges were added. Costs are not read: all operations are weighed here.
+    A vertex with a ``transition`` is that function of its edges' results, in ``transition_input_order``, a list of
+    (tail, key) or of tails; without it their sum, in the order in which the edges were added. Costs are not read.
     """
     if len(args) + len(kwargs) != 1:
         raise ParseError(

@@ -45,9 +45,8 @@ def observed(
 
 
 def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leaves) -> Traced:
-    """The model's program, every call in it, with as many leaves as it takes; with the model's state after it.
-
-    It has been held against a forward that nobody records; see :mod:`ogc.parser.judge`.
+    """The model's program, every call in it, verified, with as many leaves as it takes; with the model's state after
+    it.
     """
     is_careful = False
     run = plain_forward(sample.model) if forward is None else forward
@@ -69,12 +68,7 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
 
 
 def _program(sample: Sample, run: Callable[..., Any], is_custom: bool, leaves: Leaves, is_careful: bool) -> Traced:
-    """The program with these leaves, once it is judged.
-
-    Raises:
-        RecordAgain: it is to be recorded otherwise.
-        OpaqueError: it takes more leaves.
-    """
+    """The verified program with these leaves; RecordAgain or OpaqueError if it is to be recorded otherwise."""
     with observed(sample, run, leaves.names, is_careful) as (traced, observer):
         traced = replace(traced, state=state_of(sample.model))
         called = called_leaves(traced.graph)
@@ -106,8 +100,7 @@ def _settled(
 ) -> Traced:
     """The program of a forward that writes something in its first call, as it is in all calls after that.
 
-    Raises:
-        OpaqueError: it writes something in each call, or computes something else in its first one.
+    OpaqueError if it writes something in each call, or computes something else in its first one.
     """
     model, cold = sample.model, observer.reads(writes)
     with untouched(model):

@@ -1,4 +1,4 @@
-"""Holds a recorded program against a forward that nobody records: eager is the judge of the parser.
+"""Verifies a recorded program against a forward that nobody records.
 
 The model runs once as in training and the program once, each under a log below autograd. Both must dispatch the same
 operators with the same scalars on tensors of the same storages, shapes, strides and types, save the same for their
@@ -16,14 +16,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..program.copies import copies, input_started
 from ..program.program import OWN, call_node, get_attribute, run_nodes, storage_of, without_autocast
-from ..program.storages import ByStorage
+from ..program.tensors import ByStorage, copies, input_started
 from ..torch_state.compare import difference, fingerprint, same_bits
-from ..torch_state.dispatch import run_in
+from ..torch_state.dispatch import OperatorMode, run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
-from ..torch_state.private import TorchDispatchMode
 from .arguments import Sample
 from .forward.call_counter import CallCounter
 from .forward.contents import has_content
@@ -36,13 +34,8 @@ from .weigh.record import layout_of
 def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> CallCounter:
     """Do nothing if the program, every call in it, is what the model's forward runs, or ``forward`` if that is given.
 
-    It takes a run of each, with the memory of inference.
-
-    Returns:
-        What the forward's own code calls.
-
-    Raises:
-        OpaqueError: it names the module, the file and the line where the two part.
+    It takes a run of each, with the memory of inference, and returns what the forward's own code calls. OpaqueError
+    names the module, the file and the line where the two part.
     """
     flat = FlatForward(plain_forward(sample.model) if forward is None else forward, sample.spec)
     calls = CallCounter(sample.model)
@@ -62,26 +55,19 @@ def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = N
 
 
 def judge_on_other_inputs(sample: Sample, traced: Traced, is_own: bool = True) -> None:
-    """Do nothing if the program is what the model's forward runs on other inputs that its guards let pass, too.
+    """The same on other inputs that the guards let pass: sizes that data decide may have been baked in.
 
-    Where data decide on sizes, some may have been baked in that nobody sees. A program that is not the model's
-    ``own`` forward, but one made by hand, and a model without content are left to the sample.
-
-    Raises:
-        OpaqueError: as from :func:`~ogc.parser.judge.judge`.
+    A program made by hand (``is_own`` is False) and a model without content are left to the sample.
     """
     is_in_doubt = any(node.meta.get(key) for node in traced.graph.nodes for key in (READS, SIZED))
     if not (is_own and is_in_doubt and all(map(has_content, sample.tensors))):
         return
-    for change in (_with_rows_alike, _with_rows_repeated, _with_rows_turned):
+    for change in _CHANGES:
         other = sample._replace(tensors=[_changed(tensor, change) for tensor in copies(sample.tensors)])
-        if _lets_pass(other, traced) and (outputs := _outputs(other)) is not None:
+        with untouched(sample.model):
+            passes = traced.guards is None or not traced.guards.difference(sample.model, other.copies())
+        if passes and (outputs := _outputs(other)) is not None:
             judge(other, replace(traced, outputs=outputs))
-
-
-def _lets_pass(sample: Sample, traced: Traced) -> bool:
-    with untouched(sample.model):
-        return traced.guards is None or not traced.guards.difference(sample.model, sample.copies())
 
 
 def _outputs(sample: Sample) -> list[torch.Tensor] | None:
@@ -104,23 +90,17 @@ def _changed(tensor: torch.Tensor, change: Callable[[torch.Tensor, int], torch.T
     return tensor
 
 
-def _with_rows_alike(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """All are the first one: a limit is above all of them, or none."""
-    return tensor.narrow(rows, 0, 1).expand_as(tensor)
+_CHANGES: tuple[Callable[[torch.Tensor, int], torch.Tensor], ...] = (
+    # All rows are the first one: a limit is above all of them, or none.
+    lambda tensor, rows: tensor.narrow(rows, 0, 1).expand_as(tensor),
+    # Each other row is the one before it.
+    lambda tensor, rows: tensor.index_select(rows, torch.arange(tensor.shape[rows], device=tensor.device) // 2 * 2),
+    # The rows of what is no index in the other order: as many are above a limit as before.
+    lambda tensor, rows: tensor.flip(rows) if tensor.is_floating_point() or tensor.dtype is torch.bool else tensor,
+)
 
 
-def _with_rows_repeated(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Each other row is the one before it."""
-    first = torch.arange(tensor.shape[rows], device=tensor.device) // 2 * 2
-    return tensor.index_select(rows, first)
-
-
-def _with_rows_turned(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """The rows of what is no index, in the other order: as many of them are above a limit as before."""
-    return tensor.flip(rows) if tensor.is_floating_point() or tensor.dtype is torch.bool else tensor
-
-
-class _Log(TorchDispatchMode):
+class _Log(OperatorMode):
     """Writes down what is dispatched below autograd, and what autograd saves."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
@@ -135,13 +115,13 @@ class _Log(TorchDispatchMode):
             if storage_of(tensor) is not None:
                 self._number(tensor)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in ON_CONSTANTS or self.is_paused:
-            return function(*args, **kwargs)
+    def called(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Write a call down."""
+        if operator in ON_CONSTANTS or self.is_paused:
+            return operator(*args, **kwargs)
         given = self._described((args, kwargs), is_known=False)
-        result = function(*args, **kwargs)
-        self._add((function, *given, *self._described(result, is_known=True)))
+        result = operator(*args, **kwargs)
+        self._add((operator, *given, *self._described(result, is_known=True)))
         return result
 
     def saved(self, tensor: torch.Tensor) -> None:

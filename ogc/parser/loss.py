@@ -1,7 +1,7 @@
 """How a step goes on from the outputs of a forward: the caller's loss, put behind the model's program to be weighed.
 
-The loss is recorded by itself, as a function of the outputs, and its calls follow those of the model in one program.
-They are the caller's: no plan runs them again, and no generated code runs them at all.
+It is recorded as a function of the outputs. Its calls are the caller's: no plan recomputes them, no generated code runs
+them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import torch
 from torch.fx.node import map_arg
 
 from ..errors import InputError
-from ..program.program import CONSTANT, OUTSIDE, get_attribute, tensor_leaves
-from ..program.step import Rest, losses_among
+from ..program.program import CONSTANT, OUTSIDE, Rest, get_attribute, losses_among, tensor_leaves
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import untouched
-from ..torch_state.random_state import cuda_devices
+from ..torch_state.settings import cuda_devices
 from .arguments import Sample
 from .faithful import faithful_program
 from .leaves import Leaves
@@ -35,9 +34,8 @@ def with_step_end(
 ) -> Traced:
     """A forward's program with what the step does beyond it, which ``record`` writes down.
 
-    Raises:
-        InputError: the loss is no function, fails on the outputs, or returns something else than one number to
-            differentiate; or nothing but the loss is wanted, and no output is the loss.
+    InputError if the loss is no function, fails, or returns something else than one number to differentiate; or if
+    nothing but the loss is wanted, and no output is the loss.
     """
     loss = rest.loss
     if rest.outputs not in ("all", "loss"):

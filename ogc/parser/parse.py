@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,38 +13,29 @@ import torch
 from ..collecting import collecting_new_only
 from ..errors import ParseError
 from ..graph import Graph
-from ..operators.cuda.autocast import autocast_of_cuda
-from ..operators.cuda.gpus import gpu_of
-from ..operators.cuda.on_meta import as_on_cuda
+from ..operators.gpus import gpu_of
 from ..operators.registry import out_of_place
+from ..optional import optional
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
-from ..program.program import OUTSIDE
-from ..program.step import Loss, Rest
+from ..program.program import OUTSIDE, Loss, Rest
 from ..program.structures import autocast_state
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.dispatch import run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
-from ..torch_state.ranks.collectives import alone
-from ..torch_state.ranks.shards import parameters_apart
+from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, check_gpu, check_model, check_tensors, contents_of, device_of, profile_kind, sample_of
 from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
 from .judge import judge_on_other_inputs
-from .leaves import LeafModules, Leaves
+from .leaves import LeafModules, Leaves, refuse_chance, why_not_repeatable
 from .loss import modules_of, with_step_end
-from .passes.bindings import Bindings
-from .passes.casts import share_casts
-from .passes.compiled import Compilation, compile_stretches
-from .passes.in_place import run_out_of_place, save_operands
-from .passes.last_writes import copy_after_last_write
+from .passes.calls import Bindings, Unfolding, share_casts
 from .passes.lifetimes import unused_memory
-from .passes.stretches import Stretch, find_stretches, slice_stretches
-from .passes.unfold import Unfolding
-from .repeatable import refuse_chance, why_not_repeatable
+from .passes.writes import copy_after_last_write, run_out_of_place, save_operands
 from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
 from .weigh.estimate import Estimator
 from .weigh.forms import Forms
@@ -54,6 +45,9 @@ from .weigh.measure import Measurer
 from .weigh.observe import Visit, observe
 from .weigh.record import Observation, Record
 from .weigh.timing import Timer
+
+Rewrite = Callable[[torch.fx.Graph, torch.device], object]
+"""Changes a program, in place, before it is planned for a device."""
 
 
 @collecting_new_only()
@@ -69,9 +63,7 @@ def parse(
     parse_graph: ParseGraph | bool | None = None,
     profile: str = "auto",
     device: torch.device | str | None = None,
-    stretches: Sequence[Stretch] = (),
-    slices: int = 1,
-    compiled: Compilation | None = None,
+    rewrite: Rewrite | None = None,
     plain_peak_bytes: int | None = None,
     gpu: str | None = None,
     leaf_modules: LeafModules = (),
@@ -107,12 +99,10 @@ def parse(
             needs no content: it may be on the meta device, or of fake tensors, unless its forward reads what they hold.
         gpu: the name of the GPU that ``device="cuda"`` means, such as ``"H100"``: times follow its data sheet, and so
             do kernels of attention. Without it that which is here, or else an A100 with 40 GB. Known names:
-            :data:`ogc.operators.cuda.gpus.GPUS`.
-        stretches: of ``graph.stretches`` of the same model: each becomes one operation that runs forward and
-            backward a part of the batch at a time, with results that differ in the last bits.
-        slices: into how many parts these divide the batch.
-        compiled: stretches that each become one operation that runs compiled, with results that differ in the last
-            bits.
+            :data:`ogc.operators.gpus.GPUS`.
+        rewrite: ``rewrite(graph, device)`` changes the program before it is planned, a ``torch.fx.Graph``; results may
+            differ in the last bits. ``ogc.rewrites.slicing.Slices(stretches, slices)`` is one, which runs some of
+            ``graph.stretches`` of the same model, forward and backward, in so many slices of the batch.
         plain_peak_bytes: of the plain model; where the graph is another program, it is found anew unless it is given.
         leaf_modules: names and types of submodules to call as they are, hooks and all: each call becomes one
             operation, which runs once per step and keeps what it saves. What cannot be replayed operator by
@@ -144,11 +134,10 @@ def parse(
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
     rest = Rest(loss, holds_outputs, outputs)
     visit = partial(visited, model, profiler_of(kind, target, home, gpu), leaves)
-    gpu_there = gpu_of(target, gpu) if contents or home.type != target.type else None
+    is_elsewhere = contents is not None or home.type != target.type
     with (
         run_in(contents) if contents else nullcontext(),
-        autocast_of_cuda() if contents and autocast_state() else nullcontext(),
-        as_on_cuda(gpu_there),
+        _as_on(target, gpu, bool(contents and autocast_state())) if is_elsewhere else nullcontext(),
         untouched(*modules_of(loss), given=sample.spec.constants),
         parameters_apart(model),
     ):
@@ -157,25 +146,28 @@ def parse(
             try:
                 judge_on_other_inputs(sample, recorded, is_own=make is None and recorded.cold is None)
                 whole = with_step_end(sample, recorded, rest)
-                traced, observation = lower(sample, whole, target, visit, stretches, slices, compiled)
+                traced, observation = lower(sample, whole, target, visit, rewrite)
                 break
             except OpaqueError as problem:
                 leaves.cover(problem)
         choice = 0.0 if kind == "estimate" else choice_seconds(model, recorded.reads)
         graph = graph_of(sample.spec, traced, observation, str(target), kind, choice)
-        is_another = outputs == "loss" or stretches or compiled  # the plain model has all outputs, whole
+        is_another = outputs == "loss" or rewrite is not None  # the plain model has all outputs, whole
         if plain_peak_bytes is None and is_another:
             plain = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)
             plain_peak_bytes = plain_peak(graph_of(sample.spec, *plain, str(target), kind))
     leaves.report()
-    graph = replace(with_stretches(graph, observation), plain_peak_bytes=plain_peak_bytes)
     bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())  # without tensors
-    return replace(graph, program=replace(graph.program, parse_graph=make, recorded=bare))
+    program = replace(graph.program, parse_graph=make, recorded=bare)
+    return replace(graph, program=program, plain_peak_bytes=plain_peak_bytes)
 
 
-def with_stretches(graph: Graph, observation: Observation) -> Graph:
-    """The graph with what may be run in slices of it."""
-    return replace(graph, stretches=tuple(find_stretches(observation.records[: graph.end])))
+def _as_on(device: torch.device, gpu: str | None, casts: bool) -> AbstractContextManager[None]:
+    """Inside, operators on meta tensors are those of a device that the model is not on."""
+    if device.type != "cuda":
+        return nullcontext()
+    found: AbstractContextManager[None] = optional("sizing.cuda.kernels").as_on_cuda(gpu_of(device, gpu), casts=casts)
+    return found
 
 
 def profiler_of(kind: str, device: torch.device, home: torch.device, gpu: str | None = None) -> Profiler:
@@ -202,17 +194,13 @@ def lower(
     recorded: Traced,
     device: torch.device,
     visit: Visit,
-    stretches: Sequence[Stretch] = (),
-    slices: int = 1,
-    compiled: Compilation | None = None,
+    rewrite: Rewrite | None = None,
 ) -> tuple[Traced, Observation]:
-    """The program in the form that is planned, and an observation of one run of it, as :func:`planned_form` gives them.
-
-    Raises:
-        ParseError: in that form it is not what the model computes.
+    """The program as it is planned, and an observation of one run; ParseError if it is not what the model computes
+    then.
     """
-    traced, observation, state = planned_form(sample, recorded, device, visit, stretches, slices, compiled)
-    _check_same(traced, observation, state, close if stretches or compiled else same_bits)
+    traced, observation, state = planned_form(sample, recorded, device, visit, rewrite)
+    _check_same(traced, observation, state, close if rewrite else same_bits)
     wanted = traced.grad_targets
     if end_of(traced).rest.outputs == "loss":
         wanted &= observation.grad_targets  # others belong to outputs that nobody wants
@@ -225,9 +213,7 @@ def planned_form(
     recorded: Traced,
     device: torch.device,
     visit: Visit,
-    stretches: Sequence[Stretch] = (),
-    slices: int = 1,
-    compiled: Compilation | None = None,
+    rewrite: Rewrite | None = None,
     run: Callable[[torch.nn.Module, Traced, list[torch.Tensor], Visit], Observation] = observe,
 ) -> tuple[Traced, Observation, dict[str, torch.Tensor]]:
     """The program in the form that is planned, an observation of its last ``run``, and the model's state after that.
@@ -252,10 +238,9 @@ def planned_form(
             unfolding.meet(record.node, args, kwargs)
 
     while True:
-        traced = replace(recorded, graph=without_unused(program) if stretches or compiled else program)
-        slice_stretches(traced.graph, stretches, slices, device)
-        if compiled:
-            compile_stretches(traced.graph, compiled)
+        traced = replace(recorded, graph=without_unused(program) if rewrite else program)
+        if rewrite:
+            rewrite(traced.graph, device)
         with untouched(sample.model):
             observation = run(sample.model, traced, sample.copies(), visit_and_meet)
             state = state_of(sample.model)

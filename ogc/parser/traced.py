@@ -12,9 +12,8 @@ import torch
 from ..errors import ParseError
 from ..operators.registry import updates_statistics
 from ..program.leaf import Leaf
-from ..program.program import Guards
-from ..program.results import OutputSpec
-from ..program.step import Rest
+from ..program.program import Guards, Rest
+from ..program.structures import OutputSpec
 from ..torch_state.private import schema_of
 from ..torch_state.reads import Reads
 from .arguments import Sample
@@ -38,17 +37,11 @@ ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.defaul
 
 
 class History(NamedTuple):
-    """What autograd's node for a call holds, as long as something differentiable comes of its results.
+    """What autograd's node for a call holds, as long as something differentiable comes of its results."""
 
-    Attributes:
-        results, saved: names of the nodes whose results were the first in the memory of its own results, and of what it
-            saves.
-        bytes: of what it saves besides.
-    """
-
-    results: tuple[str, ...]
-    saved: tuple[str, ...]
-    bytes: int
+    results: tuple[str, ...]  # names of the nodes whose results were the first in the memory of its own results
+    saved: tuple[str, ...]  # the same of what it saves
+    bytes: int  # of what it saves besides
 
 
 class FrontEnd(Protocol):
@@ -75,14 +68,10 @@ class FrontEnd(Protocol):
 
 @dataclass(frozen=True)
 class StepEnd:
-    """How a step goes on from a forward.
+    """How a step goes on from a forward."""
 
-    Attributes:
-        starts: the numbers of the outputs at which the backward starts.
-        rest: what was said of that. A loss gives one output more, the last; its calls are part of the program.
-    """
-
-    starts: tuple[int, ...]
+    starts: tuple[int, ...]  # the numbers of the outputs at which the backward starts
+    # what was said of that; a loss gives one output more, the last, and its calls are part of the program
     rest: Rest = field(default_factory=Rest)
 
     @property
@@ -93,35 +82,22 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class Traced:
-    """A recorded forward: its program, and the outputs and output structure of the recorded call.
+    """A recorded forward: its program, and the outputs and output structure of the recorded call."""
 
-    Attributes:
-        graph: call nodes carry ``meta["module"]`` and ``meta["source"]``.
-        constants: tensors that are no attribute of the model, by the name of their ``get_attr`` node.
-        output_spec: the structure of the result.
-        outputs: its tensors, detached.
-        requires_grad: of each output.
-        grad_targets: what a backward gives gradients to; see :func:`ogc.parser.forward.flat.gradient_targets`.
-        guards: what Python read out of tensors on the way; the program holds as long as these are the same.
-        state: the model's after the call, once that was judged; see :func:`ogc.parser.forward.flat.state_of`.
-        python_calls: of functions, Python's and others, by the forward's own code when it was judged.
-        reads: what Python read outside of tensors.
-        cold: what it reads in a first call that settles what all others read, if there is one.
-        end: how a step goes on from here, once that is known.
-    """
-
-    graph: torch.fx.Graph
+    graph: torch.fx.Graph  # call nodes carry ``meta["module"]`` and ``meta["source"]``
+    # tensors that are no attribute of the model, by the name of their ``get_attr`` node
     constants: dict[str, torch.Tensor]
-    output_spec: OutputSpec
-    outputs: list[torch.Tensor]
-    requires_grad: list[bool] = field(default_factory=list)
-    grad_targets: frozenset[Any] = frozenset()
-    guards: Guards | None = None
+    output_spec: OutputSpec  # the structure of the result
+    outputs: list[torch.Tensor]  # its tensors, detached
+    requires_grad: list[bool] = field(default_factory=list)  # of each output
+    grad_targets: frozenset[Any] = frozenset()  # what a backward gives gradients to; see forward/flat.py
+    guards: Guards | None = None  # what Python read out of tensors; the program holds where these are the same
+    # the model's after the call, once that was verified; see forward/flat.py
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    python_calls: int = 0
-    reads: Reads = field(default_factory=Reads)
-    cold: Reads | None = None
-    end: StepEnd | None = None
+    python_calls: int = 0  # of functions, Python's and others, by the forward's own code
+    reads: Reads = field(default_factory=Reads)  # what Python read outside of tensors
+    cold: Reads | None = None  # what it reads in a first call that settles what all others read, if there is one
+    end: StepEnd | None = None  # how a step goes on from here, once that is known
 
 
 class RecordAgain(Exception):

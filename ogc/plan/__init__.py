@@ -1,15 +1,12 @@
-"""Plans as plain data, and their judge: decisions, the schedule they stand for, and its cost. Free of torch.
+"""Plans as plain data: decisions, the schedule that they mean, the simulator that judges them. Free of torch.
 
-The files build on one another in this order: decisions, saving, schedule, simulate, trace, pictures, caching,
-plan, loading.
+The files build on one another in this order: decisions, saving, schedule, simulate, pictures, caching, plan.
 """
 
 from .decisions import Decisions, Fate, Segment, recomputed, saved
-from .loading import load_plan, plan_from_text, plan_on, restored, text_of
-from .plan import Frontier, Plan, make_plan, plain_plan
+from .plan import Frontier, Plan, load_plan, make_plan, plain_plan, plan_from_text, plan_on, restored, text_of
 from .saving import Fingerprint, SavedPlan
-from .simulate import Event, Simulation, lower_bound, simulate
-from .trace import Moment, trace
+from .simulate import Event, Moment, Simulation, lower_bound, simulate, trace
 
 __all__ = [
     "Decisions", "Event", "Fate", "Fingerprint", "Frontier", "Moment", "Plan", "SavedPlan", "Segment",

@@ -1,23 +1,22 @@
-"""Plans, which are decisions with their simulated cost, and frontiers, which are plans. Plain frozen data."""
+"""Plans, which are decisions with their simulated cost, and frontiers, which are plans; made, loaded and printed."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PlanError
+from ..errors import InputError, PlanError
 from ..graph import Graph, table
-from .caching import AllocatorSettings, MemoryPeaks, memory_peaks
+from ..optional import optional
 from .decisions import Decisions, Segment, saved
-from .saving import Fingerprint, SavedPlan, saved_decisions
+from .saving import WHOLE, Fingerprint, SavedDecisions, SavedPlan, saved_decisions, torch_version
 from .schedule import Schedule
 from .simulate import lower_bound, plain_peak, simulate
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -113,7 +112,7 @@ class Plan:
         expandable_segments: bool = False,
         max_split_size_mb: int | None = None,
         roundup_power2_divisions: int | None = None,
-    ) -> MemoryPeaks:
+    ) -> Any:
         """What CUDA's caching allocator would give and reserve for a step, by a model of it; also for other devices.
 
         Args:
@@ -126,10 +125,12 @@ class Plan:
             InputError: PyTorch would not take one of the settings.
             PlanError: the plan has no graph, or is plain where the graph is not the plain model's.
         """
-        settings = AllocatorSettings(expandable_segments, max_split_size_mb, roundup_power2_divisions)
-        return memory_peaks(self._known_graph, self.decisions, settings)
+        settings = optional("sizing.allocator").AllocatorSettings(
+            expandable_segments, max_split_size_mb, roundup_power2_divisions
+        )
+        return optional("sizing.requests").memory_peaks(self._known_graph, self.decisions, settings)
 
-    def plot(self, path: str | PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
+    def plot(self, path: str | os.PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
         """The memory of one step, operation by operation, as the simulator has it: what is alive, and of what kind.
 
         Args:
@@ -141,20 +142,20 @@ class Plan:
             InputError: the path ends otherwise.
             PlanError: the plan has no graph, or is plain where the graph is not the plain model's.
         """
-        from .pictures.timeline import Timeline, plot_timeline
+        from .pictures import Timeline, plot_timeline
 
         return plot_timeline(Timeline.of(self._known_graph, self.decisions), self.budget_bytes, path, ax)
 
-    def draw(self, path: str | PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
+    def draw(self, path: str | os.PathLike[str] | None = None, *, ax: Axes | None = None) -> Figure:
         """The graph from top to bottom: operations in order, segments as bands, checkpoints marked.
 
         Arguments and errors are those of :meth:`plot`, but any plan that has a graph can be drawn.
         """
-        from .pictures.graph import draw_graph
+        from .pictures import draw_graph
 
         return draw_graph(self._known_graph, self.decisions, path, ax)
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, for :func:`ogc.load_plan` or ``ogc.optimize(..., plan=path)``.
 
         Raises:
@@ -232,7 +233,7 @@ def _rows(
 def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, ...]]:
     """A row per low-memory operator: the most bytes alive where PyTorch's own would run in its place."""
     limit = simulate(graph, decisions).peak_bytes
-    keeping = tuple(t for t in decisions.low_memory if graph.operations[t].keeps_otherwise)
+    keeping = tuple(t for t in decisions.low_memory if graph.operations[t].variant_saves_otherwise)
     alone: dict[int, int] = {}  # those that only take other bytes while they run
     for event in simulate(graph, replace(decisions, low_memory=keeping)).timeline:
         alone[event.operation] = max(event.bytes, alone.get(event.operation, 0))
@@ -241,7 +242,7 @@ def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, 
         alone[t] = simulate(graph, without).peak_bytes
     for t in decisions.low_memory:
         op = graph.operations[t]
-        numbers = (alone[t] / 1e6, limit / 1e6, op.form_seconds * 1e3)
+        numbers = (alone[t] / 1e6, limit / 1e6, op.variant_seconds * 1e3)
         yield (str(t), op.target, op.module, *(f"{number:.2f}" for number in numbers))
 
 
@@ -300,6 +301,86 @@ def make_plan(
     )
 
 
+def load_plan(path: str | os.PathLike[str], graph: Graph) -> Plan:
+    """The plan that ``plan.save(path)`` wrote, for a graph that is the same but for what its operations weigh.
+
+    Args:
+        path: of the file.
+        graph: from :func:`ogc.parse`, with the same arguments as when the plan was made; the simulator weighs the
+            plan on it. One of :func:`ogc.slice_batch`, or one part's of several, is planned through
+            ``ogc.optimize(model, sample_input, plan=path)``.
+
+    Returns:
+        The plan; hand it to :func:`ogc.apply`.
+
+    Raises:
+        InputError: this is no graph.
+        OSError: the file cannot be read.
+        PlanError: the file is no plan, of an unknown version, or for another graph; the message says in what that
+            differs.
+    """
+    return plan_on(graph, SavedPlan.from_file(path), os.fspath(path))
+
+
+def plan_from_text(text: str, graph: Graph) -> Plan:
+    """The plan of a graph that a text of :func:`text_of` stands for.
+
+    Raises:
+        InputError, PlanError: as :func:`load_plan` does.
+    """
+    return plan_on(graph, SavedPlan.from_text(text))
+
+
+def text_of(plan: Any) -> str:
+    """A plan of any kind as a JSON text, such as ``plan.save`` writes to a file.
+
+    Raises:
+        PlanError: the plan does not know its graph.
+    """
+    text: str = plan.as_saved().text
+    return text
+
+
+def plan_on(graph: Graph, saved: SavedPlan, source: str = "the plan") -> Plan:
+    """The plan that was saved for a graph, weighed on it.
+
+    Raises:
+        InputError: this is no graph.
+        PlanError: it was saved for another graph, or for parts of a model.
+    """
+    if not isinstance(graph, Graph):
+        raise InputError(
+            f"graph must be a Graph, as ogc.parse(model, sample_input) returns, not {type(graph).__name__}"
+        )
+    if saved.kind != WHOLE:
+        raise PlanError(
+            f"{source} has the plans of a model's parts, not one plan of a graph; hand it to "
+            "ogc.optimize(model, sample_input, plan=...)"
+        )
+    (only,) = saved.plans
+    if saved.stretches and (saved.slices, saved.stretches) != (graph.slices, graph.sliced):
+        raise PlanError(
+            f"{source} is for {len(saved.stretches)} stretches in {saved.slices} slices of the batch, which this graph "
+            f"does not run so; use ogc.optimize(model, sample_input, batch_slices={saved.slices}, plan=...)"
+        )
+    plan = restored(graph, only, saved, source)
+    return replace(plan, budget_bytes=saved.budget_bytes, max_overhead=saved.max_overhead)
+
+
+def restored(graph: Graph, one: SavedDecisions, saved: SavedPlan, source: str = "the plan") -> Plan:
+    """One of the plans that were saved, for its graph.
+
+    Raises:
+        PlanError: it was saved for another graph; or its decisions cannot be carried out.
+    """
+    if difference := one.fingerprint.difference(Fingerprint.of(graph)):
+        of_part = f" for part {one.name}" if one.name else ""
+        is_other = saved.torch != torch_version()
+        made = f"; it was saved with torch {saved.torch}, and this is {torch_version()}" if is_other else ""
+        raise PlanError(f"{source} does not fit the graph{of_part}, which has {difference}{made}")
+    return plain_plan(graph) if one.decisions.is_plain else make_plan(graph, one.decisions, saved.solver)
+
+
 @dataclass(frozen=True)
 class Frontier:
     """The curve of memory against overhead: each plan is faster and larger than the one before."""
@@ -308,7 +389,7 @@ class Frontier:
 
     def plot(
         self,
-        path: str | PathLike[str] | None = None,
+        path: str | os.PathLike[str] | None = None,
         *,
         peers: Mapping[str, tuple[int, float]] | None = None,
         ax: Axes | None = None,
@@ -324,7 +405,7 @@ class Frontier:
             DependencyError: matplotlib is not installed.
             InputError: the path ends otherwise, or a peer is no pair of numbers.
         """
-        from .pictures.frontier import plot_frontier
+        from .pictures import plot_frontier
 
         points, plain = [(plan.peak_bytes, plan.overhead) for plan in self.plans], self.plans[-1]
         return plot_frontier(points, plain.plain_peak_bytes, plain.lower_bound, peers or {}, path, ax)

@@ -73,7 +73,7 @@ class Schedule:
 
     def __init__(self, graph: Graph, decisions: Decisions) -> None:
         decisions.check(graph)
-        self.graph = graph = graph.with_forms(decisions.low_memory)
+        self.graph = graph = graph.with_variants(decisions.low_memory)
         self.runs: list[Run] = [Run(0, len(graph), fates=dict(decisions.fates))]
         self.keeps_internals = graph.keeps_internals_with(decisions.kept)
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come

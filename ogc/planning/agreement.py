@@ -12,7 +12,7 @@ from ..plan import Plan, make_plan
 from ..plan.decisions import Decisions
 from ..plan.plan import plain_plan
 from ..plan.saving import structure_of
-from ..torch_state.ranks.agreement import first_of_all
+from ..torch_state.ranks import first_of_all
 
 log = logging.getLogger(__name__)
 

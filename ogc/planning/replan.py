@@ -21,7 +21,7 @@ from ..plan.simulate import plain_peak
 from ..program.structures import Call, InputSpec
 from ..solver import Budget, Wish
 from ..solver.wish import in_bytes
-from ..torch_state.ranks.shards import has_inner_units
+from ..torch_state.ranks import has_inner_units
 
 log = logging.getLogger(__name__)
 

@@ -1,42 +1,98 @@
-"""A submodule that is called as it is, hooks and all, as one operation of a program.
+"""Operations of a program that are no operators of PyTorch: all others ask the class, not which one it is.
 
-What cannot be replayed operator by operator (control flow on data, a custom ``autograd.Function``, hooks,
-scripted code) hides in such a leaf. Nothing proves that it may run twice, so it runs once per step, unless the
-user says that it computes the same again.
+A leaf is a submodule that is called as it is, hooks and all, as one operation of a program.
+
+It hides what cannot be replayed by operators: control flow on data, a custom ``autograd.Function``, hooks, scripted
+code. Nothing proves that it may run twice, so it runs once per step, unless it is seen or said to compute the same
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ..errors import ReplayError
-from ..torch_state.hooks import hooks_off
+from ..torch_state.forwards import hooks_off
 from ..torch_state.private import storage_id, version_of
-from ..torch_state.ranks.collectives import arrived
-from .results import OutputSpec
-from .structures import Given, InputSpec, TensorSpec
+from ..torch_state.ranks import arrived
+from .program import call_node, run_nodes
+from .structures import Given, InputSpec, OutputSpec, TensorSpec
+
+
+class Opaque:
+    """A module that is called as it is, or a region that runs as one operation.
+
+    Attributes:
+        name: identifies it in generated code.
+        runs_once: it must not be called again for its backward.
+        live: the numbers of the arguments that it updates and its own results do not depend on.
+        given: how many of its node's arguments a call is given; None for all.
+    """
+
+    name: str
+    runs_once: bool
+    live: tuple[int, ...]
+    given: ClassVar[int | None] = None
+
+
+class Region(Opaque, ABC):
+    """A part of a program as one operation, made by a rewrite; its results are the program's up to rounding.
+
+    Attributes:
+        graph: the part; a placeholder for each argument.
+        recomputes: its backward runs its forward again, unless that has made the gradients.
+    """
+
+    graph: torch.fx.Graph
+    recomputes: ClassVar[bool] = False
+    runs_once = False
+
+    @property
+    def key(self) -> Any:
+        """What its times are remembered by."""
+        return self
+
+    @abstractmethod
+    def to_weigh(self) -> Callable[..., Any]:
+        """What runs in its place where its shapes alone are looked at."""
+
+    def hidden_bytes(self, operator: Any, args: Any, results: list[torch.Tensor]) -> int:
+        """Bytes that a CPU's kernels of a call inside allocate at once beyond its results."""
+        return 0
+
+    def is_run_for_bytes(self, flops: int) -> bool:
+        """Whether it is run for the bytes of its kernels, if its forward has so many FLOPs."""
+        return True
+
+    def run(self, inputs: Any) -> Any:
+        """The region, operator by operator."""
+        return run_nodes(self.graph.nodes, inputs, _no_attribute, call_node)
+
+
+def runs_once(target: Any) -> bool:
+    """Whether what a node calls must not be called again."""
+    return isinstance(target, Opaque) and target.runs_once
+
+
+def _no_attribute(name: str) -> None:
+    raise AssertionError(f"a region is given {name} as an argument")
 
 
 @dataclass(frozen=True)
 class Returned:
-    """What a call returned, seen beside the tensors that it was given.
+    """What a call returned, beside the tensors that it was given."""
 
-    Attributes:
-        outputs: the structure of the result.
-        tensors: what each tensor in it is like.
-        same: for each, the number of the given tensor that it is, left as it was; None for any other.
-        views: for each, the number of a given tensor whose storage it shares, and its offset in entries from that
-            tensor's; None for an offset where it takes the memory for another type, or for conjugate or negative.
-    """
-
-    outputs: OutputSpec
-    tensors: tuple[TensorSpec, ...]
+    outputs: OutputSpec  # the structure of the result
+    tensors: tuple[TensorSpec, ...]  # what each tensor in it is like
+    # for each, the number of the given tensor that it is, left as it was; None for any other
     same: tuple[int | None, ...]
+    # for each, the number of a given tensor whose storage it shares, and its offset in that (None: of another type)
     views: tuple[tuple[int, int | None] | None, ...]
 
     @staticmethod
@@ -89,34 +145,23 @@ def _text(tensor: TensorSpec, same: int | None, view: tuple[int, int | None] | N
 
 
 @dataclass(frozen=True, eq=False)
-class Leaf:
-    """One call of a submodule.
+class Leaf(Opaque):
+    """One call of a submodule."""
 
-    Attributes:
-        name: identifies the call in generated code.
-        module: qualified name of the submodule.
-        source: file and line of the call.
-        inputs: how its arguments are rebuilt from the given tensors.
-        returned: what it returned when it was recorded.
-        grad: whether gradients were on.
-        autocast: device types for which autocast was on, and their dtypes.
-        repeatable: whether it may be called again for its backward.
-        function: the custom ``autograd.Function`` that it is, if it is no submodule.
-        talks: whether it runs collectives, which other ranks join once in each step.
-        takes_no_hooks: whether it differentiates by torch.func, and saves past hooks for saved tensors.
-    """
+    name: str  # of the call in generated code
+    module: str  # qualified name of the submodule
+    source: str  # file and line of the call
+    inputs: InputSpec  # how its arguments are rebuilt from the given tensors
+    returned: Returned  # what it returned when it was recorded
+    grad: bool  # whether gradients were on
+    autocast: tuple[tuple[str, torch.dtype], ...]  # device types for which autocast was on, and their dtypes
+    repeatable: bool = False  # may be called again for its backward
+    function: type[torch.autograd.Function] | None = None  # the custom function that it is, if no submodule
+    talks: bool = False  # runs collectives, which other ranks join once in each step
+    takes_no_hooks: bool = False  # differentiates by torch.func, and saves past hooks for saved tensors
 
-    name: str
-    module: str
-    source: str
-    inputs: InputSpec
-    returned: Returned
-    grad: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    repeatable: bool = False
-    function: type[torch.autograd.Function] | None = None
-    talks: bool = False
-    takes_no_hooks: bool = False
+    live = ()
+    given: ClassVar[int | None] = 2  # the third are tensors that its module holds
 
     @property
     def submodule(self) -> str | None:
@@ -124,7 +169,7 @@ class Leaf:
         return self.module if self.function is None else None
 
     @property
-    def runs_once(self) -> bool:
+    def runs_once(self) -> bool:  # type: ignore[override]
         """Whether it must not be called again."""
         return not self.repeatable
 
@@ -135,8 +180,7 @@ class Leaf:
     def __call__(self, module: torch.nn.Module | None, given: list[torch.Tensor], state: Sequence[object] = ()) -> Any:
         """Call the module; ``state`` is what it holds, named for those who ask what the call depends on.
 
-        Returns:
-            The tensors that it returns but was not given: the one there is, or a tuple.
+        It returns the tensors that it was not given: the one there is, or a tuple.
         """
         args, kwargs = self.inputs.rebuild(given)
         before = Given(args, kwargs)
@@ -170,18 +214,13 @@ class Leaf:
     def view(self) -> tuple[int, tuple[Any, ...], int] | None:
         """If all that is new is one view: the number of the given tensor, its (size, stride), and its offset in that.
 
-        None also for one that takes the memory for something else than the given tensor does.
+        None also for one that takes the memory for another type than the given tensor does.
         """
         if len(self.new) != 1 or (found := self.returned.views[self.new[0]]) is None:
             return None
         spec = self.returned.tensors[self.new[0]]
         number, offset = found
         return None if offset is None else (number, (spec.shape, spec.stride), offset)
-
-
-def runs_once(target: Any) -> bool:
-    """Whether what a node calls must not be called again: a leaf, or what has made gradients of its own."""
-    return bool(getattr(target, "runs_once", False))
 
 
 def called_leaves(graph: torch.fx.Graph) -> set[str]:

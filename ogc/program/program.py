@@ -5,21 +5,44 @@ The parser makes it, the runtime runs it; neither needs to know the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ..torch_state.private import OpOverload, is_any_autocast_enabled, is_view, pytree, storage_id
 from ..torch_state.reads import Reads
-from .results import OutputSpec
-from .step import Rest
-from .structures import InputSpec, autocast_kinds
+from .structures import InputSpec, OutputSpec, autocast_kinds
+
+Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
+"""A function of what the forward returns; ``"outputs"`` is whatever starts the backward at all outputs."""
+
+Optimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+"""An optimizer of a model, or a class or function that makes one of parameters."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """How the caller goes on."""
+
+    loss: Loss | None = None  # from what the backward starts; None to find that out
+    holds_outputs: bool = True  # all outputs are held through the backward
+    outputs: str = "all"  # ``"all"`` of them are wanted, or the ``"loss"`` alone
+
+
+def losses_among(output: Any, tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> list[int]:
+    """The numbers of the tensors that may be the loss: scalars to differentiate, of several the one by that name."""
+    found = [n for n, tensor in enumerate(tensors) if requires_grad[n] and not tensor.dim()]
+    if len(found) < 2:
+        return found
+    named = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return [n for n in found if tensors[n] is named] or found
+
 
 CONSTANT = "_ogc_constant_"
 """How the names begin of tensors that are no attribute of the model."""
@@ -47,17 +70,13 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor that autograd saves while an operation runs, in the order of saving.
+    """One tensor that autograd saves while an operation runs, in the order of saving."""
 
-    ``tensor`` names the program tensor whose storage it shares; ``layout`` is its (size, stride, offset)
-    where these differ from that tensor's. Without a tensor it is ``external`` (a parameter, a buffer, an
-    input: in memory anyway), ``unneeded`` (no backward asks for it) or internal to the operation.
-    """
-
-    tensor: TensorRef | None = None
+    tensor: TensorRef | None = None  # the program tensor whose storage it shares; else it is internal
+    # its (size, stride, offset) where another than that tensor's
     layout: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
-    external: bool = False
-    unneeded: bool = False
+    external: bool = False  # in memory anyway: a parameter, a buffer, an input
+    unneeded: bool = False  # no backward asks for it
 
 
 @dataclass(frozen=True)
@@ -70,59 +89,42 @@ class LowMemoryForm:
 
 @dataclass(frozen=True)
 class Program:
-    """What the runtime needs to run a model's forward operation by operation.
+    """What the runtime needs to run a model's forward operation by operation."""
 
-    Attributes:
-        graph: placeholders are the flattened tensor inputs, ``get_attr`` nodes the model's parameters and
-            buffers, call nodes the operations in the order of ``Graph.operations``.
-        constants: tensors that are no attribute of the model, by the name of their ``get_attr`` node.
-        inputs: how the arguments flatten, with the values of those that are no tensors.
-        outputs: how the result is rebuilt from the tensors of the output node.
-        saves: for each operation, what autograd saves, in order.
-        forms: the low-memory forms of operations that have one.
-        storages: the value number of each program tensor that is a value.
-        differentiable: the program tensors that a backward through them leads on from.
-        random: operations that draw random numbers.
-        out_of_place: for operations that may take over a value's storage, the operator that does not.
-        bindings: for an operation and an operator that may run it, the name of a function of PyTorch's that calls that
-            operator with these arguments sooner than ``torch.ops`` does.
-        guards: what Python read out of tensors; the program holds where it is the same. None if nothing was read.
-        parse_graph: the function that made the graph by hand, if one did.
-        rest: how the caller goes on.
-        reads: what Python read outside of tensors; the program holds where that is the same.
-        cold: what is read in a first call that settles what all others read, if there is one; it runs the plain model.
-        recorded: the forward as it was recorded, before anything was made of it.
-    """
-
+    # of flattened tensor inputs, parameters and buffers, and the calls of ``Graph.operations`` in their order
     graph: torch.fx.Graph
+    # tensors that are no attribute of the model, by the name of their ``get_attr`` node
     constants: dict[str, torch.Tensor]
-    inputs: InputSpec
-    outputs: OutputSpec
-    saves: tuple[tuple[Saved, ...], ...]
-    storages: dict[TensorRef, int]
-    differentiable: frozenset[TensorRef]
-    random: frozenset[int]
-    forms: dict[int, LowMemoryForm] = field(default_factory=dict)
+    inputs: InputSpec  # how the arguments flatten, with the values of those that are no tensors
+    outputs: OutputSpec  # how the result is rebuilt from the tensors of the output node
+    saves: tuple[tuple[Saved, ...], ...]  # for each operation, what autograd saves, in order
+    storages: dict[TensorRef, int]  # the value number of each program tensor that is a value
+    differentiable: frozenset[TensorRef]  # the program tensors that a backward through them leads on from
+    random: frozenset[int]  # operations that draw random numbers
+    forms: dict[int, LowMemoryForm] = field(default_factory=dict)  # the low-memory forms of operations that have one
+    # for operations that may take over a value's storage, the operator that does not
     out_of_place: dict[int, Any] = field(default_factory=dict)
+    # for an operation and its operator, a function of PyTorch's that calls that sooner than ``torch.ops`` does
     bindings: dict[tuple[int, Any], str] = field(default_factory=dict)
-    guards: Guards | None = None
-    parse_graph: Any = None
-    rest: Rest = field(default_factory=Rest)
+    guards: Guards | None = None  # what Python read out of tensors, if anything
+    parse_graph: Any = None  # the function that made the graph by hand, if one did
+    rest: Rest = field(default_factory=Rest)  # how the caller goes on
+    # what Python read outside of tensors; the program holds where that is the same
     reads: Reads = field(default_factory=Reads)
+    # what is read in a first call, run plain, that settles what all others read, if there is one
     cold: Reads | None = None
-    recorded: Any = None
+    recorded: Any = None  # the forward as it was recorded, before anything was made of it
 
     @property
     def operations(self) -> list[torch.fx.Node]:
-        """The fx node of each operation."""
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
 
 @dataclass(frozen=True)
 class WithoutGrad:
-    """An operator that runs under ``torch.no_grad()``, as it did when it was recorded; all else about it is its own.
+    """An operator that runs under ``torch.no_grad()``, as it was recorded; all else about it is its own.
 
-    The kernels are those of the recorded forward, as arguments still say that they require grad.
+    Kernels are those of the recorded forward, as arguments still say that they require grad.
     """
 
     operator: OpOverload
@@ -142,30 +144,22 @@ class WithoutGrad:
 
 @dataclass(frozen=True)
 class Guards:
-    """What Python read out of tensors in a recorded forward, and the program that reads it again.
+    """What Python read out of tensors in a recorded forward, and the program that reads it again."""
 
-    Attributes:
-        graph: its placeholders are the flattened tensor inputs; it returns numbers, tensors and lists of shapes.
-        constants: tensors that are no attribute of the model, by the name of their ``get_attr`` node.
-        expected: what it returned for the sample.
-        what: each of these in words.
-    """
-
-    graph: torch.fx.Graph
+    graph: torch.fx.Graph  # from the flattened tensor inputs to numbers, tensors and lists of shapes
+    # tensors that are no attribute of the model, by the name of their ``get_attr`` node
     constants: dict[str, torch.Tensor]
-    expected: tuple[Any, ...]
-    what: tuple[str, ...]
+    expected: tuple[Any, ...]  # what it returned for the sample
+    what: tuple[str, ...]  # each of these in words
 
     def read(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        """What the guards return for these inputs."""
         with torch.no_grad(), without_autocast():
             return tuple(run_nodes(self.graph.nodes, inputs, partial(get_attribute, model, self.constants), call_node))
 
     def difference(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> str:
         """The first thing that Python would read otherwise out of these inputs, in words; "" if there is none.
 
-        Reads are compared in their order. What follows a difference is not run: it holds for the recorded values alone,
-        and may fail for others.
+        What follows a difference is not run: it holds for the recorded values alone, and may fail for others.
         """
         (output,) = self.graph.find_nodes(op="output")
         places = {node: place for place, node in enumerate(output.args[0])}
@@ -272,13 +266,10 @@ def run_nodes(
     attribute_of: Callable[[str], Any],
     call: Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any],
 ) -> Any:
-    """Run a program node by node and return what it returns; each value is let go of after its last use.
+    """Run a program node by node and return what it returns; each value is freed after its last use.
 
-    Args:
-        nodes: the program's.
-        inputs: for its placeholders.
-        attribute_of: gives what the target of a ``get_attr`` node stands for.
-        call: given any other node and the values that live, runs it.
+    ``attribute_of`` gives what the target of a ``get_attr`` node stands for; ``call`` runs any other node, given the
+    values that live.
     """
     values: dict[torch.fx.Node, Any] = {}
     users: dict[torch.fx.Node, int] = {}

@@ -1,24 +1,26 @@
-"""How the arguments of a call flatten into tensors, and how they are put together again.
+"""How arguments and results of a call flatten into tensors, and how they are put together again.
 
 Lists, tuples, dicts and whatever is registered as a pytree are taken apart; so are objects that hold nothing but
-tensors, constants and such objects (caches, dataclasses). A call may change these objects, lists and dicts: what they
-hold then is part of its result. An object that is given twice is one object when it is put together again.
+tensors, constants and such objects (caches, dataclasses). A call may change these: what they hold then is part of its
+result. An object that is given twice is one object when it is put together again.
 """
 
 from __future__ import annotations
 
 import copy
 import enum
+import itertools
 import operator
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import InputError
 from ..torch_state.private import pytree
 
 CONSTANTS = (
@@ -48,10 +50,6 @@ class TensorSpec(NamedTuple):
         stride = tensor.stride() if tensor.layout is torch.strided else NOT_DENSE
         return TensorSpec(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad)
 
-    def same_kind(self, other: TensorSpec) -> bool:
-        """Whether the two differ in sizes and strides at most."""
-        return len(self.shape) == len(other.shape) and self[2:] == other[2:]
-
 
 @dataclass(frozen=True)
 class Same:
@@ -70,18 +68,11 @@ class Call:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """How the arguments of a call flatten, and everything about them that a program depends on.
+    """How the arguments of a call flatten, and everything about them that a program depends on."""
 
-    Attributes:
-        tree: the structure of the arguments.
-        leaves: a TensorSpec for each tensor, a HolderSpec for each object that is taken apart, Same for either where it
-            is given once more, else the value itself.
-        casts: what autocast does, by device type.
-    """
-
-    tree: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    casts: tuple[Any, ...]
+    tree: pytree.TreeSpec  # the structure of the arguments
+    leaves: tuple[Any, ...]  # TensorSpec or HolderSpec, Same where either is given once more, else the value itself
+    casts: tuple[Any, ...]  # what autocast does, by device type
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[InputSpec, list[torch.Tensor]]:
@@ -98,7 +89,6 @@ class InputSpec:
 
     @property
     def tensors(self) -> list[TensorSpec]:
-        """Those of all tensors, in order."""
         return [leaf for leaf in flat_leaves(self.leaves) if isinstance(leaf, TensorSpec)]
 
     @property
@@ -143,14 +133,8 @@ def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _TakenApart:
-    """Arguments of one call, as they are taken apart.
-
-    Args:
-        twice: the ids of lists, dicts and other containers that are given more than once.
-
-    Attributes:
-        twice: more of these.
-        tensors: in order, each once.
+    """Arguments of one call, as they are taken apart; ``twice`` are the ids of containers that are given more than
+    once.
     """
 
     def __init__(self, twice: Collection[int] = ()) -> None:
@@ -162,7 +146,6 @@ class _TakenApart:
         self.held: list[Any] = []
 
     def spec(self, given: Any, casts: tuple[Any, ...] = ()) -> InputSpec:
-        """The specification of what is given."""
         own = weakref.proxy(self)  # as pytree's function is in a cycle, with what it is given to call
         leaves, tree = pytree.tree_flatten(given, is_leaf=lambda thing: own._is_leaf(thing))
         return InputSpec(tree, tuple(map(self._described, leaves)), casts)
@@ -172,9 +155,10 @@ class _TakenApart:
             return False
         if id(thing) in self.twice:
             return True
-        if id(thing) in self.seen and (not isinstance(thing, tuple) or _holds_tensors(thing)):
+        is_tuple = isinstance(thing, tuple)
+        if id(thing) in self.seen and (not is_tuple or any(map(torch.is_tensor, pytree.tree_leaves(thing)))):
             self.twice.add(id(thing))
-        if isinstance(thing, tuple) or type(thing) in pytree.SUPPORTED_NODES:
+        if is_tuple or type(thing) in pytree.SUPPORTED_NODES:
             self.seen[id(thing)] = thing
         return False
 
@@ -194,10 +178,6 @@ class _TakenApart:
         return HolderSpec(kind, self.spec((content,)))
 
 
-def _holds_tensors(tree: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(tree))
-
-
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments of a call, in order, each once."""
     return list(args) if _are_tensors(args, kwargs) else InputSpec.of(args, kwargs)[1]
@@ -207,7 +187,7 @@ def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.T
 class HolderSpec:
     """An object that is taken apart: its class, and the InputSpec or OutputSpec of its attributes.
 
-    A list, dict or other container that is given more than once has no class here: it is its content.
+    A container that is given more than once has no class here: it is its content.
     """
 
     kind: type | None
@@ -239,11 +219,7 @@ def is_holder(thing: Any, depth: int = 0) -> bool:
 
 
 class Given:
-    """The arguments of one call, to see afterwards what the call has changed in them.
-
-    Attributes:
-        holders: the objects among them that are taken apart, then the lists and dicts, each once.
-    """
+    """The arguments of one call, to see afterwards what the call has changed in them."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, nodes = _opened([*args, *kwargs.values()])
@@ -318,7 +294,7 @@ def _tree_of_tensors(count: int) -> pytree.TreeSpec:
 def same_leaf(a: Any, b: Any, size: bool = True) -> bool:
     """Whether two leaves of arguments are alike; without ``size``, up to shapes, strides and numbers."""
     if isinstance(a, TensorSpec) and isinstance(b, TensorSpec):
-        return a == b if size else a.same_kind(b)
+        return a == b if size else len(a.shape) == len(b.shape) and a[2:] == b[2:]
     if isinstance(a, HolderSpec) and isinstance(b, HolderSpec):
         return a.kind is b.kind and a.content.fits(b.content, size)
     if a is b or type(a) is not type(b):
@@ -349,3 +325,115 @@ def _casts() -> tuple[Any, ...]:
 def autocast_kinds() -> list[str]:
     """Device types for which autocast is on."""
     return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
+TENSOR = object()
+"""Stands for a tensor among the leaves of a result."""
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """How a result is rebuilt."""
+
+    tree: pytree.TreeSpec  # its structure; with changed objects, that of a pair: the result, and what they hold
+    leaves: tuple[Any, ...]  # TENSOR, a HolderSpec, an object that was given, or the leaf itself
+    changed: tuple[int, ...] = ()  # the numbers of the given objects that are changed
+
+    @staticmethod
+    def of(result: Any, given: Given | None = None) -> tuple[OutputSpec, list[torch.Tensor]]:
+        """The specification of a result and its tensors, in order; those that objects hold are among them."""
+        holders = [] if given is None else given.holders
+        changed = () if given is None else given.changed_holders()
+        known = {
+            id(holder): _GivenObject(number)
+            for number, holder in enumerate(holders)
+            if changed or not is_container(holder)
+        }
+        if not changed:
+            return _output_of(result, known)
+        spec, tensors = _output_of((result, [_Content(holders[number]) for number in changed]), known)
+        return OutputSpec(spec.tree, spec.leaves, changed), tensors
+
+    @property
+    def constants(self) -> list[Any]:
+        """What is no tensor, in order."""
+        return [leaf for leaf in flat_leaves(self.leaves) if leaf is not TENSOR and not isinstance(leaf, _GivenObject)]
+
+    def only(self, number: int) -> OutputSpec:
+        """The structure with one of its tensors, None for the others; InputError if the call changes its arguments."""
+        if self.changed:
+            raise InputError("the forward stores tensors in objects that it is given, so they are wanted; let it not")
+        count = itertools.count()
+        return replace(self, leaves=tuple(_only(leaf, number, count) for leaf in self.leaves))
+
+    def deliver(self, tensors: Iterable[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call with these arguments; objects among them are changed as by the call."""
+        has_objects = self.changed or any(isinstance(leaf, (HolderSpec, _GivenObject)) for leaf in self.leaves)
+        holders = Given(args, kwargs).holders if has_objects else []
+        result = self._rebuild(iter(tensors), holders)
+        if not self.changed:
+            return result
+        result, contents = result
+        for number, content in zip(self.changed, contents, strict=True):
+            hold(holders[number], content.items)
+        return result
+
+    def _rebuild(self, source: Iterator[torch.Tensor], holders: list[Any]) -> Any:
+        def leaf_of(described: Any) -> Any:
+            if described is TENSOR:
+                return next(source)
+            if isinstance(described, _GivenObject):
+                return holders[described.number]
+            if isinstance(described, HolderSpec):
+                return described.instance(described.content._rebuild(source, holders))
+            return described
+
+        return pytree.tree_unflatten([leaf_of(leaf) for leaf in self.leaves], self.tree)
+
+
+def _only(leaf: Any, number: int, count: Iterator[int]) -> Any:
+    """One leaf of a structure, of whose tensors in order one is wanted."""
+    if leaf is TENSOR:
+        return TENSOR if next(count) == number else None
+    if not isinstance(leaf, HolderSpec):
+        return leaf
+    content = replace(leaf.content, leaves=tuple(_only(one, number, count) for one in leaf.content.leaves))
+    return HolderSpec(leaf.kind, content) if TENSOR in flat_leaves(content.leaves) else None
+
+
+class _Content:
+    """What a given object, list or dict holds after a call."""
+
+    def __init__(self, holder: Any) -> None:
+        self.items = items_of(holder)
+
+
+@dataclass(frozen=True)
+class _GivenObject:
+    """An object that was given."""
+
+    number: int
+
+
+def _output_of(
+    result: Any, known: dict[int, _GivenObject], around: tuple[Any, ...] = ()
+) -> tuple[OutputSpec, list[torch.Tensor]]:
+    """The specification and the tensors; ``around`` are the objects that hold the result."""
+    leaves, tree = pytree.tree_flatten(result, is_leaf=lambda thing: id(thing) in known)
+    opened = [_open(leaf, known, around) for leaf in leaves]
+    return OutputSpec(tree, tuple(leaf for leaf, _ in opened)), [tensor for _, inside in opened for tensor in inside]
+
+
+def _open(leaf: Any, known: dict[int, _GivenObject], around: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
+    if id(leaf) in known:
+        return known[id(leaf)], []
+    if isinstance(leaf, torch.Tensor):
+        return TENSOR, [leaf]
+    is_closed = isinstance(leaf, (type, torch.nn.Module)) or callable(leaf) or not hasattr(leaf, "__dict__")
+    if is_closed or any(leaf is one for one in around):
+        return leaf, []
+    is_own = any(isinstance(one, _Content) for one in (leaf, *around))  # else objects without tensors stay themselves
+    spec, tensors = _output_of(vars(leaf), known, (*around, leaf))
+    if tensors or isinstance(leaf, _Content) or (is_own and is_holder(leaf)):
+        return HolderSpec(type(leaf), spec), tensors
+    return leaf, []

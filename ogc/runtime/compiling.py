@@ -13,7 +13,7 @@ import torch
 
 from ..torch_state.forwards import original_class, plain_forward
 from ..torch_state.private import is_exporting
-from .calls.unreached import note_reached
+from .calls import note_reached
 from .runner import log
 
 ADVICE = (

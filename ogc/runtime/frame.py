@@ -23,16 +23,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
-from ..program.again import run_saving
-from ..program.casts import cast
+from ..program.autocast import cast, run_saving
 from ..program.leaf import Leaf
 from ..program.program import attribute, storage_of, tensor_leaves
-from ..torch_state.flags import Flags
 from ..torch_state.private import id_of_storage, keeps_graph, storage_id, untraced, version_of
-from ..torch_state.random_state import State, random_states, set_random_states
-from .held import Bound, detached, differentiable
+from ..torch_state.settings import Flags, State, random_states, set_random_states
+from .held import Argument, Bound, RepeatedCall, detached, differentiable, dropped, in_parts, kept, unpack
 from .marks import Marks
-from .packed import Argument, RepeatedCall, dropped, in_parts, kept, unpack
 
 KEEP = -1
 """Marks a saved tensor that stays in memory through the backward. Below it, KEEP - 1 - t marks one that also is of use

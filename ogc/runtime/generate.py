@@ -19,15 +19,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..graph import Graph
-from ..operators.slices import Compiled, Sliced
 from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run
-from ..program.leaf import Leaf
+from ..program.leaf import Leaf, Opaque
 from ..program.program import Saved, TensorRef
 from .frame import DROP, KEEP, RunCode
-from .layout import Layout
-from .packed import dropped, unpack
-from .statements import argument, call_of, copy_of, let_go, live_nodes, takes_notes, view_of
+from .held import dropped, unpack
+from .layout import Layout, argument, call_of, copy_of, let_go, live_nodes, takes_notes, view_of
 
 _serial = count()
 
@@ -62,7 +60,7 @@ def generate(graph: Graph, plan: Plan) -> Generated:
     names: dict[str, Any] = {"torch": torch, "operator": operator, "low_memory": forms}
     names.update(saved_tensors_hooks=saved_tensors_hooks, unpack=unpack, dropped=dropped)
     names.update(inf=math.inf, nan=math.nan)
-    names.update({target.name: target for target in targets if isinstance(target, (Leaf, Compiled, Sliced))})
+    names.update({target.name: target for target in targets if isinstance(target, Opaque)})
     filename = f"<ogc plan {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
     exec(compile(source, filename, "exec"), names)

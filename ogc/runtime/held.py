@@ -1,16 +1,26 @@
-"""What a run again starts from, as held until then: tensors without their history, and parameters as they were."""
+"""What is held for the backward: by autograd in the place of saved tensors, by opaque modules, and for recomputation.
+
+A pair stands for a saved tensor: (the tensor, its version), or (who has it, its slot there).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from threading import RLock
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
-from ..program.copies import Start, anchor
-from ..torch_state.private import is_view, version_of
+from ..errors import ReplayError
+from ..program.leaf import Leaf
+from ..program.program import storage_of
+from ..program.tensors import Start, anchor, is_content, parts_of
+from ..torch_state.private import id_of_storage, is_view, keeps_graph, maker_of, untraced, version_of
+from .marks import Marks
 
 SMALL = 1 << 14
 """Bytes up to which a vector on the CPU is copied: others may write it where no version counter shows it.
@@ -119,3 +129,190 @@ def _with(held: Any, made: Iterator[torch.Tensor]) -> Any:
     if isinstance(held, (list, tuple)):
         return type(held)([_with(item, made) for item in held])
     return held
+
+
+Pack = Callable[[torch.Tensor], Any]
+"""What to hold for a tensor that autograd saves."""
+
+
+class Slots(Protocol):
+    """Hands out saved tensors by slot, each once for one backward: the frame of a run."""
+
+    lock: RLock
+
+    def fetch(self, slot: Any) -> torch.Tensor: ...
+
+
+def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What to hold for a tensor that stays in memory."""
+    # A tensor with a grad_fn would make a cycle: graph -> saved tensor -> graph.
+    held = tensor if tensor.is_leaf and not is_view(tensor) else tensor.detach()
+    return held, version_of(held)
+
+
+class _Nobody:
+    """Has none of the tensors that no backward asks for."""
+
+    def fetch(self, slot: object) -> torch.Tensor:
+        raise ReplayError(
+            "the backward comes to a part of the graph that no output depended on when the model was optimized; call "
+            "ogc.optimize again on this model"
+        )
+
+
+_nobody = _Nobody()
+
+
+@untraced
+def dropped(tensor: torch.Tensor) -> tuple[_Nobody, None]:
+    """What to hold for a tensor that no backward asks for."""
+    return _nobody, None
+
+
+@untraced
+def unpack(packed: Any) -> torch.Tensor:
+    """The tensor that a pair stands for: (tensor, its version), or (who has it, its slot there).
+
+    The backward of a custom function may ask for it more than once, so there it stays until autograd lets go of it.
+    """
+    is_leafs = type(packed) is Packed
+    owner, key = packed.pair if is_leafs else packed
+    if not isinstance(owner, torch.Tensor):
+        found: torch.Tensor = owner.fetch(key)
+        if is_leafs and not keeps_graph():
+            packed.pair = kept(found)
+        return found
+    if version_of(owner) != key:
+        raise ReplayError(
+            "one of the variables needed for gradient computation has been modified by an in-place operation: "
+            f"a tensor of shape {tuple(owner.shape)} is at version {version_of(owner)}, expected {key}"
+        )
+    return owner
+
+
+@dataclass(eq=False)
+class Packed:
+    """A pair that may be replaced by another one: what leaves save."""
+
+    pair: Any
+
+
+class Wrapped:
+    """A saved tensor of a class with operators of its own, apart: of what it holds, each is packed by itself."""
+
+    def __init__(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor], pack: Pack) -> None:
+        self.make = maker_of(tensor)
+        # A nested tensor knows its lengths by the very tensor that they are in.
+        self.parts = {
+            name: pack(part) if is_content(part) else (part, version_of(part)) for name, part in parts.items()
+        }
+
+    def fetch(self, slot: object) -> torch.Tensor:
+        return self.make({name: unpack(part) for name, part in self.parts.items()}).detach()
+
+
+def in_parts(pack: Pack) -> Pack:
+    """What packs a tensor of a class of its own in parts, and any other by ``pack``."""
+
+    @untraced
+    def packed(tensor: torch.Tensor) -> Any:
+        parts = parts_of(tensor)
+        return (Wrapped(tensor, parts, packed), None) if parts else pack(tensor)
+
+    return packed
+
+
+class Argument:
+    """The slot of a tensor that a leaf was given and saved, any number of times."""
+
+    def __init__(self, frame: Slots, slot: int, tensor: torch.Tensor) -> None:
+        self.frame = frame
+        self.slot = slot
+        self.tensor: torch.Tensor | None = tensor  # while the leaf runs, and between its saved tensors' unpackings
+        self.kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        self.saved = self.left = 0
+
+    def is_like(self, tensor: torch.Tensor) -> bool:
+        return (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == self.kind
+
+    def save(self, tensor: torch.Tensor) -> Packed:
+        self.saved += 1
+        return Packed((self, (tensor.shape, tensor.stride(), tensor.storage_offset())))
+
+    def fetch(self, layout: Any) -> torch.Tensor:
+        with self.frame.lock:
+            if self.tensor is None:
+                self.tensor, self.left = self.frame.fetch(self.slot), self.saved
+            found = self.tensor.as_strided(*layout)
+            self.left -= 1
+            if self.left == 0:
+                self.tensor = None
+            return found
+
+
+class RepeatedCall:
+    """One call of a leaf that is called twice, and what it saved, in order.
+
+    All of that is there until it has returned, as it may run a backward inside.
+    """
+
+    def __init__(self, operation: int, leaf: Leaf) -> None:
+        self.operation = operation
+        self.leaf = leaf
+        self.packed: list[Packed] = []
+        self.count = 0
+        self.dropped: list[tuple[int, weakref.ref[Packed]]] = []  # its number, and what autograd holds for it
+        self.marks = Marks((), ())  # of what was dropped, and of the results
+
+    def run(self, module: torch.nn.Module | None, given: list[torch.Tensor]) -> Any:
+        """The results of the call."""
+
+        @in_parts
+        def pack(tensor: torch.Tensor) -> Packed:
+            self.packed.append(Packed(kept(tensor)))
+            return self.packed[-1]
+
+        with saved_tensors_hooks(pack, unpack):
+            return self.leaf(module, given)
+
+    def drop(self, slots: Slots, stays: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Let go of what it saved, but for what stays in memory anyway; ``slots`` will have it again."""
+        in_memory = {id_of_storage(storage) for storage in map(storage_of, stays) if storage is not None}
+        self.count = len(self.packed)
+        for number, packed in enumerate(self.packed):
+            storage = storage_of(packed.pair[0])
+            if storage is not None and id_of_storage(storage) not in in_memory:
+                self.dropped.append((number, weakref.ref(packed)))
+        self.marks = self._marks(self, results)
+        for number, _ in self.dropped:
+            self.packed[number].pair = slots, (self.operation, number)
+        self.packed = []
+
+    def awaited(self, again: RepeatedCall, results: Sequence[torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """By slot, the tensors that autograd still waits for, as the second call, ``again``, saved them.
+
+        Raises:
+            ReplayError: the other call did not save and return the same.
+        """
+        if len(again.packed) != self.count:
+            raise self.changed()
+        self.marks.expect(self._marks(again, results), self.changed)
+        waiting = [number for number, reference in self.dropped if reference() is not None]
+        return {(self.operation, number): again.packed[number].pair[0].detach() for number in waiting}
+
+    def changed(self) -> ReplayError:
+        """The error of a call that is not the first one again."""
+        return ReplayError(
+            f"the leaf module {self.leaf.module} saved or returned something else when it was called again for its "
+            "backward: it depends on more than its arguments, its parameters and torch's random state, or not all "
+            "of its kernels are deterministic. Take it out of repeatable_leaves, or set these to False"
+        )
+
+    def let_go(self) -> None:
+        """Let go of all that it saved: nothing runs backward through it."""
+        for packed in self.packed:
+            packed.pair = None
+        self.packed = []
+
+    def _marks(self, call: RepeatedCall, results: Sequence[torch.Tensor]) -> Marks:
+        return Marks.of([*(call.packed[number].pair[0] for number, _ in self.dropped), *results])

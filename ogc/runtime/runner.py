@@ -22,9 +22,7 @@ from ..plan.plan import Plan
 from ..program.leaf import Leaf
 from ..program.program import Program, attribute, get_attribute, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
-from ..torch_state.flags import Flags, flags, flags_held, without_benchmark
-from ..torch_state.forwards import is_as_assigned
-from ..torch_state.hooks import DISPATCH, MODE, SAVED, what_is_around
+from ..torch_state.forwards import DISPATCH, MODE, SAVED, is_as_assigned, what_is_around
 from ..torch_state.module_state import State, WatchedModule
 from ..torch_state.no_trace import is_plain
 from ..torch_state.private import (
@@ -35,8 +33,8 @@ from ..torch_state.private import (
     parametrizations_are_cached,
 )
 from ..torch_state.reads import WatchedReads
-from .calls.kind import Kind
-from .calls.report import Calls, Report
+from ..torch_state.settings import Flags, flags, flags_held, without_benchmark
+from .calls import Calls, Kind, Report
 from .frame import Step
 from .generate import Generated, generate
 from .marks import raise_what_is_known

@@ -10,8 +10,8 @@ from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
-from .forms import search_of
 from .references import REFERENCES
+from .variants import search_of
 from .wish import NEGLIGIBLE, Budget, Solver, Wish, bytes_of
 
 
@@ -86,7 +86,7 @@ def optimal(graph: Graph, wish: Wish) -> Plan:
     """The plan with the least peak, and the least recomputed time at it; or what is asked for instead.
 
     Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.nested`). For a wish, one that
-    is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.selective`).
+    is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.candidates`).
 
     Raises:
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.

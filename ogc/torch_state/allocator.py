@@ -25,9 +25,8 @@ def can_measure(device: torch.device) -> bool:
 def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
     """Most bytes allocated at once while ``step()`` runs, above what was allocated before it.
 
-    On CUDA these are the caching allocator's own statistics: bytes that were asked for, as blocks are larger by up to a
-    mebibyte each, which depends on what was there before. On CPU they are added up from its events, which the profiler
-    records; memory that libraries take past torch's allocator is not among them.
+    On CUDA from the allocator's statistics: bytes that were requested, as blocks are larger by up to a mebibyte each.
+    On CPU from its events, which the profiler records; memory that libraries take past torch's allocator is not seen.
     """
     return allocated_bytes(step, device)[0]
 
@@ -35,10 +34,10 @@ def peak_bytes(step: Callable[[], object], device: torch.device | str) -> int:
 def allocated_bytes(
     step: Callable[[], object], device: torch.device | str, prepare: Callable[[], object] = lambda: None
 ) -> tuple[int, int]:
-    """The peak as :func:`peak_bytes` gives it, and the bytes that are allocated more after the step than before.
+    """The peak as of :func:`peak_bytes`, and by how many bytes more are allocated after the step than before.
 
-    What ``prepare()``, run before it, allocates is known where it is let go of: so is not, on a CPU, what has
-    been there for longer.
+    On a CPU the size of what ``prepare()``, run before it, allocates is known when it is freed; that of older memory is
+    not.
     """
     _, end = marked_bytes(lambda mark: step(), device, prepare)
     return end.peak_bytes, end.bytes
@@ -46,25 +45,18 @@ def allocated_bytes(
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of a step.
+    """A moment of a step."""
 
-    Attributes:
-        label: that the step gave it; ``"begin"`` and ``"end"`` for its first and its last moment.
-        bytes: allocated then.
-        peak_bytes: most bytes allocated at once since the mark before it.
-        seconds: when it was.
-    """
-
-    label: str
-    bytes: int
-    peak_bytes: int
+    label: str  # given by the step; "begin" and "end" for its first and last moment
+    bytes: int  # allocated then
+    peak_bytes: int  # most bytes allocated at once since the mark before
     seconds: float
 
 
 def marked_bytes(step: Step, device: torch.device | str, prepare: Callable[[], object] = lambda: None) -> list[Mark]:
-    """Bytes allocated at the moments that ``step(mark)`` marks with labels, and between them.
+    """Bytes allocated at the moments that ``step(mark)`` marks with labels, and peaks between them.
 
-    They are counted from what was allocated before the step, which is the first mark; ``prepare()`` runs before that.
+    They count from the start of the step, which is the first mark; ``prepare()`` runs before it.
     """
     device = torch.device(device)
     marks = _marked_on_cuda(step, device, prepare) if device.type == "cuda" else _marked_on_cpu(step, prepare)

@@ -47,11 +47,14 @@ def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """An integer, as a tensor of no dimensions, that tells apart tensors of the same layout by their bits and order.
+    """An integer tensor that tells tensors of the same layout apart by their bits and order.
 
-    Reads the contents twice and copies next to nothing: sums over the rows and over the columns of a square.
+    It sums over the rows and the columns of a square, which reads the content twice and copies next to nothing.
     """
-    flat = _in_memory_order(tensor.detach())
+    tensor = tensor.detach()
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+    in_memory = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    flat = tensor.permute(in_memory).contiguous().view(-1)
     each = 8 // flat.element_size()
     whole = flat[: len(flat) // each * each]
     words = (whole.clone() if whole.storage_offset() % each else whole).view(torch.int64)
@@ -64,12 +67,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd: weights of different entries differ in all bits
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).contiguous().view(-1)
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:

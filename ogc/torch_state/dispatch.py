@@ -1,8 +1,7 @@
 """Sees each operator that PyTorch dispatches on a thread, above autocast and autograd, without being seen.
 
-PyTorch's dispatcher knows a key that is reserved for code outside of it, and has no kernels of its own for it. While
-the key is on, every call of an operator, from Python or from C++, comes here first, as the caller made it: before it
-is cast, differentiated or taken apart. Nothing else about PyTorch changes: sizes are numbers, no tracing state is on.
+A dispatch key that PyTorch leaves to others has no kernels of its own. While it is on, every call of an operator comes
+here first, before it is cast, differentiated or decomposed. No tracing mode is on, and sizes are Python ints.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Call(NamedTuple):
 
     @property
     def takes_numbers(self) -> bool:
-        """Whether it was given numbers for tensors."""
+        """Whether it was given numbers in the place of tensors."""
         wanted = zip(self.args, schema_of(self.operator).arguments, strict=False)
         numbers = (bool, int, float, complex)
         return any(isinstance(given, numbers) and str(argument.type) == "Tensor" for given, argument in wanted)
@@ -81,7 +80,7 @@ _kind: OnThread[type[Call]] = OnThread(Call)
 
 
 def calls_are(kind: type[Call]) -> AbstractContextManager[None]:
-    """Inside, on this thread, calls that are handed on are of another class; see :func:`made_as_they_are`."""
+    """Inside, on this thread, calls are handed on as another class; see :func:`made_as_they_are`."""
     return _kind.set_to(kind)
 
 
@@ -104,11 +103,22 @@ def dispatched_to(handler: Handler) -> Iterator[None]:
         yield
 
 
+class OperatorMode(TorchDispatchMode):
+    """Has each operator that is called below autograd run by ``called``."""
+
+    def called(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result of a call."""
+        return operator(*args, **kwargs)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.called(operator, args, kwargs or {})
+
+
 @contextmanager
 def run_in(mode: TorchDispatchMode) -> Iterator[None]:
-    """Run operators in a mode, and where calls are handed to a handler, those that it runs.
+    """Run operators in a mode, also those that a handler of :func:`dispatched_to` runs.
 
-    The mode itself is off there, as PyTorch finds no fallbacks that are written in Python while one is on.
+    The mode is off in the handler: PyTorch finds no fallbacks written in Python while one is on.
     """
     with _modes.set_to((*_modes.value, mode)), mode:
         yield

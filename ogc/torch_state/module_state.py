@@ -1,10 +1,8 @@
 """Tells, cheaply and before every call, whether a module is still the one that a plan was made for.
 
-A program holds for the module's submodules, hooks, parameters and buffers, for the training flags and for each
-parameter's ``requires_grad``, type, device and shape. All of these live in dictionaries that PyTorch changes
-in place, so they are found once and compared with what was seen last, without running Python for each module.
-Only where something differs is the module described anew. Scripted modules, which have no such dictionaries, and
-wrappers of compiled ones are asked each time.
+A program holds for submodules, hooks, parameters and buffers, training flags, and each parameter's ``requires_grad``,
+type, device and shape. They live in dictionaries that PyTorch changes in place: found once, they are compared with what
+was seen last, without Python code for each module. Only where something differs is the module described anew.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .private import CODE, HOOKS, MEMBERS, parameters_of, submodules_of
-from .ranks.shards import is_flat, is_spread
+from .ranks import is_flat, is_spread
 
 _training = itemgetter("training")
 _requires_grad = attrgetter("requires_grad")
@@ -26,29 +24,17 @@ _look = attrgetter(*_LOOK)
 
 
 class State(NamedTuple):
-    """Describes a module; equal where the same program holds.
+    """Describes a module; equal where the same program holds."""
 
-    Attributes:
-        structure: a number for the arrangement of its submodules.
-        training: the flag of each module.
-        looks: of each parameter, ``requires_grad``, type, device and shape.
-        shared: of each parameter and buffer, the first that it is the same tensor as.
-        keys: the names of parameters and buffers in their modules.
-        hooks: how many each table of hooks has.
-        forwards: of each module, whether its forward was replaced on the instance.
-        is_spread: whether parameters are spread over ranks.
-        scripts: what scripted modules tell of themselves, and the code of those that torch.fx made.
-    """
-
-    structure: int
-    training: tuple[bool, ...]
-    looks: tuple[Any, ...]
-    shared: tuple[int | None, ...]
-    keys: tuple[str, ...]
-    hooks: tuple[int, ...]
-    forwards: tuple[bool, ...]
-    is_spread: bool
-    scripts: tuple[Any, ...]
+    structure: int  # a number for the arrangement of its submodules
+    training: tuple[bool, ...]  # the flag of each module
+    looks: tuple[Any, ...]  # of each parameter, ``requires_grad``, type, device and shape
+    shared: tuple[int | None, ...]  # of each parameter and buffer, the first that it is the same tensor as
+    keys: tuple[str, ...]  # the names of parameters and buffers in their modules
+    hooks: tuple[int, ...]  # how many each table of hooks has
+    forwards: tuple[bool, ...]  # of each module, whether its forward was replaced on the instance
+    is_spread: bool  # whether parameters are spread over ranks
+    scripts: tuple[Any, ...]  # what scripted modules tell of themselves, and the code of those that torch.fx made
 
 
 def changed_state(model: torch.nn.Module, then: State, now: State) -> Iterator[str]:
@@ -88,10 +74,7 @@ def changed_state(model: torch.nn.Module, then: State, now: State) -> Iterator[s
 class WatchedModule:
     """One module, whose state is asked for again and again.
 
-    Args:
-        model: the module.
-        structures: numbers for arrangements of submodules that were not seen before.
-        structure: the number of the arrangement that ``model`` has now.
+    ``structures`` numbers arrangements of submodules that were not seen before; ``structure`` is the one it has now.
     """
 
     def __init__(self, model: torch.nn.Module, structures: Iterator[int], structure: int = 0) -> None:
@@ -112,10 +95,7 @@ class WatchedModule:
         return self.description
 
     def trains_as_before(self) -> bool:
-        """Whether modes, and which parameters require grad, are as when it was last described.
-
-        Far quicker than :meth:`state`: a forward goes through all that is looked at anyway.
-        """
+        """Whether modes and ``requires_grad`` are as last described; quicker than :meth:`state`."""
         return (
             list(map(_training, self.attributes)) == self.training
             and list(map(_requires_grad, self.parameters)) == self.required

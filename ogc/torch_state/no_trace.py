@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import operator
-import random
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy
 import torch
 
 from ..on_thread import OnThread
-from .attributes import TABLES, attributes, containers
 from .compare import identical, same_bits
-from .private import MEMBERS, buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
-from .random_state import cuda_devices, random_states, set_random_states
-from .reads.put_back import Before
+from .private import buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
+from .reads.objects import TABLES, Before, held_by
+from .settings import modes_put_back, random_put_back
 
 unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Modules that fail where their operators are seen: as leaves they are called without anybody looking."""
 
 writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose forward was seen to write their own parameters: copies are made of these, too."""
-
 
 _plain = OnThread(False)
 _met: OnThread[dict[int, tuple[Any, Before]] | None] = OnThread(None)
@@ -68,39 +63,57 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
     * which tensors are the gradients of the parameters;
     * the random states of Python, of numpy, of torch on the CPU and all GPUs in use, and of each ``torch.Generator``
       that is an attribute of a module or among ``given``, the arguments of a forward;
-    * autocast: for which devices it is on, its types, its cache, which is not used inside of a region of the caller's;
+    * autocast and its cache, which is not used inside of a region of the caller's;
     * whether gradients are computed, and that no hooks for saved tensors are on that were put on inside;
     * what other objects hold that a forward was seen to read from, such as globals, since the model is looked at.
 
-    Not put back are what all others hold, and what parameters and their gradients hold, but for parameters of models
-    in ``writing``: that would take a copy, as buffers do. Inference mode is left alone.
+    What parameters and their gradients hold is not put back, but for parameters of models in ``writing``: it would take
+    a copy. Inference mode is left alone.
     """
     known = {} if attributes_stay or _met.value is None else _met.value
-    met = [(thing, before.renewed(thing)) for thing, before in known.values()]
     modules = list({id(module): module for model in models for module in model.modules()}.values())
-    put_back = members_put_back(modules, attributes_stay)
-    buffers = {id(b): b for module in modules for b in buffers_of(module).values() if b is not None}
-    copies = [(buffer, buffer.data, buffer.detach().clone()) for buffer in buffers.values()]
-    written = [(p, p.data, p.detach().clone()) for m in models if m in writing for p in m.parameters()]
-    gradients = [(p, p.grad) for model in models for p in model.parameters() if p.is_leaf]
-    generators = [(generator, generator.get_state()) for generator in generators_of(models, given)]
-    devices = cuda_devices()
-    states, python_state, numpy_state = random_states(devices), random.getstate(), numpy.random.get_state()
-    settings = [partial(setting, *values) for setting, values in _settings()]
-    first: list[Callable[[], object]] = [_let_casts_go(), _let_hooks_go(), *settings]
+    modes = modes_put_back()  # before casts are let go, which sets one
+    put_back: list[Callable[[], object]] = [
+        _let_casts_go(),
+        _let_hooks_go(),
+        modes,
+        *(partial(before.renewed(thing).put_back, thing) for thing, before in known.values()),
+        random_put_back(generators_of(models, given)),
+        members_put_back(modules, attributes_stay),
+        _tensors_put_back(models, modules),
+    ]
     try:
         yield
     finally:
-        for let_go in first:
-            let_go()
-        for thing, before in met:
+        for put in put_back:
+            put()
+
+
+def members_put_back(modules: Iterable[torch.nn.Module], attributes_stay: bool = False) -> Callable[[], None]:
+    """Gives modules, when called, the attributes and members that they have now; see :func:`untouched`."""
+    tables = [buffers_of(module) for module in modules]
+    held = [] if attributes_stay else [*chain.from_iterable(map(held_by, modules))]
+    held += [(table, Before(table)) for table in tables if isinstance(table, dict)]
+    scripted = [(table, key, item) for table in tables if not isinstance(table, dict) for key, item in table.items()]
+
+    def put_back() -> None:
+        for thing, before in held:
             before.put_back(thing)
-        set_random_states(states, devices)
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
-        for generator, state in generators:
-            generator.set_state(state)
-        put_back()
+        for table, key, item in scripted:
+            if table[key] is not item:
+                table[key] = item
+
+    return put_back
+
+
+def _tensors_put_back(models: Iterable[torch.nn.Module], modules: Iterable[torch.nn.Module]) -> Callable[[], None]:
+    """Gives buffers, when called, their memory and content, and parameters their gradients."""
+    buffers = {id(b): b for module in modules for b in buffers_of(module).values() if b is not None}
+    copies = [(buffer, buffer.data, buffer.detach().clone()) for buffer in buffers.values()]
+    written = [(p, p.data, p.detach().clone()) for model in models if model in writing for p in model.parameters()]
+    gradients = [(p, p.grad) for model in models for p in model.parameters() if p.is_leaf]
+
+    def put_back() -> None:
         for parameter, data, copy in written:
             data.copy_(copy)
             parameter.data = data
@@ -113,28 +126,14 @@ def untouched(*models: torch.nn.Module, given: Any = (), attributes_stay: bool =
                 data.copy_(copy)
                 buffer.data = data
 
-
-def members_put_back(modules: Sequence[torch.nn.Module], attributes_stay: bool = False) -> Callable[[], None]:
-    """Gives modules, when called, the attributes and members that they have now; see :func:`untouched`."""
-    plain = [] if attributes_stay else [(module, attributes(module)) for module in modules]
-    held = [(value, value.copy()) for _, found in plain for value in containers(tuple(found.values()))]
-    held += [(buffers_of(module), dict(buffers_of(module).items())) for module in modules]
-    held += [(table, dict(table)) for module, _ in plain for table in _tables(module)]
-
-    def put_back() -> None:
-        for module, found in plain:
-            for key in attributes(module).keys() - found.keys():
-                del vars(module)[key]
-            vars(module).update(found)
-        for value, content in held:
-            _put_back(value, content)
-
     return put_back
 
 
-def cut_history(modules: Sequence[torch.nn.Module]) -> None:
-    """Put tensors in the places of attributes and buffers that have a history, until these are put back: at these a
-    backward ends, which else would run through earlier forwards and let go of what they saved."""
+def cut_history(modules: Iterable[torch.nn.Module]) -> None:
+    """Put tensors in the places of attributes and buffers that have a history, until these are put back.
+
+    A backward ends at them, which else would run through earlier forwards and let go of what they saved.
+    """
     for module in modules:
         for table in (vars(module), buffers_of(module)):
             for key, value in table.items():
@@ -171,41 +170,6 @@ def _let_casts_go() -> Callable[[], None]:
         return lambda: None
     torch.clear_autocast_cache()
     return torch.clear_autocast_cache
-
-
-def _settings() -> list[tuple[Any, tuple[Any, ...]]]:
-    """What PyTorch is set to on this thread: how each setting is made, with its values."""
-    kinds = ("cpu", "cuda")
-    return [
-        (torch.set_grad_enabled, (torch.is_grad_enabled(),)),
-        (torch.set_autocast_cache_enabled, (torch.is_autocast_cache_enabled(),)),
-        *((torch.set_autocast_enabled, (kind, torch.is_autocast_enabled(kind))) for kind in kinds),
-        *((torch.set_autocast_dtype, (kind, torch.get_autocast_dtype(kind))) for kind in kinds),
-    ]
-
-
-def _put_back(held: Any, content: Any) -> None:
-    """Let a list, dict or set hold what it held before."""
-    if isinstance(held, list):
-        same = len(held) == len(content) and all(map(operator.is_, held, content))
-    elif isinstance(held, set):
-        same = held == content
-    else:
-        same = list(held.keys()) == list(content) and all(held[key] is item for key, item in content.items())
-    if same:
-        return
-    if isinstance(held, (list, dict, set)):
-        held.clear()
-        (held.extend if isinstance(held, list) else held.update)(content)
-    else:  # the buffers of a scripted module, whose names are fixed
-        for key, item in content.items():
-            held[key] = item
-
-
-def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Those of parameters, submodules and hooks; scripted modules have fewer."""
-    found = vars(module)
-    return [table for name in TABLES if name != MEMBERS[1] and isinstance(table := found.get(name), dict)]
 
 
 def generators_of(models: Iterable[torch.nn.Module], given: Any = ()) -> list[torch.Generator]:

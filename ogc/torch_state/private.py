@@ -1,6 +1,6 @@
-"""All of torch's that begins with an underscore, and nowhere else: what each name gives, and what fails without it.
+"""All names of torch's that begin with an underscore, but for aten's: what each gives, and what fails without it.
 
-Operators of aten whose names begin so are no part of this. tests/torch_state/test_private_api.py tries each name.
+tests/torch_state/test_private_api.py tries each.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ base_of = attrgetter("_base")
 """The tensor that a view is of, or None. Without it the gradients of views that are written are undercounted."""
 id_of_storage = attrgetter("_cdata")
 """The address of a storage object. Without it tensors that share memory cannot be told: no value has a size."""
+version_of: Any = attrgetter("_version")
+"""How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
 tensor_holders: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 """How many in C++ hold a tensor. Without it low-memory operators never write over a gradient: the peak is higher."""
 sleep_on_cuda: Any = torch.cuda._sleep
@@ -38,13 +40,8 @@ MAKE_SUBCLASS = "_make_subclass"
 """The method of tensors that makes parameters. Without it a parameter made in a forward is recorded wrongly."""
 
 
-version_of: Any = attrgetter("_version")
-"""How often a tensor's memory was written. Without it writes are unseen: backwards use what is no longer there."""
-
-
 def version_alone(tensor: torch.Tensor) -> torch.Tensor | None:
-    """An empty tensor whose version goes up with another's, if it has one. Without it writes beside what was saved are
-    unknown."""
+    """An empty tensor of another's version, if it has one. Without it writes beside what was saved are unknown."""
     alone = tensor.detach()
     try:
         alone.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -75,8 +72,7 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a tensor of a class with operators of its own holds, by its attributes; nothing for any other. Without it
-    what a leaf saves of nested tensors stays in memory, and no promise has it."""
+    """What a tensor of a class with operators of its own holds. Without it what a leaf saves of nested ones stays."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not _is_wrapper(tensor):
         return {}
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
@@ -90,6 +86,7 @@ def maker_of(tensor: torch.Tensor) -> Callable[[Mapping[str, torch.Tensor]], tor
     return lambda parts: made(dict(parts), context)
 
 
+_dispatch: Any = torch.utils._python_dispatch
 _is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 
 OpOverload = torch._ops.OpOverload
@@ -108,10 +105,8 @@ def composed(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 """Sees what is dispatched below autograd. Without it there is no judge of the parser, and no estimate."""
-FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
-"""Runs operators without memory. Without it ``profile="estimate"`` cannot weigh anything."""
-FakeTensor = torch._subclasses.fake_tensor.FakeTensor
-"""The class of tensors without memory. Without it models of such parameters fail where their content is read."""
+FakeTensorMode, FakeTensor = torch._subclasses.fake_tensor.FakeTensorMode, torch._subclasses.fake_tensor.FakeTensor
+"""Runs operators without memory, and its tensors. Without them ``profile="estimate"`` cannot weigh anything."""
 log_of_fakes: Any = torch._subclasses.fake_tensor.log
 """Where ``FakeTensorMode`` logs errors that it raises. Without it users read of calls that are tried so."""
 RECORDING: Any = _C._parse_dispatch_key("DeferredInit")
@@ -126,28 +121,20 @@ has_kernel: Any = cache(_C._dispatch_has_kernel_for_dispatch_key)
 """Whether an operator, by name, has a kernel for a dispatch key. Without it as without ``AUTOCAST``."""
 saved_tensors_hooks_in_use: Any = partial(_C._autograd._top_saved_tensors_default_hooks, True)
 """The innermost hooks for saved tensors, or None. Without it parts are planned in torch.utils.checkpoint."""
-function_modes: Any = torch.overrides._get_current_function_mode_stack
-"""The modes that functions of torch are handed to. Without it those around a planned forward are passed by."""
-count_function_modes: Any = _C._len_torch_function_stack
-"""How many ``function_modes`` there are. Without it as without these."""
-count_dispatch_modes: Any = _C._len_torch_dispatch_stack
-"""How many ``dispatch_modes`` there are. Without it as without these."""
-dispatch_modes: Any = torch.utils._python_dispatch._get_current_dispatch_mode_stack
-"""The modes that operators are handed to. Without it what runs again runs outside of those around the forward."""
-push_function_mode: Any = torch.overrides._push_mode
-"""Puts a mode for functions of torch on. Without it, and ``pop_function_mode``, nothing can be optimized in one."""
-pop_function_mode: Any = torch.overrides._pop_mode
-"""Takes the innermost mode for functions of torch off, and returns it. Without it as without ``push_function_mode``."""
+function_modes, count_function_modes = torch.overrides._get_current_function_mode_stack, _C._len_torch_function_stack
+"""The modes that functions of torch are handed to. Without them those around a planned forward are passed by."""
+dispatch_modes, count_dispatch_modes = _dispatch._get_current_dispatch_mode_stack, _C._len_torch_dispatch_stack
+"""The modes that operators are handed to. Without them what runs again runs outside of those around the forward."""
+push_function_mode, pop_function_mode = torch.overrides._push_mode, torch.overrides._pop_mode
+"""Put a mode for functions of torch on, and take the innermost off. Without them nothing can be optimized in one."""
 DeviceContext = torch.utils._device.DeviceContext
 """The mode that a default device is. Without it the plain model runs wherever one is set."""
 enter_saved_tensors_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
 """Puts hooks for saved tensors on. Without it nothing runs again."""
 leave_saved_tensors_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 """Takes the innermost hooks for saved tensors off. Without it an interrupt may leave some of the parser's on."""
-set_grad_enabled: Any = _C._set_grad_enabled
-"""Switches gradients on or off. Without it nothing runs again."""
-is_any_autocast_enabled: Any = _C._is_any_autocast_enabled
-"""Whether autocast is on for any type of device. Without it nothing runs again."""
+set_grad_enabled, is_any_autocast_enabled = _C._set_grad_enabled, _C._is_any_autocast_enabled
+"""Switches gradients; whether autocast is on for any type of device. Without them nothing runs again."""
 are_deterministic: Any = _C._get_deterministic_algorithms, _C._get_deterministic_algorithms_warn_only
 """Whether deterministic algorithms are asked for, and by warnings alone. Without it as without ``FLAGS``."""
 matmul_precision: Any = _C._get_float32_matmul_precision
@@ -181,9 +168,7 @@ def has_tangents() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-NN_FUNCTIONS = "torch._C._nn"
-"""What generated code calls ``nn_functions``. Without it as without these."""
-nn_functions: Any = _C._nn
+NN_FUNCTIONS, nn_functions = "torch._C._nn", _C._nn
 """Functions that call operators such as gelu. Without them these are called by ``torch.ops``, which takes longer."""
 
 
@@ -205,10 +190,8 @@ CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_r
 """What torch.utils.checkpoint runs in: one of these. Without both it saves tensors as if nobody planned."""
 is_profiled: Any = torch.autograd._profiler_enabled
 """Whether a profiler runs. Without it ogc measures on a CPU while another profiler runs, and fails."""
-Allocation = torch._C._profiler._ExtraFields_Allocation
-"""An event of the CPU's allocator. Without it no peak can be measured on a CPU."""
-traverse_dfs = torch.profiler._utils.traverse_dfs
-"""Goes through the events of a profiler. Without it no peak can be measured on a CPU."""
+Allocation, traverse_dfs = torch._C._profiler._ExtraFields_Allocation, torch.profiler._utils.traverse_dfs
+"""An event of the CPU's allocator, and a walk through events. Without them no peak can be measured on a CPU."""
 MEMBERS = ("_parameters", "_buffers", "_modules")
 """A module's tables of its members. Without them a module that has changed runs by a plan of what it was."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -234,29 +217,21 @@ _SKIP: Any = torch._dynamo.types.FrameExecStrategy(*2 * [torch._dynamo.types.Fra
 
 
 def is_exporting() -> bool:
-    """Whether torch.export runs; ``torch.compiler`` says so in torch.compile too, before 2.14. Without it plans stay
-    in what is exported, or torch.compile loses them."""
+    """Whether torch.export runs, and not torch.compile. Without it plans stay in what is exported."""
     return torch.compiler._is_exporting_flag
 
 
 def untraced(function: Any) -> Any:
-    """The function, in which torch.compile starts no graph, nor in what it calls, though it may go through it.
-
-    Without it what compiled code comes to by hooks and backwards is compiled, and no longer what was planned.
-    """
+    """The function, in which torch.compile starts no graph. Without it what was planned is compiled in backwards."""
     torch._dynamo.eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
-own_call = attrgetter("_call_impl")
-"""A module's own call, hooks and all. Without it no part of a model can be planned by itself."""
-CALL = "_compiled_call_impl"
-"""What a module calls in the place of its own call, if it has it. Without it as without ``own_call``."""
+own_call, CALL = attrgetter("_call_impl"), "_compiled_call_impl"
+"""A module's own call, and what it calls instead, if it has it. Without them no part of a model can be planned."""
 COMPILED = "_orig_mod"
 """Where torch.compile's wrapper has the module in it. Without it compiled modules are recorded, and that fails."""
-eval_frame: Any = torch._dynamo.eval_frame
-"""The module of ``ENTERS_COMPILED``. Without it as without that."""
-ENTERS_COMPILED = "_callback_from_stance"
+eval_frame, ENTERS_COMPILED = torch._dynamo.eval_frame, "_callback_from_stance"
 """What each call of a compiled function asks what to compile by. Without it such functions are recorded, and fail."""
 WRAPPED_CALL = "_wrapped_call"
 """What a class that torch.fx made has its call in. Without it copies of such modules call themselves for ever."""
@@ -293,10 +268,8 @@ FLAGS: dict[str, tuple[Any, Any]] = {
     ),
 }
 """Settings that choose kernels: how each is read and made. Without one what runs again may run another kernel."""
-get_fp32_precision: Any = _C._get_fp32_precision_getter
+get_fp32_precision, set_fp32_precision = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
 """What a kind of kernels computes float32 in. Without it what runs again may be computed in TF32, or not."""
-set_fp32_precision: Any = _C._set_fp32_precision_setter
-"""Sets that. Without it as without ``get_fp32_precision``."""
 
 
 def finished_work() -> Any:
@@ -306,12 +279,11 @@ def finished_work() -> Any:
     return Work.boxed(FakeWork())  # type: ignore[attr-defined]
 
 
-ALONE = "TESTING_ONLY_GenericMode"
-"""A dispatch key without kernels that goes before all others. Without it no model with collectives can be planned."""
+ALONE, OPERATOR_NAMES = "TESTING_ONLY_GenericMode", _C._dispatch_get_all_op_names
+"""A dispatch key without kernels that goes before all others, and the names of all operators. Without them no model
+with collectives can be planned."""
 alone_on_this_thread: Any = partial(_C._IncludeDispatchKeyGuard, _C._parse_dispatch_key(ALONE))
 """A context in which calls go to the kernels for ``ALONE``. Without it as without that."""
-OPERATOR_NAMES: Any = _C._dispatch_get_all_op_names
-"""The names of all operators. Without it as without ``ALONE``."""
 
 
 def store_of_all_ranks() -> Any:
@@ -320,8 +292,7 @@ def store_of_all_ranks() -> Any:
 
 
 def share_shards(module: torch.nn.Module, like: torch.nn.Module) -> None:
-    """Have what shards one module shard another instance of it. Without it one that is optimized after ``fully_shard``
-    is taken for a module that nobody shards."""
+    """Have what shards one module shard another instance. Without it what is optimized then is taken for unsharded."""
     from torch.distributed._composable_state import _get_module_state, _insert_module_state
 
     state: Any = _get_module_state(like)

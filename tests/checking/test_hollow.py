@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import ogc
-from ogc.checking.hollow import HollowRun, hollow_run
+from ogc.sizing.hollow import HollowRun, hollow_run
 
 GPU = "A100"
 

@@ -9,12 +9,12 @@ from test_needs import IMAGES, Network, loss
 from torch import nn
 
 import ogc
-from ogc.device import fitting, needs
-from ogc.device.allowances import bucket_bytes
-from ogc.device.fitting import fits, moves_of, needed_bytes, used_bytes, within_device
-from ogc.device.needs import Estimate, activation_budget, fixed_needs
 from ogc.errors import InputError, SolveError
-from ogc.plan.caching import AllocatorSettings, Step, Usage
+from ogc.sizing import fitting, needs
+from ogc.sizing.allocator import AllocatorSettings, Usage
+from ogc.sizing.fitting import fits, moves_of, needed_bytes, used_bytes, within_device
+from ogc.sizing.needs import Estimate, activation_budget, bucket_bytes, fixed_needs
+from ogc.sizing.requests import WholeStep
 from ogc.torch_state.allocator import peak_bytes
 
 MIB = 2**20
@@ -173,7 +173,7 @@ def test_each_tensor_that_is_there_before_a_step_counts():
     assert sum(found.tensors) + found.inputs + found.context == found.fixed
     parameters = [p.numel() * 4 for p in model.parameters()]
     assert list(found.tensors[: len(parameters)]) == parameters
-    assert found.step(()) == Step((), (*found.tensors, found.inputs), found.optimizer_step)
+    assert found.step(()) == WholeStep((), (*found.tensors, found.inputs), found.optimizer_step)
 
 
 def test_libraries_have_allowances_of_their_own(monkeypatch):

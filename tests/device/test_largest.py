@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
-from ogc.device import graphs
-from ogc.device.foretell import foretold, paced
-from ogc.device.largest import _Search
-from ogc.device.needs import fixed_needs
 from ogc.errors import InputError, SolveError
-from ogc.operators.convolution import parts
+from ogc.operators import convolution_parts as parts
 from ogc.plan.simulate import plain_peak
+from ogc.sizing import graphs
+from ogc.sizing.graphs import foretold, paced
+from ogc.sizing.largest import _Search
+from ogc.sizing.needs import fixed_needs
 from ogc.torch_state.allocator import peak_bytes
 
 
@@ -123,7 +123,7 @@ def test_the_search_gallops_from_what_is_known(monkeypatch, answer, guess):
     assert len(tried) == len(set(tried)) <= 14
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_several_overheads_are_answered_as_each_alone():
     model, room = Network(width=16), 8 * 2**20
     options = {"device_memory": room, "make_loss": loss_for, "profile": "estimate"}

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
-from ogc.device.optimizer import optimizer_bytes
 from ogc.errors import InputError, SolveError
+from ogc.sizing.needs import optimizer_bytes
 from ogc.torch_state.allocator import allocated_bytes, peak_bytes
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ogc
-from ogc.operators.convolution import parts as convolution
-from ogc.operators.convolution.parts import parts_of
+from ogc.operators import convolution_parts as convolution
+from ogc.operators.convolution_parts import parts_of
 from ogc.operators.registry import of
 from ogc.torch_state.allocator import peak_bytes
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ogc.operators import holders, normalization, pooling
+from ogc.operators import low_memory as holders
+from ogc.operators import normalization, pooling
 from ogc.operators.elementwise import WrittenOver
 from ogc.operators.registry import low_memory_form, registered
 from ogc.torch_state.allocator import peak_bytes

@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 import ogc
 from ogc.errors import InputError
-from ogc.operators.holders import is_ours
-from ogc.operators.low_memory import LowMemory, plain_operator
+from ogc.operators.low_memory import LowMemory, is_ours, plain_operator
 from ogc.operators.registry import Operator, live_arguments, low_memory_form, of, register, registered, unregister
 from ogc.operators.weights import InputGradient, Use, Weights
 from ogc.program.program import WithoutGrad

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import ogc
 from ogc.graph import RuntimeCosts
-from ogc.operation import Form, Operation
+from ogc.operation import Operation, Variant
 from ogc.parser.weigh.host.queue import OF_BACKWARD, OF_FORWARD, beside_device, longest
 
 COSTS = RuntimeCosts(1.0, 2.0, 3.0, 4.0)
@@ -52,12 +52,12 @@ def test_operations_add_up_to_the_step(pairs):
 
 
 def test_where_the_host_is_slower_an_operation_takes_what_it_takes():
-    form = Form(forward_seconds=2.0, backward_seconds=200.0, repeat_seconds=1.0)
+    form = Variant(forward_seconds=2.0, backward_seconds=200.0, repeat_seconds=1.0)
     trained, other = operations((1.0, 30.0), (1.0, 0.0))
     (a, b), costs = beside_device((replace(trained, low_memory=form), replace(other, backward_bytes=0)), COSTS, 1.0)
     assert [a.forward_seconds, a.backward_seconds] == [OF_FORWARD, 30.0]
     assert [b.forward_seconds, b.backward_seconds] == [OF_FORWARD, 0.0]
-    assert a.low_memory == Form(forward_seconds=OF_FORWARD, backward_seconds=200.0, repeat_seconds=OF_FORWARD)
+    assert a.low_memory == Variant(forward_seconds=OF_FORWARD, backward_seconds=200.0, repeat_seconds=OF_FORWARD)
     assert astuple(costs)[:-1] == (1.0, 2.0, 3.0, 4.0)
 
 

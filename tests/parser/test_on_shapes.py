@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 import ogc
 from ogc.errors import ParseError
-from ogc.operators.convolution import parts
-from ogc.parser.on_shapes import OtherSizes, foretold_program, same_program, to_be_run
-from ogc.parser.on_shapes.stand_ins import Fakes, stand_ins
+from ogc.operators import convolution_parts as parts
+from ogc.sizing.shapes import Fakes, OtherSizes, foretold_program, same_program, stand_ins, to_be_run
 
 SIZES = (2, 3, 4)
 
@@ -148,7 +147,7 @@ def looked_at(make, sample, make_loss, sizes=SIZES, **parsing):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [2, 13])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 13])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_shapes_tell_what_parsing_sees(name, size):
     make, sample = NETWORKS[name]

@@ -27,7 +27,7 @@ from torch import nn
 
 import ogc
 from ogc.errors import ReplayError
-from ogc.parser import repeatable
+from ogc.parser import leaves as chosen_leaves
 from ogc.torch_state.allocator import peak_bytes
 from ogc.torch_state.compare import fingerprint
 
@@ -368,13 +368,13 @@ def test_what_is_seen_not_to_be_repeatable_is_called_once(part, why, caplog):
 
 
 def test_a_second_call_that_computes_something_else_is_seen(monkeypatch, caplog):
-    states = repeatable.python_random_state
+    states = chosen_leaves.python_random_state
 
     def and_change():  # it is asked for before and after the first call
         outside(scale=outside()["scale"] + 1)
         return states()
 
-    monkeypatch.setattr(repeatable, "python_random_state", and_change)
+    monkeypatch.setattr(chosen_leaves, "python_random_state", and_change)
     model = Net(nn.Sequential(nn.Tanh(), nn.Linear(6, 6), Leans("scale")))
     graph = ogc.parse(model, X, leaf_modules=[Leans], repeatable_leaves=[Leans])
     assert not any(op.replayable for op in leaves(graph))

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
-from ogc.parser.recorder.operators import deciding
-from ogc.parser.recorder.sizes import sizes_of
+from ogc.parser.recorder.operators import deciding, sizes_of
 from ogc.torch_state.dispatch import Call
 
 aten = torch.ops.aten

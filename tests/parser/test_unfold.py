@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import ogc
 from benchmarks.ways import frontier_by_flops
 from ogc.operators import products
-from ogc.parser.passes.unfold import unfolds
+from ogc.parser.passes.calls import unfolds
 from ogc.plan.schedule import Schedule
 
 ATTENTION = "aten.scaled_dot_product_attention.default"

@@ -6,9 +6,8 @@ import time
 import pytest
 
 from ogc.errors import InputError
-from ogc.plan.caching import AllocatorSettings, CachingAllocator, DeviceFullError
-from ogc.plan.caching.blocks import State
-from ogc.plan.caching.settings import _settings_of as settings_of_texts
+from ogc.sizing.allocator import AllocatorSettings, CachingAllocator, DeviceFullError, State
+from ogc.sizing.allocator import _settings_of as settings_of_texts
 
 KIB, MIB = 2**10, 2**20
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

@@ -12,7 +12,8 @@ from torch.autograd.profiler import profile
 import ogc
 from ogc.errors import InputError, PlanError
 from ogc.graph import Graph, Operation, Value
-from ogc.plan.caching import AllocatorSettings, DeviceFullError, Step, Usage, requests
+from ogc.sizing.allocator import AllocatorSettings, DeviceFullError, Usage
+from ogc.sizing.requests import WholeStep, requests
 from ogc.torch_state.private import Allocation, traverse_dfs
 
 MIB = 2**20
@@ -83,7 +84,7 @@ def test_plans_of_networks_request_what_is_simulated(name, device):
         for settings in ({}, {"expandable_segments": True}, {"max_split_size_mb": 64}):
             peaks = plan.memory(**settings).planned
             assert peaks.requested <= peaks.allocated <= peaks.reserved
-        assert Step(found.moves).peaks(AllocatorSettings()) == memory.planned
+        assert WholeStep(found.moves).peaks(AllocatorSettings()) == memory.planned
 
 
 def test_a_chain_by_hand():
@@ -148,9 +149,9 @@ def test_values_without_bytes_are_not_requested():
 
 def test_later_steps_find_what_earlier_ones_left():
     """What is free after a step, in pieces, may not do for the next one."""
-    step = Step(((0, 30 * MIB), (1, 30 * MIB), (0, -30 * MIB), (2, 12 * MIB), (1, -30 * MIB), (2, -12 * MIB)))
+    step = WholeStep(((0, 30 * MIB), (1, 30 * MIB), (0, -30 * MIB), (2, 12 * MIB), (1, -30 * MIB), (2, -12 * MIB)))
     assert step.peaks(steps=1) == (60 * MIB, 60 * MIB, 60 * MIB)
-    held = Step(step.moves, held=(5 * MIB,), behind=70 * MIB)
+    held = WholeStep(step.moves, held=(5 * MIB,), behind=70 * MIB)
     assert held.peaks(steps=1) == (75 * MIB, 75 * MIB, 150 * MIB)
     assert held.peaks() == held.peaks(steps=2)
     with pytest.raises(DeviceFullError):
@@ -159,7 +160,7 @@ def test_later_steps_find_what_earlier_ones_left():
 
 
 def test_the_smallest_device_is_found():
-    step = Step(
+    step = WholeStep(
         ((0, 30 * MIB), (1, 30 * MIB), (0, -30 * MIB), (2, 12 * MIB), (1, -30 * MIB), (2, -12 * MIB)), behind=70 * MIB
     )
     assert step.peaks().reserved == 130 * MIB
@@ -168,14 +169,14 @@ def test_the_smallest_device_is_found():
     with pytest.raises(DeviceFullError):
         step.peaks(device_bytes=int(0.98 * needed))
     assert step.peaks(steps=1).requested <= needed < 130 * MIB
-    assert Step(()).needed_bytes() == 0
+    assert WholeStep(()).needed_bytes() == 0
 
 
 def test_what_is_there_before_takes_part_in_fragmentation():
     """Parameters hold a part of the 20 MiB segments that activations would take whole."""
-    step = Step(((0, 9 * MIB), (1, 9 * MIB), (0, -9 * MIB), (1, -9 * MIB)))
+    step = WholeStep(((0, 9 * MIB), (1, 9 * MIB), (0, -9 * MIB), (1, -9 * MIB)))
     assert step.peaks().reserved == 20 * MIB
-    beside = Step(step.moves, held=(3 * MIB,))
+    beside = WholeStep(step.moves, held=(3 * MIB,))
     assert beside.peaks().reserved == 40 * MIB
     assert beside.peaks(AllocatorSettings(expandable_segments=True)).reserved == 40 * MIB
 
@@ -259,7 +260,10 @@ def test_what_real_steps_allocate_is_reserved_for(name, is_plain):
     step()
     moves = recorded(step)
     for settings in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
-        real, told = Step(moves).peaks(settings), plan.memory(expandable_segments=settings.expandable_segments).planned
+        real, told = (
+            WholeStep(moves).peaks(settings),
+            plan.memory(expandable_segments=settings.expandable_segments).planned,
+        )
         assert told.requested == pytest.approx(real.requested, rel=0.01)
         assert told.allocated == pytest.approx(real.allocated, rel=0.03)
         assert told.reserved == pytest.approx(real.reserved, rel=0.1, abs=20 * MIB)

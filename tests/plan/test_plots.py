@@ -19,8 +19,7 @@ import benchmark
 import ogc
 from benchmarks.cases import CASES
 from ogc.plan import Decisions, trace
-from ogc.plan.pictures.canvas import MIB, mib
-from ogc.plan.pictures.timeline import LAYERS, Timeline
+from ogc.plan.pictures import LAYERS, MIB, Timeline, mib
 from ogc.plan.schedule import FORWARD, Schedule
 from ogc.plan.simulate import plain_timeline
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ogc.program.copies import copies, made_copies
+from ogc.program.tensors import copies, made_copies
 
 WIDE = torch.arange(48.0).view(6, 8)
 COLUMNS = WIDE[:, 2:5]

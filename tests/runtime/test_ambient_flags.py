@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import ogc
-from ogc.torch_state.flags import changed_flags, flags, flags_held, set_flags
+from ogc.torch_state.settings import changed_flags, flags, flags_held, set_flags
 
 
 class Attention(nn.Module):

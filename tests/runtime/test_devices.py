@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ogc
 from ogc.runtime import frame
-from ogc.torch_state.ranks import agreement
-from ogc.torch_state.ranks.collectives import alone
+from ogc.torch_state import ranks as of_torch
+from ogc.torch_state.ranks import alone
 
 
 class Block(nn.Module):
@@ -397,19 +397,19 @@ def test_collectives_of_a_model_in_parts(ranks):
 
 def answers(rank):
     asked = []
-    first = agreement.first_of_all("whose", lambda: asked.append(1) or rank)
-    again = agreement.first_of_all("whose", lambda: asked.append(1) or 7)
-    own = agreement.first_of_all(f"rank {rank}", lambda: rank)
-    agreement.store_of_all_ranks = lambda: Broken()
+    first = of_torch.first_of_all("whose", lambda: asked.append(1) or rank)
+    again = of_torch.first_of_all("whose", lambda: asked.append(1) or 7)
+    own = of_torch.first_of_all(f"rank {rank}", lambda: rank)
+    of_torch.store_of_all_ranks = lambda: Broken()
     try:
-        broken = agreement.first_of_all("another", lambda: rank)
+        broken = of_torch.first_of_all("another", lambda: rank)
     finally:
-        agreement.store_of_all_ranks = store
+        of_torch.store_of_all_ranks = store
     assert len(asked) <= 1 and own == broken == rank and first == again
     return first
 
 
-store = agreement.store_of_all_ranks
+store = of_torch.store_of_all_ranks
 
 
 class Broken:

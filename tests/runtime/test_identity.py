@@ -13,8 +13,7 @@ from helpers import forced, runner_of
 from torch import nn
 
 import ogc
-from ogc.program.results import OutputSpec
-from ogc.program.structures import Given, InputSpec
+from ogc.program.structures import Given, InputSpec, OutputSpec
 
 Pair = namedtuple("Pair", ("left", "right"))
 

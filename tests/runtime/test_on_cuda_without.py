@@ -12,7 +12,7 @@ from ogc.parser.arguments import _check_one_device
 from ogc.parser.weigh import measure
 from ogc.parser.weigh.measure import Measurer, seconds_of
 from ogc.parser.weigh.timing import Timer
-from ogc.program import again
+from ogc.program import autocast
 from ogc.runtime import frame, marks
 from ogc.runtime.marks import Marks, raise_what_is_known
 from ogc.torch_state.private import TorchDispatchMode
@@ -113,8 +113,8 @@ def test_cudnn_benchmark_is_off_in_what_is_planned(monkeypatch, caplog):
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))), torch.randn(64, 16)
     optimised = ogc.optimize(model, x)
     monkeypatch.setattr("ogc.runtime.runner.CHOOSES_ALGORITHMS", ("cpu",))
-    own = again.flags_held
-    monkeypatch.setattr(again, "flags_held", lambda flags: seen.append(flags) or own(flags))
+    own = autocast.flags_held
+    monkeypatch.setattr(autocast, "flags_held", lambda flags: seen.append(flags) or own(flags))
     torch.backends.cudnn.benchmark = True
     try:
         for _ in range(2):
@@ -123,7 +123,7 @@ def test_cudnn_benchmark_is_off_in_what_is_planned(monkeypatch, caplog):
         torch.backends.cudnn.benchmark = False
     assert seen and len(set(map(str, seen))) == 1
     assert caplog.text.count("what is planned runs without it") == 1
-    assert ogc.torch_state.flags.flags() in seen  # with benchmark off, and else as they are
+    assert ogc.torch_state.settings.flags() in seen  # with benchmark off, and else as they are
 
 
 def test_a_cuda_graph_takes_no_recomputed_random_numbers(monkeypatch):

@@ -6,7 +6,7 @@ from helpers import measured_peak
 from torch import nn
 
 import ogc
-from ogc.program.casts import cast
+from ogc.program.autocast import cast
 
 
 class Net(nn.Module):

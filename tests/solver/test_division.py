@@ -12,9 +12,8 @@ from helpers import chain, random_graph
 
 import ogc
 from ogc.graph import Graph, Operation, Value
-from ogc.solver import LEAST_PEAK
-from ogc.solver.references import feng_huang
-from ogc.solver.references.feng_huang import SOURCE, TensorGraph
+from ogc.solver import LEAST_PEAK, feng_huang
+from ogc.solver.feng_huang import SOURCE, TensorGraph
 
 
 def small_graph(seed, most=9):

@@ -171,6 +171,6 @@ def normalised():
 def test_networks_are_close_to_their_optimum(make, most):
     """A plan keeps a block's input during the block's backward; the optimum drops it and makes it once more."""
     graph = ogc.parse(*make())
-    least, peak = least_peak(graph.with_forms(graph.low_memory)), ogc.solve(graph).peak_bytes
+    least, peak = least_peak(graph.with_variants(graph.low_memory)), ogc.solve(graph).peak_bytes
     print(f"\n{make.__name__}: plan {peak}, optimum {least}, lower bound {lower_bound(graph)} bytes")
     assert lower_bound(graph) <= least <= peak <= (1 + most) * least

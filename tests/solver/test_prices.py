@@ -9,11 +9,10 @@ from stacks import stack
 
 import ogc
 from ogc.plan.simulate import plain_peak, simulate
+from ogc.solver import paths as constrained_path
 from ogc.solver.costs import SegmentCosts
 from ogc.solver.outer_level import OuterLevel
-from ogc.solver.paths import constrained_path
-from ogc.solver.paths.constrained_path import LABELS, ConstrainedPaths, _front, _sorted_front
-from ogc.solver.paths.prices import Priced, Segments, at_the_end, raised
+from ogc.solver.paths import LABELS, ConstrainedPaths, Priced, Segments, _front, _sorted_front, at_the_end, raised
 from ogc.solver.search import Search
 
 PEAK = 60

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ogc
-from ogc.torch_state.reads.put_back import Before
+from ogc.torch_state.reads.objects import Before
 
 
 class Loud(OrderedDict):

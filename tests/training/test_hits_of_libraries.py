@@ -203,7 +203,7 @@ TRANSFORMERS = {
     "experts": (experts, tokens),
     "classes of tokens": (token_classes, tokens),
 }
-LONG = {"RT-DETR", "Mask2Former", "MaskFormer"}
+LONG = {"RT-DETR", "Mask2Former", "MaskFormer", "conditional DETR", "DETR with masks", "table transformer"}
 
 
 @pytest.mark.integrations

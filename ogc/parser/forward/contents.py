@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 
 from ...errors import ParseError
 from ...program.program import tensor_leaves
-from ...program.storages import ByStorage
+from ...program.tensors import ByStorage
 from ...torch_state.private import FakeTensor, TorchDispatchMode, schema_of
 from .location import user_line
 

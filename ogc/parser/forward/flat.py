@@ -10,15 +10,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...errors import ParseError, add_note
-from ...program.copies import copies, input_started
-from ...program.results import OutputSpec
-from ...program.structures import Given, InputSpec
+from ...program.structures import Given, InputSpec, OutputSpec
+from ...program.tensors import copies, input_started
 from ...torch_state.compare import difference, same_bits
 from ...torch_state.dispatch import made_as_they_are
 from ...torch_state.forwards import plain_forward
 from ...torch_state.no_trace import plainly, untouched
 from ...torch_state.private import untraced
-from ...torch_state.ranks.collectives import alone
+from ...torch_state.ranks import alone
 from ..traced import OpaqueError
 from .location import entry
 

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 
 from ...program.leaf import Leaf
 from ...torch_state.dispatch import out_of_mode
-from ...torch_state.hooks import hooks_off
+from ...torch_state.forwards import hooks_off
 from ...torch_state.no_trace import unwatched
 from ...torch_state.private import CHECKPOINTS, is_functorch_active, version_of
 from .flat import Pack, saved_until_done

@@ -1,8 +1,7 @@
-"""How long values live in the plain forward that nothing uses any more: what holds them is Python or autograd.
+"""How long the plain forward holds values that nothing uses any more, and calls that nothing uses.
 
-It also runs calls that nothing uses, which no program has. The frames of Python hold arguments and variables until they
-return. A part of autograd's graph that no backward comes to goes with the last result that it belongs to; until then it
-holds what it saved. A plan's code does neither.
+Frames of Python hold arguments and variables until they return. A part of autograd's graph that no backward comes to
+goes with the last result that it belongs to, and holds until then what it saved. A plan's code does neither.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ...program.leaf import Leaf
 from ...program.program import TensorRef
 from ..traced import ALIVE, BYTES, CALL, HISTORY, History
 from ..weigh.gradients import OperationGradients, reached
-from ..weigh.record import Observation, Record, Span
+from ..weigh.record import Observation, Span
 
 
 def unused_memory(recorded: torch.fx.Graph, program: torch.fx.Graph) -> list[Span]:
@@ -110,10 +109,7 @@ def forget_unreached(
 def note_lifetimes(observation: Observation, taken: dict[int, tuple[int, Any]], dead: Dead) -> None:
     """Note in ``observation`` until when values are held that are used no more.
 
-    Args:
-        observation: of a program, as it is planned.
-        taken: for positions of operations, values whose storage their result takes over.
-        dead: of :func:`forget_unreached`.
+    ``taken``: for operations, values whose storage their result takes over; ``dead`` is of :func:`forget_unreached`.
     """
     records = observation.records
     heirs = {old: records[t].writes[0] for t, (old, _) in taken.items()}
@@ -154,17 +150,12 @@ def _ends(observation: Observation, dead: Dead, uses: dict[int, int]) -> dict[in
     found: dict[int, int] = {}
     for t in reversed(dead):
         record = observation.records[t]
-        found[t] = max(_end_of(ref, observation, ends, uses) for ref in _results(record))
+        for ref, flag in zip(record.outputs, record.differentiable, strict=True):
+            if flag:
+                value = observation.storages.get(ref)
+                last = ends.get(ref if value is None else value, 0)
+                found[t] = max(last, 0 if value is None else uses[value], found.get(t, 0))
         for ref in filter(None, record.receivers):
             key = observation.storages.get(ref, ref)
             ends[key] = max(found[t], ends.get(key, 0))
     return found
-
-
-def _results(record: Record) -> list[TensorRef]:
-    return [ref for ref, flag in zip(record.outputs, record.differentiable, strict=True) if flag]
-
-
-def _end_of(ref: TensorRef, observation: Observation, ends: dict[int | TensorRef, int], uses: dict[int, int]) -> int:
-    value = observation.storages.get(ref)
-    return max(ends.get(ref if value is None else value, 0), 0 if value is None else uses[value])

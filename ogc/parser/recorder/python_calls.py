@@ -1,5 +1,8 @@
-"""Sees what goes past PyTorch's dispatcher while a forward is recorded: calls of modules and custom functions, and the
-methods of tensors by which Python gets hold of their content, hooks, memory or history."""
+"""Sees what goes past PyTorch's dispatcher while a forward is recorded.
+
+That is calls of modules and custom functions, and the methods of tensors by which Python gets hold of their content,
+hooks, memory or history. Calls of opaque modules become nodes, with the recorder aside while they run.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,43 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, NoReturn
 
 import torch
 
+from ...program.leaf import Leaf, Returned
+from ...program.program import storage_of, tensor_leaves
+from ...program.structures import CONSTANTS, Given, InputSpec, autocast_state
 from ...torch_state.dispatch import in_mode, unseen
-from ...torch_state.hooks import TAKES_NONE, collectors_watched, hooks_off_in
+from ...torch_state.forwards import TAKES_NONE, collectors_watched, hooks_off_in
 from ...torch_state.no_trace import unwatched
 from ...torch_state.private import ENTERS_COMPILED, MAKE_SUBCLASS, eval_frame, is_functorch_active
-from ...torch_state.random_state import python_random_state
+from ...torch_state.ranks import arrived
 from ...torch_state.reads import call_unseen
+from ...torch_state.settings import python_random_state
+from ..forward.flat import saved_until_done
 from ..forward.location import user_line
 from ..forward.patches import CONTENT, TEXT, checkpoint_nothing, replace, wrap
-from ..traced import OpaqueError
-from .leaf_calls import LeafCalls
-from .recorder import Recorder
+from ..traced import READS, OpaqueError
+from .recorder import Recorder, writes_of
 
 _SIZES = ("size", "numel", "nelement", "__len__")
-_SEEDS = ("manual_seed", "seed", "set_rng_state")
+
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+_REFUSED = (
+    *(
+        (owner, name, "sets torch's random state ({})")
+        for owner, name in product((torch, torch.random), ("manual_seed", "seed", "set_rng_state"))
+    ),
+    *((torch.Tensor, name, "calls {} of a tensor") for name in _HOOKS),
+    (
+        torch.autograd.graph.saved_tensors_hooks,
+        "__enter__",
+        "has hooks of its own for what is saved (saved_tensors_hooks)",
+    ),
+)
+"""Functions that no program holds, by owner and name, and what a forward does that calls one."""
 
 
 @contextmanager
@@ -47,11 +67,11 @@ class PythonCalls:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.names = {module: name for name, module in recorder.model.named_modules(remove_duplicate=False)}
-        self.calls = LeafCalls(recorder)
         self.thread = threading.get_ident()
         self.draws = python_random_state()
         self.has_draws = False
         self.failed = ""  # the leaf that was left by an exception
+        self.leaf_calls = 0
         self.patches = ExitStack()
         self.away = ExitStack()  # what is on while nobody looks into a leaf
         self.is_away = False  # the patches are, until the leaf is left
@@ -67,83 +87,6 @@ class PythonCalls:
         if self.recorder.leaf is None:
             self.recorder.opaque.setdefault(module, why)
 
-    def install(self) -> None:
-        """Patch torch until ``patches`` is closed."""
-        stack = self.patches
-        wrap(stack, torch.nn.Module, "__call__", self._module)
-        replace(stack, torch.autograd.Function, "apply", self._function)
-        wrap(stack, torch.autograd.graph, TAKES_NONE, self._transform)
-        wrap(stack, eval_frame, ENTERS_COMPILED, self._compiled)
-        checkpoint_nothing(stack, self.recorder.model)
-        for names, call in ((CONTENT, self._content), (_SIZES, self._size), (TEXT, self._text), (_HOOKS, self._hook)):
-            for name in names:
-                wrap(stack, torch.Tensor, name, call)
-        for owner, name in product((torch, torch.random), _SEEDS):
-            wrap(stack, owner, name, self._seed)
-        wrap(stack, torch.autograd.graph.saved_tensors_hooks, "__enter__", self._saved)
-        wrap(stack, torch.Tensor, "requires_grad_", self._requires_grad)
-        replace(stack, torch.Tensor, "shape", lambda shape: property(partial(self._size, shape.__get__)))
-        replace(stack, torch.Tensor, "requires_grad", self._requires_grad_property)
-        replace(stack, torch.Tensor, MAKE_SUBCLASS, self._subclass)
-        replace(stack, torch.Tensor, "data", self._data)
-
-    def _module(self, call: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        name = self.names.get(module) if self.is_on else None
-        if name is None:
-            return call(module, *args, **kwargs)
-        self.look_for_draws()
-        if name in self.recorder.leaves:
-            own = partial(self._unwatched if module in unwatched else self._in_leaf, call, module)
-            try:
-                return self.calls.module(name, own, args, kwargs)
-            except Exception:
-                self.failed = self.failed or name
-                raise
-            finally:
-                self.draws = python_random_state()
-        with self.recorder.scopes.inside(name):
-            result = call(module, *args, **kwargs)
-            self.look_for_draws()
-            return result
-
-    def _compiled(self, known: Callable[[Any], Any], callback: Any) -> Any:
-        """A compiled function begins. A leaf may call one."""
-        if callable(callback) and threading.get_ident() == self.thread:
-            if self.is_on:
-                self._refuse_at_once(f"calls compiled code at {user_line()}")
-            self._look_away()
-        return known(callback)
-
-    def _look_away(self) -> None:
-        """Nothing is patched from now on, until the leaf is left, which may read numbers out of tensors.
-
-        Compiled code looks at what it calls, tensors of other classes hand calls on.
-        """
-        self.recorder.counting.add(str(self.recorder.leaf))
-        self.patches.close()
-        self.away.enter_context(unseen())
-        self.away.enter_context(call_unseen())
-        self.is_away = True
-
-    def _unwatched(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._look_away()
-        return self._in_leaf(call, *args, **kwargs)
-
-    def _in_leaf(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            with self.away:
-                return call(*args, **kwargs)
-        finally:
-            if self.is_away:
-                self.is_away = False
-                self.install()
-
-    def _refuse_at_once(self, what: str) -> NoReturn:
-        raise OpaqueError(
-            f"the forward {what}, which cannot be recorded; put it into a submodule of its own",
-            {self.recorder.scopes.current: what},
-        )
-
     def look_for_draws(self) -> None:
         """Note whether the running module has drawn random numbers past torch."""
         state = python_random_state()
@@ -155,13 +98,62 @@ class PythonCalls:
                 "every step. Draw them with torch"
             )
 
+    def install(self) -> None:
+        """Patch torch until ``patches`` is closed."""
+        stack = self.patches
+        wrap(stack, torch.nn.Module, "__call__", self._module)
+        replace(stack, torch.autograd.Function, "apply", self._function)
+        wrap(stack, torch.autograd.graph, TAKES_NONE, self._transform)
+        wrap(stack, eval_frame, ENTERS_COMPILED, self._compiled)
+        checkpoint_nothing(stack, self.recorder.model)
+        for names, call in ((CONTENT, self._content), (_SIZES, self._size), (TEXT, self._text)):
+            for name in names:
+                wrap(stack, torch.Tensor, name, call)
+        for owner, name, what in _REFUSED:
+            wrap(stack, owner, name, partial(self._refused, what))
+        wrap(stack, torch.Tensor, "requires_grad_", self._requires_grad)
+        replace(stack, torch.Tensor, "shape", lambda shape: property(partial(self._size, shape.__get__)))
+        replace(
+            stack,
+            torch.Tensor,
+            "requires_grad",
+            lambda flag: property(flag.__get__, partial(self._requires_grad, flag.__set__)),
+        )
+        replace(stack, torch.Tensor, MAKE_SUBCLASS, self._subclass)
+        replace(stack, torch.Tensor, "data", lambda data: property(data.__get__, partial(self._put_data, data.__set__)))
+
+    # -- modules and functions -----------------------------------------------------------------------------
+
+    def _module(self, call: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        name = self.names.get(module) if self.is_on else None
+        if name is None:
+            return call(module, *args, **kwargs)
+        self.look_for_draws()
+        if name in self.recorder.leaves:
+            called = self.recorder.model.get_submodule(name)
+            try:
+                return self._leaf(name, called, partial(self._in_leaf, call, module), args, kwargs, module in unwatched)
+            except Exception:
+                self.failed = self.failed or name
+                raise
+            finally:
+                self.draws = python_random_state()
+        with self.recorder.scopes.inside(name):
+            result = call(module, *args, **kwargs)
+            self.look_for_draws()
+            return result
+
     def _function(self, known: Any) -> Any:
         def apply(kind: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             own = known.__get__(None, kind)
             # The transforms of functorch take a function apart themselves, an operator may have its backward from one.
             if not self.is_on or self.recorder.is_in_operator or is_functorch_active():
                 return own(*args, **kwargs)
-            return self.calls.function(kind, partial(self._in_leaf, own), args, kwargs)
+            strange = [x for x in (*args, *kwargs.values()) if not isinstance(x, (torch.Tensor, *CONSTANTS))]
+            if strange:
+                what = f"{kind.__name__}, that is given a {type(strange[0]).__name__}, at {user_line()}"
+                self.recorder.refuse(f"calls a custom torch.autograd.Function, {what}")
+            return self._leaf(self.recorder.scopes.current, kind, partial(self._in_leaf, own), args, kwargs)
 
         return classmethod(apply)
 
@@ -171,6 +163,108 @@ class PythonCalls:
             self._refuse_at_once(f"differentiates by torch.func at {user_line()}")
         self.recorder.takes_no_hooks = True
         return hooks_off_in(known, *args, **kwargs)
+
+    def _compiled(self, known: Callable[[Any], Any], callback: Any) -> Any:
+        """A compiled function begins. A leaf may call one."""
+        if callable(callback) and threading.get_ident() == self.thread:
+            if self.is_on:
+                self._refuse_at_once(f"calls compiled code at {user_line()}")
+            self._look_away()
+        return known(callback)
+
+    def _refuse_at_once(self, what: str) -> NoReturn:
+        raise OpaqueError(
+            f"the forward {what}, which cannot be recorded; put it into a submodule of its own",
+            {self.recorder.scopes.current: what},
+        )
+
+    # -- leaves --------------------------------------------------------------------------------------------
+
+    def _look_away(self) -> None:
+        """Nothing is patched until the leaf is left, which may read numbers out of tensors.
+
+        Compiled code looks at what it calls, tensors of other classes hand calls on.
+        """
+        self.recorder.counting.add(str(self.recorder.leaf))
+        self.patches.close()
+        self.away.enter_context(unseen())
+        self.away.enter_context(call_unseen())
+        self.is_away = True
+
+    def _in_leaf(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self.away:
+                return call(*args, **kwargs)
+        finally:
+            if self.is_away:
+                self.is_away = False
+                self.install()
+
+    def _leaf(
+        self, name: str, called: Any, call: Callable[..., Any], args: Any, kwargs: Any, is_unwatched: bool = False
+    ) -> Any:
+        """Call ``called``, a leaf or a custom function, by ``call``, and write that down as a node."""
+        recorder, tensors = self.recorder, self.recorder.tensors
+        module, function = (called, None) if isinstance(called, torch.nn.Module) else (None, called)
+        held = set() if module is None else set(map(id, chain(module.parameters(), module.buffers())))
+        with unseen():
+            inputs, given = InputSpec.of(args, kwargs)
+            before = Given(args, kwargs)
+            recorder.check_known(given)
+            nodes = [tensors.node(tensor) for tensor in given]
+            versions = [writes_of(tensor) for tensor in given]
+        source = user_line()
+        with recorder.inside(name, given), saved_until_done():
+            if is_unwatched:
+                self._look_away()
+            result = call(*args, **kwargs)
+            if talks := name in recorder.talking:
+                with unseen():
+                    result = arrived(result)
+        with unseen():
+            self._check_dense(name, given, "is given")
+            self._check_dense(name, tensor_leaves(result), "returns")
+            returned, results = Returned.of(result, before, given, versions)
+            leaf = Leaf(
+                f"_ogc_leaf_{self.leaf_calls}", name, source, inputs, returned, torch.is_grad_enabled(),
+                autocast_state(), function=function, talks=talks, takes_no_hooks=recorder.takes_no_hooks,
+            )  # fmt: skip
+            self.leaf_calls += 1
+            self._check_leaf(leaf)
+            state = [tensors.node(t) for t in tensors.state.values() if id(t) in held and storage_of(t) is not None]
+            holder = None if module is None else tensors.get_attr(name)
+            node = recorder.graph.call_function(leaf, (holder, nodes, state))
+            what = f"leaf {(function or type(module)).__name__}"
+            node.meta.update({"module": name, "source": source, "operator": what, READS: name in recorder.counting})
+            recorder.note_leaf(node, [results[number] for number in leaf.new], given)
+        return result
+
+    def _check_dense(self, name: str, tensors: list[torch.Tensor], what: str) -> None:
+        """Raise OpaqueError unless no program has to hold a sparse tensor between a leaf and the rest."""
+        if (layout := next((t.layout for t in tensors if t.layout is not torch.strided), None)) is not None:
+            self.recorder.leaky[name] = f"{what} a tensor that is {layout}, not dense"
+            self.recorder.raise_if_leaky()
+
+    def _check_leaf(self, leaf: Leaf) -> None:
+        """Note whether something goes in or comes out that is neither a tensor nor the same each time."""
+        returned, leaky, name = leaf.returned.outputs, self.recorder.leaky, leaf.module
+        strange = [x for x in (*leaf.inputs.constants, *returned.constants) if not isinstance(x, CONSTANTS)]
+        numbers = [x for x in returned.leaves if isinstance(x, (int, float)) and not isinstance(x, bool)]
+        decides = name in self.recorder.counting
+        if strange:
+            leaky[name] = f"takes or returns a {type(strange[0]).__name__}, in which tensors may hide"
+        elif decides and numbers:
+            leaky[name] = "returns a number read out of a tensor"
+        elif decides and any(view is not None for view in leaf.returned.views) and "." in name:
+            leaky[name] = "returns its own input, as the data will have it"
+
+    # -- methods of tensors --------------------------------------------------------------------------------
+
+    def _refused(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_on:
+            self.recorder.refuse(f"{what.format(function.__name__)} at {user_line()}")
+        with unseen():
+            return function(*args, **kwargs)
 
     def _content(self, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == self.thread and not self.is_writing_text:
@@ -191,28 +285,9 @@ class PythonCalls:
         finally:
             self.is_writing_text = before
 
-    def _seed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.is_on:
-            self.recorder.refuse(f"sets torch's random state ({function.__name__}) at {user_line()}")
-        with unseen():
-            return function(*args, **kwargs)
-
-    def _hook(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.is_on:
-            self.recorder.refuse(f"calls {method.__name__} of a tensor at {user_line()}")
-        return method(*args, **kwargs)
-
-    def _saved(self, enter: Callable[..., Any], hooks: Any) -> Any:
-        if self.is_on:
-            self.recorder.refuse(f"has hooks of its own for what is saved (saved_tensors_hooks) at {user_line()}")
-        return enter(hooks)
-
     def _requires_grad(self, method: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.gradient_begun_at(tensor) if self.is_on else nullcontext():
             return method(tensor, *args, **kwargs)
-
-    def _requires_grad_property(self, flag: Any) -> property:
-        return property(flag.__get__, partial(self._requires_grad, flag.__set__))
 
     def _subclass(self, known: Any) -> Any:
         def make_subclass(*args: Any, **kwargs: Any) -> Any:
@@ -221,12 +296,9 @@ class PythonCalls:
 
         return staticmethod(make_subclass)
 
-    def _data(self, data: Any) -> property:
-        def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-            if self.is_on:
-                self.recorder.refuse(f"assigns to .data of a tensor at {user_line()}")
-            with unseen():
-                self.recorder.protect(tensor)
-            data.__set__(tensor, value)
-
-        return property(data.__get__, put)
+    def _put_data(self, put: Callable[..., None], tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if self.is_on:
+            self.recorder.refuse(f"assigns to .data of a tensor at {user_line()}")
+        with unseen():
+            self.recorder.protect(tensor)
+        put(tensor, value)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_aggregate
 
-from ...program.casts import is_shared
+from ...program.autocast import is_shared
 from ...program.program import SHARED, WithoutGrad, call_beside, has_history, operator_name, tensor_leaves
 from ...program.structures import autocast_kinds
 from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
@@ -18,8 +18,7 @@ from ...torch_state.private import OpOverload, schema_of, version_of
 from ...torch_state.reads import leaf_call
 from ..forward.location import Scopes, user_line
 from ..traced import HISTORY, ON_CONSTANTS, SIZED, OpaqueError
-from .operators import OPENED, deciding, tells_content, usual_name
-from .sizes import Sizes, sizes_of
+from .operators import OPENED, Sizes, deciding, sizes_of, tells_content, usual_name
 from .tensors import Tensors
 
 _casting: set[OpOverload] = set()
@@ -98,12 +97,10 @@ class Recorder:
             self.refuse(f"runs a collective at {user_line()}")
 
     def raise_if_leaky(self) -> None:
-        """Raise OpaqueError if a leaf does what it must not."""
         what = "what cannot be replayed leaves the modules that would hide it"
         _raise_for(self.leaky, what, "Pass tensors as arguments and results (or in tuples, lists and dicts of these)")
 
     def raise_if_opaque(self) -> None:
-        """Raise OpaqueError if a module does what no program can hold."""
         _raise_for(self.opaque, "what no program can hold", "Put it into a submodule of its own")
 
     # -- operators -----------------------------------------------------------------------------------------
@@ -200,7 +197,6 @@ class Recorder:
         return result
 
     def _nodes(self, given: Any) -> Any:
-        """Arguments with nodes instead of tensors."""
         return map_aggregate(given, lambda x: self.tensors.node(x) if isinstance(x, torch.Tensor) else x)
 
     def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Before], result: Any) -> None:

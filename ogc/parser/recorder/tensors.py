@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...program.program import CONSTANT, OWN, SHAPE, storage_of
-from ...program.storages import ByStorage
+from ...program.tensors import ByStorage
 from ..forward.location import user_line
 from ..traced import ALIVE, BYTES, CALL, History
 from ..weigh.record import layout_of
@@ -111,7 +111,6 @@ class Tensors:
         return node
 
     def known(self, tensor: torch.Tensor) -> torch.fx.Node | None:
-        """The node of ``tensor``, None if it has none yet."""
         node: torch.fx.Node | None = self._nodes.get(tensor)
         return node
 
@@ -132,7 +131,6 @@ class Tensors:
         return raw is None or raw not in self._storages
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Note that the tensor is written."""
         storage = self.storage(tensor)
         if storage is None:
             return
@@ -143,7 +141,6 @@ class Tensors:
             self.rewritten.add(storage.node)
 
     def get_attr(self, target: str, tensor: torch.Tensor | None = None) -> torch.fx.Node:
-        """A node for an attribute of the model."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # fx warns that its graph has no owning module
             node = self.graph.get_attr(target)
@@ -179,7 +176,8 @@ class Tensors:
 
     def _base(self, tensor: torch.Tensor, storage: Storage) -> torch.fx.Node | None:
         """A node for what shares the memory of a known tensor, but not its history, as ``.data`` does."""
-        node = storage.node or self._of_state(storage)
+        of_state = (self.node(held) for held in self.state.values() if self.storage(held) is storage)
+        node = storage.node or next(of_state, None)
         if node is None:
             return None
         if tensor.requires_grad or tensor.dtype != storage.dtype:
@@ -190,7 +188,3 @@ class Tensors:
         if storage.layout != layout_of(tensor):
             result = self.graph.call_function(torch.ops.aten.as_strided.default, (result, *layout_of(tensor)))
         return result
-
-    def _of_state(self, storage: Storage) -> torch.fx.Node | None:
-        """A node for the parameter or buffer that has the storage, if one has."""
-        return next((self.node(tensor) for tensor in self.state.values() if self.storage(tensor) is storage), None)

@@ -12,12 +12,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
-from ...program.layouts import Layout
 from ...program.program import has_backward, storage_bytes, tensor_leaves
+from ...program.tensors import Layout
 from ...torch_state.allocator import Mark, marked_bytes, peak_bytes
 from ...torch_state.private import pytree, untraced
-from ...torch_state.random_state import cuda_devices
-from ..passes.in_place import COPIED
+from ...torch_state.settings import cuda_devices
+from ..passes.writes import COPIED
 from .backward.again import Layouts
 from .record import Record
 

@@ -20,24 +20,24 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_aggregate
 
-from ...operators.cuda.gpus import gpu_of
+from ...operators.gpus import gpu_of
 from ...operators.low_memory import Extra
 from ...operators.registry import Operator, is_elementwise, like, of, ones_like
-from ...operators.slices import Compiled, Sliced, SlicedLoss
 from ...operators.weights import InputGradient, Use, Weights
-from ...program.layouts import Layout, is_dense
-from ...program.leaf import runs_once
+from ...optional import optional
+from ...program.leaf import Region, runs_once
 from ...program.program import WithoutGrad, has_backward, storage_bytes, tensor_leaves
+from ...program.tensors import Layout, is_dense
 from ...torch_state.allocator import can_measure
 from ...torch_state.dispatch import out_of_mode
 from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_parts
-from ...torch_state.random_state import cuda_devices
+from ...torch_state.settings import cuda_devices
 from ..forward.flat import saving
-from ..passes.in_place import COPIES, REBASED
+from ..passes.writes import COPIES, REBASED
 from .backward.again import LONG_FLOPS, Again, Layouts
 from .calls import Call, backward_measured, call_key, own_argument, with_measured_bytes
 from .forms import pretended, saved_places
-from .meter import Meter, rates_of
+from .meter import HiddenBytes, Meter, rates_of
 from .record import Record, SeenForm
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,9 @@ class Estimator:
         self.elsewhere = device.type != home.type
         self.gpu = gpu_of(device, gpu)
         self.rates = rates_of(device.type, self.gpu)
-        self.by_rules = None if are_measured else self.gpu
+        has_rules = self.gpu is not None and not are_measured
+        self.by_rules = optional("sizing.cuda.kernels").Rules(self.gpu) if has_rules else None
+        self.hidden: HiddenBytes | None = self.by_rules and self.by_rules.hidden_in_sums
         self.seen: dict[Any, Weights] = {}
         self.backwards: dict[Any, Again] = {}
 
@@ -84,7 +86,7 @@ class Estimator:
             in_place = record.in_place  # now: its result may become a value of its own
 
             def run(args: Any, kwargs: Any, layouts: Layouts) -> Weights:
-                return self._run_on(pretended, target, args, kwargs, in_place, False, layouts)
+                return self._run_on(pretended, target, args, kwargs, in_place, None, layouts)
 
             measure = partial(backward_measured, record, self.device) if can_measure or self._can_measure() else None
             self.backwards[key] = Again(target, args, kwargs, run, measure)
@@ -94,11 +96,8 @@ class Estimator:
         """The weights of a call of an operator with these arguments."""
         node = record.node
         operator = node.target
-        if isinstance(operator, Compiled):
-            weights = self._run(operator.plain, args, kwargs, False)
-            return with_measured_bytes(weights, Call(record, args, kwargs)) if self._can_measure() else weights
-        if isinstance(operator, Sliced):
-            return self._sliced(operator, record, args, kwargs)
+        if isinstance(operator, Region):
+            return self._region(operator, record, args, kwargs)
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
         if not record.outputs or not isinstance(kernel, OpOverload):
             return Weights(gradients=_pass_through(record))
@@ -136,13 +135,12 @@ class Estimator:
         """Whether a call can be run for the bytes of its CPU kernels."""
         return self.runs and self.device.type == "cpu" and not self.elsewhere and can_measure(self.device)
 
-    def _sliced(self, operator: Sliced, record: Record, args: Any, kwargs: Any) -> Weights:
-        plain = operator.with_plain_operators()
-        weights = self._run(plain, args, kwargs, False, kernel_copies=self.device.type == "cpu")
-        has_kernels_that_copy = not isinstance(operator, SlicedLoss) and weights.forward_flops < _SMALL_STRETCH_FLOPS
-        if has_kernels_that_copy and self._can_measure():
+    def _region(self, region: Region, record: Record, args: Any, kwargs: Any) -> Weights:
+        hidden = region.hidden_bytes if self.device.type == "cpu" else None
+        weights = self._run(region.to_weigh(), args, kwargs, False, hidden)
+        if region.is_run_for_bytes(weights.forward_flops) and self._can_measure():
             weights = with_measured_bytes(weights, Call(record, args, kwargs))
-        if not weights.gradients or weights.ready_bytes:
+        if not weights.gradients or weights.ready_bytes or not region.recomputes:
             return weights
         return replace(
             weights,
@@ -157,7 +155,7 @@ class Estimator:
         target = record.node.target
         kernel, hidden = None, (0, 0)
         if self.by_rules is not None and isinstance(target, OpOverload):
-            kernel, hidden = of(target).kernel_on_cuda(args, kwargs, self.by_rules), of(target).hidden_on_cuda(args)
+            kernel, hidden = self.by_rules.kernel(target, args, kwargs), self.by_rules.hidden(target, args)
         run = target if kernel is None else kernel.run
         weights = self._run(run, args, kwargs, record.in_place)
         forward, backward = hidden
@@ -180,17 +178,17 @@ class Estimator:
             places, internal = None, record.internal_bytes
         return replace(weights, internal_bytes=internal, saves=places)
 
-    def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, kernel_copies: bool = False) -> Weights:
+    def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, hidden: HiddenBytes | None = None) -> Weights:
         # With a mask, shapes depend on data, which meta tensors do not have.
         if not of(target).needs_data(tensor_leaves(args, kwargs)):
             try:
-                return self._run_on(pretended, target, args, kwargs, in_place, kernel_copies)
+                return self._run_on(pretended, target, args, kwargs, in_place, hidden)
             except (NotImplementedError, RuntimeError) as error:
                 # Some operators have no kernel for meta tensors, or want certain operands on a CPU; else it is news.
                 level = logging.INFO if "meta" in str(error).lower() else logging.WARNING
                 log.log(level, "%s is weighed on real tensors, as it fails on shapes alone: %r", target, error)
         with torch.random.fork_rng(cuda_devices()):
-            return self._run_on(own_argument, target, args, kwargs, in_place, kernel_copies)
+            return self._run_on(own_argument, target, args, kwargs, in_place, hidden)
 
     def _run_on(
         self,
@@ -199,11 +197,11 @@ class Estimator:
         args: Any,
         kwargs: Any,
         in_place: bool,
-        copies: bool,
+        hidden: HiddenBytes | None,
         layouts: Layouts | None = None,
     ) -> Weights:
         is_cpu, on_meta = self.device.type == "cpu", pretend is pretended
-        meter = Meter(self.rates.seconds, copies, is_cpu, on_meta, self.by_rules)
+        meter = Meter(self.rates.seconds, hidden or self.hidden, is_cpu, on_meta)
         with out_of_mode(), torch.enable_grad():
             given = map_aggregate((args, kwargs), lambda leaf: pretend(leaf, in_place))
             saved: list[torch.Tensor] = []
@@ -295,10 +293,6 @@ def _with_plain_copies(node: torch.fx.Node, record: Record, weights: Weights) ->
     if REBASED not in node.meta or record.in_place or not weights.gradients:
         return weights
     return replace(weights, plain_working_bytes=COPIES * record.output_bytes[0])
-
-
-_SMALL_STRETCH_FLOPS = 1e9
-"""Below this, what the kernels of a sliced stretch copy is measured: small slices are convolved in many ways."""
 
 
 def _pass_through(record: Record) -> tuple[InputGradient, ...]:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...operators.weights import InputGradient
-from ...program.layouts import Layout, of_sum
 from ...program.program import TensorRef
+from ...program.tensors import Layout, of_sum
 from .backward.again import Layouts
 
 Storages = Mapping[TensorRef, int]

@@ -12,17 +12,14 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ...operators.weights import Weights
-from ...program.copies import made_copies
 from ...program.leaf import Leaf
 from ...program.program import device_of_model, has_backward, storage_bytes, storage_of, tensor_leaves
-from ...program.storages import ByStorage
-from ...program.wrapped import contents
+from ...program.tensors import ByStorage, contents, made_copies
 from ...torch_state.allocator import allocated_bytes, can_measure, marked_bytes
 from ...torch_state.compare import fingerprint
 from ...torch_state.no_trace import cut_history, members_put_back, untouched, unwatched
 from ...torch_state.private import storage_id, untraced
-from ...torch_state.ranks.collectives import are_several
-from ...torch_state.ranks.shards import own_parameters
+from ...torch_state.ranks import are_several, own_parameters
 from ..forward.flat import gradient_targets, saved_until_done
 from .calls import ASKED, most_and_first
 from .estimate import Estimator, input_gradients

@@ -19,7 +19,7 @@ from ...operators.low_memory import LowMemory
 from ...operators.weights import Weights
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.private import sleep_on_cuda
-from ..passes.in_place import COPIED, REBASED
+from ..passes.writes import COPIED, REBASED
 from .backward.again import Again
 from .calls import Call, call_key
 from .estimate import Estimator

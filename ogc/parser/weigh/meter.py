@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ...operators.cuda.gpus import Gpu, gpu_named
-from ...operators.cuda.hidden import hidden_in_sums
+from ...operators.gpus import Gpu, gpu_named
 from ...operators.registry import of
 from ...program.program import storage_of, tensor_leaves
-from ...program.storages import LiveBytes
+from ...program.tensors import LiveBytes
 from ...torch_state.private import OpOverload, TorchDispatchMode, decomposes, schema_of, storage_id
 
 log = logging.getLogger(__name__)
@@ -65,6 +64,9 @@ def _tell_once(kind: str) -> None:
     log.warning("ogc has no rates for %s: it estimates times with those of CUDA", kind)
 
 
+HiddenBytes = Callable[[Any, Any, list[torch.Tensor]], int]
+"""Bytes that an operator with these arguments and results allocates underneath the dispatcher."""
+
 Seconds = Callable[[int, int, torch.dtype, bool], float]
 """How long an operator takes that computes and moves so much (FLOPs, bytes), in a type, or in TF32."""
 
@@ -92,24 +94,22 @@ class Reading:
 class Meter(TorchDispatchMode):
     """Adds up the cost of every operator that runs inside, and the fresh bytes alive at once.
 
-    With ``kernel_copies``, also what low-memory forms on a CPU allocate underneath the dispatcher; ``on_cpu``, what
-    elementwise operators do; with a ``gpu``, what sums do there.
+    With ``hidden``, also what that tells of bytes underneath the dispatcher; ``on_cpu``, what elementwise operators
+    allocate there.
     """
 
     def __init__(
         self,
         seconds: Seconds,
-        kernel_copies: bool = False,
+        hidden: HiddenBytes | None = None,
         on_cpu: bool = False,
         on_meta: bool = True,
-        gpu: Gpu | None = None,
     ) -> None:
         super().__init__()
-        self.gpu = gpu
         self.first: int | None = None  # the bytes alive when something saved was first asked for
         self.seconds_of = seconds
         self.on_meta = on_meta
-        self.kernel_copies = kernel_copies
+        self.hidden = hidden
         self.on_cpu = on_cpu
         self._reset()
 
@@ -152,17 +152,20 @@ class Meter(TorchDispatchMode):
             self.flops += flops
         for tensor in made:
             self.fresh.add(tensor.untyped_storage())
-        copies = special.hidden_bytes(args, outputs) if self.kernel_copies else 0
+        copies = self.hidden(function, args, outputs) if self.hidden else 0
         copies += _converted_bytes(function, inputs) if self.on_cpu else 0
-        copies += hidden_in_sums(function, args, self.gpu)
         self.peak = max(self.peak, self.fresh.bytes + copies)
         return result
+
+
+_CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
+"""For which cuDNN's settings say what float32 is computed in."""
 
 
 def _computed_in(function: Any, outputs: Sequence[torch.Tensor]) -> tuple[torch.dtype, bool]:
     """The type that an operator computes in, and whether CUDA may take TF32 for it."""
     dtype = outputs[0].dtype if outputs else torch.float32
-    if of(function).is_convolution:
+    if function in _CONVOLUTIONS:
         return dtype, torch.backends.cudnn.allow_tf32
     return dtype, torch.get_float32_matmul_precision() != "highest"
 

@@ -19,10 +19,10 @@ from ...during_step import progress
 from ...operators.registry import said_to_be_written
 from ...program.leaf import Leaf
 from ...program.program import TensorRef, args_of, get_attribute, run_nodes, storage_of, tensor_leaves, without_autocast
-from ...program.wrapped import contents
+from ...program.tensors import contents
 from ...torch_state.compare import same_bits
 from ...torch_state.private import base_of, version_of
-from ...torch_state.random_state import State, random_states, same_states
+from ...torch_state.settings import State, random_states, same_states
 from ..forward.flat import gradient_targets, saving
 from ..traced import Traced
 from .record import Memory, Observation, Record

@@ -11,10 +11,9 @@ import torch
 from ...operators.low_memory import LowMemory
 from ...operators.registry import live_arguments
 from ...operators.weights import Place, Weights
-from ...program.layouts import Layout, is_dense
 from ...program.leaf import Leaf
 from ...program.program import Saved, TensorRef, has_history, tensor_leaves
-from ...program.storages import ByStorage
+from ...program.tensors import ByStorage, Layout, is_dense
 from ...torch_state.private import base_of, storage_id, version_alone, version_of
 from .backward.again import Again
 from .gradients import Rebase

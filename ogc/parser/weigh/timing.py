@@ -30,14 +30,14 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from ...during_step import bytes_at_hand
-from ...operators.slices import Compiled, Sliced
 from ...operators.weights import Weights
 from ...plan.saving import write_at_once
+from ...program.leaf import Region
 from ...program.program import WithoutGrad, tensor_leaves
 from ...torch_state.private import OpOverload, pytree
-from ...torch_state.random_state import cuda_devices
+from ...torch_state.settings import cuda_devices
 from ..forward.flat import saving
-from ..passes.in_place import COPIED
+from ..passes.writes import COPIED
 from .calls import Call, call_key, timing_key
 from .measure import LONG_SECONDS, Measurer, page_faults, seconds_of
 from .record import Record
@@ -87,10 +87,8 @@ _known: dict[Any, Seconds] = {}
 
 
 def _described(function: Any) -> Any:
-    """A function, or what a stretch runs, of which there is a new one each time."""
-    if not isinstance(function, Sliced):
-        return function
-    return "sliced", str(function.graph), function.axes, function.slices, function.axis
+    """A function, or what tells equal regions, of which there is a new one each time."""
+    return function.key if isinstance(function, Region) else function
 
 
 def _key_of(call: Any) -> Any:
@@ -172,7 +170,7 @@ class Timer(Measurer):
         weights = self.estimator.weigh(record, args, kwargs)
         target = record.node.target
         kernel = target.operator if isinstance(target, WithoutGrad) else target
-        if not isinstance(kernel, (OpOverload, Compiled, Sliced)):
+        if not isinstance(kernel, (OpOverload, Region)):
             return weights
         binding = record.bindings.get(target) if target is kernel else None  # which would run with gradients
         function = target if binding is None else attrgetter(binding.removeprefix("torch."))(torch)

@@ -6,25 +6,123 @@ import builtins
 import re
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
+from io import IOBase
 from types import FrameType, FunctionType, MemberDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ...errors import InputError
 from ...on_thread import OnThread
-from ..attributes import TABLES
 from ..forwards import original_class
 from ..private import CALL, MEMBERS, parameters_of
-from ..ranks.shards import has_flat_parameters, views_of_flat
-from .classes import ObservedClasses, can_be_observed, is_followed
-from .functions import Called, CalledFunctions
-from .owner import Owner, Write, reads_of
-from .owners import FIXED, MODULE, Reads, Source, is_container, is_plain, items_of, numbers_of
-from .put_back import Before, same_objects
-from .states import refuse_used_up
+from ..ranks import has_flat_parameters, views_of_flat
+from .intercept import Called, CalledFunctions, ObservedClasses, can_be_observed, is_followed
+from .objects import (
+    ABSENT,
+    TABLES,
+    Before,
+    is_container,
+    is_plain,
+    items_of,
+    numbers_of,
+    same_objects,
+    table_of,
+)
+from .owners import FIXED, MODULE, OwnerReads, Reads, Source, contents
+
+
+@dataclass(eq=False)
+class Owner:
+    """An object that the forward may read from."""
+
+    thing: Any
+    number: int  # in the order in which objects were met
+    source: Source  # where it is found
+    before: Before  # what it held when it was met, before the forward could write it
+    scope: str  # the module that read from it last
+    keys: dict[str, None] = field(default_factory=dict)  # names that were read
+    absent: dict[str, None] = field(default_factory=dict)
+    slots: dict[str, None] = field(default_factory=dict)
+    is_whole: bool = False  # whether all that it holds counts
+    is_open: bool = False  # whether the data of its classes count
+
+    @property
+    def is_read(self) -> bool:
+        return bool(self.keys or self.absent or self.slots or self.is_whole)
+
+    @property
+    def reads(self) -> OwnerReads:
+        return OwnerReads(self.source, tuple(self.keys), tuple(self.absent), tuple(self.slots), self.is_whole)
+
+    def now(self, name: str) -> Any:
+        """What it holds by a name now; ``ABSENT`` if nothing."""
+        return (
+            getattr(self.thing, name, ABSENT) if name in self.before.slots else table_of(self.thing).get(name, ABSENT)
+        )
+
+    def forget(self) -> None:
+        """Begin again, from what it holds now."""
+        self.before = self.before.renewed(self.thing)
+        for found in (self.keys, self.absent, self.slots):
+            found.clear()
+        self.is_whole = self.is_open = False
+
+
+class Write(NamedTuple):
+    """Something outside of tensors that a forward has changed."""
+
+    owner: Owner
+    key: str  # the attribute; "" for the items of a container
+    module: str  # that holds the object or, if none does, that has read it last
+
+    def note(self) -> None:
+        owner, key = self.owner, self.key
+        if not key:
+            owner.is_whole = True
+        elif key in owner.before.slots:
+            owner.slots[key] = None
+        else:
+            (owner.absent if owner.now(key) is ABSENT else owner.keys)[key] = None
+
+
+def reads_of(met: Mapping[int, Owner], effects: Mapping[tuple[int, str], Any], root: Callable[[], Any]) -> Reads:
+    """What was read of the objects ``met``, by their identities, as it is now.
+
+    ``effects`` are what planned calls write: values by the numbers of owners and by names; ``root`` gives the model.
+    """
+    owners = list(met.values())
+    numbers = _needed(met, [owner.number for owner in owners if owner.is_read] + [number for number, _ in effects])
+    kept = [owners[number] for number in sorted(numbers)]
+    new = {owner.number: place for place, owner in enumerate(kept)}
+    found = []
+    for owner in kept:
+        source = owner.source
+        moved = source if source.parent < 0 else source._replace(parent=new[source.parent])
+        found.append(owner.reads._replace(source=moved))
+    expected = contents(found, [owner.thing for owner in kept])
+    written = tuple((new[number], key, value) for (number, key), value in effects.items())
+    return Reads(tuple(found), expected, written, root)
+
+
+def _needed(met: Mapping[int, Owner], pending: list[int]) -> set[int]:
+    """These owners, those that hold them, and those that were what was read."""
+    owners, needed = list(met.values()), set[int]()
+    while pending:
+        owner = owners[pending.pop()]
+        if owner.number in needed:
+            continue
+        needed.add(owner.number)
+        held = [owner.now(key) for key in (*owner.keys, *owner.slots)]
+        held += items_of(owner.thing)[1] if owner.is_whole else []
+        pending += [met[id(value)].number for value in held if id(value) in met]
+        pending += [owner.source.parent] if owner.source.parent >= 0 else []
+    return needed
+
 
 UNWATCHED = frozenset((*TABLES, "training", "forward", CALL))
 """Attributes of the model's modules that plans are chosen by anyway, or that stand in for calls."""
@@ -36,12 +134,7 @@ _LARGEST = 100_000
 
 
 class Observer:
-    """Observes a forward of a model on this thread.
-
-    Args:
-        model: whose forward it is.
-        where: gives the name of the module that runs.
-    """
+    """Observes a forward of ``model`` on this thread; ``where`` gives the name of the module that runs."""
 
     def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str) -> None:
         self._where, self.root = where, weakref.ref(model)
@@ -63,11 +156,9 @@ class Observer:
         self._modules = frozenset(self.owners)
 
     def where(self) -> str:
-        """The module that runs."""
         return self._where() if self.leaf is None else self.leaf
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The same forward, observed."""
 
         def observed(*args: Any, **kwargs: Any) -> Any:
             self._observe_all()
@@ -107,7 +198,6 @@ class Observer:
     # -- what is read --------------------------------------------------------------------------------------
 
     def _told(self, thing: Any, name: str, frame: FrameType) -> None:
-        """An attribute is about to be read."""
         owner = self.owners.get(id(thing))
         if owner is None or self._is_busy or threading.get_ident() != self.thread or name in owner.before.skipped:
             return
@@ -122,7 +212,6 @@ class Observer:
                 self._read(owner, name)
 
     def _assigned(self, thing: Any, name: str, _: FrameType) -> None:
-        """An attribute is about to be set."""
         owner = self.owners.get(id(thing))
         is_ours = owner is not None and self.leaf is None and threading.get_ident() == self.thread
         if owner is not None and is_ours and not self._is_busy and name not in owner.before.skipped:
@@ -169,7 +258,6 @@ class Observer:
             self._absent(owner, name)
 
     def _key(self, owner: Owner, name: str) -> None:
-        """Note that a name was read that is there."""
         if self._is_as_at_first(owner, name):
             if self.leaf is None:
                 owner.keys[name] = None
@@ -214,7 +302,7 @@ class Observer:
         if is_plain(value) or isinstance(value, torch.Tensor):
             return
         place = f"[{source.key}]" if source.step == "item" else str(source.key)
-        refuse_used_up(value, lambda: self._name(source.parent, place))
+        _refuse_used_up(value, lambda: self._name(source.parent, place))
         if isinstance(value, type):
             if is_followed(value.__module__) and not issubclass(value, Enum):
                 self._class(value)
@@ -257,7 +345,6 @@ class Observer:
         return owner
 
     def _called(self, called: Called) -> None:
-        """A function is about to run."""
         if self._is_busy:
             return
         with self._busy():
@@ -389,6 +476,17 @@ def call_unseen() -> Iterator[None]:
     observer = _observer.value
     with nullcontext() if observer is None else observer.off():
         yield
+
+
+def _refuse_used_up(thing: Any, name: Callable[[], str]) -> None:
+    """Raise InputError, with its name, for what gives something else each time and cannot be put back."""
+    if not isinstance(thing, Iterator) or isinstance(thing, IOBase):
+        return
+    if not isinstance(getattr(type(thing), "__next__", None), FunctionType):  # else its attributes are observed
+        raise InputError(
+            f"the forward reads {name()}, an iterator ({type(thing).__name__}), which planning would use up, as nobody "
+            "can put it back; hand what it gives in as an argument, or optimize submodules that do without"
+        )
 
 
 _NO_TABLE = (list, tuple, set, frozenset)

@@ -1,55 +1,44 @@
-"""The objects that a forward reads from, where they are found, and what they hold."""
+"""What a forward read outside of tensors, and whether that is still the same."""
 
 from __future__ import annotations
 
-import enum
-from collections import OrderedDict, deque
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
-from types import CellType, FunctionType, MethodType
+from itertools import chain
+from operator import attrgetter, contains, is_, itemgetter, methodcaller
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 
-from ..attributes import Itself
 from ..forwards import original_class
-from .states import content_of, has_state
+from .objects import (
+    NO_DATA,
+    Itself,
+    content,
+    data_of_class,
+    has_state,
+    items_of,
+    numbers_of,
+    set_attribute,
+    state_of,
+    table_of,
+)
 
 MODULE, FIXED = -1, -2
 """In the place of a parent: the object is a submodule of the model, by its name; or it is the same for all models."""
 
-PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), numpy.generic,
-    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-)  # fmt: skip
-"""What is the same whenever its text is."""
-
-ABSENT = object()
-"""In the place of a value: there is none."""
-
-_CONTAINERS = (list, tuple, OrderedDict, dict, set, frozenset, deque)
-_NO_DATA = ("__", "_abc_")
-_look = attrgetter("requires_grad", "dtype", "device", "shape")
-
 
 class Source(NamedTuple):
-    """Where an object is found.
+    """Where an object is found."""
 
-    Attributes:
-        parent: the number of the owner that holds it, ``MODULE`` or ``FIXED``.
-        step: how it is found there: ``"attribute"``, ``"slot"``, ``"item"`` or, of a function, ``"cell"``.
-        key: by what name or position; the name of a submodule; what is fixed itself.
-    """
-
-    parent: int
-    step: str
-    key: Any
+    parent: int  # the number of the owner that holds it, ``MODULE`` or ``FIXED``
+    step: str  # how it is found there: ``"attribute"``, ``"slot"``, ``"item"`` or, of a function, ``"cell"``
+    key: Any  # by what name or position; the name of a submodule; what is fixed itself
 
     def find(self, model: torch.nn.Module, objects: Sequence[Any]) -> Any:
-        """The object, given those that are found before it."""
         if self.parent == FIXED:
             return self.key
         if self.parent == MODULE:
@@ -63,45 +52,28 @@ class Source(NamedTuple):
 
 
 class OwnerReads(NamedTuple):
-    """What was read of one object.
+    """What was read of one object."""
 
-    Attributes:
-        source: where it is found.
-        keys: the attributes or globals that were there.
-        absent: those that were not there.
-        slots: those in slots.
-        is_whole: whether all items count, as of a list.
-    """
-
-    source: Source
-    keys: tuple[str, ...]
-    absent: tuple[str, ...]
-    slots: tuple[str, ...]
-    is_whole: bool
+    source: Source  # where it is found
+    keys: tuple[str, ...]  # attributes or globals that were there
+    absent: tuple[str, ...]  # those that were not there
+    slots: tuple[str, ...]  # those in slots
+    is_whole: bool  # whether all items count, as of a list
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Reads:
-    """What a forward read outside of tensors, and what it wrote.
+    """What a forward read outside of tensors, and what it wrote."""
 
-    Attributes:
-        owners: the objects that it read from, each after those in which it is found.
-        expected: what these held at the start of the forward.
-        effects: plain values that it wrote and did not read before: the number of the owner, the name, the value.
-        root: gives the model that was observed. A copy of it stands for it, also where a function is bound to it.
-    """
-
-    owners: tuple[OwnerReads, ...] = ()
-    expected: tuple[Any, ...] = ()
+    owners: tuple[OwnerReads, ...] = ()  # the objects that it read from, each after those in which it is found
+    expected: tuple[Any, ...] = ()  # what these held at the start of the forward
+    # plain values that it wrote and did not read before: the number of the owner, the name, the value
     effects: tuple[tuple[int, str, Any], ...] = ()
+    # gives the model that was observed; a copy stands for it, also where a function is bound to it
     root: Callable[[], Any] = lambda: None
 
     def objects(self, model: torch.nn.Module) -> list[Any]:
-        """The owners as they are found now.
-
-        Raises:
-            LookupError, AttributeError, ValueError, TypeError: one is no longer there.
-        """
+        """The owners as they are found now; LookupError, AttributeError, ValueError or TypeError if one is gone."""
         found: list[Any] = []
         for owner in self.owners:
             found.append(owner.source.find(model, found))
@@ -128,7 +100,6 @@ class Reads:
         return None
 
     def write(self, model: torch.nn.Module) -> None:
-        """Write what the forward writes."""
         objects = self.objects(model)
         for number, key, value in self.effects:
             set_attribute(objects[number], key, value)
@@ -143,12 +114,9 @@ class Reads:
             if source.parent == MODULE:
                 return "the attribute " + ".".join([*([source.key] if source.key else []), *path]).replace(".[", "[")
             number = source.parent
-            path.insert(0, self._step_name(source, self.owners[number].source.key))
-
-    def _step_name(self, source: Source, holder: Any) -> str:
-        if source.step == "cell":
-            return str(holder.__code__.co_freevars[source.key])
-        return f"[{source.key}]" if source.step == "item" else str(source.key)
+            is_cell, holder = source.step == "cell", self.owners[number].source.key
+            name = holder.__code__.co_freevars[source.key] if is_cell else source.key
+            path.insert(0, f"[{name}]" if source.step == "item" else str(name))
 
 
 def _fixed_name(thing: Any, path: str) -> str:
@@ -160,84 +128,6 @@ def _fixed_name(thing: Any, path: str) -> str:
         what = f"the variable {path.removesuffix('[0]')}" if is_of_closure else "a default argument or an attribute"
         return f"{what} of {thing.__qualname__}"
     return f"the global {path} of {thing.get('__name__', 'a module')}"
-
-
-def table_of(thing: Any) -> Mapping[str, Any]:
-    """The names that an object, a class, a Python module or a function's globals have, and what they stand for."""
-    return thing if type(thing) is dict else vars(thing) if hasattr(thing, "__dict__") else {}
-
-
-def is_container(thing: Any) -> bool:
-    """Whether an object is read as a whole: what it gives of itself cannot be observed."""
-    return isinstance(thing, (*_CONTAINERS, partial, MethodType, CellType, FunctionType)) or has_state(thing)
-
-
-def items_of(thing: Any) -> tuple[list[Any], list[Any]]:
-    """The keys and the items of what is read as a whole, whatever its class makes of them."""
-    if isinstance(thing, dict):
-        kind = kind_of_container(thing)
-        return list(kind.keys(thing)), list(kind.values(thing))
-    if isinstance(thing, type):
-        data = data_of_class(thing)
-        return list(data), list(data.values())
-    if isinstance(thing, CellType):
-        return [], _of_cell(thing)
-    if isinstance(thing, FunctionType):
-        return list(vars(thing)), [thing.__code__, thing.__defaults__, thing.__kwdefaults__, *vars(thing).values()]
-    if isinstance(thing, MethodType):
-        return [], [thing.__func__, thing.__self__]
-    if isinstance(thing, partial):
-        return [], [thing.func, thing.args, thing.keywords]
-    if has_state(thing):
-        return [], []
-    if (kind := kind_of_container(thing)) is not None:
-        return [], list(kind.__iter__(thing))
-    return list(vars(thing)), list(vars(thing).values())
-
-
-def kind_of_container(thing: Any) -> Any:
-    """The class of Python's own that a container is of, None for other objects."""
-    return next((kind for kind in _CONTAINERS if isinstance(thing, kind)), None)
-
-
-def data_of_class(kind: type) -> dict[str, Any]:
-    """The attributes of a class that are no methods nor what Python itself keeps there."""
-    named = {key: value for key, value in vars(kind).items() if not key.startswith(_NO_DATA)}
-    return {key: value for key, value in named.items() if not hasattr(type(value), "__get__")}
-
-
-def _of_cell(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # nothing is in it yet
-        return []
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is data that is the same whenever its text is."""
-    if isinstance(value, tuple) and not hasattr(value, "__dict__"):
-        return all(map(is_plain, value))
-    return isinstance(value, (*PLAIN, enum.Enum))
-
-
-def content(value: Any, known: Mapping[int, int]) -> Any:
-    """What is equal for values that make no difference to a forward; owners are ``known`` by their numbers."""
-    if isinstance(value, enum.Enum):
-        return Itself(value)
-    if is_plain(value):
-        return type(value), repr(value)  # a NaN is the same as before
-    if (number := known.get(id(value))) is not None:
-        return "owner", number
-    if isinstance(value, torch.Tensor):
-        return Itself(value), *_look(value)
-    if isinstance(value, MethodType):
-        return content(value.__self__, known), Itself(value.__func__)
-    return Itself(value)
-
-
-def numbers_of(objects: Sequence[Any]) -> dict[int, int]:
-    """The number of each owner, by its identity; of one that is found in several places, the first."""
-    return {id(thing): number for number, thing in reversed(list(enumerate(objects)))}
 
 
 def contents(owners: Sequence[OwnerReads], objects: Sequence[Any]) -> tuple[Any, ...]:
@@ -259,10 +149,10 @@ def _content_of_owner(known: Mapping[int, int], owner: OwnerReads, thing: Any) -
         keys, items = items_of(thing)
         inside = [content(item, known) for item in items]
         if has_state(thing):
-            inside = [content_of(thing)]
+            inside = [state_of(thing)]
         found["[]"] = [*map(repr, keys)], inside
         if isinstance(thing, type):
-            methods = {key: Itself(value) for key, value in vars(thing).items() if not key.startswith(_NO_DATA)}
+            methods = {key: Itself(value) for key, value in vars(thing).items() if not key.startswith(NO_DATA)}
             found["[]"] = {**methods, **dict(zip(keys, inside, strict=True))}
     return found
 
@@ -272,23 +162,121 @@ def _first_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     return "" if key == "[]" else key
 
 
-def set_attribute(thing: Any, key: str, value: Any) -> None:
-    """Set or delete an attribute or a global, past what a class makes of that."""
-    if type(thing) is dict:
-        thing[key] = value
-        return
-    kind = type if isinstance(thing, type) else object
-    if value is ABSENT:
-        kind.__delattr__(thing, key)
-    else:
-        kind.__setattr__(thing, key, value)
+_values = methodcaller("values")
+_look = attrgetter("requires_grad", "dtype", "device", "shape")
+_of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_of_cell = attrgetter("cell_contents")
+_END = object()
+_GONE = (LookupError, AttributeError, ValueError, TypeError)
 
 
-def slots_of(kind: type) -> Iterator[str]:
-    """The names of the slots that instances of a class have."""
-    for one in kind.__mro__:
-        found = vars(one).get("__slots__", ())
-        for name in (found,) if isinstance(found, str) else tuple(found):
-            if name not in ("__dict__", "__weakref__"):
-                private = name.startswith("__") and not name.endswith("__")
-                yield f"_{one.__name__.lstrip('_')}{name}" if private else name
+class WatchedReads:
+    """What a forward read, for a model and its copies: compared by identity, and by content where that differs."""
+
+    def __init__(self, reads: Reads, model: torch.nn.Module) -> None:
+        self.reads = reads
+        self.seen: weakref.WeakKeyDictionary[torch.nn.Module, _Seen] = weakref.WeakKeyDictionary()
+        self.first_changed(model)
+
+    def first_changed(self, model: torch.nn.Module) -> str | None:
+        """In words, what Python would read otherwise of a model now; None if nothing."""
+        seen = self.seen.get(model)
+        if seen is not None and seen.is_same():
+            return None
+        changed = self.reads.first_changed(model)
+        if changed is None:
+            self.seen[model] = _Seen(self.reads, self.reads.objects(model))
+        return changed
+
+    def write(self, model: torch.nn.Module) -> None:
+        if self.reads.effects:
+            self.reads.write(model)
+
+
+class _Seen:
+    """Where values are that were read, and what they were when they were last looked at.
+
+    It holds no reference to the model itself, which is the key of the weak dictionary that holds this.
+    """
+
+    def __init__(self, reads: Reads, objects: Sequence[Any]) -> None:
+        alike: dict[tuple[str, ...], list[Any]] = {}
+        self.absent: list[tuple[Any, str]] = []
+        self.others: list[Callable[[], Any]] = []  # what gives the values of other owners
+        self.dicts: list[Mapping[Any, Any]] = []
+        self.lists: list[Any] = []
+        self.classes: list[Mapping[str, Any]] = []
+        self.functions: list[FunctionType] = []
+        self.cells: list[CellType] = []
+        self.typed: list[Any] = []
+        self.stateful: list[Any] = []
+        for owner, thing in zip(reads.owners, objects, strict=True):
+            if owner.keys:
+                alike.setdefault(owner.keys, []).append(table_of(thing))
+            if owner.absent:
+                self.absent += [(table_of(thing), key) for key in owner.absent]
+            if owner.slots:
+                get = attrgetter(*owner.slots, owner.slots[0])
+                self.others.append(lambda thing=thing, get=get: get(thing))  # type: ignore[misc]
+            if owner.source.parent != MODULE or owner.source.key:
+                self.typed.append(thing)
+            if owner.is_whole and isinstance(thing, type):
+                self.classes.append(vars(thing))
+                if data := data_of_class(thing):
+                    alike.setdefault(tuple(data), []).append(vars(thing))
+            elif owner.is_whole:
+                self._add_whole(thing)
+        self.looks = [(itemgetter(*keys, keys[0]), same) for keys, same in alike.items()]  # two at least, for a tuple
+        self.tables, self.names = [table for table, _ in self.absent], [key for _, key in self.absent]
+        self.types = list(map(type, self.typed))
+        self.values = list(self._values())
+        self.sizes = list(map(len, self.lists))
+        self.members = self._members()
+        self.contents = list(map(state_of, self.stateful))
+        self.tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
+        self.tensor_looks = list(map(_look, self.tensors))
+
+    def is_same(self) -> bool:
+        """Whether each value is the same object, and nothing is there that was not."""
+        try:
+            return (
+                list(map(type, self.typed)) == self.types
+                and list(map(len, self.lists)) == self.sizes
+                and all(map(is_, self._values(), self.values))
+                and self._members() == self.members  # of which data are among the values
+                and not any(map(contains, self.tables, self.names))
+                and list(map(_look, self.tensors)) == self.tensor_looks
+                and list(map(state_of, self.stateful)) == self.contents
+            )
+        except _GONE:
+            return False
+
+    def _add_whole(self, thing: Any) -> None:
+        if type(thing) is dict:
+            self.lists.append(thing)
+            self.dicts.append(thing)
+        elif type(thing) in (list, tuple):
+            self.lists.append(thing)
+        elif isinstance(thing, FunctionType):
+            self.functions.append(thing)
+            self._add_whole(vars(thing))
+        elif isinstance(thing, CellType) and items_of(thing)[1]:
+            self.cells.append(thing)
+        elif has_state(thing):
+            self.stateful.append(thing)
+        else:
+            self.others.append(lambda: chain(*items_of(thing)))
+
+    def _members(self) -> list[Any]:
+        """The names in classes and what they stand for; what are no data are equal if they are the same."""
+        return [*chain.from_iterable(self.classes), *chain.from_iterable(map(_values, self.classes))]
+
+    def _values(self) -> Iterator[Any]:
+        """What is compared, and an end: so that others are never a beginning of these."""
+        tables = chain.from_iterable(chain.from_iterable(map(look, tables) for look, tables in self.looks))
+        functions = chain.from_iterable(map(_of_function, self.functions))
+        cells = map(_of_cell, self.cells)
+        lists = chain.from_iterable(self.lists)  # of dicts, the keys
+        dicts = chain.from_iterable(map(_values, self.dicts))
+        others = chain.from_iterable(give() for give in self.others)
+        return chain(tables, functions, cells, lists, dicts, others, (_END,))

@@ -8,9 +8,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ogc
-from ogc.operators.cuda import attention
-from ogc.operators.cuda.attention import _SHARES_HEADS, CUDNN, EFFICIENT, FLASH, MATH, Attention, chosen
-from ogc.operators.cuda.gpus import gpu_named
+from ogc.operators.gpus import gpu_named
+from ogc.sizing.cuda import attention
+from ogc.sizing.cuda.attention import _SHARES_HEADS, CUDNN, EFFICIENT, FLASH, MATH, Attention, chosen
 
 aten = torch.ops.aten
 HALF, FLOAT = torch.bfloat16, torch.float32

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ogc
 from ogc.program.program import call_node, get_attribute, run_nodes, tensor_leaves
-from ogc.torch_state.flags import flags
+from ogc.torch_state.settings import flags
 
 
 class Words(nn.Module):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ogc.operators.cuda.gpus import gpu_named
-from ogc.operators.cuda.on_meta import as_on_cuda
+from ogc.operators.gpus import gpu_named
+from ogc.sizing.cuda.kernels import as_on_cuda
 from ogc.torch_state.private import FakeTensorMode
 
 IMAGES, ROWS, VOLUMES = (2, 8, 8, 8), (4, 8), (2, 8, 4, 4, 4)

@@ -6,12 +6,12 @@ import torchvision
 from torch import nn
 
 import ogc
-from ogc.checking.hollow import hollow_run
+from ogc.operators import convolution_parts as convolution
 from ogc.operators import normalization, pooling
-from ogc.operators.convolution import parts as convolution
-from ogc.operators.cuda.gpus import gpu_named
-from ogc.operators.cuda.on_meta import as_on_cuda
+from ogc.operators.gpus import gpu_named
 from ogc.operators.registry import of
+from ogc.sizing.cuda.kernels import as_on_cuda
+from ogc.sizing.hollow import hollow_run
 
 aten = torch.ops.aten
 GPU = "RTX 2080 Ti"
@@ -170,5 +170,5 @@ def test_where_one_operation_bounds_the_peak_it_runs_in_its_form(name, wish):
     graph = ogc.parse(model, torch.empty(64, 3, 128, 128, device="meta"), device="cuda", profile="estimate", gpu=GPU)
     plan = ogc.solve(graph, **wish)
     assert f"aten.{name}.default" in {graph.operations[t].target for t in plan.low_memory}
-    assert plan.peak_bytes < max(graph.with_forms(()).operation_bounds)
+    assert plan.peak_bytes < max(graph.with_variants(()).operation_bounds)
     assert hollow_run(model, graph, plan, gpu=GPU).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)

@@ -8,7 +8,7 @@ from torch import nn
 
 import ogc
 from ogc.errors import InputError
-from ogc.operators.cuda.gpus import DEFAULT, gpu_named
+from ogc.operators.gpus import DEFAULT, gpu_named
 
 
 def test_gpus_are_known_by_name(caplog):

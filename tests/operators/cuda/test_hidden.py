@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import ogc
-from ogc.operators.cuda.gpus import gpu_named
-from ogc.operators.cuda.hidden import of_sum
+from ogc.operators.gpus import gpu_named
 from ogc.parser.weigh.estimate import Estimator
 from ogc.parser.weigh.record import Record
 from ogc.program.program import TensorRef
+from ogc.sizing.cuda.hidden import of_sum
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from torch.fx.node import map_aggregate
 
 from ....operators.registry import copies_strided_gradients, is_elementwise, of
 from ....operators.weights import InputGradient, Weights
-from ....program.layouts import Layout
 from ....program.program import tensor_leaves, without_autocast
+from ....program.tensors import Layout
 from ....torch_state.private import OpOverload
 
 LONG_FLOPS = 2e9

@@ -11,10 +11,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ....graph import RuntimeCosts
-from ....program.again import run_saving
-from ....torch_state.flags import flags
+from ....program.autocast import run_saving
 from ....torch_state.module_state import WatchedModule
 from ....torch_state.reads import Reads, WatchedReads
+from ....torch_state.settings import flags
 from ..measure import own_clock
 from ..timing import Caches
 

@@ -16,9 +16,9 @@ from operator import add
 from typing import Any, NamedTuple, TypeVar
 
 from ....graph import RuntimeCosts
-from ....operation import Form, Operation
+from ....operation import Operation, Variant
 
-T = TypeVar("T", Operation, Form)
+T = TypeVar("T", Operation, Variant)
 
 OF_FORWARD, OF_BACKWARD = 16.0, 23.0
 """What handing an operation to a GPU takes, forward and backward, by the time of a hooked tensor; see costs.py. Beside

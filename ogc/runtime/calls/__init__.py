@@ -1,1 +1,0 @@
-"""What a call is, and what ran which calls."""

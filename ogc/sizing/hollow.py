@@ -1,0 +1,189 @@
+"""Hollow runs: planned steps of a GPU that is not there, by which plans for one are held against what runs.
+
+The runtime, autograd and every allocation that the dispatcher sees are real, the backward has a thread of its own as on
+a GPU, and no kernel runs: tensors are meta tensors, on which operators save what those on CUDA save. What a kernel
+allocates by itself is added where a rule is known (:mod:`ogc.sizing.cuda.hidden`).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..graph import Graph
+from ..operators.gpus import Gpu, gpu_of
+from ..operators.low_memory import counted_here
+from ..plan.plan import Plan
+from ..program.program import Rest, attribute, get_attribute, losses_among, tensor_leaves
+from ..program.structures import TensorSpec
+from ..program.tensors import ByStorage, LiveBytes, is_dense
+from ..runtime.frame import Step
+from ..runtime.generate import generate
+from ..torch_state.forwards import plain_forward
+from ..torch_state.private import TorchDispatchMode
+from ..torch_state.settings import flags
+from .cuda.hidden import hidden_in_backward
+from .cuda.kernels import as_on_cuda
+
+_ADD = torch.ops.aten.add.Tensor
+_TORCH, _ENGINE = str(Path(torch.__file__).parent), "_engine_run_backward"
+
+
+@dataclass(frozen=True)
+class HollowRun:
+    """Attributes: ``peak_bytes`` over one step; the ``operator`` that ran when they were first reached."""
+
+    peak_bytes: int
+    operator: str
+
+
+def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | None = None) -> HollowRun:
+    """One step, forward and backward, by a plan for CUDA, with gradients of all parameters already there.
+
+    It starts from the loss that the graph was parsed with, which is given meta tensors; without one from the sum of the
+    outputs, whose gradient takes no memory, though kernels that need it whole copy it unseen.
+
+    Args:
+        model: what ``graph`` was parsed from; it may be on any device, and its memory is not touched.
+        graph: from :func:`ogc.parse` with ``device="cuda"``, without leaves.
+        plan: for ``graph``; a plain one runs the model's own forward.
+        gpu: which one is meant, as for :func:`ogc.parse`.
+
+    Returns:
+        The peak in bytes, without parameters, their gradients, buffers and inputs.
+
+    Raises:
+        InputError: the graph is not for CUDA.
+    """
+    device = torch.device(graph.device)
+    if device.type != "cuda":
+        raise InputError(f"a hollow run is of a graph for CUDA, not for {device}: there the allocator tells the peak")
+    step = _HollowStep(model, graph, plan, gpu_of(device, gpu))
+    with step.inside():
+        output = step.forward()
+        start = _start(output, graph.program.rest)
+        if not graph.program.rest.holds_outputs:
+            del output
+    step.on_another_thread(start.backward)
+    return HollowRun(step.allocations.peak, step.allocations.operator)
+
+
+def _start(output: Any, rest: Rest) -> torch.Tensor:
+    """Where the backward starts."""
+    if callable(rest.loss):
+        return rest.loss(output)
+    tensors = tensor_leaves(output)
+    losses = losses_among(output, tensors, [t.requires_grad for t in tensors]) if rest.loss is None else []
+    if len(losses) == 1:
+        return tensors[losses[0]]
+    return torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum()
+
+
+class _HollowStep:
+    """A model without memory, what is allocated for it, and what runs it."""
+
+    def __init__(self, model: torch.nn.Module, graph: Graph, plan: Plan, gpu: Gpu | None) -> None:
+        self.program, self.gpu, self.is_plain = graph.program, gpu, plan.is_plain
+        held = {id(t): _on_meta(t) for t in (*model.parameters(), *model.buffers())}
+        self.model = copy.deepcopy(model, dict(held))
+        self.code = generate(graph, plan)
+        constants = {
+            name: held.get(id(value), _on_meta(value)) if isinstance(value, torch.Tensor) else value
+            for name, value in self.program.constants.items()
+        }
+        bound = [get_attribute(self.model, constants, name) for name in self.code.bound]
+        self.bound = [*bound, *(torch.zeros_like(attribute(self.model, name)) for name in self.code.copied)]
+        self.inputs = [_like(spec) for spec in self.program.inputs.tensors]
+        gradients = {tensor: torch.zeros_like(tensor) for tensor in held.values() if tensor.requires_grad}
+        for tensor, gradient in gradients.items():
+            tensor.grad = gradient
+        known = (*self.inputs, *gradients.values(), *tensor_leaves(self.bound), *held.values())
+        self.allocations = _Allocations(known, gpu)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """What is called is CUDA's, and what it allocates is counted."""
+        with as_on_cuda(self.gpu, is_recorded=False), self.allocations:
+            yield
+
+    def forward(self) -> Any:
+        """The model's output."""
+        args, kwargs = self.program.inputs.rebuild(self.inputs)
+        if self.is_plain:
+            return plain_forward(self.model)(*args, **kwargs)
+        step = Step(self.model, self.code.runs, self.bound, (), flags())
+        return self.program.outputs.deliver(self.code.forward(step, *self.inputs, *self.bound), args, kwargs)
+
+    def on_another_thread(self, backward: Callable[[], None]) -> None:
+        """Where autograd runs the backward of tensors on a GPU."""
+
+        def run() -> None:
+            with _Allocations((), self.gpu):
+                counted = counted_here()
+            with counted, self.inside():
+                backward()
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run).result()
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    made = _like(TensorSpec.of(tensor))
+    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
+
+
+def _like(spec: TensorSpec) -> torch.Tensor:
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+    return made.requires_grad_(spec.requires_grad)
+
+
+class _Allocations(TorchDispatchMode):
+    """Bytes of what operators make inside, and the most at once.
+
+    Where autograd adds up two gradients it writes over the first if nobody else holds that, but not while it is
+    watched: the sum counts as written over it where it is gone when the next operator is called.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], gpu: Gpu | None) -> None:
+        super().__init__()
+        self.gpu = gpu
+        self.known = {tensor.untyped_storage() for tensor in known}
+        self.alive, self.peak = LiveBytes(), 0
+        self.operator = ""
+        self.sum: ByStorage[int] = ByStorage()  # the storage that it may be written over, with the bytes if it is not
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for reached in self.sum.values():
+            self._reach(reached, str(_ADD))
+        self.sum.clear()
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensor_leaves(result):
+            if (storage := tensor.untyped_storage()) not in self.known:
+                self.alive.add(storage)
+        if function is _ADD and is_dense(args[0]) and _is_called_by_autograd():
+            if (storage := args[0].untyped_storage()) in self.alive:
+                self.sum[storage] = self.alive.bytes
+        else:
+            self._reach(self.alive.bytes + hidden_in_backward(function, args, self.gpu), str(function))
+        return result
+
+    def _reach(self, reached: int, operator: str) -> None:
+        if reached > self.peak:
+            self.peak, self.operator = reached, operator
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether the engine called an operator, and no code in Python between."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name != _ENGINE and frame.f_back:
+        frame = frame.f_back
+    return frame.f_code.co_name == _ENGINE

@@ -1,0 +1,414 @@
+"""What a step needs on a device, line by line, before it is run."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import InputError
+from ..graph import Graph, table
+from ..parser import Loss, parse
+from ..parser.arguments import call_arguments, check_model, device_of
+from ..parser.weigh.meter import Meter
+from ..plan import Plan
+from ..program.program import (
+    SHARED,
+    Optimizer,
+    TensorRef,
+    device_of_model,
+    each_storage_bytes,
+    storage_bytes,
+    tensor_leaves,
+)
+from ..program.structures import InputSpec
+from ..solver import Budget, solve
+from ..solver.wish import bytes_of
+from ..torch_state.no_trace import untouched
+from ..torch_state.private import TorchDispatchMode
+from .allocator import AllocatorSettings
+from .requests import MemoryPeaks, Move, WholeStep, memory_peaks, moves_of, plain_moves
+
+CACHING = {"cuda"}
+"""Types of devices whose memory PyTorch's caching allocator hands out."""
+
+ROOMY = "on a device with more room than the step needs, and beside the context"
+
+KINDS = (
+    *("parameters", "buffers", "gradients", "optimizer", "optimizer_step", "inputs"),
+    *("context", "cublas", "cudnn", "ddp_buckets"),
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that a training step needs on a device.
+
+    Gradients are counted as if they were there throughout, as they are from the second step on unless they are set to
+    None. The optimizer's step comes after the backward, when activations are gone.
+
+    Attributes:
+        parameters, buffers: of the model, each storage once.
+        gradients: of the parameters that are trained.
+        optimizer: what it holds from step to step.
+        optimizer_step: the most that its step takes beside that.
+        inputs: the tensors of the sample input.
+        context, cublas, cudnn: allowances for what CUDA and its libraries take.
+        ddp_buckets: what DistributedDataParallel gathers gradients in.
+        autocast: weights that autocast keeps in other types; they are among the activations.
+        tensors: bytes of each tensor that is there before a step, in the order in which they come to be, but inputs.
+        plain: the peak of activations and gradients of these in the plain model; None where it was not asked for.
+        least: the plan with the least peak; None likewise.
+        device: the type of the device.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    optimizer_step: int
+    inputs: int
+    context: int
+    cublas: int
+    cudnn: int
+    device: str
+    ddp_buckets: int = 0
+    autocast: int = 0
+    tensors: tuple[int, ...] = field(default=(), repr=False)
+    plain: int | None = None
+    least: Plan | None = None
+
+    @property
+    def workspaces(self) -> int:
+        """What libraries keep."""
+        return self.cublas + self.cudnn
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that no plan changes, and that are there while activations are."""
+        held = self.parameters + self.buffers + self.gradients + self.optimizer + self.inputs
+        return held + self.context + self.workspaces + self.ddp_buckets
+
+    def with_activations(self, peak_bytes: int) -> int:
+        """Bytes of the whole step where activations peak at ``peak_bytes``."""
+        return self.fixed + max(peak_bytes, self.optimizer_step)
+
+    def step(self, moves: tuple[Move, ...]) -> WholeStep:
+        """The whole step as CUDA's allocator sees it: what is there throughout comes first."""
+        return WholeStep(moves, (*self.tensors, self.inputs), self.optimizer_step)
+
+    def memory(self, settings: AllocatorSettings | None = None) -> MemoryPeaks | None:
+        """What CUDA's allocator would give for whole steps, without the context; None where no plan was asked for.
+
+        Args:
+            settings: of the allocator; without them those of this process.
+        """
+        if self.least is None or self.least.graph is None:
+            return None
+        settings = settings or AllocatorSettings.of_environment()
+        return memory_peaks(self.least.graph, self.least.decisions, settings, self.step)
+
+    @cached_property
+    def _needed(self) -> tuple[int | None, int | None]:
+        """Bytes of the smallest devices for a plain step and for the least, where CUDA's allocator decides."""
+        if self.device not in CACHING or self.least is None or self.least.graph is None:
+            return None, None
+        settings, graph = AllocatorSettings.of_environment(), self.least.graph
+        both = plain_moves(graph), moves_of(graph, self.least.decisions)
+        found = (None if moves is None else self.step(moves).needed_bytes(settings) for moves in both)
+        of_plain, of_least = (None if size is None else self.context + size for size in found)
+        return of_plain, of_least
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the plain model's step; on CUDA of the smallest device on which its allocator has room for it."""
+        needed = self._needed[0]
+        return self.with_activations(self.plain or 0) if needed is None else needed
+
+    @property
+    def least_bytes(self) -> int:
+        """The same of the step by the plan with the least peak."""
+        needed = self._needed[1]
+        return self.with_activations(self.least.peak_bytes if self.least else 0) if needed is None else needed
+
+    def __str__(self) -> str:
+        rows = [[name.replace("_", " "), f"{getattr(self, name) / 2**20:.1f}"] for name in KINDS if getattr(self, name)]
+        if self.least is not None:
+            rows += [
+                ["activations, plain", f"{(self.plain or 0) / 2**20:.1f}"],
+                ["activations, least", f"{self.least.peak_bytes / 2**20:.1f}"],
+            ]
+        if self.autocast:
+            rows.append(["of these autocast's weights", f"{self.autocast / 2**20:.1f}"])
+        lines = [table([f"on {self.device}", "MiB"], rows)]
+        if self.least is not None:
+            plain, least = self.plain_bytes / 2**20, self.least_bytes / 2**20
+            others = f"at least {least:.1f} MiB at +{self.least.overhead:.0%} time" if least < plain else "no plan less"
+            lines.append(f"a plain step needs {plain:.1f} MiB, {others}")
+            if self.device in CACHING and (memory := self.memory()) is not None:
+                lines.append(f"{memory}, {ROOMY}")
+        return "\n".join(lines)
+
+
+def estimate(
+    model: torch.nn.Module,
+    sample_input: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: Optimizer | None = None,
+    device: torch.device | str | None = None,
+    ddp: bool | str = False,
+    **parsing: Any,
+) -> Estimate:
+    """What a training step needs: nothing is trained, and the forward runs with the memory of inference.
+
+    Args:
+        model, sample_input, loss: as for :func:`ogc.optimize`.
+        optimizer: one of the model's parameters, or a class or function that makes one, such as
+            ``torch.optim.AdamW``. Two steps of it are run on tensors without content.
+        device: for this device instead of the model's own; it need not exist here.
+        ddp: whether the model is trained in DistributedDataParallel; ``"views"`` with ``gradient_as_bucket_view=True``.
+        parsing: further arguments of :func:`ogc.parse`.
+
+    Returns:
+        The bytes of each part; printed, a table.
+
+    Raises:
+        InputError, ParseError: as :func:`ogc.parse` does, and where the optimizer is none.
+    """
+    least = solve(parse(model, sample_input, loss=loss, device=device, **parsing))
+    needs = fixed_needs(model, sample_input, optimizer, device, ddp)
+    autocast = autocast_bytes(least.graph) if least.graph is not None else 0
+    return replace(needs, plain=least.plain_peak_bytes, least=least, autocast=autocast)
+
+
+def fixed_needs(
+    model: torch.nn.Module,
+    sample_input: Any,
+    optimizer: Optimizer | None,
+    device: torch.device | str | None = None,
+    ddp: bool | str = False,
+) -> Estimate:
+    """What a step needs beside activations.
+
+    Raises:
+        InputError: an argument is of the wrong kind.
+    """
+    if ddp not in (False, True, "views"):
+        raise InputError(f'ddp must be True, False or "views", for gradient_as_bucket_view=True, not {ddp!r}')
+    check_model(model)
+    tensors = InputSpec.of(*call_arguments(sample_input))[1]
+    target = device_of_model(model, tensors) if device is None else device_of(device)
+    found, trained = optimizer_bytes(model, optimizer, target), [p for p in model.parameters() if p.requires_grad]
+    gradients, buckets = [p.numel() * p.element_size() for p in trained], bucket_bytes(trained) if ddp else ()
+    libraries, cudnn = cublas_bytes(target), cudnn_bytes(model, target)
+    held = each_storage_bytes(model.parameters()), each_storage_bytes(model.buffers())
+    apart = () if ddp == "views" else gradients  # else they are parts of buckets
+    return Estimate(
+        parameters=sum(held[0]),
+        buffers=sum(held[1]),
+        gradients=sum(gradients),
+        optimizer=found.state,
+        optimizer_step=found.working,
+        inputs=input_bytes(sample_input),
+        context=CONTEXT_BYTES.get(target.type, 0),
+        cublas=sum(libraries),
+        cudnn=cudnn,
+        ddp_buckets=0 if ddp == "views" else sum(buckets),
+        device=target.type,
+        tensors=(*held[0], *held[1], *libraries, cudnn, *apart, *buckets, *found.tensors),
+    )
+
+
+def input_bytes(sample_input: Any) -> int:
+    """Bytes of the tensors of a sample input."""
+    return storage_bytes(InputSpec.of(*call_arguments(sample_input))[1])
+
+
+def device_bytes(device_memory: Budget) -> int:
+    """Bytes that ``device_memory`` stands for: a number or a text such as ``"24GB"``."""
+    if isinstance(device_memory, (int, str)) and not isinstance(device_memory, bool):
+        try:
+            return bytes_of(device_memory, 0)
+        except InputError:
+            pass
+    raise InputError(f"device_memory must be bytes or a text like '24GB' or '8GiB', not {device_memory!r}")
+
+
+def activation_budget(needs: Estimate, device_memory: Budget) -> int:
+    """Bytes that a device of this size leaves for activations; 0 where it is too small for the rest."""
+    room = device_bytes(device_memory)
+    return room - needs.fixed if room > needs.with_activations(0) else 0
+
+
+MIB = 2**20
+
+CONTEXT_BYTES = {"cuda": 600 * MIB}
+"""What a process takes past the allocator: the driver's context and loaded kernels. A round figure above what is
+commonly seen (300 to 500 MiB); it depends on card and driver."""
+
+CUBLAS_BYTES, CUBLAS_LARGE_BYTES = 8320 * 1024, 32 * MIB
+"""cuBLAS' workspace for each handle and stream: ``:4096:2:16:8``, in KiB, but 32 MiB from Hopper on. Source:
+``parseChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp."""
+
+CUBLAS_HANDLES = 2
+"""Handles belong to threads (``getCurrentCUDABlasHandle`` in the same file): one of the forward's and one of the
+backward's. cuBLASLt takes the same workspaces."""
+
+CUDNN_BYTES = 64 * MIB
+"""The workspace of a convolution or recurrent layer. cuDNN says per call how much it wants, which has no documented
+limit; where that does not fit, PyTorch tries the next algorithm (``run_single_conv`` in
+aten/src/ATen/native/cudnn/Conv_v8.cpp), so that a step does not fail for it. A round figure."""
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = MIB, 25 * MIB
+"""DDP closes a bucket once it has so many bytes. Source: ``_DEFAULT_FIRST_BUCKET_BYTES`` of torch.distributed and
+``bucket_cap_mb`` of DistributedDataParallel; ``compute_bucket_assignment_by_size`` in reducer.cpp."""
+
+USES_CUDNN = (
+    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
+    *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
+    *(torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU),
+)
+
+
+def cublas_bytes(device: torch.device) -> tuple[int, ...]:
+    """cuBLAS' workspaces: those of the card where it is there, else the larger ones."""
+    if device.type != "cuda":
+        return ()
+    is_large = not torch.cuda.is_available() or torch.cuda.get_device_capability(device)[0] >= 9
+    return (CUBLAS_LARGE_BYTES if is_large else CUBLAS_BYTES,) * CUBLAS_HANDLES
+
+
+def cudnn_bytes(model: torch.nn.Module, device: torch.device) -> int:
+    """cuDNN's workspace, where a module of the model calls it."""
+    return CUDNN_BYTES * (device.type == "cuda" and any(isinstance(one, USES_CUDNN) for one in model.modules()))
+
+
+def bucket_bytes(parameters: Iterable[torch.nn.Parameter]) -> tuple[int, ...]:
+    """DDP's buckets, each one tensor: gradients in the order in which they come, by type."""
+    return tuple(_buckets([p for p in parameters if p.requires_grad]))
+
+
+def _buckets(parameters: list[torch.nn.Parameter]) -> Iterator[int]:
+    filled: dict[torch.dtype, int] = {}
+    closed: set[torch.dtype] = set()
+    for parameter in reversed(parameters):
+        kind = parameter.dtype
+        filled[kind] = filled.get(kind, 0) + parameter.numel() * parameter.element_size()
+        if filled[kind] >= (BUCKET_BYTES if kind in closed else FIRST_BUCKET_BYTES):
+            closed.add(kind)
+            yield filled.pop(kind)
+    yield from filled.values()
+
+
+def autocast_bytes(graph: Graph) -> int:
+    """Weights in the types that autocast casts them to, which it keeps until the forward is done."""
+    if graph.program is None:
+        return 0
+    casts = (node for node in graph.program.graph.nodes if node.meta.get(SHARED))
+    return sum(graph.values[v].bytes for v in {graph.program.storages[TensorRef(node.name, 0)] for node in casts})
+
+
+aten = torch.ops.aten
+
+FOREACH = {"cuda"}
+"""Types of devices on which PyTorch's optimizers take all parameters at once unless they are told otherwise."""
+
+
+class OptimizerBytes(NamedTuple):
+    """Bytes of an optimizer: what it holds from step to step, and the most that a step takes beside that.
+
+    ``tensors`` are those of each storage that it holds.
+    """
+
+    state: int
+    working: int
+    tensors: tuple[int, ...] = ()
+
+
+def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device: torch.device) -> OptimizerBytes:
+    """What ``optimizer`` takes for the parameters of ``model`` on ``device``.
+
+    Args:
+        model: the module that is trained.
+        optimizer: one of its parameters, or what makes one, such as ``torch.optim.AdamW``; None for none.
+        device: where the parameters are to be.
+
+    Raises:
+        InputError: it is none, or its step cannot be run without numbers.
+    """
+    if optimizer is None:
+        return OptimizerBytes(0, 0)
+    twin = _twin(_instance(model, optimizer), device)
+    meter = Meter(lambda *cost: 0.0)
+    try:
+        with untouched(), _WithoutNumbers(), meter:
+            twin.step()  # makes what is held
+            meter.take()
+            twin.step()
+    except Exception as error:
+        raise InputError(
+            f"what {type(twin).__name__} takes cannot be told, as its step needs numbers: {error!r}; leave optimizer "
+            "out, and take what it takes off the memory yourself"
+        ) from error
+    held = tuple(each_storage_bytes(tensor_leaves(*twin.state.values())))
+    return OptimizerBytes(sum(held), meter.take().peak_bytes, held)
+
+
+def _instance(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
+    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+        optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            "optimizer must be a torch.optim.Optimizer, or a class or function that makes one of parameters, not "
+            f"{type(optimizer).__name__}"
+        )
+    return optimizer
+
+
+def _twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+    """The same optimizer for parameters without content, with gradients and its state, and without hooks."""
+    twin = copy.copy(optimizer)
+    twin.param_groups = [_group(group, device) for group in optimizer.param_groups]
+    twin.state = defaultdict(dict)
+    for group, of_twin in zip(optimizer.param_groups, twin.param_groups, strict=True):
+        for parameter, meta in zip(group["params"], of_twin["params"], strict=True):
+            if parameter in optimizer.state:
+                twin.state[meta] = {key: _without_content(one) for key, one in optimizer.state[parameter].items()}
+    for name in [name for name in vars(twin) if name.startswith("_optimizer_step_")]:
+        setattr(twin, name, OrderedDict())
+    return twin
+
+
+def _without_content(held: Any) -> Any:
+    """A tensor of a state without its content; what counts steps keeps it."""
+    is_large = isinstance(held, torch.Tensor) and held.dim() > 0
+    return torch.empty_like(held, device="meta") if is_large else copy.deepcopy(held)
+
+
+def _group(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    parameters = []
+    for parameter in group["params"]:
+        meta = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        meta.grad = torch.empty_like(meta) if parameter.requires_grad else None
+        parameters.append(meta)
+    chosen: dict[str, Any] = {"params": parameters}
+    if group.get("fused"):  # writes over what it holds, and takes nothing beside it
+        chosen |= {"fused": False, "foreach": False}
+    elif "foreach" in group and group["foreach"] is None:
+        chosen["foreach"] = device.type in FOREACH
+    return {**group, **chosen}
+
+
+class _WithoutNumbers(TorchDispatchMode):
+    """A number that is read out of a tensor without content is one."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is aten._local_scalar_dense.default and args[0].is_meta:
+            return args[0].new_ones((), device="cpu").item()
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,289 @@
+"""Several processes that train one model: collectives, one answer for all, parameters that are sharded.
+
+A rank may plan alone, at any time, so planning runs no collective. What stands in for one gives what it would give if
+all ranks held what this one holds: shapes and types are right, the numbers are not used. All collectives come to the
+operators of one namespace, which get kernels for a dispatch key that goes before all others and is on while a rank is
+alone, on all threads that a backward runs on.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial, wraps
+from typing import Any, TypeVar, cast
+
+import torch
+
+from ..on_thread import OnThread
+from .forwards import only_holds
+from .private import (
+    ALONE,
+    MEMBERS,
+    OPERATOR_NAMES,
+    alone_on_this_thread,
+    finished_work,
+    parameters_of,
+    pytree,
+    schema_of,
+    store_of_all_ranks,
+    submodules_of,
+)
+
+OPERATORS = "c10d"
+"""The namespace of the operators that all collectives come to."""
+
+_told: OnThread[Callable[[], object] | None] = OnThread(None)
+
+
+def are_several() -> bool:
+    """Whether this process is one of several that talk to one another."""
+    return _has_begun() and torch.distributed.get_world_size() > 1
+
+
+def _has_begun() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, no collective is run, forward or backward: what stands in for it is. Other ranks need not be here."""
+    if not _has_begun():
+        yield
+        return
+    _install()
+    with alone_on_this_thread():
+        yield
+
+
+def arrived(result: Any) -> Any:
+    """A result of collectives, with tensors in it that are there: functional ones give some that are on their way."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(module, "AsyncCollectiveTensor", None)
+    return result if kind is None else pytree.tree_map_only(kind, _Arrival.apply, result)
+
+
+class _Arrival(torch.autograd.Function):
+    """Waits for a tensor; its gradient goes on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, coming: Any) -> torch.Tensor:
+        there: torch.Tensor = coming.trigger_wait()
+        return there
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def told_of_collectives(told: Callable[[], object]) -> AbstractContextManager[None]:
+    """``told()`` is called for each collective that is not run inside, on this thread."""
+    return _told.set_to(told)
+
+
+@cache
+def _install() -> tuple[torch.library.Library, ...]:
+    others, library = torch.library.Library("_", "IMPL"), torch.library.Library(OPERATORS, "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, ALONE)
+    for name in OPERATOR_NAMES():
+        if name.startswith(f"{OPERATORS}::"):
+            operator = getattr(torch.ops.c10d, name.partition("::")[2]).default
+            library.impl(name.partition("::")[2], partial(_stand_in, schema_of(operator)), ALONE)
+    return others, library  # which take the kernels back when they are let go
+
+
+def _stand_in(schema: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a collective, which writes into what it is given, leaves and returns."""
+    if _told.value is not None:
+        _told.value()
+    outputs, second = args[0], schema.arguments[1].name if len(schema.arguments) > 1 else ""
+    with torch.no_grad():
+        if second.startswith("input"):
+            _fill(outputs, args[1])
+        elif "recv" in schema.name:
+            _fill(outputs, ())
+    found = tuple(finished_work() if "Work" in str(result.type) else outputs for result in schema.returns)
+    return found[0] if len(found) == 1 else found or None
+
+
+def _fill(made: Any, given: Any) -> None:
+    """Write what is given, as often as it takes, into each tensor that is to be made; without any, zeros."""
+    sources = [tensor.reshape(-1) for tensor in pytree.tree_leaves(given) if torch.is_tensor(tensor)]
+    for target in pytree.tree_leaves(made):
+        target.zero_()
+        if sources and target.numel():
+            source = torch.cat(sources)
+            times = -(-target.numel() // max(1, source.numel()))
+            target.copy_(source.repeat(times)[: target.numel()].view(target.shape))
+
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def first_of_all(question: str, answer: Callable[[], T]) -> T:
+    """What the first rank answered, be it this one, without waiting for another rank.
+
+    The answer is put into the store that all ranks met at, and taken from there by those that ask later.
+
+    Args:
+        question: text that is equal on the ranks that are to agree, and on no others.
+        answer: plain data that can be pickled; asked for only where no rank has answered yet.
+    """
+    store = store_of_all_ranks() if are_several() else None
+    if store is None:
+        return answer()
+    key = f"ogc/{hashlib.sha256(question.encode()).hexdigest()}"
+    if (known := _asked(lambda: store.get(key) if store.check([key]) else None)) is not None:
+        return known
+    mine = answer()
+    text = base64.b64encode(pickle.dumps(mine)).decode()
+    first = _asked(lambda: store.compare_set(key, "", text))
+    return mine if first is None else first
+
+
+def _asked(ask: Callable[[], bytes | None]) -> Any:
+    """What the store has, if it has anything and can still be asked."""
+    try:
+        found = ask()
+    except RuntimeError as error:
+        log.info("ogc plans on this rank by itself: %s", error)
+        return None
+    return None if found is None else pickle.loads(base64.b64decode(found))
+
+
+def is_unit(module: torch.nn.Module) -> bool:
+    """Whether hooks of the module, those of ``fully_shard``, gather its parameters for its forward and its backward."""
+    return isinstance(module, _sharding("FSDPModule"))
+
+
+def is_wrapper(module: torch.nn.Module) -> bool:
+    """Whether the module, a ``FullyShardedDataParallel``, does so for the module in it."""
+    return isinstance(module, _sharding("FullyShardedDataParallel"))
+
+
+def has_units(module: Any) -> bool:
+    """Whether something is a module that is such a unit, or has some inside."""
+    return isinstance(module, torch.nn.Module) and any(is_unit(one) or is_wrapper(one) for one in module.modules())
+
+
+def has_inner_units(module: torch.nn.Module) -> bool:
+    """Whether there are units inside the module: their parameters are not there while it runs, but while they do."""
+    return any(is_wrapper(one) or (is_unit(one) and one is not module) for one in module.modules())
+
+
+def is_flat(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is all of a wrapped module's in one."""
+    return isinstance(parameter, _sharding("FlatParameter"))
+
+
+def has_flat_parameters(module: torch.nn.Module) -> bool:
+    """Whether what the module computes with are plain attributes, views of one parameter, made anew in each forward."""
+    return any(map(is_flat, module.parameters()))
+
+
+def views_of_flat(module: torch.nn.Module) -> list[str]:
+    """The names of such attributes of one module, where it or one around it has a flat parameter."""
+    found = vars(module).items()
+    return [name for name, value in found if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+
+
+def _sharding(name: str) -> Any:
+    """A class of torch's, or none where nobody has imported it yet."""
+    return getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
+
+
+def is_spread(tensor: Any) -> bool:
+    """Whether a tensor is a ``DTensor``, of which each rank holds a part."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def planned_apart(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
+    """The largest trained submodules, by name, of which all parameters are there while they run."""
+    for key, child in module.named_children():
+        inner = f"{name}.{key}" if name else key
+        if has_inner_units(child) or only_holds(child):
+            yield from planned_apart(child, inner)
+        elif any(parameter.requires_grad for parameter in child.parameters()):
+            yield inner, child
+
+
+@contextmanager
+def parameters_apart(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, parameters that are views of one of all ranks are parameters of their own, of the same memory.
+
+    Else backwards of single operations would come to that one, whose gradients are sent to other ranks.
+    """
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    tables = [(parameters_of(module), name) for module in modules for name in parameters_of(module)]
+    views = [(table, name, view) for table, name in tables if (view := table[name]) is not None and view.grad_fn]
+    beside = [
+        (vars(module), parameters_of(module), name) for module in modules for name in _views_beside(model, module)
+    ]
+    attributes = [(found, table, name, found[name]) for found, table, name in beside]
+    twins = {id(v): torch.nn.Parameter(v.detach()) for v in (*(v for *_, v in views), *(v for *_, v in attributes))}
+    known = [(table, dict(table)) for _, table, *_ in attributes]
+    try:
+        for found, table, name, view in attributes:
+            del found[name]
+            table[name] = twins[id(view)]
+        for table, name, view in views:
+            table[name] = twins[id(view)]
+        yield
+    finally:
+        for table, content in known:
+            for name in table.keys() - content.keys():
+                del table[name]
+        for table, name, view in views:
+            table[name] = view
+        for found, _, name, view in attributes:
+            found[name] = view
+
+
+def _views_beside(model: torch.nn.Module, module: torch.nn.Module) -> list[str]:
+    """Views of a flat parameter that are plain attributes of a module of ``model``, instead of parameters or beside."""
+    is_flat = has_flat_parameters(model)
+    return [name for name in views_of_flat(module) if is_flat or name in parameters_of(module)]
+
+
+def own_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of the same memory, put in the places of the model's, until these are put back."""
+    twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in parameters_of(module).items():
+            if parameter is not None:
+                twin = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+                parameters_of(module)[name] = twins.setdefault(parameter, twin)
+    return list(twins.values())
+
+
+DataParallel = torch.nn.parallel.DistributedDataParallel
+
+
+def around(wrapper: DataParallel, module: torch.nn.Module) -> DataParallel:
+    """The same wrapper, of the same gradients, around another module that has the same parameters."""
+    twin: DataParallel = object.__new__(type(wrapper))
+    vars(twin).update(vars(wrapper))
+    vars(twin)[MEMBERS[2]] = {**submodules_of(wrapper), "module": module}
+    return twin
+
+
+Optimize = TypeVar("Optimize", bound=Callable[..., torch.nn.Module])
+
+
+def within_data_parallel(optimize: Optimize) -> Optimize:
+    """What optimizes a model, for a DistributedDataParallel too: the model in it."""
+
+    @wraps(optimize)
+    def call(model: torch.nn.Module, sample_input: Any, **wish: Any) -> torch.nn.Module:
+        if isinstance(model, DataParallel):
+            return around(model, optimize(model.module, sample_input, **wish))
+        return optimize(model, sample_input, **wish)
+
+    return cast(Optimize, call)

@@ -1,0 +1,237 @@
+"""Tells of each attribute that Python reads or sets, and of each function that it calls."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from logging import Logger, LoggerAdapter
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from .objects import slots_of
+
+Told = Callable[[Any, str, FrameType], None]
+"""Is given an object, the name of an attribute and who reads or sets it."""
+
+NOT_FOLLOWED = frozenset({*sys.stdlib_module_names, "numpy", "ogc", "torch"} - {"__main__"})
+"""Packages whose globals and classes decide nothing that changes."""
+
+
+def is_followed(name: Any) -> bool:
+    """Whether what Python reads of a Python module, or in it, may change what a forward computes."""
+    return not str(name).startswith("namedtuple_") and str(name).partition(".")[0] not in NOT_FOLLOWED
+
+
+class ObservedClasses:
+    """Classes that tell, until :meth:`restore`, before an attribute is ``read`` or ``assigned``.
+
+    ``__getattribute__`` and ``__setattr__`` are put into the class, or into that of its bases which has its own: the
+    class stays what it is.
+    """
+
+    def __init__(self, read: Told, assigned: Told) -> None:
+        self.told = {"__getattribute__": read, "__setattr__": assigned}
+        self._known: dict[tuple[type, str], bool] = {}
+        self._restore: list[Callable[[], None]] = []
+        self._of_modules: type[ModuleType] | None = None
+
+    def observe(self, thing: Any) -> bool:
+        """Observe the class of an object; whether that can be done."""
+        if type(thing) is not ModuleType:
+            return all(self._put(type(thing), name) for name in self.told)
+        if self._of_modules is None:
+            self._of_modules = type(
+                "module", (ModuleType,), {name: self._telling(ModuleType, name) for name in self.told}
+            )
+        thing.__class__ = self._of_modules
+        self._restore.append(lambda: setattr(thing, "__class__", ModuleType))
+        return True
+
+    def restore(self) -> None:
+        """Let all classes be as before; they may be observed again."""
+        while self._restore:
+            self._restore.pop()()
+        self._known.clear()
+
+    def _put(self, kind: type, name: str) -> bool:
+        if (kind, name) in self._known:
+            return self._known[kind, name]
+        owner = next(one for one in kind.__mro__ if name in vars(one))
+        is_own = isinstance(vars(owner)[name], FunctionType)
+        target = owner if is_own else torch.nn.Module if issubclass(kind, torch.nn.Module) else kind
+        if (target, name) not in self._known:
+            self._known[target, name] = self._replace(target, name)
+        self._known[kind, name] = self._known[target, name]
+        return self._known[kind, name]
+
+    def _replace(self, target: type, name: str) -> bool:
+        before = vars(target).get(name)
+        try:
+            setattr(target, name, self._telling(target, name))
+        except TypeError:  # a class that is written in C
+            return False
+        if before is None:
+            self._restore.append(lambda: delattr(target, name))
+        else:
+            self._restore.append(lambda: setattr(target, name, before))
+        return True
+
+    def _telling(self, kind: type, name: str) -> Callable[..., Any]:
+        do: Callable[..., Any] = getattr(kind, name)
+        told, frame_of = self.told[name], sys._getframe
+
+        def telling(self: Any, name: str, *value: Any) -> Any:
+            told(self, name, frame_of(1))
+            return do(self, name, *value)
+
+        return telling
+
+
+SERVICES = (Logger, LoggerAdapter)
+
+
+def can_be_observed(thing: Any) -> bool:
+    """Whether an object is one of those whose attributes may decide what a forward computes."""
+    kind = type(thing)
+    if isinstance(thing, ModuleType):
+        return is_followed(thing.__name__)
+    if isinstance(thing, torch.nn.Module):
+        return True
+    is_torchs = kind.__module__.partition(".")[0] in ("torch", "ogc")
+    has_names = kind.__dictoffset__ != 0 or any(slots_of(kind))
+    return has_names and not is_torchs and not isinstance(thing, (*SERVICES, torch.Tensor, type))
+
+
+_KNOWN = 5_000
+"""Functions of which it is remembered which globals they name."""
+
+
+class Called(NamedTuple):
+    """A function that is about to run."""
+
+    functions: list[FunctionType]  # those that have its code; none if the forward itself makes it
+    table: dict[str, Any]  # its globals
+    names: frozenset[str]  # which of them it names
+    first: Any  # its first argument; None without one
+
+
+@lru_cache(maxsize=_KNOWN)
+def _globals_named(code: CodeType) -> frozenset[str]:
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in _OF_GLOBALS)
+
+
+_OF_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
+
+_functions: dict[int, list[weakref.ref[FunctionType]]] = {}
+"""By the number of a code, which they keep alive: the functions that had it when they were last looked for."""
+
+
+class CalledFunctions:
+    """Tells of functions that this thread calls, once for each class of the first argument, closure and ``mode()``."""
+
+    def __init__(self, told: Callable[[Called], None], mode: Callable[[], object]) -> None:
+        self.told, self.mode = told, mode
+        self._codes: dict[int, CodeType] = {}  # of those that are followed
+        self._others: dict[int, CodeType] = {}  # which also keeps their numbers from being used again
+        self._seen: set[tuple[Any, ...]] = set()
+        self._has_looked = False
+        self._around: FrameType | None = None  # the frame that calls the forward
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Inside, calls are told of.
+
+        Python has two hooks for calls. A profiler, a debugger and coverage each take one; of two, one is put aside.
+        """
+        get, put = (sys.getprofile, sys.setprofile) if sys.getprofile() is None else (sys.gettrace, sys.settrace)
+        before: Any = get()
+        put(self._note)
+        try:
+            yield
+        finally:
+            put(before)
+            self._around = None
+
+    def _note(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call":
+            return
+        self._around = self._around or frame.f_back
+        if id(code) in self._others:
+            return
+        if not is_followed(frame.f_globals.get("__name__")):
+            self._others[id(code)] = code
+            return
+        seen_now = frame.f_locals
+        first = seen_now.get(code.co_varnames[0]) if code.co_argcount else None
+        seen = id(code), type(first), self.mode(), *(id(seen_now.get(name)) for name in code.co_freevars)
+        if seen not in self._seen and not _is_of_collector(frame):
+            self._codes[id(code)] = code
+            self._seen.add(seen)
+            self.told(Called(self._of(code, frame), frame.f_globals, _globals_named(code), first))
+
+    def _of(self, code: CodeType, frame: FrameType) -> list[FunctionType]:
+        """The functions that have a code and the closure of a call; none where the forward has made it."""
+        known = _known(code, frame)
+        if self._has_looked or known:
+            return known
+        self._has_looked = True
+        old = {id(function) for found in _functions.values() for reference in found if (function := reference())}
+        made = self._made_within(frame)
+        _functions.clear()
+        for function in _all_functions():
+            is_made = id(function.__code__) in made and id(function) not in old
+            if not is_made and is_followed(function.__globals__.get("__name__")):
+                _functions.setdefault(id(function.__code__), []).append(weakref.ref(function))
+        return _known(code, frame)
+
+    def _made_within(self, frame: FrameType | None) -> set[int]:
+        """The numbers of the codes of which calls that run in the forward make functions."""
+        made: set[int] = set()
+        while frame is not None and frame is not self._around:
+            made.update(id(constant) for constant in frame.f_code.co_consts if isinstance(constant, CodeType))
+            frame = frame.f_back
+        return made
+
+
+def _known(code: CodeType, frame: FrameType) -> list[FunctionType]:
+    found = (reference() for reference in _functions.get(id(code), ()))
+    alike = [function for function in found if function is not None and function.__code__ is code]
+    return [function for function in alike if _has_cells_of(function, frame)]
+
+
+def _has_cells_of(function: FunctionType, frame: FrameType) -> bool:
+    """Whether the variables of a function's closure are those that a call sees."""
+    names = function.__code__.co_freevars
+    if not names:
+        return True
+    seen, cells = frame.f_locals, zip(names, function.__closure__ or (), strict=True)
+    try:
+        return all(cell.cell_contents is seen.get(name) for name, cell in cells)
+    except ValueError:  # a variable that is not set yet
+        return False
+
+
+def _is_of_collector(frame: FrameType | None) -> bool:
+    """Whether a call is one that the garbage collector makes, in the middle of whatever runs."""
+    codes = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _all_functions() -> Iterator[FunctionType]:
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:
+        gc.unfreeze()
+    found = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    return (thing for thing in found if type(thing) is FunctionType)

@@ -1,0 +1,392 @@
+"""What Python objects hold: read whatever their classes make of that, compared, and put back."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import pickle
+import random
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, is_
+from types import CellType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from ..private import CALL, parameters_of
+
+PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), numpy.generic,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
+"""What is the same whenever its text is."""
+
+ABSENT = object()
+"""In the place of a value: there is none."""
+
+LARGE, DEEP = 1000, 4
+"""Attributes of modules: larger and more deeply nested containers are not looked into."""
+
+TABLES = tuple(key for key, value in vars(torch.nn.Module()).items() if isinstance(value, dict))
+"""What torch.nn.Module keeps parameters, buffers, submodules and hooks in."""
+
+UNWATCHED = ("training", "forward", CALL)
+"""Attributes of modules that plans do not depend on: a flag that they are chosen by, and what replaces calls."""
+
+NO_DATA = ("__", "_abc_")
+_CONTAINERS = (list, tuple, OrderedDict, dict, set, frozenset, deque)
+_look = attrgetter("requires_grad", "dtype", "device", "shape")
+
+
+# -- names and items ---------------------------------------------------------------------------------------
+
+
+def table_of(thing: Any) -> Mapping[str, Any]:
+    """The names that an object, a class, a Python module or a function's globals have, and what they stand for."""
+    return thing if type(thing) is dict else vars(thing) if hasattr(thing, "__dict__") else {}
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    """The names of the slots that instances of a class have."""
+    for one in kind.__mro__:
+        found = vars(one).get("__slots__", ())
+        for name in (found,) if isinstance(found, str) else tuple(found):
+            if name not in ("__dict__", "__weakref__"):
+                private = name.startswith("__") and not name.endswith("__")
+                yield f"_{one.__name__.lstrip('_')}{name}" if private else name
+
+
+def set_attribute(thing: Any, key: str, value: Any) -> None:
+    """Set or delete an attribute or a global, past what a class makes of that."""
+    if type(thing) is dict:
+        thing[key] = value
+        return
+    kind = type if isinstance(thing, type) else object
+    if value is ABSENT:
+        kind.__delattr__(thing, key)
+    else:
+        kind.__setattr__(thing, key, value)
+
+
+def is_container(thing: Any) -> bool:
+    """Whether an object is read as a whole: what it gives of itself cannot be observed."""
+    return isinstance(thing, _WHOLE) or has_state(thing)
+
+
+_WHOLE = (*_CONTAINERS, partial, MethodType, CellType, FunctionType)
+
+
+def items_of(thing: Any) -> tuple[list[Any], list[Any]]:
+    """The keys and the items of what is read as a whole."""
+    if isinstance(thing, dict):
+        kind = kind_of_container(thing)
+        return list(kind.keys(thing)), list(kind.values(thing))
+    if isinstance(thing, type):
+        data = data_of_class(thing)
+        return list(data), list(data.values())
+    if isinstance(thing, CellType):
+        return [], _of_cell(thing)
+    if isinstance(thing, FunctionType):
+        return list(vars(thing)), [thing.__code__, thing.__defaults__, thing.__kwdefaults__, *vars(thing).values()]
+    if isinstance(thing, MethodType):
+        return [], [thing.__func__, thing.__self__]
+    if isinstance(thing, partial):
+        return [], [thing.func, thing.args, thing.keywords]
+    if has_state(thing):
+        return [], []
+    if (kind := kind_of_container(thing)) is not None:
+        return [], list(kind.__iter__(thing))
+    return list(vars(thing)), list(vars(thing).values())
+
+
+def kind_of_container(thing: Any) -> Any:
+    """The class of Python's own that a container is of, None for other objects."""
+    return next((kind for kind in _CONTAINERS if isinstance(thing, kind)), None)
+
+
+def data_of_class(kind: type) -> dict[str, Any]:
+    """The attributes of a class that are no methods nor what Python itself keeps there."""
+    named = {key: value for key, value in vars(kind).items() if not key.startswith(NO_DATA)}
+    return {key: value for key, value in named.items() if not hasattr(type(value), "__get__")}
+
+
+def _of_cell(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing is in it yet
+        return []
+
+
+# -- states of objects that are written in C ---------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    """The state of a kind of objects: what is equal for equal states, and a copy that ``put`` puts back."""
+
+    content: Callable[[Any], Any]
+    keep: Callable[[Any], Any]
+    put: Callable[[Any, Any], object]
+
+
+def _of_array(found: numpy.ndarray) -> Any:
+    raw = pickle.dumps(found) if found.dtype.hasobject else found.tobytes()
+    return str(found.dtype), found.shape, found.strides, raw
+
+
+def _write(thing: Any, kept: Any) -> None:
+    thing[... if isinstance(thing, numpy.ndarray) else slice(None)] = kept
+
+
+_KINDS: dict[type, _Kind] = {
+    numpy.ndarray: _Kind(_of_array, copy.copy, _write),
+    bytearray: _Kind(bytes, bytes, _write),
+    array: _Kind(bytes, copy.copy, _write),
+    random.Random: _Kind(random.Random.getstate, random.Random.getstate, random.Random.setstate),
+    numpy.random.RandomState: _Kind(
+        lambda found: pickle.dumps(found.get_state(legacy=False)),
+        lambda found: found.get_state(legacy=False),
+        lambda found, kept: found.set_state(kept),
+    ),
+    numpy.random.Generator: _Kind(
+        lambda found: pickle.dumps(found.bit_generator.state),
+        lambda found: copy.deepcopy(found.bit_generator.state),
+        lambda found, kept: setattr(found.bit_generator, "state", kept),
+    ),
+}
+_STATEFUL = tuple(_KINDS)
+
+
+def has_state(thing: Any) -> bool:
+    """Whether an object holds numbers, or is a generator of random ones, that can be read and put back."""
+    return isinstance(thing, _STATEFUL) and not isinstance(thing, random.SystemRandom)
+
+
+def _kind_of(thing: Any) -> _Kind:
+    return next(_KINDS[kind] for kind in type(thing).__mro__ if kind in _KINDS)
+
+
+def state_of(thing: Any) -> Any:
+    """What is equal for equal states."""
+    return _kind_of(thing).content(thing)
+
+
+# -- comparison --------------------------------------------------------------------------------------------
+
+
+class Itself:
+    """Equal to what wraps the same object."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.wrapped is other.wrapped
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is data that is the same whenever its text is."""
+    if isinstance(value, tuple) and not hasattr(value, "__dict__"):
+        return all(map(is_plain, value))
+    return isinstance(value, (*PLAIN, enum.Enum))
+
+
+def content(value: Any, known: Mapping[int, int]) -> Any:
+    """What is equal for values that make no difference to a forward; objects are ``known`` by their numbers."""
+    if isinstance(value, enum.Enum):
+        return Itself(value)
+    if is_plain(value):
+        return type(value), repr(value)  # a NaN is the same as before
+    if (number := known.get(id(value))) is not None:
+        return "owner", number
+    if isinstance(value, torch.Tensor):
+        return Itself(value), *_look(value)
+    if isinstance(value, MethodType):
+        return content(value.__self__, known), Itself(value.__func__)
+    return Itself(value)
+
+
+def numbers_of(objects: Sequence[Any]) -> dict[int, int]:
+    """The number of each object, by its identity; of one that is found in several places, the first."""
+    return {id(thing): number for number, thing in reversed(list(enumerate(objects)))}
+
+
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences hold the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+class Before:
+    """What an object held at first, by identity.
+
+    Args:
+        thing: an object, a class, a Python module, the globals of a function, or a container.
+        skipped: names that do not count.
+        is_globals: whether it is the globals of a function, of which each is remembered when it is named.
+    """
+
+    def __init__(self, thing: Any, skipped: Collection[str] = (), is_globals: bool = False) -> None:
+        self.skipped = frozenset(skipped)
+        self.is_globals = is_globals
+        self.slots = () if isinstance(thing, type) else tuple(slots_of(type(thing)))
+        self.items = items_of(thing) if is_container(thing) and not is_globals else None
+        self.state = (_kind_of(thing).keep(thing), state_of(thing)) if has_state(thing) else None
+        self.names = {} if is_globals else dict(self._table(thing))
+        self.in_slots = {name: getattr(thing, name, ABSENT) for name in self.slots}
+
+    def renewed(self, thing: Any) -> Before:
+        """The same for what the object holds now."""
+        found = Before(thing, self.skipped, self.is_globals)
+        for name in self.names if self.is_globals else ():
+            found.add(thing, name)
+        return found
+
+    def add(self, table: Mapping[str, Any], name: str) -> None:
+        """Remember one of the globals of a function."""
+        self.names.setdefault(name, table.get(name, ABSENT))
+
+    def held(self, name: str) -> Any:
+        """What the object held by a name, ``ABSENT`` if nothing."""
+        return self.in_slots[name] if name in self.in_slots else self.names.get(name, ABSENT)
+
+    def changed(self, thing: Any) -> Iterator[str]:
+        """The attributes that are others now; "" for the items of a container."""
+        table = self._table(thing)
+        if self.is_globals:
+            yield from (key for key, value in self.names.items() if table.get(key, ABSENT) is not value)
+        elif len(table) != len(self.names) or not all(map(is_, table.values(), self.names.values())):
+            is_class = isinstance(thing, type)
+            keys = {**self.names, **table}.keys() - self.skipped
+            keys = {key for key in keys if not (is_class and key.startswith("__"))}
+            yield from (key for key in keys if table.get(key, ABSENT) is not self.names.get(key, ABSENT))
+        yield from (name for name in self.slots if getattr(thing, name, ABSENT) is not self.in_slots[name])
+        is_other_state = self.state is not None and state_of(thing) != self.state[1]
+        if is_other_state or (self.items is not None and not all(map(same_objects, self.items, items_of(thing)))):
+            yield ""
+
+    def is_equal(self, thing: Any, key: str, known: Mapping[int, int]) -> bool:
+        """Whether what is another object now is equal to what was there."""
+        if not key:
+            if self.items is None or self.state is not None:
+                return False
+            keys, items = items_of(thing)
+            now, before = ([content(item, known) for item in found] for found in (items, self.items[1]))
+            return keys == self.items[0] and now == before
+        value = getattr(thing, key, ABSENT) if key in self.slots else self._table(thing).get(key, ABSENT)
+        return bool(content(value, known) == content(self.held(key), known))
+
+    def put_back(self, thing: Any) -> None:
+        """Let the object hold what it held at first."""
+        for key in list(self.changed(thing)):
+            if self.state is not None and not key:
+                _kind_of(thing).put(thing, self.state[0])
+            elif not key:
+                self._put_items_back(thing)
+            elif isinstance(thing, type) or key in self.slots:
+                set_attribute(thing, key, self.held(key))
+            else:
+                table: Any = self._table(thing)
+                if (value := self.held(key)) is ABSENT:
+                    del table[key]
+                else:
+                    table[key] = value
+
+    def _put_items_back(self, thing: Any) -> None:
+        assert self.items is not None
+        keys, items = self.items
+        kind = kind_of_container(thing)
+        if isinstance(thing, dict):
+            kind.clear(thing)
+            for key, item in zip(keys, items, strict=True):
+                kind.__setitem__(thing, key, item)
+        elif isinstance(thing, CellType):
+            if items:
+                thing.cell_contents = items[0]
+            else:
+                del thing.cell_contents
+        elif isinstance(thing, FunctionType):
+            thing.__defaults__, thing.__kwdefaults__ = items[1:3]
+            vars(thing).clear()
+            vars(thing).update(zip(keys, items[3:], strict=True))
+        elif hasattr(kind, "clear"):
+            kind.clear(thing)
+            (kind.update if kind is set else kind.extend)(thing, items)
+
+    def _table(self, thing: Any) -> Mapping[str, Any]:
+        """The names of the object and what they stand for; those of containers are among their items."""
+        if self.is_globals:
+            return thing  # type: ignore[no-any-return]
+        has_table = hasattr(thing, "__dict__") and not isinstance(thing, FunctionType)
+        return table_of(thing) if has_table else {}
+
+
+# -- attributes of modules ---------------------------------------------------------------------------------
+
+
+def held_by(module: torch.nn.Module) -> Iterator[tuple[Any, Before]]:
+    """A module, its tables and the containers among its plain attributes, each with what it holds."""
+    found = vars(module)
+    yield module, Before(module, _no_attributes(module))
+    for key, value in found.items():
+        for thing in [value] if key in TABLES else _containers(value):
+            yield thing, Before(thing)
+
+
+def _no_attributes(module: torch.nn.Module) -> set[str]:
+    """Names that are no plain attributes: tables, and parameters that stand beside theirs."""
+    return {*TABLES, *parameters_of(module).keys()}
+
+
+def _containers(value: Any, depth: int = 0) -> Iterator[Any]:
+    """The containers that a value is or holds."""
+    kind = kind_of_container(value)
+    if kind is None or depth == DEEP:
+        return
+    if kind not in (tuple, frozenset):
+        yield value
+    if kind.__len__(value) <= LARGE:
+        for item in items_of(value)[1]:
+            yield from _containers(item, depth + 1)
+
+
+def attributes_of(model: torch.nn.Module, unwatched: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """The content of the plain attributes of each module, by its name."""
+    found = {}
+    for name, module in model.named_modules():
+        skipped = {*_no_attributes(module), *unwatched}
+        found[name] = {key: _deep_content(value) for key, value in vars(module).items() if key not in skipped}
+    return found
+
+
+def watched_attributes(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """The same without those that plans do not depend on."""
+    return attributes_of(model, UNWATCHED)
+
+
+def _deep_content(value: Any, depth: int = 0) -> Any:
+    kind = kind_of_container(value)
+    if kind is None or depth == DEEP:
+        return content(value, {})
+    keys, items = items_of(value)
+    if len(items) > LARGE:
+        return type(value), len(items)
+    if kind in (set, frozenset):
+        return type(value), frozenset(items)
+    return type(value), keys, [_deep_content(item, depth + 1) for item in items]
+
+
+def changes(
+    before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """The modules whose attributes differ, each with the first one that does; see :func:`attributes_of`."""
+    for name, found in after.items():
+        known = before.get(name, {})
+        keys = dict.fromkeys((*found, *known))
+        first = next((key for key in keys if known.get(key, ABSENT) != found.get(key, ABSENT)), None)
+        if first is not None:
+            yield name, first
