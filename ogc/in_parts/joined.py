@@ -2,11 +2,11 @@
 
     region 0, call 0, region 1, call 1, ..., region n
 
-A region is one operation that no plan recomputes; it makes what the next call is given and reads what the last one
-returned. What plain modules hold is measured, and weighs on regions and on the backwards of calls. So the search for
-one plan serves all parts: a plan of the graph, cut at the regions, is a plan of each call. Two things are not in the
-graph: calls of one part share a plan, and a forward may run backwards inside. So the events of the real step, in their
-order, have the last word on a peak. Nothing here needs torch.
+A region is one operation that no plan recomputes; it reads what the last call returned. What plain modules hold is
+measured, and weighs on regions and on the backwards of calls. So the search for one plan serves all parts: a plan of
+the graph, cut at the regions, is a plan of each call. Two things are not in the graph: calls of one part share a plan,
+and a forward may run backwards inside. So the events of the real step, in their order, have the last word on a peak.
+Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Joined:
         return tuple(accumulate((1 + len(self.parts[part]) for part in self.calls), initial=0))
 
     @cached_property
-    def given(self) -> tuple[int, ...]:
-        """For each call, the value that stands for what it is given; its own values follow."""
+    def firsts(self) -> tuple[int, ...]:
+        """For each region its value; those of the call after it follow."""
         return tuple(accumulate((1 + len(self.parts[part].values) for part in self.calls), initial=0))
 
     def graph(self, weights: Mapping[Key, int], plain: Sequence[bool] = ()) -> Graph:
@@ -125,8 +125,9 @@ class Joined:
         values: list[Value] = []
         for n, part in enumerate(self.calls):
             operations += [self._region(n, weights), *self._call(n, of_parts[part], weights.get((BACK, n), 0))]
-            values += [Value(f"given {n}", 0), *(self._value(n, value) for value in of_parts[part].values)]
+            values += [Value(f"region {n}", 0), *(self._value(n, value) for value in of_parts[part].values)]
         operations.append(self._region(len(self.calls), weights))
+        values.append(Value("end", 0))
         costs, first = [graph.runtime for graph in self.parts], self.parts[0]
         # What the plain model's own Python takes is left out, so that a plan takes no more time than it seems to.
         runtime = RuntimeCosts(
@@ -137,29 +138,25 @@ class Joined:
         return Graph(tuple(operations), tuple(values), device=first.device, profile=first.profile, runtime=runtime)
 
     def _region(self, n: int, weights: Mapping[Key, int]) -> Operation:
-        last = self.parts[self.calls[n - 1]].values if n else ()
+        """A region; as its backward needs a value that it alone makes, a segment that is recomputed never has it."""
+        last, own = self.parts[self.calls[n - 1]].values if n else (), self.firsts[n]
         return Operation(
             f"region {n}",
             "plain Python",
-            reads=tuple(
-                self.given[n - 1] + 1 + v for v, value in enumerate(last) if value.is_output or value.is_returned
-            ),
-            writes=() if n == len(self.calls) else (self.given[n],),
+            reads=tuple(own - len(last) + v for v, value in enumerate(last) if value.is_output or value.is_returned),
+            writes=(own,),
+            saves=(own,),
             scratch_bytes=max(0, weights.get((REGION, n), 0)),
             backward_bytes=max(0, weights.get((REGION_BACK, n), 0)),
             replayable=False,
         )
 
     def _call(self, n: int, graph: Graph, rest: int) -> Iterator[Operation]:
-        """The operations of a call, of which the first need what the region makes: so that no segment has both."""
-        given, waits = self.given[n], True
-        numbers, name = range(given + 1, given + 1 + len(graph.values)), self.names[self.calls[n]]
+        first, name = self.firsts[n] + 1, self.names[self.calls[n]]
         for op in graph.operations:
-            moved = op.renumbered(numbers)
-            reads = moved.reads + ((given,) if waits else ())
+            moved = op.renumbered(range(first, first + len(graph.values)))
             module = f"{name}.{op.module}" if op.module else name
-            yield _heavier(replace(moved, name=f"{n}.{op.name}", module=module, reads=reads), max(0, rest))
-            waits = waits and not op.writes
+            yield _heavier(replace(moved, name=f"{n}.{op.name}", module=module), max(0, rest))
 
     def _value(self, n: int, value: Value) -> Value:
         until = None if value.held_until is None else min(self.regions[n] + 1 + value.held_until, self.regions[n + 1])
@@ -172,7 +169,7 @@ class Joined:
         segments: list[Segment] = []
         fates, forms = [], []
         for n, part in enumerate(self.calls):
-            one, region, first = choice[part].decisions, self.regions[n], self.given[n] + 1
+            one, region, first = choice[part].decisions, self.regions[n], self.firsts[n] + 1
             segments += [saved(region, region + 1), *(_moved(segment, region + 1, first) for segment in one.segments)]
             fates += [(first + v, fate) for v, fate in one.fates]
             forms += [region + 1 + t for t in one.low_memory]
@@ -180,7 +177,7 @@ class Joined:
 
     def plan_of_call(self, n: int, decisions: Decisions, solver: str) -> Plan:
         """A plan of the graph as that of a call."""
-        graph, start, first = self.parts[self.calls[n]], self.regions[n] + 1, self.given[n] + 1
+        graph, start, first = self.parts[self.calls[n]], self.regions[n] + 1, self.firsts[n] + 1
         stop, end = start + len(graph), first + len(graph.values)
         segments = tuple(_clipped(decisions.segments, (start, stop), (first, end)))
         forms = tuple(t - start for t in decisions.low_memory if start <= t < stop)
@@ -274,8 +271,9 @@ class Joined:
         found = [[0, 0] for _ in self.calls]
         needed = {v for op in schedule.graph.of_the_plain_model.operations for v in op.saves}
         for (run, v), last in schedule.last_needs.items():
-            if run == FORWARD and last >= len(schedule.graph):
-                of_call = found[self._key(schedule.graph.producers[v])[1]]
+            kind, n = self._key(schedule.graph.producers[v])
+            if kind == CALL and run == FORWARD and last >= len(schedule.graph):
+                of_call = found[n]
                 of_call[0] += schedule.graph.values[v].bytes
                 of_call[1] += 0 if v in needed else schedule.graph.values[v].bytes
         for t, (op, keeper) in enumerate(zip(schedule.graph.operations, schedule.keepers, strict=True)):
