@@ -1,13 +1,12 @@
 """Models that cannot be planned as a whole: their submodules are, one by one, and share one wish.
 
-``find`` says what the parts are, ``measure`` what is around them, ``joined`` makes one graph of all, ``choose`` asks
-the solver for a plan of that, ``module`` runs the parts; ``late`` plans calls that nobody planned for, and units of
-sharded models. ``make`` does it all, and ``instead`` says when.
+``find`` says what the parts are and ``measure`` what is around them, ``joined`` makes one graph of all and asks the
+solver for a plan, ``module`` runs the parts; ``late`` plans calls that nobody planned for, and units of sharded models.
+``make`` does it all, and says when.
 """
 
-from .instead import heavy_leaves, in_parts_if_better, in_parts_instead
 from .late import check_wish_of_units, optimize_units
-from .make import optimize_in_parts
+from .make import heavy_leaves, in_parts_if_better, in_parts_instead, optimize_in_parts
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
 

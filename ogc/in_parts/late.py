@@ -40,55 +40,43 @@ SLACK = 1.001
 class Share:
     """What the plan of a part takes, as the measure for its other plans.
 
-    Attributes:
-        options: what the whole model was optimized by.
-        plan: of the part.
-        cost: of it.
-        in_bytes: whether the same bytes hold for calls of any size, or else the same share of their plain peak.
+    With a goal in bytes the same bytes hold for calls of any size, else the same share of their plain peak or time.
     """
 
     options: Options
     plan: Plan
     cost: PartCost
-    in_bytes: bool = False
 
     @property
-    def keeps(self) -> Meets | None:
+    def meets(self) -> Meets | None:
         """What tells whether a plan keeps to the share; None without a goal."""
+        return self._keeps if self.options.wish else None
+
+    def _keeps(self, graph: Graph, plan: Plan) -> bool:
         if self.options.wish.max_overhead is not None:
-            return self._is_as_quick
-        return None if self.options.wish.memory_budget is None else self._fits
+            seconds = 0.0 if plan.is_plain else simulate(graph, plan).added_seconds
+            return seconds <= SLACK * self.plan.overhead * graph.step_seconds
+        (kept, most), cost = self._limits(graph), PartCost.of(graph, plan)
+        return cost.kept_bytes <= kept and cost.most <= most
+
+    def _limits(self, graph: Graph) -> tuple[int, int]:
+        """The most bytes to be kept, and alive at once."""
+        share = 1.0 if self.options.wish.is_in_bytes else plain_peak(graph) / max(1, self.plan.plain_peak_bytes)
+        return int(SLACK * share * self.cost.kept_bytes), max(1, int(SLACK * share * self.cost.most))
 
     def agreed_plan(self, graph: Graph) -> Plan:
         """The fastest plan that keeps to the share, the same on all ranks; a frugal one if none does."""
         return _agreed(self.options, graph, self.plan.decisions, lambda: self._plan(graph))
 
     def _plan(self, graph: Graph) -> Plan:
-        kept, most = self._limits(graph)
-        share = self.options.wish.max_overhead and SLACK * self.plan.overhead
+        (kept, most), is_for_time = self._limits(graph), self.options.wish.max_overhead is not None
         with suppress(SolveError):
             plan = _solved(self.options, graph, most - kept, Wish(most))
-            if share is None or self._is_as_quick(graph, plan):
+            if not is_for_time or self._keeps(graph, plan):
                 return plan
-        if share is None:
+        if not is_for_time:
             return self.options.frugal(graph)
-        return _solved(self.options, graph, most - kept, Wish(max_overhead=share))
-
-    def _limits(self, graph: Graph) -> tuple[int, int]:
-        """The most bytes to be kept, and alive at once."""
-        scale = SLACK if self.in_bytes else SLACK * plain_peak(graph) / max(1, self.plan.plain_peak_bytes)
-        return int(self.cost.kept_bytes * scale), max(1, int(self.cost.most * scale))
-
-    def _fits(self, graph: Graph, plan: Plan) -> bool:
-        """Whether a plan takes no more bytes than the share where this graph, weighed for that, is computed."""
-        kept, most = self._limits(graph)
-        cost = PartCost.of(graph, plan)
-        return cost.kept_bytes <= kept and cost.most <= most
-
-    def _is_as_quick(self, graph: Graph, plan: Plan) -> bool:
-        """Whether a plan recomputes no larger share of the part's time than the one that was chosen."""
-        seconds = 0.0 if plan.is_plain else simulate(graph, plan).added_seconds
-        return seconds <= self.plan.overhead * SLACK * graph.step_seconds
+        return _solved(self.options, graph, most - kept, Wish(max_overhead=SLACK * self.plan.overhead))
 
     def planner(self, name: str, module: torch.nn.Module) -> Replanner | None:
         """What plans a part for calls unlike its sample."""
@@ -99,8 +87,8 @@ class Share:
             graph = self.options.parse(module, name, call)
             return graph, self.agreed_plan(graph)
 
-        budget = self.cost.most if self.in_bytes else None
-        return Replanner(make, budget, hooked_modules(dict(module.named_modules())), self.keeps)
+        budget = self.cost.most if self.options.wish.is_in_bytes else None
+        return Replanner(make, budget, hooked_modules(dict(module.named_modules())), self.meets)
 
 
 def _agreed(options: Options, graph: Graph, asked: object, make: Callable[[], Plan]) -> Plan:
@@ -154,8 +142,8 @@ class LatePlanner:
         alike = [(part, share) for part, share in self.examples if is_alike(part, module)]
         for part, share in alike:
             with suppress(OgcError):
-                graph, plan = carry_over(module, part.graph, call, weighed=share.keeps is not None), share.plan
-                if share.keeps is None or share.keeps(graph, plan):
+                graph, plan = carry_over(module, part.graph, call, weighed=share.meets is not None), share.plan
+                if share.meets is None or share.meets(graph, plan):
                     return graph, plan, share.planner(name, module)
         graph = self.options.parse(module, name, call)
         if alike:

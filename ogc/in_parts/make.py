@@ -1,4 +1,4 @@
-"""Plans a model in parts: finds them, measures what is around them, and chooses a plan for each."""
+"""Plans a model in parts, where it cannot be planned as a whole or is better so."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from ..errors import ParseError, PlanError, SolveError
 from ..graph import Graph
 from ..plan import Fingerprint, Plan, SavedPlan, plain_plan, restored
 from ..plan.saving import PARTS, saved_decisions
+from ..plan.simulate import plain_peak
 from ..planning.agreement import question
 from ..planning.stored import key_of, tell_broken, tolerant
 from ..program.leaf import Leaf
@@ -23,10 +26,10 @@ from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
 from ..solver import LEAST_PEAK, Wish, solver_of
 from ..torch_state.allocator import can_measure
+from ..torch_state.forwards import only_holds
 from ..torch_state.ranks import first_of_all
-from .choose import Chooser
 from .find import FoundParts, Part, find_parts, is_alike
-from .joined import REGION, REGION_BACK, Choice, Joined, PartCost, usual_events
+from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, PartCost, usual_events
 from .late import LatePlanner, Share
 from .measure import Rest, measure, rest_of_step
 from .module import Parts, Twin, module_in_parts, twin_of
@@ -37,6 +40,9 @@ log = logging.getLogger(__name__)
 
 ROUNDS = 3
 """How often plans are chosen where a step with them takes more than a budget, or runs backwards inside the forward."""
+
+HEAVY = 1 / 3
+"""Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
 
 EXCESS = 1.01
 """By how much a saved plan may miss a budget where what is around the parts is measured in another step."""
@@ -80,6 +86,63 @@ def optimize_in_parts(
     result = planned.module()
     _tell(planned.plan)
     return result
+
+
+def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
+    """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
+
+    Args:
+        model: as for :func:`ogc.optimize`.
+        graph: of the whole model.
+        options: leaves that they name are not among them.
+
+    Returns:
+        Nothing unless leaves hold a good part of the plain peak.
+    """
+    asked = set(options.asked_for(model))
+    nodes = zip(graph.operations[: graph.end], graph.program.operations, strict=True)
+    leaves = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, Leaf)]
+    held = [(op.internal_bytes, name) for op, name in leaves if name is not None and name not in asked]
+    if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
+        return {}
+    around = chain.from_iterable(list(accumulate(name.split("."), "{}.{}".format))[:-1] for _, name in held)
+    names = ["", *(name for name in around if not only_holds(model.get_submodule(name)))]
+    return dict.fromkeys(names, "leaves in it would hold much of the memory")
+
+
+def in_parts_instead(
+    model: torch.nn.Module, sample_input: Any, options: Options, problem: ParseError, saved: SavedPlan | None
+) -> Any:
+    """The model with its parts planned, where the whole cannot be; None if a saved plan does not keep the wish."""
+    why = str(problem).partition(" Nothing smaller")[0].rstrip(".")
+    try:
+        return optimize_in_parts(model, sample_input, options, {"": why}, saved=saved)
+    except ParseError as error:
+        raise ParseError(f"{why}. {error}") from problem
+
+
+def in_parts_if_better(
+    model: torch.nn.Module,
+    sample_input: Any,
+    options: Options,
+    heavy: dict[str, str],
+    found: tuple[Graph, Plan] | SolveError,
+) -> torch.nn.Module | None:
+    """The model in parts, where that meets the wish better than one plan whose leaves hold much; else None."""
+
+    def is_better(plan: PartsPlan) -> bool:
+        if isinstance(found, SolveError):
+            return True
+        cost = attrgetter("peak_bytes" if options.wish.memory_budget is None else "added_seconds")
+        return bool(cost(plan) < cost(found[1]))
+
+    if not heavy:
+        return None
+    try:
+        return optimize_in_parts(model, sample_input, options, heavy, is_better)
+    except (ParseError, SolveError) as error:
+        log.info("what is in leaves is not planned: %s", error)
+        return None
 
 
 @dataclass(frozen=True)
@@ -365,7 +428,7 @@ class _Planned:
 
     def _share(self, number: int) -> Share:
         graph, plan = self.parts[number].graph, self.choice[number]
-        return Share(self.options, plan, PartCost.of(graph, plan), self.options.wish.is_in_bytes)
+        return Share(self.options, plan, PartCost.of(graph, plan))
 
 
 class _Saved:

@@ -8,8 +8,7 @@ from helpers import random_graph, random_plans
 
 import ogc
 from ogc.in_parts import Options
-from ogc.in_parts.choose import Chooser
-from ogc.in_parts.joined import BACK, CALL, REGION, REGION_BACK, Event, Joined, PartCost, usual_events
+from ogc.in_parts.joined import BACK, CALL, REGION, REGION_BACK, Chooser, Event, Joined, PartCost, usual_events
 from ogc.solver import Wish
 
 SEEDS = range(40)
