@@ -1,8 +1,8 @@
 """Finds the parts of a model: the largest submodules that can be planned, each with a sample of its own.
 
-The model's forward runs once. Each submodule that it calls is parsed when it is first called, with the arguments that
-it is called with; then it runs as it is, and the forward goes on. One that cannot be parsed stays plain, and what it
-calls is looked at instead. Nothing is saved for a backward, so that memory is that of inference.
+The model's forward runs once. Each submodule is parsed when it is first called, with the arguments of that call; then
+it runs as it is. One that cannot be parsed stays plain, and what it calls is parsed instead. Nothing is saved for a
+backward, so that memory is that of inference.
 """
 
 from __future__ import annotations
@@ -49,11 +49,10 @@ class Part:
     """One kind of calls of a submodule.
 
     Attributes:
-        name: of the submodule.
-        module: the submodule.
+        name, module: the submodule.
         graph: what these calls compute.
-        like: the number of the first part with equal operations; its own if it is that.
-        look: of the module, when it ran.
+        like: equal for parts with equal operations.
+        look: see :func:`look_of`.
     """
 
     name: str
@@ -85,13 +84,7 @@ class FoundParts:
 
 
 def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plain: Mapping[str, str]) -> FoundParts:
-    """The parts of ``model`` and what is left between them.
-
-    Args:
-        model: it is afterwards as before.
-        sample_input: as for :func:`ogc.optimize`.
-        options: how parts are parsed, and in which submodules nothing is planned.
-        plain: other modules that have to stay plain, by name, and why.
+    """The parts of ``model``, which is afterwards as before; ``plain`` has modules that stay plain, by name, and why.
 
     Raises:
         Exception: what the model's own forward raises.
@@ -123,17 +116,13 @@ def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plai
 
 @dataclass
 class _Graphs:
-    """Graphs of calls, each made once; equal submodules share what was parsed."""
+    """Graphs of calls; equal submodules share what was parsed."""
 
     options: Options
     parts: list[Part] = field(default_factory=list)
 
     def part(self, module: torch.nn.Module, name: str, call: Call) -> Part:
-        """The part that a call is of.
-
-        Raises:
-            ParseError: there is none; the message says why.
-        """
+        """The part that a call is of, or a ParseError."""
         inputs = InputSpec.of(call.args, call.kwargs)[0]
         for part in self.parts:
             if part.module is module and part.graph.program.inputs.fits(inputs):
@@ -205,7 +194,7 @@ class _Forward:
         self.found.late = {self.names[module]: module for module in self._uncalled(self.model)}
 
     def misfits(self) -> dict[str, str]:
-        """Parts that turned out to be none: what they are given is changed in place later on, for instance."""
+        """Parts that turned out to be none, and why."""
         why = "what it is given is changed in place afterwards"
         written = {name: why for name, tensor, version in self.given if version_of(tensor) != version}
         return {**written, **self.unfit}

@@ -91,13 +91,7 @@ def optimize_in_parts(
 def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
     """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
 
-    Args:
-        model: as for :func:`ogc.optimize`.
-        graph: of the whole model.
-        options: leaves that they name are not among them.
-
-    Returns:
-        Nothing unless leaves hold a good part of the plain peak.
+    Nothing unless leaves that nobody asked for hold a good part of the plain peak.
     """
     asked = set(options.asked_for(model))
     nodes = zip(graph.operations[: graph.end], graph.program.operations, strict=True)
