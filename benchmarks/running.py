@@ -16,8 +16,7 @@ import torch
 from tqdm import tqdm
 
 import ogc
-from ogc.sizing.fitting import within_device
-from ogc.sizing.needs import fixed_needs
+from ogc.sizing.needs import fixed_needs, within_device
 from ogc.solver import SOLVERS
 
 from .cases import CASES

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .builder import GraphBuilder
-    from .checking.check import Checker, check
-    from .checking.report import CheckReport, Difference
+    from .checking.check import Checker, CheckReport, check
+    from .checking.step import Difference
     from .errors import (
         CheckError,
         DependencyError,

@@ -143,9 +143,9 @@ def optimize(
     if device_memory is None:
         optimized = within(memory_budget)
     elif memory_budget is None:
-        needs = optional("sizing.needs").fixed_needs(model, sample_input, optimizer, ddp=ddp)
-        within_device = optional("sizing.fitting").within_device
-        optimized = within_device(needs, device_memory, within, lambda made: getattr(type(made), OWN_PLAN))
+        sizing = optional("sizing.needs")
+        needs = sizing.fixed_needs(model, sample_input, optimizer, ddp=ddp)
+        optimized = sizing.within_device(needs, device_memory, within, lambda made: getattr(type(made), OWN_PLAN))
     else:
         raise InputError("give memory_budget or device_memory, not both")
     if verify:

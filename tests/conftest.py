@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ogc.parser import arguments
-from ogc.parser.weigh.host import costs
+from ogc.parser.weigh import host
 from ogc.runtime import frame
 
 DEFAULT = "not slow and not full"
@@ -73,7 +73,7 @@ def same_times(request, monkeypatch):
 @pytest.fixture
 def free_runtime(monkeypatch):
     """The runtime's own work costs nothing: for tests of recomputation alone, on tensors so small that it is most."""
-    monkeypatch.setattr(costs, "HOOK_SECONDS", 0.0)
+    monkeypatch.setattr(host, "HOOK_SECONDS", 0.0)
 
 
 @pytest.fixture

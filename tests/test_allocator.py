@@ -11,8 +11,8 @@ from torch import nn
 
 import ogc
 from benchmarks.cases import PUBLISHED
-from ogc.operators.weights import InputGradient
-from ogc.parser.weigh.gradients import OperationGradients, gradient_bytes
+from ogc.operators.weights import InputGradient, Weights
+from ogc.parser.weigh.backward import Argument, Backward, Output, gradient_bytes
 from ogc.program.program import TensorRef
 from ogc.torch_state.allocator import allocated_bytes, peak_bytes
 
@@ -206,12 +206,16 @@ def live(operations, returned):
 def test_gradients_that_are_added_in_place_or_not():
     a, b, c = (TensorRef(name, 0) for name in "abc")
 
-    def through(dense):
-        return OperationGradients((b,), (8,), (True,), (a,), (InputGradient(0, 8, None, dense=dense),), working_bytes=8)
+    def backward(output, size, arguments, *gradients, working=0):
+        weights = Weights(working_bytes=working, gradients=gradients)
+        return Backward((Output(output, size),), arguments, weights)
 
-    make = OperationGradients((a,), (8,), (True,), (None,), (InputGradient(0, 3, None),), working_bytes=3)
-    slices = tuple(InputGradient(n, 16, shares=0, dense=False) for n in (0, 1))
-    join = OperationGradients((c,), (16,), (True,), (a, b), slices, working_bytes=0)
+    def through(dense):
+        return backward(b, 8, (Argument(a, a, a),), InputGradient(0, 8, None, dense=dense), working=8)
+
+    make = backward(a, 8, (Argument(TensorRef("weight", 0)),), InputGradient(0, 3, None), working=3)
+    slices = (InputGradient(n, 16, shares=0, dense=False) for n in (0, 1))
+    join = backward(c, 16, (Argument(a, a, a), Argument(b, b, b)), *slices)
     # join hands slices of one storage to a and b. A new dense gradient for a takes a's slice in ...
     assert live([make, through(dense=True), join], c) == [(8, 11), (16, 24), (16, 16)]
     # ... but where neither is dense their sum is a third storage.

@@ -16,7 +16,7 @@ from torch import nn
 
 import ogc
 from ogc.in_parts import PartsPlan
-from ogc.parser.weigh import timing
+from ogc.parser.weigh import measure
 
 solving = sys.modules["ogc.solver.solve"]
 ROOT = Path(__file__).parent.parent
@@ -407,12 +407,12 @@ ONLY_ONCE = """
 import sys
 sys.path += ["tests"]
 import ogc, test_stored
-from ogc.parser.weigh import timing
+from ogc.parser.weigh import measure
 test_stored.no_more_searches()
 def refuse(*args):
     raise AssertionError("an operation was measured")
-timing.Timer.typical = refuse
-timing._overheads = refuse
+measure.typical = refuse
+measure._overheads = refuse
 for kind in sys.argv[2:]:
     model, given, wish = test_stored.model_of(kind)
     optimised = ogc.optimize(model, given, cache_dir=sys.argv[1], **{**wish, "profile": "time"})
@@ -440,12 +440,12 @@ def test_nothing_is_measured_twice(tmp_path):
 @pytest.mark.parametrize("damage", ["", "[]", '{"call": ["a", 1, 2]}', '{"call": [1]}', '{"call": 3}'])
 def test_damaged_times_are_told_and_measured_anew(tmp_path, caplog, monkeypatch, damage):
     model, given, wish = model_of("residual")
-    monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setattr(measure, "_known", {})
     ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"})
     (times,) = tmp_path.glob("times-*.json")
     known = json.loads(times.read_text())
     times.write_text(damage)
-    monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setattr(measure, "_known", {})
     ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"})
     assert f"the times in {times} are not used" in caplog.text
     assert json.loads(times.read_text()).keys() >= known.keys()
@@ -458,7 +458,7 @@ def test_times_are_no_part_of_what_is_looked_for(tmp_path, unsolved, monkeypatch
     plan = ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"}).plan
     for path in tmp_path.glob("times-*.json"):
         path.unlink()
-    monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setattr(measure, "_known", {})
     unsolved()
     again = ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"}).plan
     assert again.decisions == plan.decisions and again.step_seconds != plan.step_seconds

@@ -1,6 +1,6 @@
 """Holds an optimized model against the plain one, step by step and bit by bit."""
 
-from .check import Checker, check
-from .report import CheckReport, Difference
+from .check import Checker, CheckReport, check
+from .step import Difference
 
 __all__ = ["CheckReport", "Checker", "Difference", "check"]

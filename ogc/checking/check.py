@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import InputError
+from ..errors import CheckError, InputError
 from ..graph import Graph
-from .inputs import Arguments, NotVaried, another_input, smaller_batch
-from .report import CheckReport, Difference
-from .step import Results, Snapshot, differences, results_of, state
+from .step import (
+    Arguments,
+    Difference,
+    NotVaried,
+    Results,
+    Snapshot,
+    another_input,
+    differences,
+    results_of,
+    smaller_batch,
+    state,
+)
 
 
 def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **named_inputs: Any) -> CheckReport:
@@ -23,25 +33,22 @@ def check(model: torch.nn.Module, optimized: torch.nn.Module, *inputs: Any, **na
 
     * ``"seed 1"``, ``"seed 2"``, ``"seed 3"``: on the given input, with random states of that seed;
     * ``"another input"``: other values of the same shapes. Floating tensors get random values of the same mean,
-      spread and limits; of ids, labels and masks (integers, booleans, whole floating numbers), whole samples change
-      places within the batch, so that they stay valid;
+      spread and limits; of ids, labels and masks, whole samples change places within the batch;
     * ``"a smaller batch"``: the first half of all tensors that share their first dimension with the first tensor;
     * ``"after an optimizer step"``: the second step, after the parameters moved by the gradients of a first one.
 
-    Where the plain model raises an error on another input or a smaller batch, or these cannot be made of the given
-    one, they are left out, and the report says why.
+    What cannot be made of the given input, or raises an error in the plain model, is left out, and the report says why.
 
-    Compared are the outputs, the gradients of all parameters and of inputs that require grad, the buffers,
-    parameters and inputs after the step, and the random stream. The backward starts from random gradients of the
-    outputs, the same for both. Of a module that returns its loss alone, that is the one output. Nothing is left
-    behind: parameters, their gradients, buffers and the random state are afterwards as before, and the inputs are
-    copied. The parameters' own hooks run, but none that wait for a gradient to be accumulated. Parameters are written
-    to and put back, so a forward from before cannot be followed by its backward any more: check between steps.
+    Compared are the outputs, the gradients of all parameters and of inputs that require grad, the buffers, parameters
+    and inputs after the step, and the random stream. The backward starts from random gradients of the outputs, or of
+    the loss of a module that returns that alone. Parameters, gradients, buffers and the random state are afterwards as
+    before, and inputs are copied. Parameters are written to and put back, so a forward from before cannot be followed
+    by its backward: check between steps. The parameters' own hooks run, but none that wait for a gradient to be
+    accumulated.
 
-    Cost: seven steps of each model, one of them on half the batch, what the optimized one needs to plan for that,
-    and one more of the plain model wherever something differs; the memory of a plain step and a few copies of
-    parameters, gradients and buffers. :class:`ogc.Checker` does less, or more seeds. It has the options because all
-    keyword arguments here are the model's.
+    Cost: seven steps of each model, what the optimized one needs to plan for half a batch, and one more of the plain
+    model wherever something differs; the memory of a plain step and a few copies of parameters, gradients and buffers.
+    :class:`ogc.Checker` has options, as all keyword arguments here are the model's.
 
     Args:
         model: the plain model.
@@ -102,10 +109,8 @@ class Checker:
 
 
 def check_two_steps(model: torch.nn.Module, optimized: torch.nn.Module, call: Arguments) -> CheckReport:
-    """What :func:`check` tries, in two steps of each model.
-
-    The first is on the given input, the second on another one, from another seed, after the parameters moved by the
-    gradients of the first. Where the plain model does not take another input, that is on the given one, too.
+    """What :func:`check` tries, in two steps of each model: the second after the parameters moved by the first one's
+    gradients, from another seed, on another input where one can be made and the plain model takes it.
     """
     _check_comparable(model, optimized)
     before = Snapshot((model, optimized))
@@ -199,3 +204,62 @@ def _check_comparable(model: torch.nn.Module, optimized: torch.nn.Module) -> Non
     strangers = dict(state(model)).keys() ^ dict(state(optimized)).keys()
     if strangers:
         raise InputError(f"only one of the two models has {min(strangers)}; they cannot be compared")
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What :func:`ogc.check` found; true if nothing differs.
+
+    Attributes:
+        compared: how many tensors and other results were compared, over everything that was tried.
+        differences: those that differ, in the order of ``tried`` and in each of them in the order outputs,
+            gradients, buffers, parameters, inputs, random state.
+        is_deterministic: whether the plain model gave the same twice; it is run again only after a difference.
+        tried: the comparisons that were made, for instance ``("seed 1", "another input")``.
+        skipped: why a comparison was not made, by its name.
+    """
+
+    compared: int
+    differences: tuple[Difference, ...]
+    is_deterministic: bool = True
+    tried: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether both models did the same."""
+        return not self.differences
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        lines = [self._verdict()]
+        if self.differences:
+            counts = Counter(difference.found_in for difference in self.differences)
+            lines.append("found in: " + ", ".join(f"{name} ({count})" for name, count in counts.items()))
+        if self.tried:
+            lines.append("tried: " + ", ".join(self.tried))
+        lines += [f"skipped: {name}, as {why}" for name, why in self.skipped.items()]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.ok:
+            return f"the same as the plain model: {self.compared} results compared bit by bit"
+        text = f"{len(self.differences)} of {self.compared} results differ from the plain model's, first {self.first}"
+        if not self.is_deterministic:
+            text += (
+                "; the plain model differs from itself when it is run again, "
+                "so use torch.use_deterministic_algorithms(True) before comparing"
+            )
+        return text
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference, if there is any."""
+        return self.differences[0] if self.differences else None
+
+    def raise_if_different(self) -> None:
+        """Do nothing if nothing differs; else raise CheckError with the report."""
+        if not self.ok:
+            raise CheckError(str(self))

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import Node
 
 from ..parser.arguments import call_arguments, copies
-from ..parser.weigh.leaf import leaf_nodes
+from ..parser.weigh.call import leaf_nodes
 from ..program.program import device_of_model, tensor_leaves
 from ..program.structures import Given, InputSpec, OutputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes

@@ -1,9 +1,14 @@
-"""Convolution and its low-memory form.
+"""Convolution and its low-memory form, and what both allocate on a CPU underneath the dispatcher.
 
-That computes the weights' gradient first and lets go of its saved input. The input's gradient is made for a few images
-at a time, in the place of the result's where both have one shape and nobody else holds that. On a CPU the forward goes
-by images, too. On CUDA it runs where the input's gradient may take that place. On an H200 half of the kinds that were
-tried gave other bits in parts, and run whole.
+The low-memory form computes the weights' gradient first and lets go of its saved input. It makes the input's gradient a
+few images at a time, in the place of the result's where both have one shape and nobody else holds that. On a CPU the
+forward goes by images, too. On CUDA it runs where the input's gradient may take that place; on an H200 half of the
+kinds that were tried gave other bits in parts, and run whole.
+
+oneDNN copies operands to blocked layouts and results back. For large dense convolutions of stride 1 there is a rule,
+read off the allocator for torch 2.11 to 2.15; what several threads sum the gradient of the weight in is found by
+running it. Others (patches, strides, dilation, groups, few channels, images of a few positions) are run, each by
+itself.
 """
 
 from __future__ import annotations
@@ -123,13 +128,8 @@ _OF_INPUT = (True, False, False)
 
 @dataclass(frozen=True)
 class ConvolutionBytes:
-    """Most bytes allocated at once.
-
-    Attributes:
-        image: those of the input, which its gradient takes as well.
-        scratch: in the forward, beside the result.
-        weights_phase: for the gradient of the weight, that included.
-        input_phase: for the gradient of the input, that included.
+    """Most bytes allocated at once: of the input, which its gradient takes as well; in the forward beside the result;
+    and for the gradients of the weight and of the input, those included.
     """
 
     image: int
@@ -260,8 +260,8 @@ def _has_rule(image: torch.Tensor, kernel: torch.Tensor, settings: Any, flops: i
 def _with_partial_sums(sizes: ConvolutionBytes, args: Sequence[Any], result: int, flops: int) -> ConvolutionBytes:
     """The estimate, and what threads allocate that each sum the gradient of the weight over a part of the batch.
 
-    How they divide the work depends on the machine. It is found by running the call, unless a sum per thread is
-    nothing beside the rest; a long one with fewer images, which may be too few to be divided as the batch is.
+    That depends on the machine, and is found by running the call, a long one with fewer images, unless a sum per thread
+    is negligible.
     """
     image, kernel, bias = args[:3]
     threads = torch.get_num_threads()

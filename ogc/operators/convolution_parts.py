@@ -1,10 +1,9 @@
 """Convolutions, a few images at a time: the bits of PyTorch's kernels, a part of their memory.
 
-On a CPU oneDNN copies the images to a layout of its own, and what it makes of them back. Of the whole batch at once
-these copies are as large as the operands; of a few images they are small, and stay in the caches, which makes
-up for the kernel's, made anew for each part. On CUDA parts are made where the images' gradient can take the place of
-that of the result. Images do not depend on each other, but which kernel is taken, and in which order it adds up, may
-depend on how many there are. So each kind of call is tried once, whole and in parts, before it is believed.
+oneDNN copies the images to a layout of its own, and what it makes of them back: of a few images at a time these copies
+are small, and stay in the caches. On CUDA parts are made where the images' gradient can take the place of the result's.
+Which kernel is taken, and in which order it adds up, may depend on how many images there are: so each kind of call is
+tried once, whole and in parts, before it is believed.
 """
 
 from __future__ import annotations
@@ -54,14 +53,11 @@ class _Kind:
 
 
 def parts_of(images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings: Any) -> tuple[slice, ...]:
-    """Slices of the batch that one after another give the bits of all images at once.
+    """Slices of the batch that one after another give the bits of all images at once; one if it is small or they do
+    not.
 
-    One for the whole batch, if it is small or they do not. The first call of a kind takes as long as it does to
-    convolve all images twice, forward and backward.
-
-    Args:
-        images: (samples, channels, ...), as all arguments those of ``aten.convolution``.
-        bias: or its sizes; None if there is none.
+    The first call of a kind takes as long as it does to convolve all images twice, forward and backward. Arguments are
+    those of ``aten.convolution``; of the bias the sizes will do.
     """
     given, on_cuda = (images, kernel), is_for_cuda(images)
     is_known = on_cuda or images.device.type in ("cpu", "meta")
@@ -86,9 +82,8 @@ def parts_of(images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings
 
 
 def is_written_over(images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings: Any) -> bool:
-    """Whether the gradient of the images, made in parts, takes the place of the result's where nobody else holds that.
-
-    ``bias`` and ``settings`` as for :func:`parts_of`.
+    """Whether the gradient of the images, made in parts, takes the place of the result's where nobody else holds
+    that.
     """
     if not _keeps_shape(tuple(images.shape), tuple(kernel.shape), settings):
         return False
@@ -142,8 +137,8 @@ def gradient_of_images(
 ) -> torch.Tensor:
     """The first of ``aten.convolution_backward``'s results, part by part, from the images' shape, type and device.
 
-    ``settings`` are that operator's arguments between the kernel and which gradients are wanted. ``over`` puts what
-    is made in parts in the place of ``gradient``, which is of the same shape.
+    ``settings`` are that operator's arguments between the kernel and the mask. ``over`` puts what is made in parts in
+    the place of ``gradient``, which is of the same shape.
     """
     shape, dtype, device = like
 
@@ -155,9 +150,8 @@ def gradient_of_images(
 
 
 def is_product(images: torch.Tensor, kernel: torch.Tensor, settings: Sequence[Any]) -> bool:
-    """Whether a convolution is computed as a product of matrices, without oneDNN and its copies.
-
-    Source: ``use_mkldnn`` in aten/src/ATen/native/Convolution.cpp.
+    """Whether it is computed as a product of matrices, without oneDNN. Source: ``use_mkldnn`` in
+    aten/src/ATen/native/Convolution.cpp.
     """
     is_small = len(images) < _LEAST_FOR_ONEDNN and torch.get_num_threads() == 1
     return is_small and _is_pointwise(tuple(images.shape), tuple(kernel.shape), settings)

@@ -96,10 +96,10 @@ def gpu_of(device: torch.device, name: str | None) -> Gpu | None:
 
 
 def gpu_named(name: str | None) -> Gpu:
-    """The GPU of a name, as in a data sheet or as ``torch.cuda.get_device_name()`` gives it; or else the default.
+    """The GPU of a name, as in a data sheet or from ``torch.cuda.get_device_name()``; else the default, with one
+    warning.
 
-    A name that is not known is told in a warning, once. Of several that have all words of it in theirs, or all of whose
-    words it has, the first with the most words: ``"H100"`` is the SXM.
+    Of several that share all words of one of the names, the first with the most words: ``"H100"`` is the SXM.
     """
     return _gpu_named(DEFAULT if name is None else name)
 

@@ -1,7 +1,7 @@
 """Operators that compute what PyTorch's do, bit for bit, with a backward that needs less memory.
 
-Forward kernels are PyTorch's own; what is alive at once in the backward differs. How, each family says in its room.
-With ``create_graph=True`` every backward is PyTorch's, so that it can be differentiated.
+Forward kernels are PyTorch's own. With ``create_graph=True`` every backward is PyTorch's, so that it can be
+differentiated. A backward may write over the gradient that it is given where nobody else holds that.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ class Extra:
 
 @dataclass(frozen=True, eq=False)
 class LowMemory(ABC):
-    """A drop-in for ``operator``, which runs ``function`` where that pays. Each form is a class of its own.
-
-    It also runs on meta tensors, for what it saves to be seen.
+    """A drop-in for ``operator``, which runs ``function`` where that pays, on meta tensors too. Each form is a
+    class.
     """
 
     operator: OpOverload
@@ -117,10 +116,9 @@ REPEATS = 3
 def is_ours(gradient: torch.Tensor) -> bool:
     """Whether the gradient covers its storage once and nobody but the calling backward holds either.
 
-    Call it before anything else in a backward: it compares with the reference counts of a gradient that
-    nobody else holds, at that place. They differ between releases of PyTorch and Python, so they are looked up. A
-    gradient that came through a view, such as that of a linear layer on more than two dimensions, has a base
-    that only it holds.
+    Call it before anything else in a backward: it compares with the reference counts of a gradient that nobody else
+    holds, at that place. They differ between releases of PyTorch and Python, so they are counted once. A gradient that
+    came through a view has a base that only it holds.
     """
     holders = _holders(gradient)
     return bool(holders) and holders in (_here.value or holders_when_ours())
@@ -152,8 +150,8 @@ def counted_here() -> AbstractContextManager[None]:
 def holders_when_ours() -> set[tuple[int, ...]]:
     """The counts of a gradient that is no view, and of one that is; none as long as others hold whatever there is.
 
-    They are counted in a thread of its own, out of sight of tracers and torch's modes, which are each thread's, and
-    believed where each time gives the same and all of it is gone afterwards: nobody else was among the holders.
+    They are counted in a thread of its own, out of sight of tracers and torch's modes, and believed where each time
+    gives the same and all of it is gone afterwards.
     """
     if not _when_ours:
         found: list[set[tuple[int, ...]]] = []
@@ -208,10 +206,7 @@ def even_parts(samples: int, count: int) -> tuple[slice, ...]:
 def part_by_part(
     parts: Sequence[slice], run: Callable[[slice], torch.Tensor], result: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What ``run`` gives for each part, joined along the first axis: one part's lives beside the whole.
-
-    That is ``result`` where there are several parts and it is given: it may be what they are made from.
-    """
+    """What ``run`` gives for each part, joined along the first axis, in ``result`` where there are several parts."""
     if len(parts) == 1:
         return run(parts[0])
     for part in parts:
@@ -225,10 +220,7 @@ def part_by_part(
 
 
 def untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor whose memory is promised but never used.
-
-    Some gradients depend on the shape of an operator's input alone, but their operators ask for a tensor.
-    """
+    """A contiguous tensor whose memory is promised but never used: some operators ask for one for its shape alone."""
     if device.type != "cpu":
         return torch.empty(1, dtype=dtype, device=device).expand(shape)
     if not prod(shape):
@@ -238,7 +230,7 @@ def untouched(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 
 def has_usual_strides(images: torch.Tensor) -> bool:
-    """Whether these are images, a batch of them, and the strides those of a new tensor.
+    """Whether these are a batch of images with the strides of a new tensor.
 
     With a size of one there are others that are contiguous too, and say that the channels come last.
     """

@@ -1,8 +1,8 @@
 """Pooling, and other operators over windows of positions.
 
-The low-memory form of max pooling keeps a byte or two for each result, its place in its window, instead of PyTorch's
-eight, and not its input, of which its backward needs the shape alone. Kernels go entry by entry, on CUDA too: the same
-bits for some images as for all. Source: aten/src/ATen/native/cuda/DilatedMaxPool2d.cu.
+The low-memory form of max pooling keeps a byte or two for each result, its place in its window, not PyTorch's eight,
+and not its input. Kernels go entry by entry, on CUDA too: the same bits for some images as for all. Source:
+aten/src/ATen/native/cuda/DilatedMaxPool2d.cu.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Products of matrices: linear layers, attention and recurrent layers.
 
 Attention with dropout on a CPU is unfolded into the operators that PyTorch makes it of there. As one it saves nine
-tensors of its own, which a plan could only keep or remake together, matrix products and all. Unfolded, the products may
-be kept and the rest made again. Source of the sequence: ``_scaled_dot_product_attention_math`` in
-aten/src/ATen/native/transformers/attention.cpp; the same operators in the same order make the same autograd graph.
+tensors of its own, which a plan could only keep or recompute together. Source of the sequence:
+``_scaled_dot_product_attention_math`` in aten/src/ATen/native/transformers/attention.cpp.
 """
 
 from __future__ import annotations

@@ -29,13 +29,12 @@ class Operator:
         target: its overload.
         low_memory: a variant of it with the same bits, whose backward needs less memory.
         live: positions of running statistics that it updates and that its own result does not depend on, and of the
-            argument that says whether it does. Run again on others, it gives the same result and changes nothing.
+            argument that says whether it does. Recomputed on others, it gives the same result.
         weigh: the weights of a use, with what its kernels on a CPU allocate underneath the dispatcher.
-        on_meta: its results for meta tensors. PyTorch finds them too, but by running decomposed operators in Python, up
-            to twenty for one.
-        needs_data: whether shapes depend on data, which meta tensors do not have, from the tensors among its arguments.
-        to_run_with: where a CPU computes it with other kernels than those for meta tensors, so that it is run for the
-            bytes that they take: gradients of its first results to run it backward with, laid out as is usual.
+        on_meta: its results for meta tensors, sooner than by PyTorch's decompositions.
+        needs_data: whether shapes depend on data, from the tensors among its arguments.
+        to_run_with: where shapes do not tell the bytes of its kernels on a CPU, so that it is run for them: gradients
+            of its first results to run it backward with.
         moves: it gives entries of its first argument in other places.
         chooses_by_mask: it does not convert its mask to the type that it computes in.
         copies_strided_gradients: its backward first makes a gradient contiguous.
@@ -71,11 +70,7 @@ _registered: dict[Any, Operator] = {}
 
 
 def register(*operators: Operator) -> None:
-    """Say what is special about operators.
-
-    Raises:
-        InputError: that has been said of one of them.
-    """
+    """Say what is special about operators; raises InputError where that has been said of one of them."""
     for operator in operators:
         if operator.target in _registered:
             raise InputError(f"{operator.target} is registered already; say all that is special about it at once")

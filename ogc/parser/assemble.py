@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ParseError
 from ..graph import Graph, Operation, Value, Variant
-from ..operators.registry import copies_strided_gradients, of
+from ..operators.registry import of
 from ..operators.weights import Weights
 from ..program.leaf import runs_once
 from ..program.program import OUTSIDE, SHARED, LowMemoryForm, Program, Saved, TensorRef
@@ -18,12 +18,10 @@ from ..program.structures import InputSpec
 from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
 from .passes.writes import separate_versions
 from .traced import StepEnd, Traced
-from .weigh.backward.again import Layouts
-from .weigh.gradients import LiveGradients, OperationGradients, gradient_bytes
-from .weigh.host.costs import hook_seconds, runtime_costs
-from .weigh.host.queue import beside_device
+from .weigh.backward import LiveGradients, gradient_bytes
+from .weigh.host import beside_device, hook_seconds, runtime_costs
+from .weigh.measure import EVICTING_BYTES
 from .weigh.record import Observation, Record, SeenForm
-from .weigh.timing import EVICTING_BYTES
 
 
 def graph_of(
@@ -37,9 +35,11 @@ def graph_of(
     taken = versions_of(traced.graph, observation)
     ends = refs_of_outputs(traced.graph)
     returned = [observation.rebased.get(ends[n], ends[n]) for n in end_of(traced).starts]
-    live = gradient_bytes([_gradients(r, r.weights) for r in records], returned)
-    in_forms = gradient_bytes([_gradients_of_form(r) for r in records], returned)
-    of_plain = gradient_bytes([_gradients_of_plain(r) for r in records], returned)
+    live = gradient_bytes([record.backward() for record in records], returned)
+    in_forms = gradient_bytes(
+        [record.backward(record.weights.low_memory if record.form else None) for record in records], returned
+    )
+    of_plain = gradient_bytes([record.backward(_of_plain(record.weights)) for record in records], returned)
     seen = memory_of(observation, taken)
     each = zip(records, live, in_forms, of_plain, seen, strict=True)
     values = values_of(traced, observation)
@@ -80,7 +80,7 @@ def versions_of(graph: torch.fx.Graph, observation: Observation) -> dict[int, tu
     What no output depends on saves nothing from here on: its part of autograd's graph goes with its results.
     """
     ends = [observation.rebased.get(ref, ref) for ref in refs_of_outputs(graph)]
-    dead = forget_unreached(observation, [_gradients(record, record.weights) for record in observation.records], ends)
+    dead = forget_unreached(observation, ends)
     _refuse_overwritten(observation)
     taken = separate_versions(observation, {ref.node for ref in refs_of_outputs(graph)})
     note_lifetimes(observation, taken, dead)
@@ -89,7 +89,7 @@ def versions_of(graph: torch.fx.Graph, observation: Observation) -> dict[int, tu
 
 def _refuse_overwritten(observation: Observation) -> None:
     for value, saver, writer in observation.overwritten:
-        if value in saver.saved_values:
+        if value in saver.saved.values:
             name = observation.value_names[value]
             (place, by), (where, at) = ((one.node.name, _place(one.node)) for one in (writer, saver))
             raise ParseError(
@@ -135,16 +135,14 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         constants={name: tensor for name, tensor in traced.constants.items() if name in used},
         inputs=spec,
         outputs=traced.output_spec,
-        saves=tuple(tuple(record.saves) for record in records),
+        saves=tuple(tuple(record.saved.tensors) for record in records),
         forms={
             t: LowMemoryForm(record.form.target, _saves_of_form(record.form, observation.storages))
             for t, record in enumerate(records)
             if record.form is not None
         },
         storages=observation.storages,
-        differentiable=frozenset(
-            ref for r in records for ref, flag in zip(r.outputs, r.differentiable, strict=True) if flag
-        ),
+        differentiable=frozenset(out.ref for r in records for out in r.outputs if out.differentiable),
         random=frozenset(t for t, record in enumerate(records) if record.random),
         out_of_place={t: twin for t, (_, twin) in taken.items()},
         bindings={(t, target): name for t, r in enumerate(records) for target, name in r.bindings.items()},
@@ -171,25 +169,25 @@ def without_outside(graph: torch.fx.Graph, outputs: int) -> torch.fx.Graph:
 def memory_of(observation: Observation, taken: dict[int, tuple[int, Any]]) -> list[dict[str, Any]]:
     """For each operation, the fields of the graph's that say what it does to memory, whatever it weighs."""
     records, storages = observation.records, observation.storages
-    written = {e for record in records for e in record.writes_external} - observation.inputs
-    writers = (t for t, record in enumerate(records) if not observation.inputs.isdisjoint(record.writes_external))
+    written = {e for record in records for e in record.externals.writes} - observation.inputs
+    writers = (t for t, record in enumerate(records) if not observation.inputs.isdisjoint(record.externals.writes))
     last_of_inputs = max(writers, default=-1)  # those of another call may share memory, views or not
     fields = []
     for t, record in enumerate(records):
         # What a read of a buffer saw is gone once it is written, by a later operation or by the next forward, which may
         # come before this one's backward; what one of an input saw, once a later operation has written that.
-        is_early = t < last_of_inputs and not observation.inputs.isdisjoint(record.reads_external)
-        stale = is_early or not written.isdisjoint(record.reads_external)
+        is_early = t < last_of_inputs and not observation.inputs.isdisjoint(record.externals.reads)
+        stale = is_early or not written.isdisjoint(record.externals.reads)
         fields.append(
             {
                 "reads": tuple(record.reads),
                 "writes": tuple(record.writes),
-                "saves": tuple(record.saved_values),
-                "saved_tensors": len(record.saves),
+                "saves": tuple(record.saved.values),
+                "saved_tensors": len(record.saved.tensors),
                 "low_memory": _seen_form(record, storages),
                 "takes_over": taken.get(t, (None,))[0],
                 "replayable": not (
-                    record.writes_external or stale or runs_once(record.node.target) or OUTSIDE in record.node.meta
+                    record.externals.writes or stale or runs_once(record.node.target) or OUTSIDE in record.node.meta
                 ),
             }
         )
@@ -231,91 +229,38 @@ def _seen_form(record: Record, storages: dict[TensorRef, int]) -> Variant | None
     return Variant(saves=tuple(saves), internal_bytes=record.form.internal_bytes)
 
 
+_OF_VARIANT = ("scratch_bytes", "forward_seconds", "backward_seconds", "repeat_seconds")
+_OF_OPERATION = ("forward_flops", "backward_flops", "again_seconds", "again_flops")
+
+
 def _operation(
     record: Record, live: LiveGradients, in_form: LiveGradients, of_plain: LiveGradients, seen: dict[str, Any]
 ) -> Operation:
     node, weights = record.node, record.weights
+    costs: dict[str, Any] = {name: getattr(weights, name) for name in _OF_OPERATION}
     form: Variant | None = seen.pop("low_memory")
     if form is not None and weights.low_memory is not None:
-        form = replace(
-            form,
-            scratch_bytes=weights.low_memory.scratch_bytes,
-            backward_bytes=in_form.during,
-            late_bytes=in_form.late,
-            forward_seconds=weights.low_memory.forward_seconds,
-            backward_seconds=weights.low_memory.backward_seconds,
-            repeat_seconds=weights.low_memory.repeat_seconds,
-            forward_flops=weights.forward_flops,
-            backward_flops=weights.backward_flops,
-            again_seconds=weights.again_seconds,
-            again_flops=weights.again_flops,
-        )
+        own = {name: getattr(weights.low_memory, name) for name in _OF_VARIANT}
+        form = replace(form, backward_bytes=in_form.during, late_bytes=in_form.late, **own, **costs)
+    costs |= {name: getattr(weights, name) for name in (*_OF_VARIANT, "plain_scratch_bytes")}
+    internal = record.saved.internal_bytes if weights.internal_bytes is None else weights.internal_bytes
     return Operation(
         name=node.name,
         target=str(node.meta.get("operator", node.target)),
         module=node.meta.get("module", ""),
         source=node.meta.get("source", ""),
-        internal_bytes=weights.ready_bytes
-        + (record.internal_bytes if weights.internal_bytes is None else weights.internal_bytes),
-        scratch_bytes=weights.scratch_bytes,
+        internal_bytes=weights.ready_bytes + internal,
         gradient_bytes=live.first,
         backward_bytes=live.during,
         late_bytes=live.late,
-        forward_seconds=weights.forward_seconds,
-        backward_seconds=weights.backward_seconds,
-        forward_flops=weights.forward_flops,
-        backward_flops=weights.backward_flops,
-        again_seconds=weights.again_seconds,
-        again_flops=weights.again_flops,
-        repeat_seconds=weights.repeat_seconds,
         low_memory=form,
-        plain_scratch_bytes=weights.plain_scratch_bytes,
         plain_backward_bytes=None if weights.plain_working_bytes is None else of_plain.during,
+        **costs,
         **seen,
     )
 
 
-def _gradients_of_form(record: Record) -> OperationGradients:
-    if record.form is None or record.weights.low_memory is None:
-        return _gradients(record, record.weights)
-    return _gradients(record, record.weights.low_memory, record.form.target)
-
-
-def _gradients_of_plain(record: Record) -> OperationGradients:
-    """As the plain model has it."""
-    working = record.weights.plain_working_bytes
-    return _gradients(record, record.weights if working is None else replace(record.weights, working_bytes=working))
-
-
-def _gradients(record: Record, weights: Weights, target: Any = None) -> OperationGradients:
-    def again(layouts: Layouts, are_held: bool) -> OperationGradients | None:
-        usual = {n: record.usual[n] for n in layouts}
-        found = None if record.again is None else record.again(layouts, usual, target is not None, are_held)
-        if found is None:
-            return None
-        new = found.weights(weights)
-        changed = replace(gradients, gradients=new.gradients, working_bytes=new.working_bytes, again=None)
-        return replace(
-            changed,
-            first_bytes=max(found.first, weights.first_bytes),
-            late_bytes=new.late_bytes,
-            copies_strided=changed.copies_strided and not found.has_copies,
-        )
-
-    gradients = OperationGradients(
-        outputs=tuple(record.outputs),
-        output_bytes=tuple(record.output_bytes),
-        differentiable=tuple(record.differentiable),
-        arguments=tuple(record.receivers),
-        gradients=weights.gradients,
-        working_bytes=weights.working_bytes,
-        first_bytes=weights.first_bytes,
-        late_bytes=weights.late_bytes,
-        ready_bytes=weights.ready_bytes,
-        copies_strided=copies_strided_gradients(target or record.node.target),
-        sources=tuple(record.sources),
-        is_start=of(record.node.target).begins_graph,
-        usual=tuple(record.usual),
-        again=again,
-    )
-    return gradients if record.rebase is None else gradients.through_base(record.rebase)
+def _of_plain(weights: Weights) -> Weights:
+    """The weights in the plain model, which may run another operator."""
+    working = weights.plain_working_bytes
+    return weights if working is None else replace(weights, working_bytes=working)

@@ -30,7 +30,7 @@ from .loss import modules_of, with_step_end
 from .parse import lower, profiler_of, record_program
 from .passes.calls import with_numbers
 from .traced import RecordAgain, Traced
-from .weigh.leaf import Profiler, weigh
+from .weigh.measure import Profiler, weigh
 from .weigh.record import Record
 
 

@@ -23,9 +23,9 @@ from ..torch_state.dispatch import OperatorMode, run_in
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import untouched
 from .arguments import Sample
-from .forward.call_counter import CallCounter
 from .forward.contents import has_content
 from .forward.flat import FlatForward, edges, gradient_targets, nothing_saved, other_state, state_of
+from .forward.location import CallCounter
 from .forward.patches import seen_as_recorded
 from .traced import ON_CONSTANTS, READS, SIZED, OpaqueError, Traced
 from .weigh.record import layout_of

@@ -13,18 +13,18 @@ import torch
 from ..errors import InputError, ParseError, ReplayError
 from ..graph import SMALL_INTERNALS
 from ..program.leaf import Leaf
-from ..program.program import device_of_model, storage_of, tensor_leaves
+from ..program.program import device_of_model, storage_bytes, tensor_leaves
 from ..program.tensors import contents
 from ..torch_state.allocator import allocated_bytes, can_measure
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import is_compiled, only_collects, only_holds
 from ..torch_state.no_trace import generators_of, untouched
-from ..torch_state.private import hooks_of, id_of_storage
+from ..torch_state.private import hooks_of
 from ..torch_state.reads.objects import attributes_of, changes
 from ..torch_state.settings import cuda_devices, python_random_state, random_states, set_random_states
 from .forward.flat import saved_until_done
 from .traced import OpaqueError
-from .weigh.leaf import held_aside
+from .weigh.call import held_aside
 from .weigh.record import Record
 
 log = logging.getLogger(__name__)
@@ -221,11 +221,11 @@ def _difference(
 ) -> str | None:
     devices = cuda_devices()
     states, python_state = random_states(devices), python_random_state()
-    own = [] if module is None else [(generator, generator.get_state()) for generator in generators_of([module])]
-    before = {} if module is None else attributes_of(module)
+    called = torch.nn.Module() if module is None else module
+    own = [(generator, generator.get_state()) for generator in generators_of([called])]
+    before = attributes_of(called)
     first = _call(leaf, module, given)
-    after = {} if module is None else attributes_of(module)
-    for _, changed in changes(before, after):
+    for _, changed in changes(before, attributes_of(called)):
         return f"changes its attribute {changed}"
     if python_random_state() != python_state:
         return "draws random numbers of Python or numpy"
@@ -241,11 +241,11 @@ def _difference(
     if can_measure(home):
         results: list[torch.Tensor] = []
         _, held = allocated_bytes(lambda: results.extend(_call(leaf, module, given)[1]), home)
-        others = held - _bytes(results)
-        if others > FEW and others * SMALL_INTERNALS > _bytes([*first[0], *first[1]]):
+        others = held - storage_bytes(results)
+        if others > FEW and others * SMALL_INTERNALS > storage_bytes([*first[0], *first[1]]):
             return f"keeps {others / 1e6:.3g} MB for its backward that autograd does not know of"
     if aside := held_aside(leaf, module, given):
-        return f"keeps {_bytes([given[n] for n in aside]) / 1e6:.3g} MB that it is given past autograd"
+        return f"keeps {storage_bytes([given[n] for n in aside]) / 1e6:.3g} MB that it is given past autograd"
     return None
 
 
@@ -255,8 +255,3 @@ def _call(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor])
         results = tensor_leaves(leaf(module, given))
         saved = [inner.detach() for tensor in packed for inner in contents(tensor)]
     return saved, results
-
-
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    storages = {id_of_storage(s): s.nbytes() for s in map(storage_of, tensors) if s is not None}
-    return sum(storages.values())

@@ -37,14 +37,10 @@ from .passes.calls import Bindings, Unfolding, share_casts
 from .passes.lifetimes import unused_memory
 from .passes.writes import copy_after_last_write, run_out_of_place, save_operands
 from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
-from .weigh.estimate import Estimator
-from .weigh.forms import Forms
-from .weigh.host.costs import choice_seconds
-from .weigh.leaf import Profiler, weigh
-from .weigh.measure import Measurer
-from .weigh.observe import Visit, observe
-from .weigh.record import Observation, Record
-from .weigh.timing import Timer
+from .weigh.estimate import Estimator, Forms
+from .weigh.host import choice_seconds
+from .weigh.measure import Measurer, Profiler, weigh
+from .weigh.record import Observation, Record, Visit, observe
 
 Rewrite = Callable[[torch.fx.Graph, torch.device], object]
 """Changes a program, in place, before it is planned for a device."""
@@ -172,8 +168,7 @@ def _as_on(device: torch.device, gpu: str | None, casts: bool) -> AbstractContex
 
 def profiler_of(kind: str, device: torch.device, home: torch.device, gpu: str | None = None) -> Profiler:
     """What weighs operations for ``device``, a ``gpu``, by measuring or by estimating; the model is on ``home``."""
-    measuring = {"measure": Measurer, "time": Timer}
-    return measuring[kind](home) if kind in measuring else Estimator(device, home, gpu=gpu)
+    return Estimator(device, home, gpu=gpu) if kind == "estimate" else Measurer(home, measures_bytes=kind == "measure")
 
 
 def record_program(sample: Sample, make: ParseGraph | None, leaves: Leaves) -> Traced:

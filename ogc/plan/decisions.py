@@ -1,6 +1,6 @@
-"""The decisions of a plan: where the program is cut, which segments run again, and the fates of single values.
+"""The decisions of a plan: where the program is cut, which segments are recomputed, and the policies of single values.
 
-Plain frozen data. Which operations run again for it, and when values are let go of: :mod:`ogc.plan.schedule`.
+What that means for operations and values: :mod:`ogc.plan.schedule`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,25 @@ from ..graph import Graph
 
 
 class Fate(IntEnum):
-    """A decision on one value.
-
-    A value without a fate is kept where it crosses a cut, and made again by a run of the segment that alone uses it.
-    """
+    """The policy of one value. One without is saved where it crosses a cut, and else recomputed with its segment."""
 
     KEPT = 1
-    """Kept although a recomputed segment alone uses it: what makes it is not run again for that segment."""
+    """Saved although a recomputed segment alone uses it: what makes it is not recomputed for that segment."""
     REMADE = 2
-    """Not kept although it crosses a cut: every run that needs it makes it again, however far back that lies."""
+    """Not saved although it crosses a cut: every run that needs it recomputes it, however far back that lies."""
 
 
 Fates = tuple[tuple[int, Fate], ...]
-"""Values and their fates, by ascending value."""
+"""Values and their policies, by ascending value."""
 
 
 @dataclass(frozen=True, order=True)
 class Segment:
     """Operations ``start`` to ``stop - 1``, between two cuts.
 
-    Without ``parts`` the segment is saved: it runs as under plain autograd. With them it is recomputed:
-    its first run keeps only what later segments need, and before its backward it is run again as its
-    parts say, each of which may in turn be saved or recomputed. One level of checkpointing is a segment
-    with one saved part. ``fates`` hold in the runs of this segment and of its parts.
+    Without ``parts`` the segment is saved, as by plain autograd. With them it is recomputed: its first run saves only
+    what later segments need, and before its backward it is run again as its parts say, each saved or recomputed in
+    turn. One level of checkpointing is a segment with one saved part. ``fates`` hold in its runs and its parts'.
     """
 
     start: int
@@ -53,7 +49,7 @@ class Segment:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The values that the first run keeps although the segment alone uses them, ascending."""
+        """The values that the first run saves although the segment alone uses them, ascending."""
         return _with(Fate.KEPT, self.fates)
 
 
@@ -61,8 +57,7 @@ class Decided(Protocol):
     """Anything with decisions, such as an :class:`ogc.Plan`."""
 
     @property
-    def decisions(self) -> Decisions:
-        """Its segments and fates."""
+    def decisions(self) -> Decisions: ...
 
 
 @dataclass(frozen=True, order=True)
@@ -71,8 +66,8 @@ class Decisions:
 
     Attributes:
         segments: in program order; they cover the program.
-        fates: of single values, in every run; they go before those of segments.
-        low_memory: operations that run in their low-memory form, ascending; all others are PyTorch's own operators.
+        fates: policies of single values in every run; they override those of segments.
+        low_memory: operations that run as their low-memory variant, ascending; all others are PyTorch's own operators.
         is_plain: whether the model itself is to be run.
     """
 
@@ -83,7 +78,7 @@ class Decisions:
 
     @classmethod
     def of(cls, plan: Decided | Decisions | Iterable[Segment]) -> Decisions:
-        """The decisions of a plan, or those that consist of segments alone."""
+        """The decisions of a plan, or of segments alone."""
         if isinstance(plan, Decisions):
             return plan
         return cls(tuple(plan)) if isinstance(plan, Iterable) else plan.decisions
@@ -95,21 +90,16 @@ class Decisions:
 
     @property
     def remade(self) -> tuple[int, ...]:
-        """The values that are not kept where they cross a cut, ascending."""
+        """The values that are not saved where they cross a cut, ascending."""
         return _with(Fate.REMADE, self.fates)
 
     @property
     def kept(self) -> frozenset[int]:
-        """The values that the forward keeps although a recomputed segment alone uses them."""
+        """The values that the forward saves although a recomputed segment alone uses them."""
         return frozenset(_with(Fate.KEPT, chain(self.fates, *(segment.fates for segment in self.segments))))
 
     def check(self, graph: Graph) -> None:
-        """See whether they can be carried out.
-
-        Raises:
-            PlanError: the segments do not cover the graph, or are not cut where it may be cut, at some level; or a
-                fate is none that the value can have there.
-        """
+        """Raise PlanError unless the segments cover the graph, cut at its cuts, and each value can have its policy."""
         _check_level(graph, set(graph.cuts), self.segments, 0, len(graph))
         for v, _ in self.fates:
             if not 0 <= v < len(graph.values):
@@ -120,12 +110,12 @@ class Decisions:
 
 
 def saved(start: int, stop: int) -> Segment:
-    """A segment that is kept as plain autograd keeps it."""
+    """A segment that is saved as by plain autograd."""
     return Segment(start, stop)
 
 
 def recomputed(start: int, stop: int, *parts: Segment, kept: Iterable[int] = ()) -> Segment:
-    """A segment that is run again, through ``parts`` or, without them, at once, but for the values ``kept``."""
+    """A segment that is recomputed, through ``parts`` or, without them, at once, but for the values ``kept``."""
     return Segment(start, stop, parts or (Segment(start, stop),), tuple((v, Fate.KEPT) for v in sorted(kept)))
 
 
@@ -137,7 +127,7 @@ def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[S
 
 
 def up_to(segments: Iterable[Segment], stop: int) -> tuple[Segment, ...]:
-    """The same segments as far as they lie before a position."""
+    """The segments as far as they lie before a position."""
     return tuple(
         segment if segment.stop <= stop else replace(segment, stop=stop, parts=up_to(segment.parts, stop))
         for segment in segments

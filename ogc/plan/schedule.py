@@ -1,11 +1,11 @@
-"""The schedule that a plan stands for: its runs, and how long each copy of a value is needed.
+"""The schedule that a plan means: its runs, and how long each copy of a value is needed.
 
-A plan is carried out in *runs*. Run 0 is the forward. Each recomputed segment is run again before its backward; it can
-start from any value that is still there. The backward of a saved segment takes what it needs from the run that the
-segment belongs to. A run repeats the operations that somebody needs; a value is let go after its last use. One that
-crosses a cut is there from then on, unless it is *remade*: then whoever needs it runs what makes it again, however far
-back that lies. One that a recomputed segment has *kept* is never made again; nor are the internal tensors of an
-operation, if a segment of the forward keeps all that it writes. The simulator counts this, the runtime executes this.
+A plan is carried out in *runs*. Run 0 is the forward. Each recomputed segment is run again before its backward, from
+any values that are still there. The backward of a saved segment takes what it needs from the run that the segment
+belongs to. A run repeats the operations that somebody needs; a value is released after its last use. One that crosses
+a cut is saved, unless it is *remade*: whoever needs it recomputes it. One that a recomputed segment has *kept* is never
+recomputed; nor are the internal tensors of an operation of which a segment of the forward keeps all results. The
+simulator counts this, the runtime executes this.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Run:
     """One run of the operations between two cuts.
 
     Attributes:
-        start, stop: the stretch of the program.
-        parent: the run in whose sub-plan this one is; None for the forward.
-        fates: of values, in this run; what is decided around it goes before what is decided inside.
+        start, stop: the region of the program.
+        parent: the run around this one; None for the forward.
+        fates: policies of values in this run; what is decided around it overrides what is decided inside.
         leaves: saved segments (start, stop) whose backward this run supplies, in program order.
         children: the runs of its recomputed parts, in program order.
-        program: operations that are run, in order; those whose results nobody needs are left out.
+        program: the operations that are run, in order, without those whose results nobody needs.
         made: values whose final content the program makes, for itself or for runs inside it.
-        needs: values that the program reads, or that the leaves save, and that it does not make.
+        needs: values that the program reads or the leaves save, and that it does not make.
     """
 
     start: int
@@ -51,7 +51,7 @@ class Run:
 class Step(NamedTuple):
     """One operation run forward (in ``run``) or backward (supplied by ``run``).
 
-    ``during`` is the operation whose backward waits for it, in a run again.
+    ``during``, in a recomputation, is the operation whose backward waits for it.
     """
 
     run: int
@@ -64,7 +64,7 @@ class Schedule:
     """The runs of a plan over a graph, in the order in which they are carried out.
 
     Attributes:
-        graph: the operations in the form in which the plan runs them.
+        graph: the operations in the variants that the plan runs.
         keeps_internals: for each operation, whether the internal tensors of its forward stay for its backward.
 
     Raises:
@@ -86,11 +86,11 @@ class Schedule:
 
     @classmethod
     def of_step(cls, graph: Graph, plan: Decided | Decisions | Iterable[Segment], lacks: str) -> Schedule:
-        """That of a whole step of a plan, its decisions, or segments alone; of a plain plan, the plain model's.
+        """That of a whole step; of a plain plan, the plain model's.
 
         Raises:
-            PlanError: as above; or the plan is plain and the graph's operations are not the plain model's, ``lacks``
-                saying what there is not then.
+            PlanError: as above; or the plan is plain and the graph's operations are not the plain model's, so that it
+                ``lacks`` something.
         """
         decisions = Decisions.of(plan)
         if decisions.is_plain and graph.plain_peak_bytes is not None:
@@ -111,7 +111,7 @@ class Schedule:
                 self._backwards.append((number, segment.start, segment.stop))
 
     def _write_program(self, run: Run) -> None:
-        """Find what must be run again, from what is needed backwards. Children come first."""
+        """Find what must be run, from what is needed backwards. Children come first."""
         graph, ops = self.graph, self.graph.operations
         producers, last_writes = graph.producers, graph.last_writes
         is_remade = partial(self._is_remade, run)
@@ -144,9 +144,9 @@ class Schedule:
         run.needs = frozenset((read | needed) - run.made)
 
     def _is_remade(self, run: Run, v: int) -> bool:
-        """Whether a run that needs a value makes it again, rather than find it still there."""
+        """Whether a run that needs a value recomputes it, rather than find it still there."""
         match run.fates.get(v):
-            case None:  # what is used beyond the stretch is there from then
+            case None:  # what is used beyond the region is there from then
                 return self.graph.producers[v] >= run.start and self.graph.last_uses[v] < run.stop
             case Fate.KEPT:
                 return False
@@ -239,5 +239,5 @@ class Schedule:
 
 
 def _with_saved_end(graph: Graph, segments: Sequence[Segment]) -> Sequence[Segment]:
-    """The segments with those operations saved that are the caller's: only what the model runs is run again."""
+    """The segments with the caller's operations saved: only the model's are recomputed."""
     return (*up_to(segments, graph.end), saved(graph.end, len(graph))) if graph.outside else segments

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ..errors import InputError, PlanError
 from ..graph import Graph
-from ..parser.weigh.timing import times_kept_in
+from ..parser.weigh.measure import times_kept_in
 from ..plan import Fingerprint, Plan, SavedPlan, plan_on
 from ..plan.saving import PARTS, VERSION
 from ..solver import Wish

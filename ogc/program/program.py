@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ..torch_state.private import OpOverload, is_any_autocast_enabled, is_view, pytree, storage_id
+from ..torch_state.private import OpOverload, id_of_storage, is_any_autocast_enabled, is_view, pytree
 from ..torch_state.reads import Reads
 from .structures import InputSpec, OutputSpec, autocast_kinds
 
@@ -325,10 +325,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor]
 
 def each_storage_bytes(tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> tuple[int, ...]:
     """The same of each storage."""
-    sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    for tensor in given:
-        sizes.pop(storage_id(tensor), None)
-    return tuple(sizes.values())
+    known = {id_of_storage(raw) for raw in map(storage_of, given) if raw is not None}
+    sizes = {id_of_storage(raw): raw.nbytes() for raw in map(storage_of, tensors) if raw is not None}
+    return tuple(size for storage, size in sizes.items() if storage not in known)
 
 
 def call_beside(node: torch.fx.Node, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:

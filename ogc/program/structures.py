@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import enum
 import itertools
-import operator
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -22,6 +21,7 @@ import torch
 
 from ..errors import InputError
 from ..torch_state.private import pytree
+from ..torch_state.reads.objects import same_objects
 
 CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, type, enum.Enum, slice, type(Ellipsis),
@@ -232,13 +232,13 @@ class Given:
     def changed_holders(self) -> tuple[int, ...]:
         """The numbers of the objects, lists and dicts that hold something else than before."""
         pairs = zip(map(_content, self.holders), self.before, strict=True)
-        alike = (now.fits(then) and _same_objects(tensors, before) for (now, tensors), (then, before) in pairs)
+        alike = (now.fits(then) and same_objects(tensors, before) for (now, tensors), (then, before) in pairs)
         return tuple(number for number, same in enumerate(alike) if not same)
 
     def has_other_items(self) -> bool:
         """Whether something else among the arguments that is taken apart holds something else than before."""
         pairs = zip(map(self._flat, self.others), self.others_before, strict=True)
-        return not all(now == then and _same_objects(leaves, before) for (leaves, now), (before, then) in pairs)
+        return not all(now == then and same_objects(leaves, before) for (leaves, now), (before, then) in pairs)
 
     def _flat(self, node: Any) -> tuple[list[Any], pytree.TreeSpec]:
         known = set(map(id, self.holders))
@@ -279,10 +279,6 @@ def hold(holder: Any, items: Any) -> None:
 
 def _content(holder: Any) -> tuple[InputSpec, list[torch.Tensor]]:
     return InputSpec.of((items_of(holder),), {})
-
-
-def _same_objects(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 @cache

@@ -34,11 +34,7 @@ GRADIENTS = 0.02
 
 
 class Compiler:
-    """Has stretches compiled, equal ones once.
-
-    Args:
-        backend: of torch.compile.
-    """
+    """Has regions compiled by a backend of torch.compile, equal ones once."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -56,14 +52,7 @@ class Compiler:
 
 @dataclass(eq=False)
 class Compiled(Region):
-    """A stretch as one operator.
-
-    Attributes:
-        name: identifies it in generated code.
-        graph: the stretch; a placeholder for each argument, one tensor or several as output.
-        live: the numbers of the arguments that it updates and its own results do not depend on.
-        compiler: has it compiled when it first runs.
-    """
+    """A region that runs as code that torch.compile makes of it, which ``compiler`` has compiled when it first runs."""
 
     name: str
     graph: torch.fx.Graph
@@ -81,11 +70,7 @@ class Compiled(Region):
         return self.code(*tensors)
 
     def _compiled(self, *tensors: torch.Tensor) -> Any:
-        """The result of the first call.
-
-        Raises:
-            ParseError: the stretch cannot be compiled.
-        """
+        """The result of the first call; raises ParseError where the region cannot be compiled."""
         code = self.compiler.code_for(self.graph, tensors)
         try:
             result = code(*tensors)
@@ -203,22 +188,19 @@ def compile_plan(
     max_overhead: float | None = None,
     **parsing: Any,
 ) -> tuple[Graph, Plan]:
-    """The graph whose operations are compiled stretches, as far as these can be, and its plan.
+    """The graph whose operations are compiled regions, as far as these can be, and its plan.
 
-    A stretch ends where ``plan`` cuts the program, and where an operation must run as it is. Those that take longer
-    compiled than operator by operator are left as they are, unless the plan is worse for it.
+    A region ends where ``plan``, which is for ``graph``, cuts the program, and where an operation must run as it is.
+    Those that take longer compiled than operator by operator are left as they are, unless the plan is worse for it.
 
     Args:
-        model: what ``graph`` was parsed from.
-        sample_input: the same as for ``graph``.
-        graph: from :func:`ogc.parse`.
+        model, sample_input, graph, parsing: what ``graph`` was parsed from, and how; see :func:`ogc.parse`.
         plan: for ``graph``.
         backend: of torch.compile.
         memory_budget, max_overhead: as for :func:`ogc.solve`.
-        parsing: further arguments of :func:`ogc.parse`, the same as for ``graph``.
 
     Raises:
-        ParseError: a stretch cannot be compiled.
+        ParseError: a region cannot be compiled.
         SolveError: nothing fits the budget, whatever is compiled.
     """
     leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}

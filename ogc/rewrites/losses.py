@@ -1,11 +1,13 @@
 """A loss over many classes, with the linear layer before it, run forward and backward together some rows at a time.
 
 The widest tensor of a language model is its logits: a row for each token, a column for each word. A loss is a sum over
-rows, and the backward starts from it: of each slice of rows the logits, the loss and the gradients are made at once, so
-that logits never exist whole and nothing runs twice. Until the backward the gradients of the rows and of the weight are
-kept in place of them; there they are multiplied by the gradient of the loss. Sums over rows are added up slice by
-slice: results differ from PyTorch's in the last bits. A linear layer in float16 would lose small gradients before a
-scaled loss could help: there the slices are made once more in the backward.
+rows, so of each slice of rows the logits, the loss and the gradients are made at once: logits never exist whole, and
+nothing runs twice. The gradients of rows and weight are kept until the backward, which multiplies them by the gradient
+of the loss. Sums over rows are added up slice by slice: results differ from PyTorch's in the last bits. In float16
+small gradients would be lost before a scaled loss could help: there the slices are made once more in the backward.
+
+What lies between the layer and the loss works row by row. Views that only move rows are made of the rows that go into
+the layer instead; the rest, such as a cast to float32, goes with the loss.
 """
 
 from __future__ import annotations
@@ -218,8 +220,7 @@ class LossHead:
     Attributes:
         loss: its call.
         summed: how it is made of a sum.
-        chain: from the product to before the loss, in order; the first one takes ``rows``, or the result of
-            ``product``.
+        chain: from the product to before the loss; the first one takes ``rows``, or the result of ``product``.
         product: the linear layer, if the chain begins there.
         rows: what goes in.
     """

@@ -1,7 +1,7 @@
 """What rewrites know of operators, such as which treat what lies along an axis one by one.
 
-Axes are told by rules: functions of the arguments of a call, and of the axes along which the tensors among these are in
-parts. They look at shapes alone.
+Axes are told by functions of a call's arguments, and of the axes along which the tensors among these are in parts. They
+look at shapes alone.
 """
 
 from __future__ import annotations
@@ -63,12 +63,11 @@ class Rule:
         along: how it may be called on parts of what it is given.
         sizes: the argument that lists the sizes of its result.
         dims: the argument that names the dimensions that it works over.
-        layer: of a linear layer, from the arguments of a call: rows, weight, bias, and whether the weight has a column
-            for each of its outputs, not a row; None if it is none.
-        is_heavy: its backward does not need its result, and its time makes a slice of a batch worth its name.
-        summed: of a loss that adds up what it gives for rows: how, from the arguments of a call; None if it does not.
-        hidden_bytes: what its kernels on a CPU, in parts, allocate at once beyond the results, from its arguments and
-            these.
+        layer: of a linear layer, from a call's arguments: rows, weight, bias, and whether the weight has a column
+            for each of its outputs, not a row.
+        is_heavy: its backward does not need its result, and its time makes a slice of a batch worthwhile.
+        summed: of a loss that adds up what it gives for rows: how, from a call's arguments.
+        hidden_bytes: what its kernels on a CPU, in parts, allocate at once beyond the results.
         runs_uncompiled: compiled, it takes more memory.
     """
 
@@ -106,11 +105,8 @@ def before_last(args: Sequence[Any], axis: int, count: int = 1) -> int | None:
 
 
 def over(dims_at: int, keeps: int | bool) -> AxisRule:
-    """The rule of what reduces or normalizes some dimensions.
-
-    Args:
-        dims_at: the argument that names them, a number or a list.
-        keeps: the argument that says whether they stay, as ones, or whether they do.
+    """The rule of what reduces or normalizes the dimensions that an argument names; ``keeps`` them, or the argument
+    says so.
     """
 
     def axis_of_result(args: Sequence[Any], axis: int) -> int | None:
@@ -128,8 +124,8 @@ def over(dims_at: int, keeps: int | bool) -> AxisRule:
 def moved(operator: Callable[..., Any]) -> AxisRule:
     """The rule of an operator that gives entries of its tensor in other places: a view, or a copy of one.
 
-    Of an axis so many entries of a contiguous tensor follow one another in memory. Where an axis of the result
-    has as many, in as many parts or in a multiple of it, the parts lie along that.
+    An axis stands for so many entries that follow one another in memory. The parts lie along the axis of the result
+    that stands for as many, if its size is a multiple.
     """
 
     def axis_of_result(args: Sequence[Any], axis: int) -> int | None:

@@ -1,9 +1,8 @@
-"""Stretches of operators that work sample by sample, run forward and backward a part of the batch at a time.
+"""Regions that work sample by sample, run forward and backward a part of the batch at a time.
 
-Of all that such a stretch makes and saves in between, only one slice's share is alive at once, in the forward
-and in the backward; in between it holds its inputs. Gradients of parameters are sums over the samples: added
-up slice by slice they differ from PyTorch's in the last bits, and a kernel chosen for a smaller batch may
-round otherwise too. So nothing is sliced unless the user asks for it.
+Of what is made and saved inside, only one slice's share is alive at once; between forward and backward the inputs are
+held. Gradients of parameters are sums over the samples: added up slice by slice they differ from PyTorch's in the last
+bits, and a kernel chosen for a smaller batch may round otherwise too. So nothing is sliced unless the user asks for it.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ _SMALL_FLOPS = 1e9
 
 @dataclass(frozen=True, eq=False)
 class Sliced(Region):
-    """A stretch as one operator.
+    """A region that runs slice by slice.
 
     Attributes:
-        name: identifies it in generated code.
-        graph: the stretch; a placeholder for each argument, one tensor as output.
+        graph: a placeholder for each argument, one tensor as output.
         axes: for each argument, the axis along which it is sliced; None where it is whole.
         slices: into how many slices, if there are as many entries along the shortest of these axes.
         axis: that of the result along which its slices lie.

@@ -32,11 +32,7 @@ Stretch = tuple[str, str]
 
 @dataclass(frozen=True)
 class Slices:
-    """A rewrite of a program: each of some regions becomes one operation that runs so many ``slices`` one by one.
-
-    Raises:
-        InputError: called with a program that has no such region, or there are no slices.
-    """
+    """A rewrite: each of some regions becomes one operation that runs so many ``slices`` one by one."""
 
     stretches: Sequence[Stretch]
     slices: int
@@ -196,17 +192,15 @@ def slice_batch(
 ) -> tuple[Graph, Plan]:
     """The graph and the plan with those stretches run slice by slice that make the plan better.
 
-    Starts from the plan without slices: the stretch that holds most of what is alive at the peak is sliced, with those
-    like it, and the plan made anew, until none holds anything there. The simulator judges which plan is the best.
-    Stretches are chosen by estimated weights; the plan is made on weights found like those of ``graph``.
+    The stretch that holds most at the peak is sliced, with those like it, and the plan made anew, until none holds
+    anything there. Stretches are chosen by estimated weights; the plan is made on weights found like those of
+    ``graph``.
 
     Args:
-        model: what ``graph`` was parsed from.
-        sample_input: the same as for ``graph``.
-        graph: from :func:`ogc.parse`, without slices.
+        model, sample_input, graph, parsing: what ``graph`` was parsed from, without slices, and how; see
+            :func:`ogc.parse`.
         slices: into how many parts a stretch divides the batch.
         memory_budget, max_overhead: as for :func:`ogc.solve`.
-        parsing: further arguments of :func:`ogc.parse`, the same as for ``graph``.
 
     Raises:
         SolveError: nothing fits the budget, with slices or without; the message is that of the last try.
@@ -252,11 +246,7 @@ def sliced_along(
     profile: str,
     **parsing: Any,
 ) -> Graph:
-    """The graph with these stretches in slices; the arguments are those of :func:`slice_batch`.
-
-    Raises:
-        InputError: the graph has no such stretch.
-    """
+    """The graph with these stretches in slices; raises InputError where it has no such stretch."""
     leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
     given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "leaf_modules": leaves, **parsing}
     sliced = parse(model, sample_input, rewrite=Slices(stretches, slices), **given)

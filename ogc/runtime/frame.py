@@ -1,11 +1,10 @@
 """Runs parts of a program so that their backward finds what they saved, without keeping it.
 
 While saved segments of a recomputed one run forward, ``saved_tensors_hooks`` see every tensor that autograd
-saves. What stays in memory anyway is kept as it is; for anything else a slot number is handed out. The first
-slot asked for in the backward carries out the run again that fills them all; each is handed over once. A run
-may also make values for runs inside it, which are carried out later. The autograd graph is that of the
-forward, so there is no second backward call and everything built on autograd (DDP, hooks,
-``torch.autograd.grad``, double backward) works as ever.
+saves. What stays in memory anyway is held as it is; anything else gets a slot number. The first slot asked for
+in the backward starts the recomputation that fills them all; each is handed over once. A run may also make
+values for runs inside it, which follow later. The autograd graph is that of the forward: there is no second
+backward call, and DDP, hooks, ``torch.autograd.grad`` and double backward work as ever.
 """
 
 from __future__ import annotations
@@ -28,13 +27,10 @@ from ..program.leaf import Leaf
 from ..program.program import attribute, storage_of, tensor_leaves
 from ..torch_state.private import id_of_storage, keeps_graph, storage_id, untraced, version_of
 from ..torch_state.settings import Flags, State, random_states, set_random_states
-from .held import Argument, Bound, RepeatedCall, detached, differentiable, dropped, in_parts, kept, unpack
-from .marks import Marks
+from .held import Argument, Bound, Marks, RepeatedCall, detached, differentiable, dropped, in_parts, kept, unpack
 
 KEEP = -1
-"""Marks a saved tensor that stays in memory through the backward. Below it, KEEP - 1 - t marks one that also is of use
-where operation t is run again."""
-
+"""Marks a saved tensor that stays in memory through the backward; KEEP - 1 - t, one that recomputing t uses."""
 
 DROP = -(2**62)
 """Marks a saved tensor that no backward asks for: nothing is held."""
@@ -42,7 +38,7 @@ DROP = -(2**62)
 
 @dataclass(frozen=True)
 class RunCode:
-    """What the runtime knows of a run before any step.
+    """What is known of a run before any step.
 
     Attributes:
         number: of the run in the schedule.
@@ -50,7 +46,7 @@ class RunCode:
         targets: for each tensor that autograd saves in the program, the slot it fills or KEEP (drop it).
         program: carries out the run: ``program(bound, frame)``.
         externals: places in ``Step.bound`` of what the program reads that no operation makes.
-        of_leaves: for those of these that leaves find for themselves, their names in the model.
+        of_leaves: the names in the model of those that opaque modules find for themselves.
     """
 
     number: int
@@ -85,13 +81,13 @@ class Step:
         self.cast = cast
 
     def note(self, places: Sequence[int]) -> None:
-        """Note what is bound at these places as it is."""
+        """Note what is bound at these places."""
         for place in places:
             if place not in self.seen:
                 self.seen[place] = Bound(self.bound[place])
 
     def as_seen(self, places: Sequence[int]) -> list[Any]:
-        """What is bound, at these places as it was in the forward."""
+        """What is bound; at these places, as it was in the forward."""
         bound = list(self.bound)
         for place in places:
             bound[place] = self.seen[place].tensor
@@ -102,7 +98,7 @@ class Step:
         return Frame(self.codes[number], self, parent)
 
     def mark_returned(self, operation: int, result: Any) -> None:
-        """Note what a leaf returned that is called again."""
+        """Note what an opaque module returned that is called again."""
         self.returned[operation] = Marks.of(tensor_leaves(result))
 
     def remember_random(self, operation: int) -> None:
@@ -157,7 +153,7 @@ class Frame:
             self.versions[name] = tensors
 
     def give(self, number: int, **values: Any) -> None:
-        """Hand values that the program made to a run inside this one, if anybody still waits for it."""
+        """Hand values that the program made to a run inside this one, if anybody still waits for them."""
         inner = self.inner[number]()
         if inner is None or (inner.is_done and self not in inner.awaited):
             return
@@ -167,7 +163,7 @@ class Frame:
 
     @contextmanager
     def random(self, operation: int) -> Iterator[None]:
-        """Run an operation from the random state it had in the forward, and put the state of now back."""
+        """Run an operation from the random state it had in the forward; the present state is put back."""
         now = random_states(self.step.devices)
         set_random_states(self.step.random_states[operation], self.step.devices)
         try:
@@ -176,16 +172,15 @@ class Frame:
             set_random_states(now, self.step.devices)
 
     def notes(self, operation: int) -> list[torch.Tensor]:
-        """What an operation noted in the forward, as long as its backward has not let go of it."""
+        """What an operation noted in the forward, as long as its backward has not released it."""
         noted = self.step.notes.get(operation, [])
         found = [tensor for note in noted if (tensor := note()) is not None]
         return found if len(found) == len(noted) else []
 
     def take(self, *names: str) -> list[Any]:
-        """The values that the program starts from.
+        """The values that the program starts from, which are released.
 
-        They are let go of; where the graph is kept for another backward, but for those from the forward: the others can
-        be made again.
+        Where the graph is kept for another backward, those from the forward stay: the others can be made again.
         """
         values = differentiable([self.held[name] for name in names])
         keeps = keeps_graph()
@@ -254,7 +249,7 @@ class Frame:
 
     @contextmanager
     def leaf(self, *arguments: torch.Tensor) -> Iterator[None]:
-        """Call a leaf, which keeps all that it saves but for those arguments that have a slot."""
+        """Call an opaque module, which keeps all that it saves but for arguments that have a slot."""
         slots = ((tensor, self._next_slot()) for tensor in arguments)
         given = {storage_id(t): Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
 
@@ -281,9 +276,9 @@ class Frame:
         stays: list[torch.Tensor],
         results: Sequence[int],
     ) -> Any:
-        """Call a leaf that is called again for its backward, and let go of what it saves.
+        """Call an opaque module that is called again for its backward, and release what it saves.
 
-        Those of its arguments in ``stays`` and its results with the numbers ``results`` stay in memory for that.
+        Its arguments in ``stays`` and its results with the numbers ``results`` stay in memory anyway.
         """
         call = self.calls[operation] = RepeatedCall(operation, leaf)
         result = call.run(module, given)
@@ -294,7 +289,7 @@ class Frame:
         return result
 
     def call_again(self, operation: int, leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor]) -> Any:
-        """Call a leaf again, for the slots of what it saved if its backward waits for this run."""
+        """Call an opaque module again, for the slots of what it saved if its backward waits for this run."""
         again = RepeatedCall(operation, leaf)
         result = again.run(module, given)
         made = tensor_leaves(result)

@@ -1,6 +1,6 @@
-"""Writes the Python of a planned forward: one function for the step, one for each run again.
+"""Writes the Python of a planned forward: one function for the step, one for each recomputation.
 
-The text is what runs; ``OptimizedModule.code`` shows it. Each value is let go after its last use.
+The text is what runs; ``OptimizedModule.code`` shows it. Each value is released after its last use.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class Generated:
     Attributes:
         source: its text.
         forward: ``forward(step, *inputs, *bound)`` returns the list of output tensors.
-        bound: what that is given of the model and of the program's constants, by name: parameters, buffers, modules of
-            leaves.
-        copied: those of which ``bound`` has a copy too, behind them: buffers that runs again write to no purpose.
-        runs: the code of each run again.
+        bound: names of what that is given of the model and the constants: parameters, buffers, opaque modules.
+        copied: those of which ``bound`` has a copy too, behind them: buffers that recomputation writes to no purpose.
+        runs: the code of each recomputation.
     """
 
     source: str
@@ -121,7 +120,7 @@ class _ForwardWriter:
         return [f"step.remember_random({t})", *lines] if t in self.draws else lines
 
     def _repeated(self, t: int, number: int) -> str:
-        """The statement that calls a leaf which the run calls again."""
+        """The statement that calls an opaque module which the run calls again."""
         node = self.layout.operations[t]
         given = cast(list[torch.fx.Node], node.args[1])
         stays = [one for one in given if self.layout.stays(number, one)]
@@ -131,7 +130,7 @@ class _ForwardWriter:
         return f"{node.name} = frame_{number}.call({t}, {call_of(node)}, stays={argument(stays)}, results={results})"
 
     def _frees(self) -> dict[tuple[int, bool], list[torch.fx.Node]]:
-        """Names to let go of, by (operation after which, False) or (cut at which, True)."""
+        """Names to release, by (operation after which, False) or (cut at which, True)."""
         last: dict[torch.fx.Node, tuple[int, bool]] = {}
         for node in self.layout.program.graph.nodes:
             if node.op in ("placeholder", "call_function"):
@@ -146,7 +145,7 @@ class _ForwardWriter:
 
 
 class _RunWriter:
-    """The text of one run again and the tables that its frames need."""
+    """The text of one recomputation and the tables that its frames need."""
 
     def __init__(self, layout: Layout, number: int) -> None:
         self.layout = layout
@@ -187,7 +186,7 @@ class _RunWriter:
         return [copy_of(one) if one in live else one.name for one in nodes]
 
     def _fills(self, before: bool) -> list[str]:
-        """Statements that fill the slots of operations that do not run again, from the tensors they saved."""
+        """Statements that fill the slots of operations that are not recomputed, from the tensors they saved."""
         return [
             f"frame.fill({slot}, {node.name}{'' if layout is None else f', {layout!r}'})"
             for node, slot, layout in self.layout.fills(self.number)

@@ -19,24 +19,23 @@ from ..errors import ReplayError
 from ..program.leaf import Leaf
 from ..program.program import storage_of
 from ..program.tensors import Start, anchor, is_content, parts_of
+from ..torch_state.compare import fingerprint
 from ..torch_state.private import id_of_storage, is_view, keeps_graph, maker_of, untraced, version_of
-from .marks import Marks
 
 SMALL = 1 << 14
-"""Bytes up to which a vector on the CPU is copied: others may write it where no version counter shows it.
-
-Biases and the weights of norms are such: what plain models compute with and autograd need not hold.
-"""
+"""Bytes up to which a vector on the CPU, such as a bias, is copied: it may be written past version counters."""
 
 SAMPLED = 32
-"""Entries of anything else that are looked at, to see that it was written so."""
+"""Entries of anything else that are compared, to see that it was written so."""
+
+ALIGNED = 64
+"""Bytes to which tensors on the CPU are aligned."""
 
 
 class Bound:
-    """A parameter, a buffer or a constant as a forward has seen it, for runs again.
+    """A parameter, buffer or constant as a forward has seen it, for recomputation.
 
-    Whatever is done to the tensor until then (another ``data``, another type, ``requires_grad``), this stays.
-    Autograd's own nodes hold what they hold of it in the plain model, and see the same as there.
+    It stays whatever is done to the tensor until then: another ``data``, another type, ``requires_grad``.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -58,15 +57,11 @@ class Bound:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is none of the step's tensors: there may be many, and all are small; aligned as tensors are."""
+    """A copy outside of the allocator of the step's tensors, aligned as they are."""
     memory = np.empty(tensor.nbytes + ALIGNED, np.uint8)
     start = -memory.ctypes.data % ALIGNED
     copy = torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
     return copy.copy_(tensor)
-
-
-ALIGNED = 64
-"""To so many bytes, as tensors on the CPU are."""
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,14 +81,9 @@ class _Held:
         """Whether it is to be made differentiable."""
         return self.requires_grad and not self.tensor.requires_grad
 
-    @property
-    def is_as_it_was(self) -> bool:
-        """Whether the tensor may be used as it is."""
-        return self.requires_grad == self.tensor.requires_grad
-
 
 def detached(value: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
-    """What to hold of a value: a leaf as it is, any other tensor without its history; adds to tensors and versions."""
+    """What to hold of a value: leaves as they are, other tensors without history; notes these with their versions."""
     if isinstance(value, torch.Tensor):
         is_own = value.is_leaf and not is_view(value)  # a view holds on to what it is a view of
         tensor = value if is_own else value.detach()
@@ -125,7 +115,7 @@ def _with(held: Any, made: Iterator[torch.Tensor]) -> Any:
     if isinstance(held, _Held):
         if held.is_to_start:
             return next(made)
-        return held.tensor if held.is_as_it_was else held.tensor.detach()
+        return held.tensor if held.requires_grad == held.tensor.requires_grad else held.tensor.detach()
     if isinstance(held, (list, tuple)):
         return type(held)([_with(item, made) for item in held])
     return held
@@ -171,9 +161,9 @@ def dropped(tensor: torch.Tensor) -> tuple[_Nobody, None]:
 
 @untraced
 def unpack(packed: Any) -> torch.Tensor:
-    """The tensor that a pair stands for: (tensor, its version), or (who has it, its slot there).
+    """The tensor that a pair stands for; the backward of a custom function may ask for it more than once.
 
-    The backward of a custom function may ask for it more than once, so there it stays until autograd lets go of it.
+    So there it stays until autograd releases it.
     """
     is_leafs = type(packed) is Packed
     owner, key = packed.pair if is_leafs else packed
@@ -192,13 +182,13 @@ def unpack(packed: Any) -> torch.Tensor:
 
 @dataclass(eq=False)
 class Packed:
-    """A pair that may be replaced by another one: what leaves save."""
+    """A pair that may be replaced by another one: what opaque modules save."""
 
     pair: Any
 
 
 class Wrapped:
-    """A saved tensor of a class with operators of its own, apart: of what it holds, each is packed by itself."""
+    """A saved tensor of a class of its own, in parts: each tensor that it holds is packed by itself."""
 
     def __init__(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor], pack: Pack) -> None:
         self.make = maker_of(tensor)
@@ -212,7 +202,7 @@ class Wrapped:
 
 
 def in_parts(pack: Pack) -> Pack:
-    """What packs a tensor of a class of its own in parts, and any other by ``pack``."""
+    """A function that packs a tensor of a class of its own in parts, and any other by ``pack``."""
 
     @untraced
     def packed(tensor: torch.Tensor) -> Any:
@@ -223,7 +213,7 @@ def in_parts(pack: Pack) -> Pack:
 
 
 class Argument:
-    """The slot of a tensor that a leaf was given and saved, any number of times."""
+    """The slot of a tensor that an opaque module was given and saved, any number of times."""
 
     def __init__(self, frame: Slots, slot: int, tensor: torch.Tensor) -> None:
         self.frame = frame
@@ -251,9 +241,9 @@ class Argument:
 
 
 class RepeatedCall:
-    """One call of a leaf that is called twice, and what it saved, in order.
+    """One call of an opaque module that is called twice, and what it saved, in order.
 
-    All of that is there until it has returned, as it may run a backward inside.
+    All of that is held until it has returned, as it may run a backward inside.
     """
 
     def __init__(self, operation: int, leaf: Leaf) -> None:
@@ -276,7 +266,7 @@ class RepeatedCall:
             return self.leaf(module, given)
 
     def drop(self, slots: Slots, stays: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        """Let go of what it saved, but for what stays in memory anyway; ``slots`` will have it again."""
+        """Release what it saved, but for what stays in memory anyway; ``slots`` will have it again."""
         in_memory = {id_of_storage(storage) for storage in map(storage_of, stays) if storage is not None}
         self.count = len(self.packed)
         for number, packed in enumerate(self.packed):
@@ -292,7 +282,7 @@ class RepeatedCall:
         """By slot, the tensors that autograd still waits for, as the second call, ``again``, saved them.
 
         Raises:
-            ReplayError: the other call did not save and return the same.
+            ReplayError: that did not save and return the same.
         """
         if len(again.packed) != self.count:
             raise self.changed()
@@ -301,7 +291,6 @@ class RepeatedCall:
         return {(self.operation, number): again.packed[number].pair[0].detach() for number in waiting}
 
     def changed(self) -> ReplayError:
-        """The error of a call that is not the first one again."""
         return ReplayError(
             f"the leaf module {self.leaf.module} saved or returned something else when it was called again for its "
             "backward: it depends on more than its arguments, its parameters and torch's random state, or not all "
@@ -309,10 +298,69 @@ class RepeatedCall:
         )
 
     def let_go(self) -> None:
-        """Let go of all that it saved: nothing runs backward through it."""
+        """Release all that it saved: nothing runs backward through it."""
         for packed in self.packed:
             packed.pair = None
         self.packed = []
 
     def _marks(self, call: RepeatedCall, results: Sequence[torch.Tensor]) -> Marks:
         return Marks.of([*(call.packed[number].pair[0] for number, _ in self.dropped), *results])
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What stands for tensors in comparisons.
+
+    Attributes:
+        layouts: shape, strides and type of each.
+        prints: of each, its fingerprint, where the tensor is.
+    """
+
+    layouts: tuple[Any, ...]
+    prints: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> Marks:
+        return Marks(tuple((t.shape, t.stride(), t.dtype) for t in tensors), tuple(map(fingerprint, tensors)))
+
+    def expect(self, again: Marks, error: Callable[[], ReplayError]) -> None:
+        """Raise the error unless the tensors are the same, now or, on a device that is not waited for, in a later call.
+
+        Raises:
+            ReplayError: the tensors are others.
+        """
+        if self.layouts != again.layouts:
+            raise error()
+        pairs = list(zip(self.prints, again.prints, strict=True))
+        if any(not bool(a == b) for a, b in pairs if is_read_at_once(a)):
+            raise error()
+        _pending.extend((_read_later(a != b), error()) for a, b in pairs if not is_read_at_once(a))
+
+
+def raise_what_is_known() -> None:
+    """Raise the error of a comparison that a device has come to since, if the tensors were others.
+
+    Raises:
+        ReplayError: they were; what has been computed since the call that it names is wrong.
+    """
+    while _pending and (differs := _pending[0][0]()) is not None:
+        error = _pending.pop(0)[1]
+        if differs:
+            _pending.clear()
+            raise ReplayError(f"in an earlier step, whose gradients are wrong: {error}")
+
+
+_pending: list[tuple[Callable[[], bool | None], ReplayError]] = []
+"""In order, what is not known yet: each is asked for what it is, None as long as nobody knows."""
+
+
+def is_read_at_once(tensor: torch.Tensor) -> bool:
+    """Whether reading a tensor waits for nothing."""
+    return tensor.device.type == "cpu"
+
+
+def _read_later(flag: torch.Tensor) -> Callable[[], bool | None]:
+    held = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(flag, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(flag.device))
+    return lambda: bool(held) if done.query() else None

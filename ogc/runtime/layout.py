@@ -79,7 +79,7 @@ class Layout:
         return slots
 
     def is_repeated(self, number: int, t: int) -> bool:
-        """Whether an operation is a leaf that the run calls again: what it saves is told apart when it does."""
+        """Whether an operation is an opaque module that the run calls again: what it saves is told apart then."""
         return isinstance(self.operations[t].target, Leaf) and t in self.schedule.runs[number].program
 
     def stays(self, number: int, node: torch.fx.Node) -> bool:
@@ -135,7 +135,7 @@ class Layout:
         return again and (value in self.schedule.runs[number].made or user <= self.graph.last_writes[value])
 
     def fills(self, number: int) -> list[tuple[torch.fx.Node, int, Any]]:
-        """Slots of operations that do not run again: (node of the tensor they saved, slot, layout)."""
+        """Slots of operations that are not recomputed: (node of the tensor they saved, slot, layout)."""
         again = set(self.schedule.runs[number].program)
         return [
             (self.saved_node(saved), slot, saved.layout)
@@ -159,16 +159,15 @@ class Layout:
         return self._form(t, target) if t in self.low_memory else target
 
     def _form(self, t: int, target: Any) -> Any:
-        """The low-memory form of an operation, or of what stands for it out of place."""
+        """The low-memory variant of an operation, or of what stands for it out of place."""
         return self.program.forms[t].target if target is self.operations[t].target else of(target).low_memory or target
 
     def forms(self) -> set[LowMemory]:
-        """All low-memory forms that may run."""
-        targets = {self._form(t, target) for t in self.low_memory for target in self._targets(t)}
-        return {target for target in targets if isinstance(target, LowMemory)}
-
-    def _targets(self, t: int) -> list[Any]:
-        return [self.operations[t].target, *filter(None, [self.program.out_of_place.get(t)])]
+        """All low-memory variants that may run."""
+        targets = ((t, self.operations[t].target) for t in self.low_memory)
+        others = ((t, self.program.out_of_place[t]) for t in self.low_memory if t in self.program.out_of_place)
+        found = {self._form(t, target) for t, target in (*targets, *others)}
+        return {target for target in found if isinstance(target, LowMemory)}
 
     def write(self, number: int, t: int) -> str:
         """The statement of an operation in a run."""
@@ -184,7 +183,7 @@ def live_nodes(node: torch.fx.Node) -> list[Any]:
 
 
 def view_of(node: torch.fx.Node) -> str | None:
-    """The statement that makes what a leaf returned, a view of an argument, anew."""
+    """The statement that makes anew what an opaque module returned, a view of an argument."""
     if not isinstance(node.target, Leaf) or (view := node.target.view) is None:
         return None
     number, (size, stride), offset = view
@@ -195,29 +194,26 @@ def view_of(node: torch.fx.Node) -> str | None:
 
 
 def takes_notes(target: Any) -> bool:
-    """Whether an operator, run again, makes use of the internal tensors that it saved."""
+    """Whether an operator, recomputed, uses the internal tensors that it saved."""
     return isinstance(target, LowMemory) and target.takes_notes
 
 
 def copy_of(node: torch.fx.Node) -> str:
-    """The name of a copy of a buffer, which runs again write in its place."""
+    """The name of a copy of a buffer, which recomputation writes in its place."""
     return f"copy_of_{node.name}"
 
 
 def call_of(node: torch.fx.Node) -> str:
-    """The arguments of a call of a leaf: itself, its module, the tensors that it is given."""
+    """The arguments of a call of an opaque module: it, its ``nn.Module``, the tensors that it is given."""
     assert isinstance(node.target, Leaf)
     return f"{node.target.name}, {argument(node.args[0])}, {argument(node.args[1])}"
 
 
 def statement(node: torch.fx.Node, target: Any, binding: str | None = None, again: int | None = None) -> str:
-    """The statement that runs an operation.
+    """The statement that runs ``target`` for an operation.
 
-    Args:
-        node: the operation.
-        target: what runs.
-        binding: what PyTorch calls the operator by, where that is quicker than ``torch.ops``.
-        again: the number of the operation where it has run before.
+    ``binding`` is what PyTorch calls the operator by, where that is quicker than ``torch.ops``, and ``again`` the
+    number of the operation where it has run before.
     """
     if isinstance(target, WithoutGrad):
         return f"with torch.no_grad(): {statement(node, target.operator, binding, again)}"
@@ -255,6 +251,6 @@ def argument(value: Any) -> str:
 
 
 def let_go(nodes: Iterable[torch.fx.Node]) -> str:
-    """What to put behind a statement, so that these names hold nothing after it."""
+    """What to put behind a statement to release these names."""
     names = list(dict.fromkeys(node.name for node in nodes))
     return f"; {' = '.join(names)} = None" if names else ""

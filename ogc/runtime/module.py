@@ -40,9 +40,8 @@ def optimized_module(
 ) -> torch.nn.Module:
     """A module that shares everything with ``model`` and runs ``plan`` in training.
 
-    It is an instance of a subclass of the model's own class and shares its attributes, so that parameters,
-    buffers, flags and methods are one and the same for both. The forward of the original is untouched.
-    Calls that ``plan`` was not made for run what ``planner`` finds for them.
+    It is an instance of a subclass of the model's class and shares its attributes: parameters, buffers, flags and
+    methods are the same for both. Calls that ``plan`` was not made for run what ``planner`` finds for them.
     """
     runner = Runner(model, graph, plan, planner)
     original = original_class(model)
@@ -75,10 +74,7 @@ def optimized_module(
 
 
 def refuse_replaced_forward(model: torch.nn.Module) -> None:
-    """Raise InputError if the model's forward is not that of its class.
-
-    That goes where the forward is planned as a whole, as it is, and nowhere else.
-    """
+    """Raise InputError if the model's forward is not that of its class: only one plan for it as it is goes then."""
     if "forward" in vars(model):
         raise InputError(
             "the model's forward was replaced on the instance, which goes with one plan for the forward as it is, not "
@@ -105,7 +101,7 @@ def instance_around(
 ) -> torch.nn.Module:
     """An instance of a subclass, with this name and these members, that shares the model's attributes.
 
-    What is in ``shown`` becomes a member too, unless the model has an attribute of that name.
+    What is ``shown`` becomes a member too, unless the model has an attribute of that name.
     """
     original, reach = original_class(model), Reach()
     slots = {"__slots__": (REPLACED, COMPILED_CALL), CALL: OwnCall(reach.followed_call)}

@@ -1,4 +1,4 @@
-"""Chooses what runs each call of an optimised module: a plan that was made for calls like it, or the plain model."""
+"""Chooses what runs each call of an optimized module: a plan that was made for calls like it, or the plain model."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from ..torch_state.settings import Flags, flags, flags_held, without_benchmark
 from .calls import Calls, Kind, Report
 from .frame import Step
 from .generate import Generated, generate
-from .marks import raise_what_is_known
+from .held import raise_what_is_known
 
 log = logging.getLogger(__name__)
 
-PLANS = 8
-"""How many kinds of calls are planned for beside the sample's; the least recently used makes room."""
-SHAPES = 64
-"""Over how many other sizes and numbers plans are carried; the least recently used makes room."""
+PLANS, SHAPES = 8, 64
+"""Kinds of calls that are planned for beside the sample's, and other sizes and numbers that plans are reused for; the
+least recently used makes room."""
+
 LOOKS = 16
 """At every so many calls in a row that need no plan, all of the model is looked at."""
+
 EVICTIONS = 3
 """How many plans may make room for others before no more are made."""
-
 
 CHOOSES_ALGORITHMS = ("cuda",)
 """Types of devices on which ``torch.backends.cudnn.benchmark`` decides."""
@@ -70,7 +70,7 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class Variant:
-    """A kind of calls and what runs them: generated code, or without it the original forward."""
+    """A kind of calls and what runs them: generated code, or without it the plain forward."""
 
     kind: Kind
     words: str  # how it differs from the sample's
@@ -79,7 +79,7 @@ class Variant:
     code: Generated | None = None
     is_carried: bool = False  # the plan was made for other sizes or numbers
     reads: WatchedReads | None = None  # what its program depends on, outside of tensors
-    cold: WatchedReads | None = None  # what settles that, in a first call that runs the plain model
+    cold: WatchedReads | None = None  # the same before a first call, which runs the plain model and settles it
     problem: str = ""  # why there is no plan
 
     @property
@@ -88,18 +88,16 @@ class Variant:
         return self.graph is None
 
     def difference(self, model: torch.nn.Module, tensors: list[torch.Tensor]) -> str:
-        """What Python would read otherwise out of attributes and these inputs, in words; "" if nothing."""
+        """What Python would read otherwise out of attributes and these inputs, in words; "" if nothing.
+
+        ``SETTLES`` if it is a first call, which settles what Python reads in these calls.
+        """
         changed = None if self.reads is None else self.reads.first_changed(model)
         if changed is not None:
-            return f"{changed} is another than when it was optimized"
+            is_first = self.cold is not None and self.cold.first_changed(model) is None
+            return SETTLES if is_first else f"{changed} is another than when it was optimized"
         guards = None if self.graph is None else self.graph.program.guards
         return "" if guards is None else guards.difference(model, tensors)
-
-    def is_settled_by(self, model: torch.nn.Module) -> bool:
-        """Whether a call now is a first one, which settles what Python reads in these calls."""
-        if self.cold is None or self.reads is None or self.reads.first_changed(model) is None:
-            return False
-        return self.cold.first_changed(model) is None
 
     @cached_property
     def runs(self) -> str:
@@ -161,43 +159,50 @@ class Runner:
         if not why and not is_as_assigned(model, self.assigned):
             why = REPLACED
         if why:
-            self.ran_plain(why, is_told=why in COSTS_THE_SAVING)
-            return None
+            return self.ran_plain(why, is_told=why in COSTS_THE_SAVING)
         if self.is_idle:
-            self.calls[self.sample.words, self.sample.runs] += 1
-            return None
+            return self._count(self.sample)
         inputs, tensors = InputSpec.of(args, kwargs)
         if self._stays_plain(model, inputs):
-            self.calls[self.variants[0].words, self.variants[0].runs] += 1
-            return None
+            return self._count(self.variants[0])
         kind = self._kind(model, inputs)
         alike = [variant for variant in self.variants if variant.kind.fits(kind)]
-        alike.sort(key=lambda variant: variant.graph is None)  # of those without one nothing is known
-        known = next((variant for variant in alike if not variant.difference(model, tensors)), None)
-        if known is None and self.evictions > EVICTIONS:
-            self.ran_plain("more kinds of calls than are planned for", is_told=False)
-            return None
-        if known is None and self.planner is not None and (apart := self.planner.apart(model)) is not None:
+        alike.sort(key=lambda variant: variant.is_unplanned)  # of those nothing is known
+        is_first = False
+        for known in alike:
+            if not (difference := known.difference(model, tensors)):
+                return self._use(known, kind)
+            is_first |= difference == SETTLES
+        if self.evictions > EVICTIONS:
+            return self.ran_plain("more kinds of calls than are planned for")
+        if self.planner is not None and (apart := self.planner.apart(model)) is not None:
             self.apart[model] = apart
             return None
-        if known is None and any(variant.is_settled_by(model) for variant in alike):
-            self.ran_plain(SETTLES, is_told=False)
-            return None
-        variant = known or self._make(model, Call(args, kwargs), kind)
+        if is_first:
+            return self.ran_plain(SETTLES)
+        made = self._make(model, Call(args, kwargs), kind)
+        if made.difference(model, tensors) == SETTLES:
+            self._put_first(made)
+            return self.ran_plain(SETTLES)
+        return self._use(made, kind)
+
+    def _use(self, variant: Variant, kind: Kind) -> Variant | None:
+        """Note a call that a variant is for; the variant if a plan runs it."""
         if variant is not self.variants[0]:
             self._put_first(variant)
-        if known is None and variant.is_settled_by(model) and variant.difference(model, tensors):
-            self.ran_plain(SETTLES, is_told=False)
-            return None
         self.last_state = kind.state
+        return self._count(variant)
+
+    def _count(self, variant: Variant) -> Variant | None:
+        """Count a call of its kind; the variant if a plan runs it."""
         self.calls[variant.words, variant.runs] += 1
         return variant if variant.code is not None else None
 
     def _stays_plain(self, model: torch.nn.Module, inputs: InputSpec) -> bool:
         """Whether the call is like the last one, which ran plain as it needed no plan.
 
-        The plain model is right whatever has changed. What may make it need more memory is looked at each time, but for
-        parts of the model that are replaced: these at every ``LOOKS``-th call.
+        The plain model is always right. What may make it need more memory is looked at each time, but for replaced
+        parts of the model: these at every ``LOOKS``-th call.
         """
         last, watched = self.variants[0], self.watched.get(model)
         if last.plan is None or not last.plan.is_plain or watched is None:
@@ -206,11 +211,12 @@ class Runner:
         is_alike = watched.description is self.last_state and last.kind.flags == flags()
         return bool(self.unseen) and is_alike and last.kind.inputs.fits(inputs) and watched.trains_as_before()
 
-    def ran_plain(self, why: str, is_told: bool) -> None:
-        """Count a call that runs the plain model whatever its kind; with ``is_told``, log the reason once."""
+    def ran_plain(self, why: str, is_told: bool = False) -> Variant | None:
+        """Count a call that runs the plain model, None, whatever its kind; with ``is_told``, log the reason once."""
         self.calls["", f"plain: {why}"] += 1
         if is_told:
             tell_plain(why, self.told)
+        return None
 
     def _kind(self, model: torch.nn.Module, inputs: InputSpec) -> Kind:
         return Kind((self.watched.get(model) or self.watch(model)).state(model), inputs, flags())
@@ -232,7 +238,7 @@ class Runner:
         return program.outputs.deliver(outputs, args, kwargs)
 
     def _settings(self, variant: Variant, device: torch.device) -> Flags:
-        """Those that planned forwards and what runs again have: cuDNN may find another algorithm quicker each time."""
+        """Those of planned forwards and of recomputation: cuDNN may choose another algorithm each time."""
         settings = variant.kind.flags
         if device.type not in CHOOSES_ALGORITHMS or settings == without_benchmark(settings):
             return settings
@@ -266,7 +272,7 @@ class Runner:
         return variant
 
     def _planned(self, planner: Planner, model: torch.nn.Module, call: Call, kind: Kind, why: str) -> Variant | None:
-        """A plan that is carried over from other sizes or numbers, or else one of its own."""
+        """A plan that is reused from other sizes or numbers, or else one of its own."""
         for origin in self.variants:
             if origin.graph is None or origin.plan is None or origin.is_carried:
                 continue

@@ -1,8 +1,7 @@
-"""A model of CUDA's caching allocator: which block a request gets, and what is reserved for it.
+"""A model of CUDA's caching allocator, after c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h.
 
-It follows c10/cuda/CUDACachingAllocator.cpp: the smallest free block that is large enough, split where the rest is
-worth it; else a new segment, or more pages of an expandable one; where the device is full, free segments go back first.
-Addresses of segments ascend in the order in which they are made, which the driver is free to do otherwise.
+A request gets the smallest free block that is large enough, else a new segment or more pages of an expandable one. On a
+full device free segments are released first. Addresses of segments ascend here; the driver may choose others.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class AllocatorSettings:
     """What ``PYTORCH_ALLOC_CONF`` sets, as far as bytes depend on it.
 
     Attributes:
-        expandable_segments: segments grow by pages instead of being many.
-        max_split_size_mb: blocks from so many MiB on are never split; None for no limit.
+        expandable_segments: segments grow by pages.
+        max_split_size_mb: larger blocks are never split; None for no limit.
         roundup_power2_divisions: sizes are rounded up to one of so many steps between powers of two; None for none.
 
     Raises:
@@ -72,11 +71,7 @@ class AllocatorSettings:
 
     @classmethod
     def of_environment(cls) -> AllocatorSettings:
-        """The settings that this process has.
-
-        Raises:
-            InputError: PyTorch would not take one of them.
-        """
+        """The settings of this process; raises InputError where PyTorch would not take one of them."""
         return _settings_of(next((os.environ[name] for name in VARIABLES if os.environ.get(name)), ""))
 
     @property
@@ -227,12 +222,7 @@ class Usage(NamedTuple):
 
 
 class CachingAllocator:
-    """Blocks of one device, as PyTorch's allocator would hand them out.
-
-    Args:
-        settings: those of ``PYTORCH_ALLOC_CONF``.
-        device_bytes: that it can reserve; None for no limit.
-    """
+    """The blocks of one device that can reserve ``device_bytes``; None for no limit."""
 
     def __init__(self, settings: AllocatorSettings = DEFAULTS, device_bytes: int | None = None) -> None:
         if device_bytes is not None and (isinstance(device_bytes, bool) or not isinstance(device_bytes, int)):
@@ -250,14 +240,8 @@ class CachingAllocator:
         self._next_address = LARGE_SEGMENT
 
     def allocate(self, size: int, stream: int = 0) -> int:
-        """Hand out a block.
-
-        Args:
-            size: bytes; none are allocated for 0.
-            stream: blocks are used again on their own stream alone.
-
-        Returns:
-            A number by which to free it.
+        """Hand out a block for so many bytes, and return a number by which to free it; a block is reused on its own
+        stream.
 
         Raises:
             DeviceFullError: it does not fit.
@@ -277,11 +261,7 @@ class CachingAllocator:
         return self._handles
 
     def free(self, handle: int) -> None:
-        """Take a block back, and merge it with the free ones beside it.
-
-        Raises:
-            InputError: nothing that is allocated has this number.
-        """
+        """Take a block back, and merge it with its free neighbours; raises InputError for an unknown number."""
         block = self._alive.pop(handle, None)
         if block is None:
             if not (isinstance(handle, int) and 0 < handle <= self._handles):

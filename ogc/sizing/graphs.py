@@ -1,51 +1,44 @@
 """Graphs of a model's step for many sizes, each found as cheaply as it can be.
 
-Three small sizes are looked at first: the smallest is parsed, and of each the forward is recorded. From their programs
-follow those for other sizes, and from a program its weights, on tensors without content. Where that cannot be, each
-size is parsed as it is, and numbers for others are foretold from numbers.
+Three small sizes are recorded. The program of any other follows from theirs, and its weights from one pass on tensors
+without content. Where that cannot be, each size is parsed.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from fractions import Fraction
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from ..errors import InputError, ParseError
+from ..errors import ParseError
 from ..graph import Graph
 from ..operators.convolution_parts import Trials
 from ..parser import Loss, parse
 from ..parser.traced import Traced
 from .needs import input_bytes
-from .shapes import OtherSizes, foretold_program, same_program, shares, to_be_run
+from .shapes import OtherSizes, extrapolated_program, same_program, to_be_run
 
 log = logging.getLogger(__name__)
 
 SIZES = (2, 3, 4)
 """Multiples of ``step`` that are looked at first. With one sample alone, operators do otherwise."""
 
-
-PARSED = (2, 4, 6)
-"""The same where each size is parsed, and numbers for others are foretold: further apart, as some are rounded."""
-
 TIMED_SECONDS = 2.0
 """Of a step: where it takes longer, times are not measured but scaled from those of a small size, by estimates."""
 
+Part = TypeVar("Part")
+
 
 class Graphs:
-    """The graphs of one model's step.
+    """The graphs of one model's step, for sizes that are multiples of ``step``.
 
-    Args:
-        model: the module.
-        make_sample, make_loss: give a sample input, and the loss for it, of a size.
-        step: sizes are multiples of this.
-        parsing: further arguments of :func:`ogc.parse`.
+    ``make_sample(n)`` and ``make_loss(n)`` give a sample input of size n and its loss; ``parsing`` are further
+    arguments of :func:`ogc.parse`.
     """
 
     def __init__(
@@ -57,7 +50,7 @@ class Graphs:
         parsing: dict[str, Any],
     ) -> None:
         self.model, self.make_sample, self.make_loss, self.parsing = model, make_sample, make_loss, parsing
-        self.step, self.small = step, [multiple * step for multiple in SIZES]
+        self.small = [multiple * step for multiple in SIZES]
         self.inputs: dict[int, int] = {}  # bytes, by size, as all that follows
         self.known: dict[int, Graph] = {}  # what parse gives, but for trials that are put off
         self.untimed: dict[int, Graph] = {}  # the same with estimated times
@@ -69,11 +62,7 @@ class Graphs:
         self.puts_off = True  # trials
 
     def look(self) -> None:
-        """Look at the small sizes.
-
-        Raises:
-            ParseError, InputError: as :func:`ogc.parse` does.
-        """
+        """Look at the small sizes; raises ParseError and InputError as :func:`ogc.parse` does."""
         first = self.small[0]
         self.known[first] = graph = self._parsed(first)
         try:
@@ -90,29 +79,26 @@ class Graphs:
     def of(self, size: int, is_timed: bool = True) -> Graph:
         """The graph for a size; without ``is_timed`` its times may be estimated, whatever was asked for."""
         if size not in self.known and (is_timed or size not in self.untimed):
-            graph = self._paced(size) if is_timed and self._takes_long(size) else self._weighed(size, is_timed)
+            is_long = is_timed and self._takes_long(size)
+            graph = self._weighed(size, is_timed and not is_long)
             if graph is not None:
-                (self.known if is_timed else self.untimed)[size] = graph
+                (self.known if is_timed else self.untimed)[size] = self._at_pace(graph) if is_long else graph
             elif size not in self.known:
                 self.known[size] = self._parsed(size)
         return self.known[size] if size in self.known else self.untimed[size]
 
-    def like(self, size: int) -> Graph:
-        """About the graph for a size, soon found."""
+    def like(self, size: int) -> Graph | None:
+        """About the graph for a size, soon found; None where it would have to be parsed."""
         if size in self.known:
             return self.known[size]
         if size not in self.guessed and (graph := self._weighed(size, is_timed=False, runs=False)) is not None:
-            self.guessed[size] = graph
-        if self.shapes is None:
-            small, known = self.small, sorted(self.known)
-            apart = [*small[:2], known[-1]] if known[-1] != small[-1] else small
-            return foretold([self.known[one] for one in apart], apart, size)
-        return self._at_pace(self.guessed[size])
+            self.guessed[size] = self._at_pace(graph)
+        return self.guessed.get(size)
 
     def holds(self, size: int, is_planned: bool) -> bool:
-        """Whether the graph for a size is that of the forward of that size; made so if it is not.
+        """Whether one forward of a size runs the program of its graph; else all graphs are found anew.
 
-        One forward is run. Where a graph ``is_planned`` for, trials that were put off are made too, and it can be run.
+        Where a graph ``is_planned`` for, trials that were put off are made too, and it can be run.
         """
         if self.shapes is None or size in self.settled:
             return True
@@ -137,7 +123,8 @@ class Graphs:
         if size in self.inputs:
             return self.inputs[size]
         few, many = min(self.inputs), max(self.inputs)
-        return max(0, round(mixed_number(shares((few, many), size), (self.inputs[few], self.inputs[many]))))
+        slope = (self.inputs[many] - self.inputs[few]) / (many - few)
+        return max(0, round(self.inputs[few] + slope * (size - few)))
 
     def _sample(self, size: int) -> Any:
         sample = self.make_sample(size)
@@ -161,7 +148,7 @@ class Graphs:
         try:
             if size not in self.programs:
                 known = [self.programs[one] for one in self.small]
-                self.programs[size] = foretold_program(known, self.small, size)
+                self.programs[size] = extrapolated_program(known, self.small, size)
             weighed = partial(self.shapes.weighed, self._sample(size), self.programs[size])
             graph, trials = weighed(is_timed, runs, self.puts_off or not runs)
             del weighed
@@ -175,11 +162,8 @@ class Graphs:
     def _takes_long(self, size: int) -> bool:
         """Whether a step of a size takes too long for its operations to be timed."""
         is_small = size in self.small or self.shapes is None or self.known[self.small[0]].profile != "time"
-        return not is_small and self.like(size).step_seconds > TIMED_SECONDS
-
-    def _paced(self, size: int) -> Graph | None:
-        graph = self._weighed(size, is_timed=False)
-        return None if graph is None else self._at_pace(graph)
+        guess = None if is_small else self.like(size)
+        return guess is not None and guess.step_seconds > TIMED_SECONDS
 
     def _at_pace(self, graph: Graph) -> Graph:
         """A graph whose times are estimated, by what the largest small size was measured to take."""
@@ -191,7 +175,7 @@ class Graphs:
         """Let go of all that shapes told."""
         log.info("each size is parsed: %s", error)
         self.shapes = None
-        self.small = [multiple * self.step for multiple in PARSED]
+        self.small = [self.small[0], self.small[-1]]
         self._forget()
 
     def _forget(self) -> None:
@@ -211,61 +195,9 @@ def _without_seconds(graph: Graph) -> Any:
     return operations, graph.values, graph.outside
 
 
-Part = TypeVar("Part")
-
-
-def foretold(graphs: Sequence[Graph], sizes: Sequence[int], size: int) -> Graph:
-    """The graph for a size, by those for three others: each number lies on the parabola through theirs.
-
-    Seconds lie on the line through the outer ones, as they are measured.
-
-    Raises:
-        InputError: the graphs differ in more than numbers.
-    """
-    first = graphs[0]
-    for other in graphs[1:]:
-        alike = len(other) == len(first) and all(
-            (a.target, a.reads, a.writes, a.saves) == (b.target, b.reads, b.writes, b.saves)
-            for a, b in zip(first.operations, other.operations, strict=True)
-        )
-        if not alike:
-            raise InputError(
-                f"the model computes another program for size {sizes[0]} than for {sizes[-1]}, from which other sizes "
-                "cannot be foretold; give a make_sample whose samples differ in size alone"
-            )
-    parabola, line = shares(sizes, size), shares((sizes[0], sizes[-1]), size)
-
-    def mixed(parts: Sequence[Part]) -> Part:
-        found: dict[str, Any] = {}
-        for name in type(parts[0]).__dataclass_fields__:  # type: ignore[attr-defined]
-            numbers = [getattr(part, name) for part in parts]
-            if name.endswith("_seconds") and None not in numbers:
-                found[name] = max(0.0, mixed_number(line, (numbers[0], numbers[-1])))
-            elif name.endswith(("bytes", "_flops")) and None not in numbers:
-                found[name] = max(0, round(mixed_number(parabola, numbers)))
-            elif name == "low_memory" and None not in numbers:
-                found[name] = mixed(numbers)
-        return replace(parts[0], **found)  # type: ignore[type-var]
-
-    return replace(
-        first,
-        operations=tuple(mixed(each) for each in zip(*(graph.operations for graph in graphs), strict=True)),
-        values=tuple(mixed(each) for each in zip(*(graph.values for graph in graphs), strict=True)),
-        program=None,
-    )
-
-
-def mixed_number(shares: Sequence[Fraction], numbers: Sequence[float]) -> float:
-    """The sum of some numbers, each by its share."""
-    return float(sum(share * number for share, number in zip(shares, numbers, strict=True)))
-
-
 def paced(graph: Graph, measured: Graph, estimated: Graph) -> Graph:
-    """A graph whose times are estimated, at the pace that each operation had where it was ``measured``.
-
-    Args:
-        graph, estimated: with estimated times, for two sizes.
-        measured: for the size of ``estimated``.
+    """A graph whose times are estimated, at each operation's pace in ``measured``, of which ``estimated`` has
+    estimates.
     """
 
     def one(now: Part, then: Part, guess: Part) -> Part:

@@ -1,4 +1,4 @@
-"""The largest batch that fits on a device: foretold from a few small sizes, and proved where it ends."""
+"""The largest batch that fits on a device: predicted from a few small sizes, and proved where it ends."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from ..parser import Loss
 from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
 from ..solver import Budget, Wish, solve
-from .fitting import fits, made_within, used_bytes
 from .graphs import SIZES, Graphs
-from .needs import Estimate, Optimizer, activation_budget, device_bytes, fixed_needs
+from .needs import Estimate, Optimizer, activation_budget, device_bytes, fits, fixed_needs, made_within, used_bytes
 
 GUESSES = 4
-"""How often a size is foretold from two others, by the line through what is missing for them."""
+"""How often a size is predicted from two others, by the line through what is missing for them."""
 
 MOST = 2**20
 """Multiples of ``step`` that are looked at, at most."""
@@ -37,7 +36,7 @@ class LargestBatch:
         plan: for that size; ``ogc.apply(model, graph, plan)`` makes the module that runs it. Without ``max_overhead``
             its overhead is estimated on a CPU.
         graph: for that size.
-        needs: what a step needs beside activations at that size.
+        needs: of a step of that size, beside activations.
         device_memory: bytes of the device.
         too_large: the next size, which was seen not to fit.
     """
@@ -75,7 +74,7 @@ def largest_batch(
     """The largest batch, or length of a sequence, whose training step fits on a device.
 
     The forward runs with the memory of inference: a few times for small sizes, and once for each answer. Graphs of
-    other sizes are told from shapes where they can be, or else those near the answer are parsed.
+    other sizes follow from shapes, or else those near the answer are parsed.
 
     Args:
         model: the module to train.
@@ -89,7 +88,7 @@ def largest_batch(
         parsing: further arguments of :func:`ogc.parse`.
 
     Raises:
-        InputError: an argument is of the wrong kind, or the model computes another program for other sizes.
+        InputError: an argument is of the wrong kind.
         SolveError: not even the smallest size fits; the message says what would do.
     """
     (found,) = largest_batches(
@@ -174,11 +173,7 @@ class _Search:
         return LargestBatch(plain, size, plan, graph, self._needs(size), self.room, size + self.step)
 
     def _largest_planned(self, max_overhead: float | None) -> int:
-        """The largest size of which a planned step fits.
-
-        Raises:
-            SolveError: there is none.
-        """
+        """The largest size of which a planned step fits; raises SolveError where there is none."""
 
         def least_peak(graph: Graph) -> int:
             return solve(graph, max_overhead=max_overhead).peak_bytes
@@ -197,19 +192,17 @@ class _Search:
             self.plans.clear()  # their graphs may have been others
 
     def _largest(self, peak_of: Callable[[Graph], int], proved: Callable[[int], object]) -> int:
-        """The largest size that fits, as it is on a graph of its own, where the next does not; 0 if none does.
+        """The largest size that is ``proved`` to fit where the next is proved not to; 0 if none does.
 
-        Args:
-            peak_of: the least peak that counts, on a graph that may be foretold.
-            proved: whether a size fits, on its own graph.
+        ``peak_of`` gives the least peak that counts, on a graph that may be a guess.
         """
         most = MOST * self.step
         low, high, stride = 0, most + self.step, self.step  # fits, does not
         for number in count():
             if high - low <= self.step:
                 break
-            # What is foretold is near, and nearer once a large size is known; kernels may do otherwise at each size.
-            guess = self._foretold(peak_of, low, high) if number < 2 else low
+            # A prediction is near, and nearer once a large size is known; kernels may do otherwise at each size.
+            guess = self._predicted(peak_of, low, high) if number < 2 else low
             is_downwards = guess <= low and not low and high <= most  # where nothing is known to fit
             if guess <= low:
                 guess = max(high - stride, self.step) if is_downwards else min(low + stride, high - self.step)
@@ -220,23 +213,25 @@ class _Search:
                 stride = self.step
         return low
 
-    def _foretold(self, peak_of: Callable[[Graph], int], low: int, high: int) -> int:
-        """The largest size between both that fits, about, by graphs that are soon found."""
+    def _predicted(self, peak_of: Callable[[Graph], int], low: int, high: int) -> int:
+        """The largest size between both that fits, about: by secants through sizes whose graphs are soon found."""
 
-        def excess(size: int) -> int:
-            return peak_of(self.graphs.like(size)) - self._budget(size)
+        def excess(size: int) -> int | None:
+            graph = self.graphs.like(size)
+            return None if graph is None else peak_of(graph) - self._budget(size)
 
         before, size = min(self.graphs.known), max(self.graphs.known)
         more_before, more = excess(before), excess(size)
+        assert more_before is not None and more is not None
         for _ in range(GUESSES):
             slope = (more - more_before) / (size - before)
             if slope <= 0:
                 break
             root = int((size - more / slope) // self.step) * self.step
             root = min(max(root, low, self.step), high - self.step)
-            if root in (before, size):
+            if root in (before, size) or (more_at_root := excess(root)) is None:
                 return root
-            before, more_before, size, more = size, more, root, excess(root)
+            before, more_before, size, more = size, more, root, more_at_root
         return size
 
     def _needs(self, size: int) -> Estimate:

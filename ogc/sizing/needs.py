@@ -1,22 +1,27 @@
-"""What a step needs on a device, line by line, before it is run."""
+"""What a training step needs of a device beside activations, and with them.
+
+What CUDA and its libraries take beside the tensors of a step is listed by name; none of it was measured here. What an
+optimizer takes is found by two of its steps on meta tensors.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, SolveError
 from ..graph import Graph, table
 from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
 from ..parser.weigh.meter import Meter
 from ..plan import Plan
+from ..plan.plan import plain_plan
 from ..program.program import (
     SHARED,
     Optimizer,
@@ -31,8 +36,8 @@ from ..solver import Budget, solve
 from ..solver.wish import bytes_of
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode
-from .allocator import AllocatorSettings
-from .requests import MemoryPeaks, Move, WholeStep, memory_peaks, moves_of, plain_moves
+from .allocator import AllocatorSettings, DeviceFullError
+from .requests import MemoryPeaks, Move, WholeStep, memory_peaks, plain_moves, requests
 
 CACHING = {"cuda"}
 """Types of devices whose memory PyTorch's caching allocator hands out."""
@@ -45,12 +50,55 @@ KINDS = (
 )
 
 
+MIB = 2**20
+
+CONTEXT_BYTES = {"cuda": 600 * MIB}
+"""What a process takes past the allocator: the driver's context and loaded kernels. A round figure above what is
+commonly seen (300 to 500 MiB); it depends on card and driver."""
+
+CUBLAS_BYTES, CUBLAS_LARGE_BYTES = 8320 * 1024, 32 * MIB
+"""cuBLAS' workspace for each handle and stream: ``:4096:2:16:8``, in KiB, but 32 MiB from Hopper on. Source:
+``parseChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp."""
+
+CUBLAS_HANDLES = 2
+"""Handles belong to threads (``getCurrentCUDABlasHandle`` in the same file): one of the forward's and one of the
+backward's. cuBLASLt takes the same workspaces."""
+
+CUDNN_BYTES = 64 * MIB
+"""The workspace of a convolution or recurrent layer, a round figure: cuDNN has no documented limit. Where that does not
+fit, PyTorch tries the next algorithm (``run_single_conv`` in aten/src/ATen/native/cudnn/Conv_v8.cpp).
+"""
+
+FIRST_BUCKET_BYTES, BUCKET_BYTES = MIB, 25 * MIB
+"""DDP closes a bucket once it has so many bytes. Source: ``_DEFAULT_FIRST_BUCKET_BYTES`` of torch.distributed and
+``bucket_cap_mb`` of DistributedDataParallel; ``compute_bucket_assignment_by_size`` in reducer.cpp."""
+
+FOREACH = {"cuda"}
+"""Types of devices on which PyTorch's optimizers take all parameters at once unless they are told otherwise."""
+
+TRIES = 8
+"""Smaller budgets that are tried where what is reserved does not fit, before the least peak."""
+
+SHARE = 0.92
+"""Of a plan's peak, the next budget."""
+
+T = TypeVar("T")
+
+aten = torch.ops.aten
+
+USES_CUDNN = (
+    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
+    *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
+    *(torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU),
+)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Bytes that a training step needs on a device.
 
-    Gradients are counted as if they were there throughout, as they are from the second step on unless they are set to
-    None. The optimizer's step comes after the backward, when activations are gone.
+    Gradients count throughout, as they are there from the second step on unless they are set to None. The optimizer's
+    step comes after the backward, when activations are gone.
 
     Attributes:
         parameters, buffers: of the model, each storage once.
@@ -62,7 +110,7 @@ class Estimate:
         ddp_buckets: what DistributedDataParallel gathers gradients in.
         autocast: weights that autocast keeps in other types; they are among the activations.
         tensors: bytes of each tensor that is there before a step, in the order in which they come to be, but inputs.
-        plain: the peak of activations and gradients of these in the plain model; None where it was not asked for.
+        plain: the peak of activations and their gradients in the plain model; None where it was not asked for.
         least: the plan with the least peak; None likewise.
         device: the type of the device.
     """
@@ -105,8 +153,7 @@ class Estimate:
     def memory(self, settings: AllocatorSettings | None = None) -> MemoryPeaks | None:
         """What CUDA's allocator would give for whole steps, without the context; None where no plan was asked for.
 
-        Args:
-            settings: of the allocator; without them those of this process.
+        ``settings`` are the allocator's; without them those of this process.
         """
         if self.least is None or self.least.graph is None:
             return None
@@ -114,27 +161,15 @@ class Estimate:
         return memory_peaks(self.least.graph, self.least.decisions, settings, self.step)
 
     @cached_property
-    def _needed(self) -> tuple[int | None, int | None]:
-        """Bytes of the smallest devices for a plain step and for the least, where CUDA's allocator decides."""
-        if self.device not in CACHING or self.least is None or self.least.graph is None:
-            return None, None
-        settings, graph = AllocatorSettings.of_environment(), self.least.graph
-        both = plain_moves(graph), moves_of(graph, self.least.decisions)
-        found = (None if moves is None else self.step(moves).needed_bytes(settings) for moves in both)
-        of_plain, of_least = (None if size is None else self.context + size for size in found)
-        return of_plain, of_least
-
-    @property
     def plain_bytes(self) -> int:
         """Bytes of the plain model's step; on CUDA of the smallest device on which its allocator has room for it."""
-        needed = self._needed[0]
-        return self.with_activations(self.plain or 0) if needed is None else needed
+        graph = None if self.least is None else self.least.graph
+        return self.with_activations(self.plain or 0) if graph is None else needed_bytes(self, plain_plan(graph))
 
-    @property
+    @cached_property
     def least_bytes(self) -> int:
         """The same of the step by the plan with the least peak."""
-        needed = self._needed[1]
-        return self.with_activations(self.least.peak_bytes if self.least else 0) if needed is None else needed
+        return self.with_activations(0) if self.least is None else needed_bytes(self, self.least)
 
     def __str__(self) -> str:
         rows = [[name.replace("_", " "), f"{getattr(self, name) / 2**20:.1f}"] for name in KINDS if getattr(self, name)]
@@ -170,7 +205,7 @@ def estimate(
     Args:
         model, sample_input, loss: as for :func:`ogc.optimize`.
         optimizer: one of the model's parameters, or a class or function that makes one, such as
-            ``torch.optim.AdamW``. Two steps of it are run on tensors without content.
+            ``torch.optim.AdamW``. Two steps of it are run on meta tensors.
         device: for this device instead of the model's own; it need not exist here.
         ddp: whether the model is trained in DistributedDataParallel; ``"views"`` with ``gradient_as_bucket_view=True``.
         parsing: further arguments of :func:`ogc.parse`.
@@ -194,11 +229,7 @@ def fixed_needs(
     device: torch.device | str | None = None,
     ddp: bool | str = False,
 ) -> Estimate:
-    """What a step needs beside activations.
-
-    Raises:
-        InputError: an argument is of the wrong kind.
-    """
+    """What a step needs beside activations; raises InputError where an argument is of the wrong kind."""
     if ddp not in (False, True, "views"):
         raise InputError(f'ddp must be True, False or "views", for gradient_as_bucket_view=True, not {ddp!r}')
     check_model(model)
@@ -246,36 +277,6 @@ def activation_budget(needs: Estimate, device_memory: Budget) -> int:
     return room - needs.fixed if room > needs.with_activations(0) else 0
 
 
-MIB = 2**20
-
-CONTEXT_BYTES = {"cuda": 600 * MIB}
-"""What a process takes past the allocator: the driver's context and loaded kernels. A round figure above what is
-commonly seen (300 to 500 MiB); it depends on card and driver."""
-
-CUBLAS_BYTES, CUBLAS_LARGE_BYTES = 8320 * 1024, 32 * MIB
-"""cuBLAS' workspace for each handle and stream: ``:4096:2:16:8``, in KiB, but 32 MiB from Hopper on. Source:
-``parseChosenWorkspaceSize`` in aten/src/ATen/cuda/CublasHandlePool.cpp."""
-
-CUBLAS_HANDLES = 2
-"""Handles belong to threads (``getCurrentCUDABlasHandle`` in the same file): one of the forward's and one of the
-backward's. cuBLASLt takes the same workspaces."""
-
-CUDNN_BYTES = 64 * MIB
-"""The workspace of a convolution or recurrent layer. cuDNN says per call how much it wants, which has no documented
-limit; where that does not fit, PyTorch tries the next algorithm (``run_single_conv`` in
-aten/src/ATen/native/cudnn/Conv_v8.cpp), so that a step does not fail for it. A round figure."""
-
-FIRST_BUCKET_BYTES, BUCKET_BYTES = MIB, 25 * MIB
-"""DDP closes a bucket once it has so many bytes. Source: ``_DEFAULT_FIRST_BUCKET_BYTES`` of torch.distributed and
-``bucket_cap_mb`` of DistributedDataParallel; ``compute_bucket_assignment_by_size`` in reducer.cpp."""
-
-USES_CUDNN = (
-    *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
-    *(torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d),
-    *(torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU),
-)
-
-
 def cublas_bytes(device: torch.device) -> tuple[int, ...]:
     """cuBLAS' workspaces: those of the card where it is there, else the larger ones."""
     if device.type != "cuda":
@@ -314,16 +315,9 @@ def autocast_bytes(graph: Graph) -> int:
     return sum(graph.values[v].bytes for v in {graph.program.storages[TensorRef(node.name, 0)] for node in casts})
 
 
-aten = torch.ops.aten
-
-FOREACH = {"cuda"}
-"""Types of devices on which PyTorch's optimizers take all parameters at once unless they are told otherwise."""
-
-
 class OptimizerBytes(NamedTuple):
-    """Bytes of an optimizer: what it holds from step to step, and the most that a step takes beside that.
-
-    ``tensors`` are those of each storage that it holds.
+    """Bytes that an optimizer holds from step to step, in all and by tensor, and the most that a step takes beside
+    them.
     """
 
     state: int
@@ -332,12 +326,7 @@ class OptimizerBytes(NamedTuple):
 
 
 def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device: torch.device) -> OptimizerBytes:
-    """What ``optimizer`` takes for the parameters of ``model`` on ``device``.
-
-    Args:
-        model: the module that is trained.
-        optimizer: one of its parameters, or what makes one, such as ``torch.optim.AdamW``; None for none.
-        device: where the parameters are to be.
+    """What an optimizer takes for the parameters of ``model`` on ``device``.
 
     Raises:
         InputError: it is none, or its step cannot be run without numbers.
@@ -412,3 +401,89 @@ class _WithoutNumbers(TorchDispatchMode):
         if function is aten._local_scalar_dense.default and args[0].is_meta:
             return args[0].new_ones((), device="cpu").item()
         return function(*args, **(kwargs or {}))
+
+
+def moves_of(plan: Plan) -> tuple[Move, ...] | None:
+    """What a plan's step asks the allocator for; None where that is not known: in parts, or plain beside slices."""
+    graph = getattr(plan, "graph", None)  # that of a model in parts has none
+    if graph is None:
+        return None
+    return plain_moves(graph) if plan.is_plain else requests(graph, plan.decisions).moves
+
+
+def used_bytes(needs: Estimate, plan: Plan, room: int | None = None) -> int:
+    """The most bytes of a device that whole steps take; ``room`` is what it has, None for no limit.
+
+    Raises:
+        DeviceFullError: CUDA's allocator finds no room, though it gives back what it can.
+    """
+    if needs.device not in CACHING or (moves := moves_of(plan)) is None:
+        return needs.with_activations(plan.peak_bytes)
+    left = None if room is None else max(0, room - needs.context)
+    return needs.context + needs.step(moves).peaks(AllocatorSettings.of_environment(), left).reserved
+
+
+def needed_bytes(needs: Estimate, plan: Plan) -> int:
+    """Bytes of the smallest device on which whole steps run, on CUDA to 1 %."""
+    if needs.device not in CACHING or (moves := moves_of(plan)) is None:
+        return needs.with_activations(plan.peak_bytes)
+    return needs.context + needs.step(moves).needed_bytes(AllocatorSettings.of_environment())
+
+
+def fits(needs: Estimate, plan: Plan, room: int) -> bool:
+    """Whether whole steps fit on a device of ``room`` bytes."""
+    try:
+        return used_bytes(needs, plan, room) <= room
+    except DeviceFullError:
+        return False
+
+
+def within_device(needs: Estimate, device_memory: Budget, plan: Callable[[int], T], plan_of: Callable[[T], Plan]) -> T:
+    """What ``plan`` returns for the budget that a device of this size leaves for activations.
+
+    On CUDA smaller budgets are tried until what the allocator reserves fits too. ``plan_of`` gives the plan of what
+    ``plan`` returned.
+
+    Raises:
+        SolveError: nothing fits; the message says which device would do, where that is known.
+    """
+    room = device_bytes(device_memory)
+    budget = activation_budget(needs, device_memory) or 1
+    try:
+        return made_within(needs, room, budget, plan, plan_of)
+    except SolveError as error:
+        if error.least_peak_bytes is None:
+            raise
+        least, which = needs.with_activations(error.least_peak_bytes), "the smallest that would do has"
+        if needs.device in CACHING:
+            least, which = needed_bytes(needs, plan_of(plan(error.least_peak_bytes))), "one that would do has"
+        raise SolveError(
+            f"no plan fits on a device of {room / 1e6:.1f} MB; {which} "
+            f"{least / 1e6:.1f} MB, of which activations take {error.least_peak_bytes / 1e6:.1f} MB:\n{needs}"
+        ) from error
+
+
+def made_within(needs: Estimate, room: int, budget: int, plan: Callable[[int], T], plan_of: Callable[[T], Plan]) -> T:
+    """What ``plan`` returns for a budget; on CUDA for the first of falling ones, down to the least peak, that fits.
+
+    Raises:
+        SolveError: nothing fits.
+    """
+    found = plan(budget)
+    if needs.device not in CACHING:
+        return found
+    for number in range(TRIES + 1):
+        if fits(needs, plan_of(found), room):
+            return found
+        budget = max(1, int(SHARE * min(budget, plan_of(found).peak_bytes))) if number < TRIES else 1
+        try:
+            found = plan(budget)
+        except SolveError as error:
+            least = error.least_peak_bytes
+            if least is None:
+                raise
+            found = plan(least)
+            if fits(needs, plan_of(found), room):
+                return found
+            raise
+    raise SolveError(f"no plan fits on a device of {room / 1e6:.1f} MB, by what CUDA's allocator reserves")

@@ -1,9 +1,8 @@
-"""A step as the allocator sees it: every block that it asks for and frees, in order.
+"""A step as the allocator sees it: every block that it asks for and frees, in order, and the peaks of that.
 
-At each event of :func:`ogc.simulate` the blocks that are alive add up to what that counts there, to the byte. Values
-and internal tensors are born and die as there, each as one block. Of gradients the graph has sums alone, when each
-backward begins, at its peak and behind it: they are blocks of the sizes of the values that they belong to, as far as
-these sums leave room for them. Temporaries are blocks no larger than what the operation works on, but for workspaces of
+At each event of :func:`ogc.simulate` the blocks that are alive add up to its bytes. Each value and the internal tensors
+of an operation are one block. Of gradients the graph has sums alone: their blocks have the sizes of their values, as
+far as the sums leave room. Temporaries are blocks no larger than what the operation works on, but for workspaces of
 convolutions on CUDA, which are one block each.
 """
 
@@ -32,12 +31,8 @@ class Move(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """The moves of one step, after which nothing is alive, and the events of the simulator among them.
-
-    Attributes:
-        moves: in order.
-        timeline: the events of the simulator.
-        places: for each of these, the number of moves before it.
+    """The moves of one step, after which nothing is alive, and the simulator's events with the number of moves
+    before each.
     """
 
     moves: tuple[Move, ...]
@@ -46,11 +41,7 @@ class Requests(NamedTuple):
 
 
 def requests(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Requests:
-    """What one step of ``plan`` asks the allocator for.
-
-    Args:
-        graph: the weighted graph.
-        plan: a plan, its decisions, or segments alone, for this graph; one that ``is_plain`` is the plain model's.
+    """What one step of ``plan`` asks the allocator for; one that ``is_plain`` is the plain model's.
 
     Raises:
         PlanError: as :func:`ogc.simulate` does, or the plan is plain and the graph's operations are not the plain
@@ -188,12 +179,8 @@ class _Gradients:
         self.target = 0  # when the backward at hand is over
 
     def reach(self, total: int, made: dict[int, int] | None = None, let_go: Sequence[int] = ()) -> None:
-        """Allocate or free until ``total`` bytes are alive.
-
-        Args:
-            total: bytes of gradients and temporaries.
-            made: values whose gradients come to be, and their sizes.
-            let_go: values whose gradients are needed no more.
+        """Allocate for values whose gradients are ``made``, or free those ``let_go`` first, until ``total`` bytes
+        are alive.
         """
         if total > self.total:
             self._make(total - self.total, made or {})
@@ -284,7 +271,7 @@ class WholeStep:
 
     Attributes:
         moves: of the forward and the backward.
-        held: bytes of each tensor that is there before and throughout: parameters, their gradients, and so on.
+        held: bytes of each tensor that is there throughout: parameters, their gradients, and so on.
         behind: bytes that the optimizer's step takes after the backward.
     """
 
@@ -295,11 +282,7 @@ class WholeStep:
     def peaks(
         self, settings: AllocatorSettings = DEFAULTS, device_bytes: int | None = None, steps: int = STEPS
     ) -> Usage:
-        """The most bytes over some steps.
-
-        Raises:
-            DeviceFullError: they do not fit on a device that has ``device_bytes`` for the allocator.
-        """
+        """The most bytes over some steps; raises DeviceFullError where ``device_bytes`` do not do."""
         allocator = CachingAllocator(settings, device_bytes)
         for size in self.held:
             allocator.allocate(size)
@@ -330,12 +313,8 @@ class WholeStep:
 
 @dataclass(frozen=True)
 class MemoryPeaks:
-    """What CUDA's caching allocator is predicted to give for a plan.
-
-    Attributes:
-        planned: peaks of the plan's step.
-        plain: those of the plain model's; None where the graph's operations are not the plain model's.
-        settings: of the allocator.
+    """The peaks that CUDA's caching allocator is predicted to reach by a plan, and by the plain model, where that is
+    known.
     """
 
     planned: Usage
@@ -357,11 +336,6 @@ def plain_moves(graph: Graph) -> tuple[Move, ...] | None:
     return requests(graph, Decisions((saved(0, len(graph)),), is_plain=True)).moves if len(graph) else ()
 
 
-def moves_of(graph: Graph, decisions: Decisions) -> tuple[Move, ...] | None:
-    """The moves of a plan's step; None for a plain plan where the graph's operations are not the plain model's."""
-    return plain_moves(graph) if decisions.is_plain else requests(graph, decisions).moves
-
-
 def memory_peaks(
     graph: Graph,
     decisions: Decisions,
@@ -375,7 +349,7 @@ def memory_peaks(
     """
     plain = plain_moves(graph)
     plain_peaks = None if plain is None else step(plain).peaks(settings)
-    moves = plain if decisions.is_plain else moves_of(graph, decisions)
+    moves = plain if decisions.is_plain else requests(graph, decisions).moves
     if moves is None:
         raise PlanError("this graph runs slice by slice, so the plain model's requests are not known")
     return MemoryPeaks(step(moves).peaks(settings), plain_peaks, settings)

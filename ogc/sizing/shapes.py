@@ -1,8 +1,9 @@
-"""Graphs of a model for calls of other sizes than one that was parsed: next to nothing is computed.
+"""Graphs of a parsed model for calls of other sizes: from a program, in one pass on tensors without content.
 
-A program of the other size, recorded by one forward or foretold, is run on tensors without content, operation by
-operation. What was found faithful for the known call is so for another where it is the same program up to numbers.
-Weights are found as ever: what must be run for its bytes, or to be timed, is run by itself.
+The program of the other size is recorded by one forward, or extrapolated from recorded ones: its numbers lie on a
+polynomial through theirs. Where a batch grows, they grow along a line; where a sequence does, some are squares. What
+was verified for the known call holds for another with the same program up to numbers. What must be run for its bytes,
+or to be timed, is run by itself.
 """
 
 from __future__ import annotations
@@ -32,10 +33,8 @@ from ..parser.loss import modules_of, with_step_end
 from ..parser.parse import planned_form, profiler_of, visited
 from ..parser.traced import ALIVE, BYTES, CALL, HISTORY, RecordAgain, Traced
 from ..parser.weigh.estimate import Estimator
-from ..parser.weigh.leaf import Profiler
-from ..parser.weigh.measure import Measurer
-from ..parser.weigh.observe import Visit, observe
-from ..parser.weigh.record import Observation, Record
+from ..parser.weigh.measure import Measurer, Profiler
+from ..parser.weigh.record import Observation, Record, Visit, observe
 from ..program.leaf import Leaf
 from ..program.program import SHAPE, Loss, Program
 from ..program.structures import InputSpec
@@ -47,9 +46,8 @@ from .cuda.kernels import as_on_cuda
 
 
 class Weighed(NamedTuple):
-    """A graph, and the trials of convolutions that were put off: it is that of :func:`ogc.parse` if these succeed.
-
-    Where one does not, that takes more bytes than the graph has.
+    """A graph, which is that of :func:`ogc.parse` if the trials that were put off succeed; else that takes more
+    bytes.
     """
 
     graph: Graph
@@ -59,13 +57,9 @@ class Weighed(NamedTuple):
 class OtherSizes:
     """A model that was parsed for one call, ready for calls of other sizes.
 
-    Args:
-        model: the module, unchanged since.
-        graph: from :func:`ogc.parse`.
-
     Raises:
-        ParseError: its graphs cannot be told by shapes: there are leaves in it, it was made by hand, it has the loss
-            alone, or it is not on a CPU.
+        ParseError: shapes do not tell its graphs: there are leaves in it, it was made by hand, it has the loss alone,
+            or it is not on a CPU.
     """
 
     def __init__(self, model: torch.nn.Module, graph: Graph) -> None:
@@ -81,10 +75,8 @@ class OtherSizes:
 
     @plainly()
     def recorded(self, sample_input: Any, loss: Loss | None) -> Traced:
-        """The program of a step that is given this, by one forward, with the memory of inference.
-
-        Raises:
-            ParseError: the forward does what no program can hold.
+        """The program of a step, by one forward, with the memory of inference; raises ParseError where there is
+        none.
         """
         sample = self._sample(sample_input)
         with untouched(*modules_of(loss), given=sample.spec.constants):
@@ -146,7 +138,7 @@ class OtherSizes:
 
 
 def to_be_run(graph: Graph, recorded: Traced, loss: Loss | None) -> Graph:
-    """A graph of a program that was foretold, with all that is not foretold from one that is the same."""
+    """A graph of an extrapolated program, with what a recording of the same program has beside."""
     program: Program = graph.program
     constants = {name: recorded.constants[name] for name in program.constants}
     found = replace(program, constants=constants, guards=recorded.guards, reads=recorded.reads)
@@ -186,10 +178,8 @@ def _run(
     return observe(model, traced, [fakes.of(tensor) for tensor in inputs], shown, fakes.of, fakes.mode)
 
 
-def foretold_program(known: Sequence[Traced], sizes: Sequence[int], size: int) -> Traced:
-    """What a step runs for ``size``, by what it runs for some others.
-
-    Tensors that depend on the size have the shape that they would have, and no content.
+def extrapolated_program(known: Sequence[Traced], sizes: Sequence[int], size: int) -> Traced:
+    """What a step runs for ``size``, by what it runs for some others; tensors that depend on the size have no content.
 
     Raises:
         ParseError: the programs differ in more than numbers, or these lie on no such curve.
@@ -287,10 +277,9 @@ def _named(arguments: Any) -> Any:
 
 
 class Fakes:
-    """Fake tensors in the places of real ones, alive as long as this is: they are told apart by their addresses.
+    """Fake tensors in the places of real ones, alive as long as this is, as they are told apart by their addresses.
 
-    Attributes:
-        mode: to be entered where operators make fake tensors.
+    ``mode`` is to be entered where operators make fake tensors.
     """
 
     def __init__(self) -> None:
@@ -305,13 +294,10 @@ class Fakes:
 
 
 def stand_ins(tree: Any, has_numbers: bool) -> Any:
-    """Arguments with real tensors in the places of fake ones, whose memory is not touched: computing may read them.
+    """Arguments with real tensors in the places of fake ones, for kernels to read; their memory is not touched.
 
-    Whole numbers are zero, as they may be indices.
-
-    Args:
-        tree: nested arguments; the same tensor gets the same one.
-        has_numbers: others are such as computing takes its usual time with, or else whatever memory holds.
+    Whole numbers are zero, as they may be indices. Others, with ``has_numbers``, are such as kernels take their usual
+    time with.
     """
     known: dict[int, torch.Tensor] = {}
 
@@ -335,9 +321,8 @@ def _stand_in(fake: torch.Tensor, has_numbers: bool) -> torch.Tensor:
 
 
 def untouched_memory(like: torch.Tensor) -> torch.Tensor:
-    """A tensor laid out as another, on its device.
-
-    Not by ``torch.empty``, which fills memory where algorithms are to be deterministic.
+    """A tensor laid out as another, not by ``torch.empty``, which fills memory where algorithms are to be
+    deterministic.
     """
     size = like.untyped_storage().nbytes()
     empty = torch.empty(0, dtype=like.dtype, device=like.device)

@@ -23,25 +23,21 @@ from ..plan.decisions import cut_into_segments
 
 DROP_SIMULATIONS = 2_000_000
 """Simulations for what may be dropped, times the square of the number of operations: in larger graphs each takes longer
-and gains less. With much fewer, the least peak of a hundred operations varies by some percent with measured times."""
+and gains less."""
 
 FINEST_SIMULATIONS = 60_000
-"""Simulations for the plan that remakes every value, times the square of the number of operations: in large graphs they
-take many steps' time for little less memory."""
+"""Simulations for the plan that remakes every value, times the square of the number of operations."""
 
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """Decisions with their simulated peak, what they add in time and FLOPs, and the values alive at the peak.
-
-    Of the seconds, ``runtime_seconds`` are those that are not recomputed.
-    """
+    """Decisions with their simulated peak, what they add in time and FLOPs, and the values alive at the peak."""
 
     peak_bytes: int
     seconds: float
     decisions: Decisions
     flops: int = 0
-    runtime_seconds: float = field(default=0.0, compare=False)
+    runtime_seconds: float = field(default=0.0, compare=False)  # of the seconds, those that are not recomputed
     peak_values: tuple[int, ...] = field(default=(), compare=False)
 
     def as_plan(self, plain: Plan, solver: str = "optimal") -> Plan:
@@ -78,7 +74,7 @@ def front_of(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def drop_one_by_one(graph: Graph, best: Candidate) -> Candidate:
-    """The plan without the values and cuts that are better made again than kept, as far as the simulator may be asked.
+    """The plan without the values and cuts that are better recomputed than kept, within ``DROP_SIMULATIONS``.
 
     Of the values alive at its peak and the cuts of its outermost level, the one or else the two whose loss helps
     most go, again and again.
@@ -106,9 +102,9 @@ def drop_one_by_one(graph: Graph, best: Candidate) -> Candidate:
 
 
 def finest(graph: Graph, best: Candidate) -> Candidate:
-    """The plan with less memory, if it is one, that cuts everywhere and remakes every value wherever it is used.
+    """The plan that cuts everywhere and remakes every value wherever it is used, if its peak is less.
 
-    What that does not take for its peak is kept and saved after all, as far as it takes less time.
+    What its peak does not take is kept and saved after all, where that takes less time.
     """
     values = [v for v, value in enumerate(graph.values) if not value.is_output]
     if len(graph.cuts) - 1 + len(values) > FINEST_SIMULATIONS // max(1, len(graph)) ** 2:
@@ -175,10 +171,9 @@ def worth_keeping(graph: Graph, shares: Sequence[float] = SHARES) -> list[frozen
 
 
 def selective(graph: Graph) -> Iterator[Candidate]:
-    """Plans that keep what is worth it by one threshold and make everything else again wherever it is used.
+    """Plans that keep what is worth it by one threshold and recompute everything else wherever it is used.
 
-    The tables only let go of what does not cross a cut. Where much costs next to nothing to make, as when time is
-    counted in FLOPs, that holds more than these plans do.
+    Tables keep all that crosses a cut, which is more where much costs next to nothing, as when time is FLOPs.
     """
     if len(graph) > SELECTING:
         return

@@ -39,12 +39,15 @@ KeptValues = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """Weights of all segments (i, j) between cuts, by [mode, j, i]: all that end at one cut lie side by side.
+    """Costs of all segments (i, j) between cuts, by [mode, j, i]: all that end at one cut lie side by side.
 
-    Mode ``SAVED`` is saved, ``RECOMPUTED`` recomputed at once, further modes recomputed at once but for the values that
-    ``kept_values`` has for them. ``kept`` is what a segment adds to the bytes that outlive the forward, ``local``
-    the most bytes alive in its forward, its recomputation and its backward, above what was kept before it.
-    ``seconds`` is the time of running it again at once. All bytes are multiples of ``grain``.
+    Attributes:
+        cuts: positions.
+        grain: a divisor of all bytes.
+        kept: bytes that a segment adds to those that outlive the forward.
+        local: most bytes alive in its forward, recomputation and backward, above what was kept before it.
+        seconds: time of recomputing it at once.
+        kept_values: that modes beyond ``RECOMPUTED`` keep.
     """
 
     cuts: Ints
@@ -55,15 +58,14 @@ class Costs:
     kept_values: tuple[KeptValues, ...]
 
     def between(self, chosen: Ints) -> Costs:
-        """The weights of the segments between the chosen cuts (indices)."""
+        """The costs of the segments between the chosen cuts (indices)."""
         pairs = np.ix_(chosen, chosen)
         kept, local = (weights[:, pairs[0], pairs[1]] for weights in (self.kept, self.local))
         seconds = self.seconds[:, pairs[0], pairs[1]]
         return replace(self, cuts=self.cuts[chosen], kept=kept, local=local, seconds=seconds)
 
     def undominated(self) -> Costs:
-        """The weights without segments that keep values to no avail: some mode is faster with no more bytes, or one
-        before theirs is as fast."""
+        """The costs without modes in vain: another is faster with no more bytes, or as fast and before it."""
         kept, local, seconds = self.kept, self.local.copy(), self.seconds
         for n in range(RECOMPUTED + 1, len(local)):
             for m in range(len(local)):
@@ -78,22 +80,21 @@ class Costs:
 
 @dataclass(frozen=True)
 class NestedCosts:
-    """Weights of all stretches (i, j) between cuts, for plans that may run a stretch again in parts.
+    """Costs of all regions (i, j) between cuts, for plans that may recompute a region in parts.
 
-    By [i, j], some for two modes: mode 0 keeps what the stretch saves, mode 1 only what crosses its end.
+    By [i, j], some for two modes: mode 0 keeps what the region saves, mode 1 only what crosses its end.
 
     Attributes:
         cuts: positions.
         grain: a divisor of all bytes.
-        kept: bytes that the stretch leaves behind.
+        kept: bytes that the region leaves behind.
         forward: most bytes alive while it runs.
         backward: most bytes alive in its backward, given what it saved.
-        at_once: most bytes alive while it is run again at once and in its backward.
-        running: bytes alive besides, while something in it is run again: gradients, outputs, and values that
-            are used beyond its end.
-        waiting: most bytes alive in its backward before something in it is run again.
+        at_once: most bytes alive while it is recomputed at once and in its backward.
+        running: bytes alive besides, while something in it is recomputed: gradients, outputs, values used beyond it.
+        waiting: most bytes alive in its backward before something in it is recomputed.
         seconds: time of running it.
-        at_once_seconds: time of running it again at once.
+        at_once_seconds: time of recomputing it at once.
     """
 
     cuts: Ints
@@ -110,7 +111,7 @@ class NestedCosts:
 
 @dataclass(frozen=True)
 class _Mode:
-    """Weights of all segments in one mode, by [i, j]: those of :class:`Costs`, with the forward's most bytes apart."""
+    """Costs of all segments in one mode, by [i, j]: as in :class:`Costs`, with the forward's most bytes apart."""
 
     kept: Ints
     forward: Ints
@@ -164,10 +165,7 @@ class SegmentCosts:
         self.replayable = np.array([op.replayable for op in ops], bool)
 
     def costs(self, *kept_values: Collection[int]) -> Costs:
-        """The weights for the outermost level, with a further mode for each set of values that may be kept.
-
-        Each set has all values of the one before it.
-        """
+        """The costs for the outermost level, with a mode for each set of values to keep; each set contains the last."""
         producers = [tuple((v, int(self.producer[v])) for v in sorted(values)) for values in kept_values]
         shape = (2 + len(kept_values), *self.later.shape)
         kept, local, seconds = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape)
@@ -179,16 +177,16 @@ class SegmentCosts:
 
     @cached_property
     def nested(self) -> NestedCosts:
-        """The weights for plans that may run a stretch again in parts."""
+        """The costs for plans that may recompute a region in parts."""
         at_once = self._at_once
-        # Values that cross j and are used before it are still there when (i, j) is run again.
+        # Values that cross j and are used before it are still there when (i, j) is recomputed.
         retained = self._sum_ij(
             (0, self.made, np.maximum(self.made, self.first_used), self.last_used, np.where(self.output, 0, self.size))
         )
         retained += self._internals(self.internal * self.small) + self._later_outputs()[:, None]
         once, before = self._asked
         sooner = self._sooner()
-        # A stretch with an operation that must not run twice takes forever to run again.
+        # A region with an operation that must not run twice takes forever to recompute.
         per_operation = np.where(self.replayable, self.seconds, np.inf)[:, None]
         saved_seconds, crossing_seconds = (
             self._from_cut(np.where(runs, per_operation, 0.0)) for runs in (self._within(), self._crossing())
@@ -214,7 +212,7 @@ class SegmentCosts:
 
     @cached_property
     def _whole(self) -> _Mode:
-        """Weights of saved segments."""
+        """Costs of saved segments."""
         return _Mode(
             kept=self._kept(self.saved, self.internal),
             forward=self._forward(self.saved, self.internal),
@@ -224,11 +222,11 @@ class SegmentCosts:
 
     @cached_property
     def _at_once(self) -> _Mode:
-        """Weights of segments that are run again at once."""
+        """Costs of segments that are recomputed at once."""
         return self._recomputed(())
 
     def _recomputed(self, values: Collection[int]) -> _Mode:
-        """Weights of segments that are run again at once, but for these values, which stay."""
+        """Costs of segments that are recomputed at once, but for these values, which stay."""
         stay = np.zeros(len(self.size), bool)
         stay[list(values)] = True
         kept = np.array(self.graph.keeps_internals_with(values), bool)
@@ -265,7 +263,7 @@ class SegmentCosts:
         return self._at_ends(self._backward_peaks)
 
     def _backward_from(self, asking: Ints) -> Ints:
-        """[i, j]: most bytes alive above K(i) in the backward, once an operation has asked for a run again."""
+        """[i, j]: most bytes alive above K(i) in the backward, once an operation has asked for recomputation."""
         most = np.take_along_axis(self._backward_peaks, np.maximum(asking, 0), 1)
         return np.where(self.later & (asking >= 0), most, self._backward)
 
@@ -284,12 +282,12 @@ class SegmentCosts:
             values += gradients
             return values
 
-        # Once an operation has let go of what it saved, values that it alone saved are gone.
+        # Once an operation has released what it saved, values that it alone saved are gone.
         late = np.where(self.late_peak > 0, self.late_peak, -NEVER)
         return self._most_until(np.maximum(live(self.saver, self.backward_peak), live(self.saver + 1, late)))
 
     def _alive(self, unkept: Bools, kept: Bools) -> Bools:
-        """[t, j]: whether a recomputation up to cut j runs operation t, as in :class:`ogc.plan.schedule.Schedule`."""
+        """[t, j]: whether recomputation up to cut j runs operation t, as :class:`ogc.plan.schedule.Schedule` has it."""
         return self._needed(unkept & self.saved[:, None], unkept, (self.internal > 0) & ~kept)
 
     def _crossing(self) -> Bools:
@@ -319,9 +317,9 @@ class SegmentCosts:
                 return alive
 
     def _recompute(self, alive: Bools, unkept: Bools, stay: Bools, kept: Bools, asking: Ints) -> Ints:
-        """Most bytes alive while a segment runs again and before, above K(i); NEVER if it must not.
+        """Most bytes alive while a segment is recomputed and before, above K(i); NEVER if it must not be.
 
-        By the values that stay, the operations of which the internal tensors do, and those that ask for the rest.
+        ``stay`` are the values that stay, ``kept`` the operations whose internal tensors do.
         """
         until = np.where(stay, len(self.cuts), self.last_used)
         base = self._sum_ij(
@@ -339,7 +337,7 @@ class SegmentCosts:
         return np.where(last >= self.cuts[:, None], NEVER, most)
 
     def _only_saved(self, alive: Bools, stay: Bools) -> Bools:
-        """[v, j]: whether a value that stays is needed by no operation that is run again, and not beyond cut j."""
+        """[v, j]: whether a value that stays is needed by no recomputed operation, and not beyond cut j."""
         found = (stay & ~self.output)[:, None] & (np.arange(len(self.cuts)) >= self.last_used[:, None])
         for op, idle in zip(self.graph.operations, ~alive, strict=True):
             for v in op.reads:
@@ -357,7 +355,7 @@ class SegmentCosts:
         return self._asked_for(self._first_to_ask, self.small)
 
     def _first_asking(self, unkept: Bools, kept: Bools) -> Ints:
-        """[i, j]: the operation with the first backward that asks for something that (i, j) makes again, or -1."""
+        """[i, j]: the operation with the first backward that asks for something that (i, j) recomputes, or -1."""
         asking = np.full((len(self.cuts),) * 2, -1)
         for t, op in enumerate(self.graph.operations):  # ascending: the last that asks is the one that stays
             later = slice(self.behind[t], None)
@@ -368,7 +366,7 @@ class SegmentCosts:
         return np.maximum.accumulate(asking[::-1])[::-1]  # what is made behind a cut is made behind those before it
 
     def _asked_for(self, asking: Ints, kept: Bools) -> tuple[Ints, Ints]:
-        """[i, j]: bytes alive until the segment runs again, beside those kept: gradients, less internal tensors gone.
+        """[i, j]: bytes alive until the segment is recomputed, beside those kept: gradients, less internals gone.
 
         At the operation that asks for it, and the most in the backward of those behind, which ask for nothing.
         """
@@ -378,7 +376,7 @@ class SegmentCosts:
         return (self.gradient + internals[1:])[asking] - internals[self.cuts], before
 
     def _sooner(self) -> Ints:
-        """Bytes that gradients may be more, if (i, j) is the last part of what is run again for an operation behind."""
+        """Bytes that gradients may be more, if (i, j) is the last part of what is recomputed for one behind."""
         gradients = self.gradient + prefix(self.internal * self.small)[1:]
         asking = self._first_to_ask
         return np.where(asking < 0, 0, self._most_from(asking, gradients) - gradients[asking])
@@ -392,7 +390,7 @@ class SegmentCosts:
         return gone
 
     def _running(self, alive: Bools, unkept: Bools, kept: Bools) -> Ints:
-        """Most bytes that the program itself has made and still needs, for every (i, j)."""
+        """[i, j]: most bytes that the recomputation has made and still needs."""
         c = len(self.cuts)
         remade = alive[self.producer]  # [v, j]
         stays = remade & self.saved[:, None] & unkept
@@ -423,7 +421,7 @@ class SegmentCosts:
         return np.maximum(most, -NEVER, out=most)
 
     def _needed_until(self, alive: Bools, unkept: Bools) -> Ints:
-        """[v, j]: the last operation of the program that needs the remade copy of a passing value."""
+        """[v, j]: the last operation of the recomputation that needs its copy of a passing value."""
         until = np.repeat(self.producer[:, None], len(self.cuts), 1)
         for t, op in enumerate(self.graph.operations):
             for v in op.reads:

@@ -1,4 +1,4 @@
-"""The cuts that plans may use, and at which of them nested ones divide: all in short stretches, fewer in long ones."""
+"""The cuts that plans may use, and at which of them nested ones divide: all in short regions, fewer in long ones."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ from numpy.typing import NDArray
 from ..graph import Graph
 from .costs import Ints, boundary_bytes
 
-NEAR = 16
-"""Cuts over which a stretch may reach between any two cuts."""
-
-FAR = 24
-"""Cuts of a coarser grid over which a stretch may reach: more than ``NEAR``, as there are fewer of them."""
+NEAR, FAR = 16, 24
+"""Cuts of the finest grid, and of a coarser one, over which a region may reach."""
 
 COARSER = 4
 """Ratio of the cuts of one grid to those of the next: below ``NEAR``, so that the finer one reaches over the gaps."""
 
-ALL = 210
-"""Cuts up to which one grid is enough, in which a stretch may reach as far as it likes."""
-
-MOST = 128
-"""Cuts of the coarsest of several grids, over all of which a stretch may reach: below ``ALL``, as there are others."""
+ALL, MOST = 210, 128
+"""Cuts up to which one grid is enough, and cuts of the coarsest of several; a region may reach over all of these."""
 
 CONTEXT = 8
 """Operations on either side of cuts that are the same where they are alike."""
@@ -39,18 +33,14 @@ GOLDEN = (np.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class CutGrid:
-    """Stretches between the ``chosen`` cuts (indices), as far as ``reach`` of them."""
+    """Regions between the ``chosen`` cuts (indices), as far as ``reach`` of them."""
 
     chosen: Ints
     reach: int
 
 
 def distinct(graph: Graph) -> Ints:
-    """The cuts of a graph, one of those between which nothing is made or saved: the first of the narrowest.
-
-    Such as in front of a view, and between it and what reads it. The backward of a view at the beginning of a segment
-    comes when what the segment saved is gone.
-    """
+    """The cuts of a graph; of those between which nothing is made or saved, as around a view, the narrowest first."""
     cuts = np.array(graph.cuts)
     works = [bool(op.writes or op.saves or op.internal_bytes or op.scratch_bytes) for op in graph.operations]
     idle = np.diff(np.cumsum([0, *works])[cuts]) == 0  # from each cut to the next
@@ -72,8 +62,8 @@ def choose_grids(graph: Graph, cuts: Ints) -> list[CutGrid]:
 def thinned(graph: Graph, cuts: Ints, finer: CutGrid, count: int) -> Ints:
     """``count`` cuts of the finer grid, none further from the next than that grid reaches.
 
-    What is left when those are dropped that are worth least. For the root of its width, a cut is worth the time from
-    the last to the next that is no wider: between the two, no other place is as good.
+    The others are worth least: a cut's worth is the time between its nearest neighbours of no greater width, divided
+    by the root of its width.
     """
     places = cuts[finer.chosen]
     seconds = np.cumsum([0.0, *(op.forward_seconds for op in graph.operations)])[places]
@@ -102,11 +92,7 @@ def _no_wider(widths: NDArray[np.floating[Any]]) -> Ints:
 
 
 def narrowest(graph: Graph, cuts: Ints, count: int) -> list[int]:
-    """At most ``count`` of the cuts.
-
-    A tenth lies around the operations that need the most bytes by themselves, the others are the narrowest of each of
-    as many stretches.
-    """
+    """At most ``count`` cuts: a tenth around the operations of the most bytes, else the narrowest of each region."""
     if len(cuts) <= count:
         return list(map(int, cuts))
     ends = np.searchsorted(cuts, (0, graph.end, len(graph)))
@@ -118,7 +104,7 @@ def narrowest(graph: Graph, cuts: Ints, count: int) -> list[int]:
 
 
 def alike(graph: Graph, cuts: Ints) -> Ints:
-    """The kind of each cut: the same number for those with the same operations for some way before and behind them."""
+    """The kind of each cut: the same number for those with the same ``CONTEXT`` operations before and behind them."""
     names: dict[Any, int] = {}
     codes = [
         names.setdefault((op.target, tuple(graph.values[v].bytes for v in op.writes)), len(names))

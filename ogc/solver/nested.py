@@ -1,22 +1,21 @@
-"""Nested plans: a stretch that is run again may be run in parts, each kept or run again in its turn.
+"""Nested plans: a region may be recomputed in parts, each saved or recomputed in its turn.
 
 Class of plans: all trees of :class:`ogc.Segment` over the cuts of each grid. Objective: the least recomputed
-time within a number of bytes, for all numbers at once. With m bytes at hand above what was kept before cut i,
+time within a number of bytes, for all numbers at once. With m bytes available above what was kept before cut i,
 
-    T(i, j, m) = min( run (i, j) again at once,
+    T(i, j, m) = min( recompute (i, j) at once,
                       T(i, j, m) between the cuts of a finer grid,
                       min over k of  run (i, k) keeping what crosses k, then T(k, j, m - kept), then T(i, k, m),
                       min over k <= i + WHOLE of  run (i, k) keeping what it saves, then T(k, j, m - kept) )
 
 is the time that the backward of (i, j) adds, unless that exceeds ``MOST_TIMES`` runs of (i, j). Bytes are counted in
-units, always rounded against the plan. For :mod:`ogc.solver.outer_level`, which plans the outermost level with exact
-bytes, (i, j) is one more way to run a segment, with T(i, j, m) as its time.
+units, always rounded against the plan. The outermost level (:mod:`ogc.solver.outer_level`) has exact bytes.
 
 Complexity for M units and grids of C cuts that reach over R of them: O(C R² M) array steps and O(C R M)
 memory each. With one grid that reaches over all cuts, this is the persistent dynamic programme for
 heterogeneous chains (Beaumont et al., "Optimal memory-aware backpropagation of deep join networks", 2020,
-and Herrmann et al., 2019) carried over to the cuts of a graph. On a chain, and up to the rounding, that is
-exact; on other graphs every cut pays for its whole boundary, which the simulator may find to be less.
+and Herrmann et al., 2019) over the cuts of a graph: exact on a chain up to the rounding; on other graphs every cut
+pays for its whole boundary, which the simulator may find to be less.
 """
 
 from __future__ import annotations
@@ -36,19 +35,17 @@ from .cuts import CutGrid
 Floats = NDArray[np.float32]
 
 WHOLE = 8
-"""Cuts over which a part may reach that is kept whole while it is run again, unless it is the last."""
+"""Cuts over which a part may reach that is saved while the region is recomputed, unless it is the last."""
 
 MOST_TIMES = 32
-"""Times that a stretch may be run again, on average over its operations. Only long chains come near that."""
+"""Times that a region may be recomputed, on average over its operations. Only long chains come near that."""
 
 LONGEST = np.finfo(np.float32).max
 """The most seconds that are still possible."""
 
 FREQUENT = 32
-"""Sizes of what is kept that a unit is chosen for, the most frequent ones."""
-
 KEPT = 8
-"""Values that are kept at once, about: what is rounded adds up over them."""
+"""Sizes of kept values that a unit is chosen for, and values kept at once, over which rounding adds up."""
 
 PORTION = 2**19
 """Numbers that are worked on at once: few enough for the processor's cache, enough for calls to cost little."""
@@ -58,10 +55,10 @@ class NestedTable:
     """The table T for one set of cuts and one range of bytes.
 
     Args:
-        costs: of the stretches between the cuts.
-        grids: between which of them T is known, from the finest to the coarsest.
+        costs: of the regions between the cuts.
+        grids: of cuts between which T is known, from the finest to the coarsest.
         most_bytes: the largest number of bytes of interest.
-        levels: into how many units it is divided.
+        levels: the units into which that is divided.
     """
 
     def __init__(self, costs: NestedCosts, grids: Sequence[CutGrid], most_bytes: int, levels: int) -> None:
@@ -70,8 +67,8 @@ class NestedTable:
         self.unit = _best_unit(costs, max(1, -(-most_bytes // (levels - 1))))
         sizes = [len(grid.chosen) * (grid.reach + 1) for grid in grids]
         self.firsts = np.cumsum([1, *sizes])
-        # A row per pair of cuts of each grid. What is looked up with fewer bytes than there are is a window
-        # further to the left. Row 0 is impossible altogether; rows of no pair are not looked up.
+        # A row per pair of cuts of each grid, looked up with fewer bytes by a window further to the left.
+        # Row 0 is impossible altogether; rows of no pair are not looked up.
         self.rows: Floats = np.zeros((self.firsts[-1], levels), np.float32)
         self.rows[0] = np.inf
         self.least = np.full(len(self.rows), levels)  # units with which the pair of a row is possible
@@ -96,7 +93,7 @@ class NestedTable:
         return recomputed(int(self.costs.cuts[i]), int(self.costs.cuts[j]), *parts)
 
     def parts(self, row: int, m: int) -> list[Segment]:
-        """The parts in which the pair of a row is run again with m units at hand."""
+        """The parts in which the pair of a row is recomputed with m units available."""
         return self.grids[int(np.searchsorted(self.firsts, row, side="right")) - 1].parts(row, m)
 
     def in_units(self, weights: Ints) -> Ints:
@@ -106,10 +103,7 @@ class NestedTable:
 
 
 class _GridTable:
-    """T between the cuts of one grid.
-
-    Weights are those of :class:`NestedCosts`, in units, by [i, length] for the pair (i, i + length).
-    """
+    """T between the cuts of one grid; costs are in units, by [i, length] for the pair (i, i + length)."""
 
     def __init__(self, table: NestedTable, grid: CutGrid, first: int) -> None:
         self.table: NestedTable = proxy(table)  # no cycle, so that large tables go with the last use of theirs
@@ -150,7 +144,7 @@ class _GridTable:
         times, finer = self._at_once(i, length), self.table.finer[rows]
         if finer.any():
             np.minimum(times, self.table.rows[finer], out=times)
-        # With bytes enough to run the longest again at once, nothing is faster.
+        # With bytes enough to recompute the longest at once, nothing is faster.
         stop = min(self.table.levels, int(self.at_once[i, length].max()))
         for choices in self._divided(i, length, stop):
             here = times[:, stop - choices.shape[2] : stop]
@@ -161,14 +155,14 @@ class _GridTable:
         self.least[i, length] = impossible.sum(1)
 
     def _at_once(self, i: Ints, length: int) -> Floats:
-        """[pair, m]: time of the backward of each pair (i, i + length) if it is run again at once."""
+        """[pair, m]: time of the backward of each pair (i, i + length) if it is recomputed at once."""
         fits = self.shifts >= self.at_once[i, length, None]
         return np.where(fits, self.at_once_seconds[i, length, None], np.float32(np.inf))
 
     def _divided(self, i: Ints, length: int, stop: int, start: int = 0) -> Iterator[Floats]:
         """[choice, pair, m]: time of the backward of each pair if it is divided at k = i + 1, i + 2 ....
 
-        First for all k with (i, k) forgotten, then for k near i with (i, k) kept whole. Of the units m from
+        First for all k with (i, k) recomputed later, then for k near i with (i, k) saved. Of the units m from
         ``start`` to before ``stop``, those from which some choice is possible, and at least the last one.
         """
         if length == 1:
@@ -197,7 +191,7 @@ class _GridTable:
         return as_strided(rows, shape, (size * self.count, size, rows.itemsize))
 
     def parts(self, row: int, m: int) -> list[Segment]:
-        """The parts in which the pair of a row is run again with m units at hand."""
+        """The parts in which the pair of a row is recomputed with m units available."""
         parts: list[Segment] = []
         while True:
             length, i = divmod(row - self.first, self.count)

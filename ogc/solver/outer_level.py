@@ -1,8 +1,8 @@
 """The outermost level of a plan, exactly: the least peak, and the least recomputation within a peak.
 
-Class of plans: cut the program order at allowed positions; each segment is saved (plain autograd), recomputed at once,
-perhaps but for some values that it keeps, or, given a :class:`NestedTable`, recomputed through parts; every cut keeps
-its boundary. For a threshold P, fewer bytes kept before a cut are never worse for what follows, so with
+Class of plans: cut the program order at allowed positions; each segment is saved, recomputed at once, perhaps but for
+some values that it keeps, or, given a :class:`NestedTable`, recomputed through parts; every cut keeps its boundary.
+For a threshold P, fewer bytes kept before a cut are never worse for what follows, so with
 
     K(j) = min over i < j and mode of  K(i) + kept(i, j)   where  K(i) + local(i, j) <= P
 
@@ -27,7 +27,7 @@ from .paths import LABELS, SLACK, ConstrainedPaths
 
 
 class OuterLevel:
-    """Plans over the segments of ``costs``, run again at once or as ``table`` says, if there is one."""
+    """Plans over the segments of ``costs``, recomputed at once or as ``table`` says, if there is one."""
 
     def __init__(self, costs: Costs, table: NestedTable | None = None) -> None:
         self.cuts, self.grain, self.kept_values = costs.cuts, costs.grain, costs.kept_values

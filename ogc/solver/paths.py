@@ -42,34 +42,24 @@ TimeOfSegments = Callable[[Ints, Ints], Seconds]
 """From the numbers of segments and the bytes kept before each."""
 
 LABELS = 30_000
-"""Labels that are kept over all cuts; a cut whose share is exceeded thins its front. Time and memory grow with them."""
+"""Labels that are kept over all cuts; a cut whose share is exceeded thins its front."""
 
 SLACK = (0.004, 0.012, 0.04, 0.07, 0.12, 0.4, np.inf)
-"""Shares of the bound, and of a hundredth of the time of the longest segment, by which a plan may exceed
-the bound: tried in turn until there is a plan, each two or three times the one before."""
-
-HALFWAY = 1.5
-"""Times as many segments that plans faster than one that is found may have as those half way to the bound, from which
-on these are gone through first: the time of what they give leaves out most of the others."""
+"""Shares of the bound, and of a hundredth of the longest segment's time, by which a plan may exceed the bound: tried in
+turn until there is a plan."""
 
 MANY = 30_000
-"""Segments from which on closer prices are looked for: fewer are gone through in less time than that takes."""
+"""Segments from which on closer prices are worth their time."""
 
 NEAR_ENOUGH = 1.1
 """Ratio of a plan's time to the bound up to which it is taken where fewer labels are asked for."""
 
-PRICES = 12
-CLOSE = 3e-3
-"""Prices at the end that are tried at most, and the share of the best bound that may be missing: less than the first of
-``SLACK``, so that a closer price would not change which segments are looked at."""
+PRICES, CLOSE = 12, 3e-3
+"""Prices at the end that are tried at most, and the share of the best bound that may be missing: below ``SLACK``."""
 
-STEPS = 60
-"""Steps of subgradients at most: of transformers, two thirds of what is missing of the bound is found in as many."""
-
-PATIENCE = 4
-SHORTER = 0.6
-SHORTEST = 0.05
-"""Steps without a better bound after which steps get shorter, by which factor, and when they are too short to help."""
+STEPS, PATIENCE, SHORTER, SHORTEST = 60, 4, 0.6, 0.05
+"""Steps of subgradients at most, those without a better bound until steps get shorter, by which factor, and when they
+are too short to help."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +242,6 @@ class ConstrainedPaths:
         if prices is not None:
             guide = max(guide, Priced(self.segments, prices), key=lambda priced: priced.bound)
         bound, longest = max(0.0, guide.bound), float(self.segments.seconds.max())
-        enough = 1.0 if labels >= LABELS else NEAR_ENOUGH
         best: list[tuple[int, int]] = []
         for share in slack:
             within = bound + share * (bound + longest / 100)
@@ -260,17 +249,9 @@ class ConstrainedPaths:
                 best, fastest, guide = self._fastest_within(guide, within, labels)
             if best:
                 break
-        last = within
-        # Where a plan is found, nothing slower is of interest. It may be far from the fastest one.
-        middle = (max(bound, guide.bound) + fastest) / 2
-        is_less = HALFWAY * float((guide.through <= middle).sum()) < (guide.through <= fastest).sum()
-        for within in (middle, np.inf) if is_less else (np.inf,):
-            if fastest <= last * enough:
-                break
-            last = min(within, fastest)
-            path, seconds, guide = self._fastest_within(guide, last, labels)
-            if seconds < fastest:
-                best, fastest = path, seconds
+        if fastest > within * (1.0 if labels >= LABELS else NEAR_ENOUGH):  # a faster one may have been left out
+            path, seconds, guide = self._fastest_within(guide, fastest, labels)
+            best = path if seconds < fastest else best
         return best, guide.sums
 
     def _fastest_within(self, guide: Priced, within: float, labels: int) -> tuple[list[tuple[int, int]], float, Priced]:

@@ -1,19 +1,24 @@
 """One search per graph for many questions, with the exact outermost level over nested tables.
 
 The simulator weighs every answer: what tables round, or count for a boundary that nobody needs, is not lost.
+
+Low-memory variants: decisions are looked for with PyTorch's own operators first. Where variants would lower the peak
+that is found, they are looked for once more as if every variant ran and cost nothing, which allows the most; then each
+operation gets PyTorch's own operator back where that does not raise the peak. The better one of both is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from ..during_step import progress
-from ..graph import Graph
+from ..graph import Graph, Operation
 from ..plan.decisions import Decisions, Segment
-from ..plan.simulate import lower_bound
+from ..plan.simulate import lower_bound, simulate
 from .candidates import Candidate, drop_one_by_one, finest, front_of, selective, weigh, worth_keeping
 from .costs import Costs, Ints, SegmentCosts
 from .cuts import alike, choose_grids, distinct, narrowest
@@ -22,7 +27,7 @@ from .outer_level import OuterLevel
 from .paths import LABELS, NEAR_ENOUGH, SLACK
 
 LEVELS = 160
-"""Units into which a nested table divides the bytes at hand. More round less; time and memory grow with them."""
+"""Units into which a nested table divides the available bytes. More round less; time and memory grow with them."""
 
 FINE_LEVELS = 320
 """Units of the table for the least peak, which rounding makes larger."""
@@ -40,52 +45,56 @@ STEP = 1.4
 MAX_CUTS = 800
 MAX_CELLS = 3_000_000
 MIN_CUTS = 250
-"""Cuts that are weighed, cuts times operations, and cuts that are weighed however many operations there are: the time
-for a plan is quadratic in the cuts, the memory linear in both. Longer programs are cut where they are narrowest. The
-peak of a plan exceeds that with all cuts by at most what the operations from one cut to the next hold when run again.
-"""
+"""Most cuts, most cuts times operations, and cuts whatever there are of these: time is quadratic in the cuts, memory
+linear in both. Longer programs are cut where they are narrowest."""
 
 FEW_CUTS = 300
-"""Cuts up to which all are looked at. With 800, each look at a stack of layers takes ten times as long as with 150, and
-fronts of labels are so thin that it finds nothing better."""
+"""Cuts up to which all are looked at: with more, fronts of labels are so thin that nothing better is found."""
 
 FIRST_CUTS = 150
 MOST_FIRST_CUTS = 250
 OPERATIONS_PER_CUT = 20
-"""Cuts of a longer program that are looked at first: the fewest, the most, and one for so many operations in between.
-As many are chosen by what is found then."""
+"""Cuts of a longer program that are looked at together: the fewest, the most, one for so many operations in between."""
 
 MOST_SECOND_CUTS = 350
 """Cuts that are looked at then where few are alike."""
 
 AROUND = 2
 NEAR_VOTE = 0.1
-"""Cuts on either side of one that a plan uses that are looked at too, and what they count beside it."""
+"""Cuts on either side of a used one that are looked at too, and what they count beside it."""
 
 NEAR_LEAST = 1.1
 PERHAPS_LEAST = 2.0
-"""Ratios of a peak to what some operation takes by itself up to which the plan with the least peak is looked at too: of
-a budget, and of the plan that was found for a time in a long program."""
+"""Ratios of a budget, and of a peak found for a time in a long program, to the lower bound, up to which the plan with
+the least peak is looked at too."""
 
 ROUNDS = 3
 FURTHER = 0.93
 FEW_PEAKS = 3
-"""How often cuts are chosen by the plan that was found with those before, the share of its peak that is not gone below
-where a plan is known there, and the peaks that are tried in between."""
+"""How often cuts are chosen by the plan before, the share of its peak that is not gone below where a plan is known
+there, and the peaks that are tried in between."""
 
 KEPT_VALUES_UP_TO = 600
-"""Operations up to which segments that keep values are tried for the least peak too. Single operations bound that in
-small programs, so that there are bytes to spare elsewhere."""
+"""Operations up to which segments that keep values are tried for the least peak too: single operations bound that in
+small programs, which leaves bytes to spare elsewhere."""
 
 PEAKS = 8
 CLOSE = 0.005
 ROUGHLY_CLOSE = 0.03
-"""Peaks that are tried at most for a time, and the share of one by which the next has to differ, at last and first."""
+"""Peaks that are tried at most for a time, and the share by which the next has to differ, at last and first."""
 
 WIDE = 1.15
 WIDEST = 2.0
-"""Ratios of the peaks left above which a first idea of what a plan takes is enough, and what both take tells little of
-what is between them."""
+"""Ratios of the peaks left above which rough labels are enough, and above which the next peak halves the range."""
+
+WORTH_A_SEARCH = 0.005
+"""Share by which all low-memory variants must lower a plan's peak for plans with them to be looked for as well."""
+
+MOST_TRIALS = 12
+"""Variants that save something else are taken back one by one, with a simulation each, up to so many."""
+
+ATTEMPTS = 3
+"""How often less recomputation is asked for, where the time of variants exceeds the overhead that is allowed."""
 
 Known = tuple[int, float]
 """A peak in bytes and the seconds of the fastest plan known within it."""
@@ -333,6 +342,112 @@ class Search:
         if segments not in self.seen:
             self.seen[segments] = weigh(self.graph, Decisions(segments))
         return self.seen[segments]
+
+
+class VariantSearch:
+    """Plans over a graph with low-memory variants; what :class:`Search` is without them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    @cached_property
+    def economical(self) -> Search:
+        """Plans in which every variant runs and costs nothing."""
+        free = replace(self.graph, operations=tuple(map(_with_free_variant, self.graph.operations)))
+        return Search(free.with_variants(self.graph.low_memory))
+
+    @cached_property
+    def own(self) -> Search:
+        """Plans of PyTorch's own operators alone."""
+        return Search(self.graph.with_variants(()))
+
+    @cached_property
+    def least_peak(self) -> Candidate:
+        """The plan with the least peak, and the fastest of those."""
+        return self._fewest(self.economical.least_peak)
+
+    def fastest(self, peak: int) -> Candidate | None:
+        """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
+        own = self.own.fastest(peak) if max(self.own.graph.operation_bounds) <= peak else None
+        if own is not None and not self._variants_lower(own):
+            return own
+        found = self.economical.fastest(peak)
+        both = own, None if found is None else self._fewest(found, peak)
+        best = min(filter(None, both), key=lambda c: (c.seconds, c.peak_bytes), default=None)
+        if best is None and self.least_peak.peak_bytes <= peak:  # which fewer variants may have lowered
+            return self.least_peak
+        return best
+
+    def within(self, seconds: float) -> Candidate | None:
+        """The plan found with the least simulated peak of those that add at most ``seconds``."""
+        own = self.own.within(seconds)
+        if own is not None and not self._variants_lower(own):
+            return own
+        found, limit = [*filter(None, [own]), self.least_peak], seconds
+        for _ in range(ATTEMPTS):
+            candidate = self.economical.within(limit)
+            if candidate is None:
+                break
+            found.append(self._fewest(candidate))
+            if found[-1].seconds <= seconds:
+                break
+            limit = seconds - (found[-1].seconds - candidate.seconds)  # less than what this one takes
+        return min((c for c in found if c.seconds <= seconds), default=None)
+
+    def curve(self, points: int) -> list[Candidate]:
+        """Plans from the least peak to the saved model, each faster and larger than the one before."""
+        found = self.own.curve(points)
+        if any(map(self._variants_lower, found)):
+            found += [self._fewest(c) for c in self.economical.curve(points)]
+        return front_of([self.least_peak, *found])
+
+    def _variants_lower(self, found: Candidate) -> bool:
+        """Whether all variants would lower the peak of a plan that has none by enough.
+
+        Or that of another: a plan that peaks at what one operation takes may take as much elsewhere, to be quick.
+        """
+        enough = (1 - WORTH_A_SEARCH) * found.peak_bytes
+        if max(self.own.graph.operation_bounds) >= enough:
+            return max(self.graph.with_variants(self.graph.low_memory).operation_bounds) < enough
+        return weigh(self.graph, replace(found.decisions, low_memory=self.graph.low_memory)).peak_bytes < enough
+
+    def _fewest(self, found: Candidate, peak: int | None = None) -> Candidate:
+        """A plan that was made for all variants, with the fewest for ``peak`` bytes, or for what it peaks at.
+
+        A variant that saves what PyTorch's own operator saves only changes the bytes while the operation itself runs:
+        those that are needed are read off one timeline. The others are tried one by one.
+        """
+        graph, peak = self.graph, found.peak_bytes if peak is None else peak
+        keeping = [t for t in graph.low_memory if graph.operations[t].variant_saves_otherwise]
+
+        def with_needed(keeping: Sequence[int]) -> Candidate | None:
+            """With these variants and those without which some operation would exceed ``peak``, if it fits then."""
+            first = simulate(graph, replace(found.decisions, low_memory=tuple(keeping)))
+            needed = {event.operation for event in first.timeline if event.bytes > peak}.intersection(graph.low_memory)
+            made = weigh(graph, replace(found.decisions, low_memory=tuple(sorted(needed.union(keeping)))))
+            return made if made.peak_bytes <= peak else None
+
+        best = with_needed(keeping)
+        if best is None:  # the variants of operations that the search saw otherwise
+            return weigh(graph, replace(found.decisions, low_memory=graph.low_memory))
+        for dropped in ([*keeping], *([t] for t in keeping[:MOST_TRIALS])):
+            rest = [t for t in keeping if t not in dropped]
+            other = with_needed(rest) if len(rest) < len(keeping) else None
+            if other is not None and other.seconds < best.seconds:
+                best, keeping = other, rest
+        return best
+
+
+def _with_free_variant(op: Operation) -> Operation:
+    """The operation with a low-memory variant that takes the time of PyTorch's operator."""
+    low, forward, backward = op.low_memory, op.forward_seconds, op.backward_seconds
+    free = low and replace(low, forward_seconds=forward, backward_seconds=backward, repeat_seconds=None)
+    return replace(op, low_memory=free)
+
+
+def search_of(graph: Graph) -> VariantSearch | Search:
+    """What finds plans of a graph."""
+    return VariantSearch(graph) if graph.low_memory else Search(graph)
 
 
 def _by_time(candidate: Candidate) -> tuple[float, int]:

@@ -11,7 +11,7 @@ from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
 from .references import REFERENCES
-from .variants import search_of
+from .search import search_of
 from .wish import NEGLIGIBLE, Budget, Solver, Wish, bytes_of
 
 

@@ -1,4 +1,4 @@
-"""Peak memory as the allocator saw it: the judge of the simulator."""
+"""Peak memory as the allocator saw it, which the simulator is held against."""
 
 from __future__ import annotations
 

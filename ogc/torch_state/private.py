@@ -92,7 +92,7 @@ _is_wrapper = torch.utils._python_dispatch.is_traceable_wrapper_subclass
 OpOverload = torch._ops.OpOverload
 """The class of operators. Without it those of a program cannot be told from Python's functions."""
 overload_name = attrgetter("_overloadname")
-"""Which operator of its name one is. Without it operators have no twins that write out of place."""
+"""Which operator of its name one is. Without it operators have no out-of-place overloads."""
 decomposes: Any = OpOverload._can_decompose
 """Whether an operator is made of others. Without it estimates take copies for views."""
 
@@ -104,7 +104,7 @@ def composed(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-"""Sees what is dispatched below autograd. Without it there is no judge of the parser, and no estimate."""
+"""Sees what is dispatched below autograd. Without it no program is verified, and none estimated."""
 FakeTensorMode, FakeTensor = torch._subclasses.fake_tensor.FakeTensorMode, torch._subclasses.fake_tensor.FakeTensor
 """Runs operators without memory, and its tensors. Without them ``profile="estimate"`` cannot weigh anything."""
 log_of_fakes: Any = torch._subclasses.fake_tensor.log
@@ -124,17 +124,17 @@ saved_tensors_hooks_in_use: Any = partial(_C._autograd._top_saved_tensors_defaul
 function_modes, count_function_modes = torch.overrides._get_current_function_mode_stack, _C._len_torch_function_stack
 """The modes that functions of torch are handed to. Without them those around a planned forward are passed by."""
 dispatch_modes, count_dispatch_modes = _dispatch._get_current_dispatch_mode_stack, _C._len_torch_dispatch_stack
-"""The modes that operators are handed to. Without them what runs again runs outside of those around the forward."""
+"""The modes that operators are handed to. Without them what is recomputed runs outside of those around it."""
 push_function_mode, pop_function_mode = torch.overrides._push_mode, torch.overrides._pop_mode
 """Put a mode for functions of torch on, and take the innermost off. Without them nothing can be optimized in one."""
 DeviceContext = torch.utils._device.DeviceContext
 """The mode that a default device is. Without it the plain model runs wherever one is set."""
 enter_saved_tensors_hooks: Any = _C._autograd._push_saved_tensors_default_hooks
-"""Puts hooks for saved tensors on. Without it nothing runs again."""
+"""Puts hooks for saved tensors on. Without it nothing is recomputed."""
 leave_saved_tensors_hooks: Any = _C._autograd._pop_saved_tensors_default_hooks
 """Takes the innermost hooks for saved tensors off. Without it an interrupt may leave some of the parser's on."""
 set_grad_enabled, is_any_autocast_enabled = _C._set_grad_enabled, _C._is_any_autocast_enabled
-"""Switches gradients; whether autocast is on for any type of device. Without them nothing runs again."""
+"""Switches gradients; whether autocast is on for any type of device. Without them nothing is recomputed."""
 are_deterministic: Any = _C._get_deterministic_algorithms, _C._get_deterministic_algorithms_warn_only
 """Whether deterministic algorithms are asked for, and by warnings alone. Without it as without ``FLAGS``."""
 matmul_precision: Any = _C._get_float32_matmul_precision
@@ -157,7 +157,7 @@ def is_mapped() -> bool:
 
 @contextmanager
 def unmapped() -> Iterator[None]:
-    """Inside, no ``vmap`` and no transform runs. Without it nothing runs again in a backward for many gradients."""
+    """Inside, no ``vmap`` and no transform runs. Without it nothing is recomputed in a backward for many gradients."""
     no_transform = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
     with no_transform, _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_VMAP)):
         yield
@@ -203,7 +203,7 @@ hooks_of = attrgetter(*HOOKS)
 always_called_of = attrgetter("_forward_hooks_always_called")
 """Forward hooks that run after errors too. Without it these are taken for some that only collect outputs."""
 has_global_hooks: Any = torch.nn.modules.module._has_any_global_hook
-"""Whether there are hooks of all modules. Without it these are given the twin of a part that is planned."""
+"""Whether there are hooks of all modules. Without it these are given the planned copy of a part."""
 is_fx_tracing: Any = torch.fx._symbolic_trace.is_fx_symbolic_tracing
 """Whether a symbolic trace by torch.fx is on. Without it optimized modules cannot be traced by it."""
 
@@ -267,9 +267,9 @@ FLAGS: dict[str, tuple[Any, Any]] = {
         lambda value: _C._set_cublas_allow_bf16_reduced_precision_reduction(*value),
     ),
 }
-"""Settings that choose kernels: how each is read and made. Without one what runs again may run another kernel."""
+"""Settings that choose kernels: how each is read and made. Without one a recomputation may run another kernel."""
 get_fp32_precision, set_fp32_precision = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
-"""What a kind of kernels computes float32 in. Without it what runs again may be computed in TF32, or not."""
+"""What a kind of kernels computes float32 in. Without it a recomputation may be in TF32, or not."""
 
 
 def finished_work() -> Any:

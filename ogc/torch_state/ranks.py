@@ -220,47 +220,38 @@ def parameters_apart(model: torch.nn.Module) -> Iterator[None]:
 
     Else backwards of single operations would come to that one, whose gradients are sent to other ranks.
     """
-    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    tables = [(parameters_of(module), name) for module in modules for name in parameters_of(module)]
-    views = [(table, name, view) for table, name in tables if (view := table[name]) is not None and view.grad_fn]
-    beside = [
-        (vars(module), parameters_of(module), name) for module in modules for name in _views_beside(model, module)
-    ]
-    attributes = [(found, table, name, found[name]) for found, table, name in beside]
-    twins = {id(v): torch.nn.Parameter(v.detach()) for v in (*(v for *_, v in views), *(v for *_, v in attributes))}
-    known = [(table, dict(table)) for _, table, *_ in attributes]
+    is_flat, own = has_flat_parameters(model), dict[int, torch.nn.Parameter]()
+    before: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = []
     try:
-        for found, table, name, view in attributes:
-            del found[name]
-            table[name] = twins[id(view)]
-        for table, name, view in views:
-            table[name] = twins[id(view)]
+        for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            found, table = vars(module), parameters_of(module)
+            beside = {name: found[name] for name in views_of_flat(module) if is_flat or name in table}
+            views = {name: view for name, view in table.items() if view is not None and view.grad_fn}
+            if beside or views:
+                before.append((found, table, beside, dict(table)))
+            for name, view in (*beside.items(), *views.items()):
+                table[name] = own.setdefault(id(view), torch.nn.Parameter(view.detach()))
+            for name in beside:
+                del found[name]
         yield
     finally:
-        for table, content in known:
-            for name in table.keys() - content.keys():
-                del table[name]
-        for table, name, view in views:
-            table[name] = view
-        for found, _, name, view in attributes:
-            found[name] = view
-
-
-def _views_beside(model: torch.nn.Module, module: torch.nn.Module) -> list[str]:
-    """Views of a flat parameter that are plain attributes of a module of ``model``, instead of parameters or beside."""
-    is_flat = has_flat_parameters(model)
-    return [name for name in views_of_flat(module) if is_flat or name in parameters_of(module)]
+        for found, table, beside, parameters in before:
+            table.clear()
+            table.update(parameters)
+            found.update(beside)
 
 
 def own_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Parameters of the same memory, put in the places of the model's, until these are put back."""
-    twins: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    own: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in parameters_of(module).items():
             if parameter is not None:
-                twin = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-                parameters_of(module)[name] = twins.setdefault(parameter, twin)
-    return list(twins.values())
+                copy = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+                parameters_of(module)[name] = own.setdefault(parameter, copy)
+    return list(own.values())
 
 
 DataParallel = torch.nn.parallel.DistributedDataParallel
@@ -268,10 +259,10 @@ DataParallel = torch.nn.parallel.DistributedDataParallel
 
 def around(wrapper: DataParallel, module: torch.nn.Module) -> DataParallel:
     """The same wrapper, of the same gradients, around another module that has the same parameters."""
-    twin: DataParallel = object.__new__(type(wrapper))
-    vars(twin).update(vars(wrapper))
-    vars(twin)[MEMBERS[2]] = {**submodules_of(wrapper), "module": module}
-    return twin
+    copy: DataParallel = object.__new__(type(wrapper))
+    vars(copy).update(vars(wrapper))
+    vars(copy)[MEMBERS[2]] = {**submodules_of(wrapper), "module": module}
+    return copy
 
 
 Optimize = TypeVar("Optimize", bound=Callable[..., torch.nn.Module])
@@ -281,9 +272,9 @@ def within_data_parallel(optimize: Optimize) -> Optimize:
     """What optimizes a model, for a DistributedDataParallel too: the model in it."""
 
     @wraps(optimize)
-    def call(model: torch.nn.Module, sample_input: Any, **wish: Any) -> torch.nn.Module:
+    def call(model: torch.nn.Module, sample_input: Any, **options: Any) -> torch.nn.Module:
         if isinstance(model, DataParallel):
-            return around(model, optimize(model.module, sample_input, **wish))
-        return optimize(model, sample_input, **wish)
+            return around(model, optimize(model.module, sample_input, **options))
+        return optimize(model, sample_input, **options)
 
     return cast(Optimize, call)

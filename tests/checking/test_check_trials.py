@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import ogc
 from ogc.checking.check import check_two_steps
-from ogc.checking.inputs import NotVaried, another_input, smaller_batch
+from ogc.checking.step import NotVaried, another_input, smaller_batch
 
 ALL = ("seed 1", "seed 2", "seed 3", "another input", "a smaller batch", "after an optimizer step")
 

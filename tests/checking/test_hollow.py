@@ -1,5 +1,6 @@
 """Hollow runs: what they count is what the allocator measures, and what plans for a GPU promise."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -130,7 +131,7 @@ def test_a_loss_that_fails_in_the_backward_raises_here():
     model = nn.Linear(8, 8)
     graph = ogc.parse(model, torch.zeros(4, 8), device="cuda", profile="estimate", loss=lambda y: y.sum())
     plan = ogc.solve(graph, solver="none")
-    rest = ogc.program.step.Rest(loss=Fails.apply)
+    rest = replace(graph.program.rest, loss=Fails.apply)
     object.__setattr__(graph.program, "rest", rest)
     with pytest.raises(ValueError, match="not today"):
         hollow_run(model, graph, plan)

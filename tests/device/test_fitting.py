@@ -10,10 +10,19 @@ from torch import nn
 
 import ogc
 from ogc.errors import InputError, SolveError
-from ogc.sizing import fitting, needs
+from ogc.sizing import needs
 from ogc.sizing.allocator import AllocatorSettings, Usage
-from ogc.sizing.fitting import fits, moves_of, needed_bytes, used_bytes, within_device
-from ogc.sizing.needs import Estimate, activation_budget, bucket_bytes, fixed_needs
+from ogc.sizing.needs import (
+    Estimate,
+    activation_budget,
+    bucket_bytes,
+    fits,
+    fixed_needs,
+    moves_of,
+    needed_bytes,
+    used_bytes,
+    within_device,
+)
 from ogc.sizing.requests import WholeStep
 from ogc.torch_state.allocator import peak_bytes
 
@@ -104,7 +113,6 @@ def test_a_device_on_which_nothing_fits_is_told_what_would_do():
 def as_on_cuda(monkeypatch):
     """A CPU's memory is taken to be handed out as CUDA's is."""
     monkeypatch.setattr(needs, "CACHING", {"cpu", "cuda"})
-    monkeypatch.setattr(fitting, "CACHING", {"cpu", "cuda"})
 
 
 def wide(width=512, layers=6):

@@ -147,9 +147,9 @@ def test_a_device_that_is_not_there_has_allowances():
 
 def test_where_no_plan_needs_less_it_says_so():
     needs = ogc.estimate(Network(), IMAGES, loss=loss, device="cuda")
-    vars(needs)["_needed"] = 2**20, 2**19
+    vars(needs).update(plain_bytes=2**20, least_bytes=2**19)
     assert "a plain step needs 1.0 MiB, at least 0.5 MiB at +" in str(needs)
-    vars(needs)["_needed"] = 2**20, 2**20 + 100  # each is known to a percent
+    vars(needs).update(plain_bytes=2**20, least_bytes=2**20 + 100)  # each is known to a percent
     assert "a plain step needs 1.0 MiB, no plan less" in str(needs)
 
 

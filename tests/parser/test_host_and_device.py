@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import ogc
 from ogc.graph import RuntimeCosts
 from ogc.operation import Operation, Variant
-from ogc.parser.weigh.host.queue import OF_BACKWARD, OF_FORWARD, beside_device, longest
+from ogc.parser.weigh.host import OF_BACKWARD, OF_FORWARD, beside_device, longest
 
 COSTS = RuntimeCosts(1.0, 2.0, 3.0, 4.0)
 SECONDS = st.integers(0, 50).map(float)

@@ -13,10 +13,9 @@ from torch import nn
 
 import ogc
 from ogc.graph import RuntimeCosts
-from ogc.parser.weigh import timing
-from ogc.parser.weigh.host import costs as host
-from ogc.parser.weigh.host.costs import runtime_costs
-from ogc.parser.weigh.measure import seconds_of
+from ogc.parser.weigh import host, measure
+from ogc.parser.weigh.host import runtime_costs
+from ogc.parser.weigh.measure import seconds_of, typical
 from ogc.torch_state.reads import Reads
 
 pytestmark = pytest.mark.usefixtures("measured_times")
@@ -61,9 +60,9 @@ class Rows(nn.Module):
 def test_a_view_is_measured_once_wherever_it_lies(monkeypatch):
     counts = []
     for rows in (2, 12):
-        monkeypatch.setattr(timing, "_known", {})
+        monkeypatch.setattr(measure, "_known", {})
         ogc.parse(Rows(), torch.randn(rows, 4, 8)[:rows])
-        counts.append(len(timing._known))
+        counts.append(len(measure._known))
     assert counts[0] == counts[1]
 
 
@@ -80,8 +79,8 @@ def test_what_runs_without_gradients_has_no_backward():
 
 
 def test_what_is_not_affordable_is_estimated_at_the_same_pace(monkeypatch):
-    monkeypatch.setattr(timing, "AFFORDABLE_SECONDS", -1.0)
-    monkeypatch.setattr(timing, "_known", {})
+    monkeypatch.setattr(measure, "AFFORDABLE_SECONDS", -1.0)
+    monkeypatch.setattr(measure, "_known", {})
     graphs = [ogc.parse(Residual(), images(), profile=profile) for profile in ("time", "estimate")]
     times = [[(op.forward_seconds, op.backward_seconds) for op in graph.operations] for graph in graphs]
     assert times[0] == times[1]
@@ -111,8 +110,8 @@ def test_coming_back_from_a_kernel_is_measured_once():
 
 
 def test_runs_that_meet_new_memory_do_not_count_unless_all_do():
-    assert timing._in_known_memory([(5.0, 3000), (1.0, 0), (4.0, 1500), (1.1, 2)]) == [1.0, 1.1]
-    assert timing._in_known_memory([(5.0, 3000), (5.2, 3100)]) == [5.0, 5.2]
+    assert measure._in_known_memory([(5.0, 3000), (1.0, 0), (4.0, 1500), (1.1, 2)]) == [1.0, 1.1]
+    assert measure._in_known_memory([(5.0, 3000), (5.2, 3100)]) == [5.0, 5.2]
 
 
 def test_new_memory_is_waited_out(monkeypatch):
@@ -123,18 +122,18 @@ def test_new_memory_is_waited_out(monkeypatch):
         runs.append(run())
         return 0.008 if len(runs) <= 8 else 0.001
 
-    monkeypatch.setattr(timing, "seconds_of", seconds_of)
-    monkeypatch.setattr(timing, "page_faults", lambda: 1000 * min(len(runs), 8))
-    assert timing.Timer(torch.device("cpu")).typical(lambda: None) == 0.001
-    assert len(runs) == 8 + timing.ENOUGH
+    monkeypatch.setattr(measure, "seconds_of", seconds_of)
+    monkeypatch.setattr(measure, "page_faults", lambda: 1000 * min(len(runs), 8))
+    assert typical(lambda: None, torch.device("cpu")) == 0.001
+    assert len(runs) == 8 + measure.ENOUGH
 
 
 def test_memory_that_is_always_new_counts(monkeypatch):
     runs = []
-    monkeypatch.setattr(timing, "seconds_of", lambda run, device: runs.append(run()) or 0.008)
-    monkeypatch.setattr(timing, "page_faults", lambda: 1000 * len(runs))
-    assert timing.Timer(torch.device("cpu")).typical(lambda: None) == 0.008
-    assert len(runs) == 1 + timing.MOST
+    monkeypatch.setattr(measure, "seconds_of", lambda run, device: runs.append(run()) or 0.008)
+    monkeypatch.setattr(measure, "page_faults", lambda: 1000 * len(runs))
+    assert typical(lambda: None, torch.device("cpu")) == 0.008
+    assert len(runs) == 1 + measure.MOST
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there threads are counted in steps of 16 ms")

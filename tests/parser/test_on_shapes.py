@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import ogc
 from ogc.errors import ParseError
 from ogc.operators import convolution_parts as parts
-from ogc.sizing.shapes import Fakes, OtherSizes, foretold_program, same_program, stand_ins, to_be_run
+from ogc.sizing.shapes import Fakes, OtherSizes, extrapolated_program, same_program, stand_ins, to_be_run
 
 SIZES = (2, 3, 4)
 
@@ -153,7 +153,7 @@ def test_shapes_tell_what_parsing_sees(name, size):
     make, sample = NETWORKS[name]
     make_loss = (lambda number: None) if name == "sequence" else labels_for
     model, shapes, known = looked_at(make, sample, make_loss)
-    program = foretold_program(known, SIZES, size)
+    program = extrapolated_program(known, SIZES, size)
     graph, trials = shapes.weighed(sample(size), program)
     assert trials.succeed()
     parsed = ogc.parse(model, sample(size), loss=make_loss(size), profile="estimate")
@@ -172,7 +172,7 @@ def test_shapes_tell_what_parsing_sees(name, size):
 @pytest.mark.full
 def test_shapes_tell_of_a_device_that_is_not_there():
     model, shapes, known = looked_at(Attention, tokens, labels_for, device="cuda")
-    graph, _ = shapes.weighed(tokens(13), foretold_program(known, SIZES, 13))
+    graph, _ = shapes.weighed(tokens(13), extrapolated_program(known, SIZES, 13))
     parsed = ogc.parse(model, tokens(13), loss=labels_for(13), device="cuda")
     assert graph.device == parsed.device == "cuda"
     assert numbers_of(graph) == numbers_of(parsed)
@@ -182,7 +182,7 @@ def test_shapes_tell_of_a_device_that_is_not_there():
 @pytest.mark.parametrize("profile", ["time", "measure"])
 def test_times_are_measured_where_they_were(profile):
     model, shapes, known = looked_at(Strided, images, labels_for, profile=profile)
-    program = foretold_program(known, SIZES, 8)
+    program = extrapolated_program(known, SIZES, 8)
     timed, estimated = (shapes.weighed(images(8), program, is_timed=flag).graph for flag in (True, False))
     parsed = ogc.parse(model, images(8), loss=labels_for(8), profile=profile)
     assert [v.bytes for v in timed.values] == [v.bytes for v in parsed.values]
@@ -202,7 +202,7 @@ def test_no_forward_runs_and_the_model_stays_as_it_is():
     for module in model.modules():
         module.register_forward_pre_hook(lambda *args: calls.append(1))
     sample, state = images(50), torch.get_rng_state()
-    shapes.weighed(sample, foretold_program(known, SIZES, 50))
+    shapes.weighed(sample, extrapolated_program(known, SIZES, 50))
     assert not calls
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -234,11 +234,11 @@ def vectors(number):
 
 def test_another_program_is_told_from_the_same():
     _, shapes, known = looked_at(Branching, vectors, lambda number: None)
-    assert same_program(foretold_program(known, SIZES, 5), shapes.recorded(vectors(5), None))
-    assert not same_program(foretold_program(known, SIZES, 6), shapes.recorded(vectors(6), None))
-    assert not same_program(foretold_program(known, SIZES, 4), shapes.recorded(vectors(5), None))
+    assert same_program(extrapolated_program(known, SIZES, 5), shapes.recorded(vectors(5), None))
+    assert not same_program(extrapolated_program(known, SIZES, 6), shapes.recorded(vectors(6), None))
+    assert not same_program(extrapolated_program(known, SIZES, 4), shapes.recorded(vectors(5), None))
     with pytest.raises(ParseError, match="another program"):
-        foretold_program([*known, shapes.recorded(vectors(6), None)], (2, 3, 4, 6), 8)
+        extrapolated_program([*known, shapes.recorded(vectors(6), None)], (2, 3, 4, 6), 8)
 
 
 class Halves(nn.Module):
@@ -255,9 +255,9 @@ class Halves(nn.Module):
 def test_numbers_on_no_curve_foretell_no_others():
     sizes = (2, 4, 6)
     _, _, known = looked_at(Halves, lambda length: torch.randn(2, length, 8), lambda number: None, sizes)
-    assert len(foretold_program(known, sizes, 8).graph.nodes) == len(known[0].graph.nodes)
+    assert len(extrapolated_program(known, sizes, 8).graph.nodes) == len(known[0].graph.nodes)
     with pytest.raises(ParseError, match="foretells no others"):
-        foretold_program(known, sizes, 5)
+        extrapolated_program(known, sizes, 5)
 
 
 class Counting(nn.Module):
@@ -289,7 +289,7 @@ def test_trials_are_put_off_and_count_where_they_fail(monkeypatch, request):
     request.addfinalizer(parts._parts.cache_clear)
     model, shapes, known = looked_at(Strided, images, labels_for)
     tried.clear()
-    program = foretold_program(known, SIZES, 40)
+    program = extrapolated_program(known, SIZES, 40)
     graph, trials = shapes.weighed(images(40), program)
     assert not tried
     results[0] = False

@@ -167,7 +167,7 @@ def test_other_threads_read_what_they_like():
     finally:
         stop.set()
         thread.join()
-    names = {key for owner in optimised.graph.program.reads.owners for key in owner.keys}
+    names = {key for owner in optimised.graph.program.reads.owners for key in owner.names}
     assert seen and "table" in names and "scale1" not in names
     assert_alike(plain, other, optimised)
 

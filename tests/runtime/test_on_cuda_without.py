@@ -10,11 +10,11 @@ import ogc
 from ogc.errors import InputError, ReplayError
 from ogc.parser.arguments import _check_one_device
 from ogc.parser.weigh import measure
-from ogc.parser.weigh.measure import Measurer, seconds_of
-from ogc.parser.weigh.timing import Timer
+from ogc.parser.weigh.call import most_bytes
+from ogc.parser.weigh.measure import Measurer, seconds_of, typical
 from ogc.program import autocast
-from ogc.runtime import frame, marks
-from ogc.runtime.marks import Marks, raise_what_is_known
+from ogc.runtime import frame, held
+from ogc.runtime.held import Marks, raise_what_is_known
 from ogc.torch_state.private import TorchDispatchMode
 
 
@@ -61,10 +61,10 @@ def gated():
 def on_a_device(monkeypatch):
     """Marks are read as on a device that nobody waits for; what it has come to is said by the list."""
     known = []
-    monkeypatch.setattr(marks, "is_read_at_once", lambda tensor: False)
-    monkeypatch.setattr(marks, "_read_later", lambda flag: lambda: bool(flag) if known else None)
+    monkeypatch.setattr(held, "is_read_at_once", lambda tensor: False)
+    monkeypatch.setattr(held, "_read_later", lambda flag: lambda: bool(flag) if known else None)
     yield known
-    marks._pending.clear()
+    held._pending.clear()
 
 
 def test_what_is_called_again_is_compared_without_waiting(gated, on_a_device, monkeypatch):
@@ -75,10 +75,10 @@ def test_what_is_called_again_is_compared_without_waiting(gated, on_a_device, mo
     with Reading() as mode:
         optimised(x).sum().backward()
     assert not mode.read
-    assert marks._pending
+    assert held._pending
     on_a_device.append(True)
     optimised(x)
-    assert not marks._pending
+    assert not held._pending
 
 
 def test_a_difference_is_an_error_once_it_is_known(on_a_device):
@@ -197,19 +197,16 @@ def test_one_slow_run_does_not_count(slow, monkeypatch):
     device, times = Device(monkeypatch), [0.002] * 10
     times[slow] = 0.6
     left = iter(times)
-    monkeypatch.setattr(measure, "can_measure", lambda _: False)
-    measurer = Measurer(torch.device("cuda"))
-    assert measurer.measure(lambda: None, lambda: device.work(next(left)))[1] == pytest.approx(0.002)
+    assert typical(lambda: device.work(next(left)), torch.device("cuda")) == pytest.approx(0.002)
 
 
 def test_bytes_that_are_not_measured_are_estimated_by_the_rules_of_cuda():
     cuda = torch.device("cuda")
-    assert Timer(cuda).estimator.by_rules is not None
+    assert Measurer(cuda, measures_bytes=False).estimator.by_rules is not None
     assert Measurer(cuda).estimator.by_rules is None
 
 
-def test_the_most_bytes_of_all_runs_count_on_cuda(monkeypatch):
+def test_the_most_bytes_of_all_runs_but_the_first_count_on_cuda():
     """A run may begin while gradients of the one before it are still alive, and then seems to take less."""
-    device, bytes_of_runs = Device(monkeypatch), iter([5, 9, 9, 9])
-    monkeypatch.setattr(measure, "allocated_bytes", lambda run, *_: (run(), next(bytes_of_runs))[1:])
-    assert Measurer(torch.device("cuda")).measure(lambda: None, lambda: device.work(0.002))[0] == 9
+    bytes_of_runs = iter([11, 5, 9, 9])
+    assert most_bytes(lambda: (next(bytes_of_runs), 0), torch.device("cuda")) == (9, 0)

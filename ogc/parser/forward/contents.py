@@ -1,8 +1,7 @@
 """A forward on meta tensors, with the content of small tensors that follows from what is known.
 
-A model without content is recorded on meta tensors, which know their shape alone. Python may still read numbers that
-depend on no parameter: positions, a mask that was given. So what is made of constants and of given tensors is computed
-beside, as long as it is small.
+Python may read numbers that depend on no parameter: positions, a mask that was given. What is made of constants and of
+given tensors is computed beside, as long as it is small.
 """
 
 from __future__ import annotations
@@ -103,17 +102,15 @@ class Contents(TorchDispatchMode):
                     self.known.pop(tensor.untyped_storage(), None)
 
     def _real(self, tree: Any) -> Any:
-        return map_aggregate(tree, self._real_leaf)
+        def real(leaf: Any) -> Any:
+            if isinstance(leaf, torch.device):
+                return torch.device("cpu")
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+                return leaf
+            empty, storage = torch.empty(0, dtype=leaf.dtype, device="cpu"), self.known[leaf.untyped_storage()]
+            return empty.set_(storage, leaf.storage_offset(), leaf.shape, leaf.stride())
 
-    def _real_leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.device):
-            return torch.device("cpu")
-        if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
-            return leaf
-        real = self.known[leaf.untyped_storage()]
-        return torch.empty(0, dtype=leaf.dtype, device="cpu").set_(
-            real, leaf.storage_offset(), leaf.shape, leaf.stride()
-        )
+        return map_aggregate(tree, real)
 
     def _bind(self, meta: torch.Tensor, real: torch.Tensor) -> None:
         storage = meta.untyped_storage()
@@ -146,13 +143,9 @@ def on_meta(model: torch.nn.Module, contents: Contents) -> torch.nn.Module:
         return model
     memo: dict[int, Any] = {}
     for tensor in state:
-        meta = contents.meta(tensor)
-        memo[id(tensor)] = torch.nn.Parameter(meta, tensor.requires_grad) if _is_parameter(tensor) else meta
+        meta, is_parameter = contents.meta(tensor), isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
     return copy.deepcopy(model, memo)
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -25,10 +25,9 @@ Pack = Callable[[torch.Tensor], object]
 
 
 class FlatForward:
-    r"""A forward as a function of a flat list of tensors.
+    """A forward as a function of a flat list of tensors.
 
-    What came of its last call is called as in :class:`~ogc.parser.traced.Traced`; all but the structure of the result
-    is there once it was :meth:`finish`\ ed.
+    What came of its last call is named as in :class:`~ogc.parser.traced.Traced`, and there after ``finish()``.
     """
 
     def __init__(self, forward: Callable[..., Any], spec: InputSpec) -> None:
@@ -73,8 +72,8 @@ def raise_own_error(
 ) -> None:
     """If the model's own forward raises when nobody looks, raise that, with a note that says so; else do nothing.
 
-    What it raised where it was ``seen`` is raised in its place: it may have run as for another device. It is tried with
-    the memory of inference first; where that fails, with the memory of a plain step.
+    What it raised where it was ``seen`` is raised in its place: it may have run as for another device. It runs with the
+    memory of inference; where that fails, with that of a plain step.
     """
 
     def run(as_in_training: Callable[[], AbstractContextManager[None]]) -> None:
@@ -98,10 +97,9 @@ def gradient_targets(
 ) -> tuple[frozenset[Any], list[Any]]:
     """The tensors that the backward of ``outputs`` ends at: an input is its number, anything else itself.
 
-    Returns:
-        The tensors, and the nodes on the way, which are to be held until the outputs are gone. Nodes that Python
-        has looked at are freed recursively by PyTorch 2.15, which takes more stack for a long program than there is;
-        a list lets go of its last item first, and each node here comes after those that it holds.
+    Returns: The tensors, and the nodes on the way, to be held until the outputs are gone: nodes that Python has looked
+    at are freed recursively by PyTorch 2.15, which takes more stack for a long program than there is. A list lets go of
+    its last item first, and each node comes after those that it holds.
     """
     numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
     found: set[Any] = {numbers.get(id(t), t) for t in outputs if t.requires_grad and t.grad_fn is None}

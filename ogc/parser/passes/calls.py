@@ -22,7 +22,7 @@ from ...program.program import SHAPE, SHARED, WithoutGrad, call_beside, tensor_l
 from ...torch_state.compare import same_bits
 from ...torch_state.dispatch import Call, complete, dispatched_to
 from ...torch_state.private import NN_FUNCTIONS, OpOverload, nn_functions, pytree, schema_of
-from ..weigh.calls import call_key, own_argument
+from ..weigh.call import call_key, own_argument
 
 
 class Bindings:

@@ -20,7 +20,7 @@ from ...graph import Operation, Value
 from ...program.leaf import Leaf
 from ...program.program import TensorRef
 from ..traced import ALIVE, BYTES, CALL, HISTORY, History
-from ..weigh.gradients import OperationGradients, reached
+from ..weigh.backward import reached
 from ..weigh.record import Observation, Span
 
 
@@ -86,21 +86,20 @@ Dead = dict[int, list[int]]
 """Positions of operations that no backward comes to, and the values that each saves."""
 
 
-def forget_unreached(
-    observation: Observation, gradients: Sequence[OperationGradients], ends: Sequence[TensorRef]
-) -> Dead:
+def forget_unreached(observation: Observation, ends: Sequence[TensorRef]) -> Dead:
     """Take from operations that no backward from ``ends`` comes to what they save; ``observation`` is changed.
 
     What they save besides values becomes a value of its own, which nothing uses.
     """
     dead: Dead = {}
-    for t, is_reached in enumerate(reached(gradients, ends, observation.storages)):
+    backwards = [record.backward() for record in observation.records]
+    for t, is_reached in enumerate(reached(backwards, ends, observation.storages)):
         record = observation.records[t]
-        if is_reached or isinstance(record.node.target, Leaf) or not any(record.differentiable):
+        if is_reached or isinstance(record.node.target, Leaf) or not any(o.differentiable for o in record.outputs):
             continue
-        dead[t] = list(record.saved_values)
-        if record.internal_bytes:
-            dead[t].append(observation.new_value(f"{record.node.name}.saved", record.internal_bytes))
+        dead[t] = list(record.saved.values)
+        if record.saved.internal_bytes:
+            dead[t].append(observation.new_value(f"{record.node.name}.saved", record.saved.internal_bytes))
             record.writes.append(dead[t][-1])
         record.forget_saves()
     return dead
@@ -125,7 +124,7 @@ def _held_by_frames(observation: Observation, heirs: dict[int, int], uses: dict[
     records = observation.records
     calls = [(call, t) for t, record in enumerate(records) if (call := record.node.meta.get(CALL)) is not None]
     held: dict[int, int] = {}
-    kept = observation.output_values.union(*(record.saved_values for record in records))
+    kept = observation.output_values.union(*(record.saved.values for record in records))
     tails = []
     aside = {observation.storages[ref] for record in records for ref in record.aside}  # which counts where it is held
     for record in records:
@@ -150,12 +149,12 @@ def _ends(observation: Observation, dead: Dead, uses: dict[int, int]) -> dict[in
     found: dict[int, int] = {}
     for t in reversed(dead):
         record = observation.records[t]
-        for ref, flag in zip(record.outputs, record.differentiable, strict=True):
-            if flag:
-                value = observation.storages.get(ref)
-                last = ends.get(ref if value is None else value, 0)
+        for output in record.outputs:
+            if output.differentiable:
+                value = observation.storages.get(output.ref)
+                last = ends.get(output.ref if value is None else value, 0)
                 found[t] = max(last, 0 if value is None else uses[value], found.get(t, 0))
-        for ref in filter(None, record.receivers):
+        for ref in filter(None, (argument.receiver for argument in record.arguments)):
             key = observation.storages.get(ref, ref)
             ends[key] = max(found[t], ends.get(key, 0))
     return found

@@ -44,13 +44,13 @@ def run_out_of_place(graph: torch.fx.Graph) -> None:
         given = node.args[0] if node.op == "call_function" and node.args else None
         if OUTSIDE in node.meta or not isinstance(given, torch.fx.Node) or not of(given.target).returns_view:
             continue
-        twin = out_of_place(node.target)
-        is_random = torch.Tag.nondeterministic_seeded in getattr(twin, "tags", ())
-        if node.all_input_nodes != [given] or not is_elementwise(twin) or is_random:
+        functional = out_of_place(node.target)
+        is_random = torch.Tag.nondeterministic_seeded in getattr(functional, "tags", ())
+        if node.all_input_nodes != [given] or not is_elementwise(functional) or is_random:
             continue
         node.meta[REBASED] = True
-        if len(given.users) == 1 and _saves_result(node, twin) == _saves_result(node, node.target):
-            node.target = twin
+        if len(given.users) == 1 and _saves_result(node, functional) == _saves_result(node, node.target):
+            node.target = functional
 
 
 def save_operands(observation: Observation) -> bool:
@@ -62,28 +62,29 @@ def save_operands(observation: Observation) -> bool:
     places = {record.node: t for t, record in enumerate(records) if isinstance(record.node.target, OpOverload)}
     found = []
     for t, record in enumerate(records):
-        twin = _twin_that_copies_nothing(record)
-        if twin is None:
+        functional = _functional_without_copies(record)
+        if functional is None:
             continue
         (value,), (operand,) = record.writes, record.node.all_input_nodes
         before = [user for user in users[value] if user < t]
-        if before == [places.get(operand)] and len(operand.users) == 1 and value not in records[before[0]].saved_values:
-            found.append((record.node, twin))
-    for node, twin in found:
-        node.meta[COPIED], node.target = node.target, twin
+        if before == [places.get(operand)] and len(operand.users) == 1 and value not in records[before[0]].saved.values:
+            found.append((record.node, functional))
+    for node, functional in found:
+        node.meta[COPIED], node.target = node.target, functional
     return bool(found)
 
 
-def _twin_that_copies_nothing(record: Record) -> Any:
+def _functional_without_copies(record: Record) -> Any:
     """The operator without its underscore, where that saves its operand and this one a copy; else None."""
-    copies = len(record.saves) == 1 and record.internal_bytes and not record.saved_values
+    kept = record.saved
+    copies = len(kept.tensors) == 1 and kept.internal_bytes and not kept.values
     if not copies or len(record.writes) != 1 or not {REBASED, OUTSIDE}.isdisjoint(record.node.meta):
         return None
-    twin = _out_of_place(record, record.writes[0])
-    if twin is None or len(record.node.all_input_nodes) != 1:
+    functional = _out_of_place(record, record.writes[0])
+    if functional is None or len(record.node.all_input_nodes) != 1:
         return None
-    given, _, saved = _tried(record.node, twin)
-    return twin if saved == {given} else None
+    given, _, saved = _tried(record.node, functional)
+    return functional if saved == {given} else None
 
 
 def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[int, tuple[int, Any]]:
@@ -95,16 +96,20 @@ def separate_versions(observation: Observation, output_nodes: set[str]) -> dict[
     taken: dict[int, tuple[int, Any]] = {}
     for value, users in enumerate(_users(observation)):
         writers = [t for t in users if value in records[t].writes]
-        twins = [_out_of_place(records[t], value) for t in writers[1:]]
-        if len(writers) < 2 or None in twins or not _only_the_chain(observation, value, users, writers, output_nodes):
+        functionals = [_out_of_place(records[t], value) for t in writers[1:]]
+        if (
+            len(writers) < 2
+            or None in functionals
+            or not _only_the_chain(observation, value, users, writers, output_nodes)
+        ):
             continue
         old = value
-        for t, twin in zip(writers[1:], twins, strict=True):
+        for t, functional in zip(writers[1:], functionals, strict=True):
             new = len(observation.value_bytes)
             observation.value_bytes.append(observation.value_bytes[value])
             observation.value_names.append(records[t].node.name)
             _rename(observation, old, new, [user for user in users if user >= t])
-            taken[t] = (old, twin)
+            taken[t] = (old, functional)
             old = new
     return taken
 
@@ -113,8 +118,8 @@ def _users(observation: Observation) -> list[list[int]]:
     """For each value, the positions of the operations that have anything to do with it."""
     users: list[list[int]] = [[] for _ in observation.value_bytes]
     for t, record in enumerate(observation.records):
-        values = {*record.reads, *record.writes, *record.saved_values}
-        values.update(observation.storages[ref] for ref in record.outputs if ref in observation.storages)
+        values = {*record.reads, *record.writes, *record.saved.values}
+        values.update(observation.storages[o.ref] for o in record.outputs if o.ref in observation.storages)
         for value in values:
             users[value].append(t)
     return users
@@ -125,21 +130,22 @@ def _out_of_place(record: Record, value: int) -> Any:
     if record.random or record.writes != [value] or len(record.outputs) != 1:
         return None
     # With another type or layout among the operands, the result could get that one's.
-    if record.saved_values not in ([], [value]) or len(set(record.layouts)) != 1 or not record.layouts[0][-1]:
+    kinds = {argument.kind for argument in record.arguments}
+    if record.saved.values not in ([], [value]) or len(kinds) != 1 or not next(iter(kinds))[-1]:
         return None
-    twin = out_of_place(record.node.target)
-    if not is_elementwise(twin) or (record.saved_values and not _has_same_backward(record.node, twin)):
+    functional = out_of_place(record.node.target)
+    if not is_elementwise(functional) or (record.saved.values and not _has_same_backward(record.node, functional)):
         return None
-    return twin
+    return functional
 
 
-def _has_same_backward(node: torch.fx.Node, twin: Any) -> bool:
-    """Whether ``twin`` of an operator of one tensor computes the same gradient, and saves the same for it.
+def _has_same_backward(node: torch.fx.Node, functional: Any) -> bool:
+    """Whether ``functional``, out of place, computes the same gradient as its operator, and saves the same for it.
 
     What a result was computed from is gone when it is written in place, so some gradients are computed from the result
     there, but by other formulas from the operand out of place (``elu_``).
     """
-    return of(twin).from_either or _saves_result(node, node.target) == _saves_result(node, twin)
+    return of(functional).from_either or _saves_result(node, node.target) == _saves_result(node, functional)
 
 
 def _saves_result(node: torch.fx.Node, target: Any) -> bool:
@@ -166,14 +172,15 @@ def _only_the_chain(
     records = observation.records
     chain = [TensorRef(records[t].node.name, 0) for t in writers]
     for t in users:
-        if t < writers[-1] and t not in writers and value in map(observation.storages.get, records[t].outputs):
+        made = (observation.storages.get(output.ref) for output in records[t].outputs)
+        if t < writers[-1] and t not in writers and value in made:
             return False
     for ref, overwritten in zip(chain, writers[1:], strict=False):
-        if ref.node in output_nodes or records[overwritten].arguments[:1] != [ref]:
+        if ref.node in output_nodes or [a.value for a in records[overwritten].arguments[:1]] != [ref]:
             return False
-        if any(t > overwritten and ref in records[t].arguments for t in users):
+        if any(t > overwritten and any(a.value == ref for a in records[t].arguments) for t in users):
             return False
-        if any(t < overwritten and value in records[t].saved_values for t in users):
+        if any(t < overwritten and value in records[t].saved.values for t in users):
             return False
     return True
 
@@ -182,10 +189,10 @@ def _rename(observation: Observation, old: int, new: int, users: list[int]) -> N
     """From the first of ``users`` on, ``old`` is ``new``, but for what that one itself reads."""
     for t in users:
         record = observation.records[t]
-        for ref in record.outputs:
-            if observation.storages.get(ref) == old:
-                observation.storages[ref] = new
-        for numbers in (record.writes, record.saved_values, *([record.reads] if t > users[0] else [])):
+        for output in record.outputs:
+            if observation.storages.get(output.ref) == old:
+                observation.storages[output.ref] = new
+        for numbers in (record.writes, record.saved.values, *([record.reads] if t > users[0] else [])):
             numbers[:] = [new if number == old else number for number in numbers]
     if old in observation.output_values:
         observation.output_values.remove(old)
@@ -219,12 +226,8 @@ def _written_in_pieces(observation: Observation) -> list[tuple[str, str]]:
         last_writes.update(dict.fromkeys(record.writes, t))
         for value in record.reads:
             readers.setdefault(value, []).append(t)
-    differentiable = {
-        observation.storages.get(ref)
-        for record in records
-        for ref, flag in zip(record.outputs, record.differentiable, strict=True)
-        if flag
-    }
+    outputs = (output for record in records for output in record.outputs if output.differentiable)
+    differentiable = {observation.storages.get(output.ref) for output in outputs}
     found = []
     for value, last in last_writes.items():
         times = readers.get(value, [])
@@ -243,10 +246,11 @@ def _only_name(observation: Observation, value: int, times: list[int]) -> str | 
     made_since: set[TensorRef] = set()
     used: dict[TensorRef, bool] = {}
     for record in (observation.records[t] for t in times):
-        for ref, layout in zip(record.arguments, record.layouts, strict=True):
+        for argument in record.arguments:
+            ref = argument.value
             if ref is not None and observation.storages.get(ref) == value and ref not in made_since:
-                used[ref] = layout[-1]
-        made_since.update(record.outputs)
+                used[ref] = argument.kind[-1]
+        made_since.update(output.ref for output in record.outputs)
     if len(used) != 1 or not all(used.values()):
         return None
     (ref,) = used

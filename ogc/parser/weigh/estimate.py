@@ -1,11 +1,9 @@
 """Weights of one operation without computing it: shapes only, time from a roofline.
 
 An operation is run once, forward and backward, on meta tensors of the shapes that it was seen with (several times
-faster than fake ones, and all but one weight depends on shapes alone). Every operator that this dispatches to is seen
-by :class:`.meter.Meter`, which adds up FLOPs and bytes moved and keeps the most bytes of fresh storage alive at once.
-Equal calls are looked up, not run again. On a CPU, attention and some convolutions are run all the same, for the bytes
-that their kernels take. What an operation saves can depend on the device (a dropout mask has one byte or four); for a
-device that the model is not on, it is found out under FakeTensorMode, which needs no such device.
+faster than fake ones). Every operator that this dispatches to is seen by :class:`.meter.Meter`. Equal calls are looked
+up. On a CPU, some are run all the same, for the bytes that their kernels take. What an operation saves can depend on
+the device; for one that the model is not on, it is found out under FakeTensorMode, which needs no such device.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from torch.fx.node import map_aggregate
 
 from ...operators.gpus import gpu_of
 from ...operators.low_memory import Extra
-from ...operators.registry import Operator, is_elementwise, like, of, ones_like
-from ...operators.weights import InputGradient, Use, Weights
+from ...operators.registry import Operator, is_elementwise, like, low_memory_form, of, ones_like
+from ...operators.weights import InputGradient, Place, Use, Weights
 from ...optional import optional
 from ...program.leaf import Region, runs_once
 from ...program.program import WithoutGrad, has_backward, storage_bytes, tensor_leaves
@@ -34,14 +32,12 @@ from ...torch_state.private import FakeTensorMode, OpOverload, is_view, sparse_p
 from ...torch_state.settings import cuda_devices
 from ..forward.flat import saving
 from ..passes.writes import COPIES, REBASED
-from .backward.again import LONG_FLOPS, Again, Layouts
-from .calls import Call, backward_measured, call_key, own_argument, with_measured_bytes
-from .forms import pretended, saved_places
+from .backward import LONG_FLOPS, Layouts, Relaid
+from .call import Call, backward_measured, call_key, own_argument, with_measured_bytes
 from .meter import HiddenBytes, Meter, rates_of
-from .record import Record, SeenForm
+from .record import Record, SeenForm, alike, saved_at
 
 log = logging.getLogger(__name__)
-
 
 FUNCTION_SECONDS = 4e-6
 """Of the host, for a call from Python of an operator that is one of ogc's: measured 2.6 us forward, 3.2 backward, and
@@ -51,8 +47,11 @@ that of PyTorch's operators inside, on a Xeon with torch 2.14."""
 class Estimator:
     """Estimates operations for ``device``, which this machine may lack; the model is on ``home``.
 
-    Without ``runs`` no call is run for the bytes of its kernels: rules have to do, right or wrong. ``gpu`` names the
-    one that is meant by a CUDA device. Where bytes ``are_measured``, rules for what its kernels take are left out.
+    Args:
+        device, home: see above.
+        runs: run calls for the bytes of their kernels where shapes do not tell; or else take what rules say.
+        gpu: the name of the one that is meant by a CUDA device.
+        are_measured: leave out rules for what kernels on CUDA take, as bytes are measured.
     """
 
     def __init__(
@@ -71,12 +70,12 @@ class Estimator:
         self.by_rules = optional("sizing.cuda.kernels").Rules(self.gpu) if has_rules else None
         self.hidden: HiddenBytes | None = self.by_rules and self.by_rules.hidden_in_sums
         self.seen: dict[Any, Weights] = {}
-        self.backwards: dict[Any, Again] = {}
+        self.backwards: dict[Any, Relaid] = {}
 
-    def again(self, record: Record, args: Any, kwargs: Any, can_measure: bool = False) -> Again | None:
-        """What weighs the backward of a call of an operator for gradients that are laid out in another way.
+    def relaid(self, record: Record, args: Any, kwargs: Any, is_measurable: bool = False) -> Relaid | None:
+        """What weighs the backward of a call of an operator for gradients of other layouts.
 
-        ``can_measure`` says that its bytes can be measured on a device that is no CPU, too.
+        ``is_measurable`` says that its bytes can be measured on a device that is no CPU, too.
         """
         target = record.node.target
         if not isinstance(target, OpOverload):
@@ -88,34 +87,39 @@ class Estimator:
             def run(args: Any, kwargs: Any, layouts: Layouts) -> Weights:
                 return self._run_on(pretended, target, args, kwargs, in_place, None, layouts)
 
-            measure = partial(backward_measured, record, self.device) if can_measure or self._can_measure() else None
-            self.backwards[key] = Again(target, args, kwargs, run, measure)
+            measure = partial(backward_measured, record, self.device) if is_measurable or self._can_measure() else None
+            usual = {n: output.layout for n, output in enumerate(record.outputs) if output.layout is not None}
+            self.backwards[key] = Relaid(target, args, kwargs, usual, run, measure)
         return self.backwards[key]
 
     def weigh(self, record: Record, args: Any, kwargs: Any) -> Weights:
         """The weights of a call of an operator with these arguments."""
-        node = record.node
-        operator = node.target
+        operator = record.node.target
         if isinstance(operator, Region):
             return self._region(operator, record, args, kwargs)
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
         if not record.outputs or not isinstance(kernel, OpOverload):
             return Weights(gradients=_pass_through(record))
-        key = call_key(node.target, args, kwargs), record.form is None
+        key = call_key(operator, args, kwargs), record.form is None
         if key not in self.seen:
             weights = self._by_kernel(record, args, kwargs)
             gradients = of(kernel).to_run_with
             is_known = kernel.namespace == "aten"  # what a library's kernels take is nowhere to be seen
             if gradients is None and not (is_known and not _may_copy_operands(kernel, weights, args, kwargs)):
                 gradients = ones_like
-            if gradients and self._can_measure():
-                weights = with_measured_bytes(weights, Call(record, args, kwargs, gradients=gradients))
-            use = Use(args, record.output_bytes[0], weights, self._can_measure())
+            if gradients:
+                weights = self._measured(weights, record, args, kwargs, gradients)
+            use = Use(args, record.outputs[0].bytes, weights, self._can_measure())
             self.seen[key] = self._in_both_forms(record.form, use, of(kernel))
-        return _with_plain_copies(node, record, self.seen[key])
+        weights = self.seen[key]
+        if REBASED not in record.node.meta or record.in_place or not weights.gradients:
+            return weights
+        return replace(
+            weights, plain_working_bytes=COPIES * record.outputs[0].bytes
+        )  # which runs it in place on a view
 
     def _in_both_forms(self, form: SeenForm | None, use: Use, operator: Operator) -> Weights:
-        """What the operator's room says of a use, as PyTorch runs it and in its low-memory form."""
+        """What the registry says of a use, as PyTorch runs it and in its low-memory form."""
         plain = operator.weigh(use) if self.device.type == "cpu" else use.weights
         if form is None:
             return plain
@@ -135,11 +139,18 @@ class Estimator:
         """Whether a call can be run for the bytes of its CPU kernels."""
         return self.runs and self.device.type == "cpu" and not self.elsewhere and can_measure(self.device)
 
+    def _measured(
+        self, weights: Weights, record: Record, args: Any, kwargs: Any, gradients: Any = ones_like
+    ) -> Weights:
+        if not self._can_measure():
+            return weights
+        return with_measured_bytes(weights, Call(record, args, kwargs), self.device, gradients)
+
     def _region(self, region: Region, record: Record, args: Any, kwargs: Any) -> Weights:
         hidden = region.hidden_bytes if self.device.type == "cpu" else None
         weights = self._run(region.to_weigh(), args, kwargs, False, hidden)
-        if region.is_run_for_bytes(weights.forward_flops) and self._can_measure():
-            weights = with_measured_bytes(weights, Call(record, args, kwargs))
+        if region.is_run_for_bytes(weights.forward_flops):
+            weights = self._measured(weights, record, args, kwargs)
         if not weights.gradients or weights.ready_bytes or not region.recomputes:
             return weights
         return replace(
@@ -152,30 +163,26 @@ class Estimator:
 
     def _by_kernel(self, record: Record, args: Any, kwargs: Any) -> Weights:
         """The weights of a call, by the kernel that runs on the device, and if the model is not there what it saves."""
-        target = record.node.target
-        kernel, hidden = None, (0, 0)
+        run = target = record.node.target
+        forward = backward = 0
         if self.by_rules is not None and isinstance(target, OpOverload):
-            kernel, hidden = self.by_rules.kernel(target, args, kwargs), self.by_rules.hidden(target, args)
-        run = target if kernel is None else kernel.run
+            forward, backward = self.by_rules.hidden(target, args)
+            if (kernel := self.by_rules.kernel(target, args, kwargs)) is not None:
+                run, backward = kernel.run, backward + kernel.working_bytes
         weights = self._run(run, args, kwargs, record.in_place)
-        forward, backward = hidden
-        if kernel is not None:
-            backward += kernel.working_bytes
         weights = replace(
             weights,
             scratch_bytes=weights.scratch_bytes + forward,
             working_bytes=weights.working_bytes + (backward if weights.gradients else 0),
         )
-        return self._with_what_it_saves(weights, run, record, args, kwargs) if self.elsewhere else weights
-
-    def _with_what_it_saves(self, weights: Weights, run: Any, record: Record, args: Any, kwargs: Any) -> Weights:
+        if not self.elsewhere:
+            return weights
+        places, internal = None, record.saved.internal_bytes
         try:
             with out_of_mode(), FakeTensorMode():
-                places, internal = saved_places(run, args, kwargs, record.in_place, self.device)
+                places, internal = _saved_places(run, args, kwargs, record.in_place, self.device)
         except (NotImplementedError, RuntimeError) as error:
-            target = record.node.target
             log.warning("%s is taken to save on %s what it saves here: %r", target, self.device, error)
-            places, internal = None, record.internal_bytes
         return replace(weights, internal_bytes=internal, saves=places)
 
     def _run(self, target: Any, args: Any, kwargs: Any, in_place: bool, hidden: HiddenBytes | None = None) -> Weights:
@@ -200,14 +207,16 @@ class Estimator:
         hidden: HiddenBytes | None,
         layouts: Layouts | None = None,
     ) -> Weights:
-        is_cpu, on_meta = self.device.type == "cpu", pretend is pretended
-        meter = Meter(self.rates.seconds, hidden or self.hidden, is_cpu, on_meta)
+        """The weights of a call with such arguments, and gradients of these layouts, or else of the usual ones."""
+        meter = Meter(self.rates.seconds, hidden or self.hidden, self.device.type == "cpu", pretend is pretended)
         with out_of_mode(), torch.enable_grad():
             given = map_aggregate((args, kwargs), lambda leaf: pretend(leaf, in_place))
             saved: list[torch.Tensor] = []
             tensors = tensor_leaves(given)
             # What is written in place is another tensor afterwards.
-            starts = [(n, get_gradient_edge(t) if in_place else t) for n, t in enumerate(tensors) if t.requires_grad]
+            starts: list[tuple[int, Any]] = [
+                (n, get_gradient_edge(t) if in_place else t) for n, t in enumerate(tensors) if t.requires_grad
+            ]
             with saving(saved, asked=meter.asked), meter:
                 result = target(*given[0], **given[1])
             outputs = tensor_leaves(result)
@@ -215,38 +224,25 @@ class Estimator:
             kept = storage_bytes(outputs + saved, tensors)
             ready = max(0, forward.held_bytes - kept) if runs_once(target) else 0
             scratch = max(0, forward.peak_bytes - kept - ready)
-            ends = [t for t in outputs if has_backward(t)]
             weights = Weights(scratch, forward.seconds, forward.flops, ready_bytes=ready)
-            if layouts is None:
-                gradients = {id(end): like(end) for end in ends}
-            else:
-                numbered = ((layouts.get(n), t) for n, t in enumerate(outputs) if has_backward(t))
-                gradients = {
-                    id(t): layout.zeros(t.dtype, t.device.type) for layout, t in numbered if layout is not None
-                }
-            return self._with_backward(weights, outputs, gradients, starts, meter) if gradients and starts else weights
-
-    def _with_backward(
-        self, weights: Weights, outputs: list[torch.Tensor], given: dict[int, torch.Tensor], starts: Any, meter: Meter
-    ) -> Weights:
-        """Run it backward from the gradients that its outputs are given, by identity.
-
-        ``starts`` are numbers of arguments, and the tensors or their gradient edges.
-        """
-        ends = [t for t in outputs if id(t) in given]
-        with meter:
-            found = torch.autograd.grad(ends, [start for _, start in starts], list(given.values()), allow_unused=True)
-        backward = meter.take()
-        shared = {given[id(t)].untyped_storage(): n for n, t in enumerate(outputs) if id(t) in given}
-        pairs = [(n, gradient) for (n, _), gradient in zip(starts, found, strict=True) if gradient is not None]
-        return replace(
-            weights,
-            working_bytes=backward.peak_bytes,
-            first_bytes=backward.first_bytes,
-            backward_seconds=backward.seconds,
-            backward_flops=backward.flops,
-            gradients=input_gradients(pairs, shared),
-        )
+            ends = {n: t for n, t in enumerate(outputs) if has_backward(t) and (layouts is None or n in layouts)}
+            if not ends or not starts:
+                return weights
+            seeds = [like(t) if layouts is None else layouts[n].zeros(t.dtype, t.device.type) for n, t in ends.items()]
+            with meter:
+                edges = [start for _, start in starts]
+                found = torch.autograd.grad([*ends.values()], edges, seeds, allow_unused=True)
+            backward = meter.take()
+            shared = {seed.untyped_storage(): n for n, seed in zip(ends, seeds, strict=True)}
+            pairs = [(n, gradient) for (n, _), gradient in zip(starts, found, strict=True) if gradient is not None]
+            return replace(
+                weights,
+                working_bytes=backward.peak_bytes,
+                first_bytes=backward.first_bytes,
+                backward_seconds=backward.seconds,
+                backward_flops=backward.flops,
+                gradients=input_gradients(pairs, shared),
+            )
 
 
 def input_gradients(
@@ -288,15 +284,51 @@ def _may_copy_operands(operator: OpOverload, weights: Weights, args: Any, kwargs
     return not (is_seen or is_long or all(t.is_contiguous() for t in tensor_leaves(args, kwargs)))
 
 
-def _with_plain_copies(node: torch.fx.Node, record: Record, weights: Weights) -> Weights:
-    """What an operator that the plain model runs in place on a view takes there."""
-    if REBASED not in node.meta or record.in_place or not weights.gradients:
-        return weights
-    return replace(weights, plain_working_bytes=COPIES * record.output_bytes[0])
-
-
 def _pass_through(record: Record) -> tuple[InputGradient, ...]:
     """Python-level operations (taking an item) hand the gradient on as it is."""
-    if len(record.outputs) == 1 and len(record.arguments) == 1 and record.differentiable[0]:
-        return (InputGradient(0, record.output_bytes[0], shares=0),)
+    if len(record.outputs) == 1 and len(record.arguments) == 1 and record.outputs[0].differentiable:
+        return (InputGradient(0, record.outputs[0].bytes, shares=0),)
     return ()
+
+
+class Forms:
+    """Finds the low-memory forms of operations on a device, and what each saves, seen on tensors without data."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seen: dict[Any, tuple[tuple[Place | None, ...], int]] = {}
+
+    def of(self, record: Record, args: Any, kwargs: Any) -> SeenForm | None:
+        """The form of a recorded call, if it has one that pays for these arguments."""
+        form = low_memory_form(record.node.target, self.device)
+        if form is None or not form.pays(*args):
+            return None
+        key = call_key(form, args, kwargs)
+        if key not in self.seen:
+            self.seen[key] = _saved_places(form, args, kwargs, record.in_place)
+        places, internal_bytes = self.seen[key]
+        return SeenForm(form, saved_at(record, places), internal_bytes)
+
+
+def _saved_places(
+    target: Any, args: Any, kwargs: Any, in_place: bool, device: torch.device | str = "meta"
+) -> tuple[tuple[Place | None, ...], int]:
+    """Where each saved tensor of a call on a device lies, None for one of its own, and the bytes of those."""
+    saved: list[torch.Tensor] = []
+    with torch.enable_grad(), saving(saved):
+        given = map_aggregate((args, kwargs), lambda leaf: pretended(leaf, in_place, device))
+        result = target(*given[0], **given[1])
+    known = [(t, (True, n)) for n, t in enumerate(tensor_leaves(result))]
+    known += [(t, (False, n)) for n, t in enumerate(tensor_leaves(given))]
+    places = tuple(alike(tensor, known) for tensor in saved)
+    return places, storage_bytes(tensor for tensor, place in zip(saved, places, strict=True) if place is None)
+
+
+def pretended(leaf: Any, in_place: bool, device: torch.device | str = "meta") -> Any:
+    """An argument as it is on another device."""
+    if not isinstance(leaf, torch.Tensor):
+        return torch.device(device) if isinstance(leaf, torch.device) else leaf
+    shadow = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+    shadow.requires_grad_(leaf.requires_grad)
+    # A leaf could not be written in place.
+    return shadow.clone() if in_place and leaf.requires_grad else shadow

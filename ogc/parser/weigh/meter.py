@@ -22,10 +22,19 @@ log = logging.getLogger(__name__)
 REACHED = 0.7
 """What kernels reach of the rates in a GPU's data sheet: a guess, not measured. Ratios alone decide a plan."""
 
+LAUNCH_SECONDS = 5e-6
+"""Of a kernel on a GPU: a guess, data sheets have none, and it was not measured."""
+
+HiddenBytes = Callable[[Any, Any, list[torch.Tensor]], int]
+"""Bytes that an operator with these arguments and results allocates underneath the dispatcher."""
+
+Seconds = Callable[[int, int, torch.dtype, bool], float]
+"""How long an operator takes that computes and moves so much (FLOPs, bytes), in a type, or in TF32."""
+
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does per second, and the least that an operator takes; their ratios alone decide a plan.
+    """What a device does per second, and the least that an operator takes.
 
     With ``gpu``, FLOPs depend on the type that is computed in.
     """
@@ -45,9 +54,6 @@ CPU = Rates(flops=1.2e11, bytes=1.0e10, launch_seconds=2e-6)
 """Round figures for one core of a server. Measured on a busy Xeon, torch 2.14, float32: matrix products 88 GFLOP/s,
 3x3 convolutions 46; copies 5.8 GB/s read and written; an addition of one element 1.5 us."""
 
-LAUNCH_SECONDS = 5e-6
-"""Of a kernel on a GPU: a guess, data sheets have none, and it was not measured."""
-
 
 def rates_of(kind: str, gpu: Gpu | None = None) -> Rates:
     """Those of a type of device, and of which GPU; where there are none, those of CUDA, which the log says once."""
@@ -64,38 +70,25 @@ def _tell_once(kind: str) -> None:
     log.warning("ogc has no rates for %s: it estimates times with those of CUDA", kind)
 
 
-HiddenBytes = Callable[[Any, Any, list[torch.Tensor]], int]
-"""Bytes that an operator with these arguments and results allocates underneath the dispatcher."""
-
-Seconds = Callable[[int, int, torch.dtype, bool], float]
-"""How long an operator takes that computes and moves so much (FLOPs, bytes), in a type, or in TF32."""
-
-
-def metered(seconds: Seconds, run: Callable[[], object]) -> Reading:
-    """What ``run()`` costs, run on real tensors."""
-    meter = Meter(seconds, on_meta=False)
-    with meter:
-        run()
-    return meter.take()
-
-
 @dataclass(frozen=True)
 class Reading:
-    """Estimated seconds and FLOPs, the most fresh bytes alive at once, and those alive at the end; and those alive when
-    something that was saved was first asked for, if it was."""
+    """Seconds, FLOPs, and fresh bytes: the most alive at once, those at the end, and those at the first ``asked()``."""
 
     seconds: float
-    flops: int
-    peak_bytes: int
-    held_bytes: int
+    flops: int = 0
+    peak_bytes: int = 0
+    held_bytes: int = 0
     first_bytes: int = 0
 
 
 class Meter(TorchDispatchMode):
     """Adds up the cost of every operator that runs inside, and the fresh bytes alive at once.
 
-    With ``hidden``, also what that tells of bytes underneath the dispatcher; ``on_cpu``, what elementwise operators
-    allocate there.
+    Args:
+        seconds: of an operator.
+        hidden: tells of bytes that are allocated underneath the dispatcher.
+        on_cpu: count what elementwise operators allocate there.
+        on_meta: tensors have no content.
     """
 
     def __init__(
@@ -106,11 +99,8 @@ class Meter(TorchDispatchMode):
         on_meta: bool = True,
     ) -> None:
         super().__init__()
-        self.first: int | None = None  # the bytes alive when something saved was first asked for
-        self.seconds_of = seconds
-        self.on_meta = on_meta
-        self.hidden = hidden
-        self.on_cpu = on_cpu
+        self.seconds_of, self.hidden, self.on_cpu, self.on_meta = seconds, hidden, on_cpu, on_meta
+        self.first: int | None = None
         self._reset()
 
     def take(self) -> Reading:
@@ -125,27 +115,23 @@ class Meter(TorchDispatchMode):
 
     def _reset(self) -> None:
         self.seconds, self.flops, self.peak = 0.0, 0, 0
-        self.fresh = LiveBytes()
-        self.first = None
+        self.fresh, self.first = LiveBytes(), None
 
-    def _has_storage(self, tensor: torch.Tensor) -> bool:
-        return tensor.layout is torch.strided if self.on_meta else storage_of(tensor) is not None
+    def _tensors(self, tree: Any) -> list[torch.Tensor]:
+        has_storage = (lambda t: t.layout is torch.strided) if self.on_meta else (lambda t: storage_of(t) is not None)
+        return list(filter(has_storage, tensor_leaves(tree)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        special = of(function)
+        kwargs, special = kwargs or {}, of(function)
         result = ((self.on_meta and special.on_meta) or function)(*args, **kwargs)
         if _only_views(function):
             return result
-        inputs, outputs = (
-            [t for t in tensor_leaves(tree) if self._has_storage(t)] for tree in ((args, kwargs), result)
-        )
+        inputs, outputs = self._tensors((args, kwargs)), self._tensors(result)
         known = {storage_id(tensor) for tensor in inputs}
         made = [t for t in outputs if storage_id(t) not in known]
-        flops = 0
         packet = getattr(function, "overloadpacket", None)
-        if packet in flop_registry:
-            flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
+        count = flop_registry.get(packet)
+        flops = 0 if count is None else int(count(*args, **kwargs, out_val=result))
         if made or flops or getattr(schema_of(function), "is_mutable", False):
             moved = sum(t.numel() * t.element_size() for t in inputs + outputs)
             self.seconds += self.seconds_of(flops, moved, *_computed_in(function, outputs))

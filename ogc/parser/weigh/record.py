@@ -1,24 +1,62 @@
-"""What operations do to the memory of their program: a record of each, and the storages that they share."""
+"""What each operation of a program does to memory: the program runs once, operation by operation, and is watched.
+
+Which storages it reads, makes and writes, what autograd saves for its backward, whether it draws random numbers: all is
+seen, not deduced. Storages are told apart by identity, writes by version counters, saved tensors by
+``saved_tensors_hooks``. Values are freed after their last use, and nothing is kept for a backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from ...during_step import progress
 from ...operators.low_memory import LowMemory
-from ...operators.registry import live_arguments
+from ...operators.registry import copies_strided_gradients, live_arguments, of, said_to_be_written
 from ...operators.weights import Place, Weights
 from ...program.leaf import Leaf
-from ...program.program import Saved, TensorRef, has_history, tensor_leaves
-from ...program.tensors import ByStorage, Layout, is_dense
+from ...program.program import (
+    Saved,
+    TensorRef,
+    args_of,
+    get_attribute,
+    has_history,
+    run_nodes,
+    storage_of,
+    tensor_leaves,
+    without_autocast,
+)
+from ...program.tensors import ByStorage, Layout, contents, is_dense
+from ...torch_state.compare import same_bits
 from ...torch_state.private import base_of, storage_id, version_alone, version_of
-from .backward.again import Again
-from .gradients import Rebase
+from ...torch_state.settings import State, random_states, same_states
+from ..forward.flat import gradient_targets, saving
+from ..traced import Traced
+from .backward import Argument, Backward, Layouts, Output, Rebase, Relaid
 
 T = TypeVar("T")
+
+
+@dataclass
+class Externals:
+    """Numbers of tensors that the program did not make."""
+
+    reads: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)
+
+
+@dataclass
+class SavedTensors:
+    """What autograd saves of a call."""
+
+    tensors: list[Saved] = field(default_factory=list)
+    values: list[int] = field(default_factory=list)  # that these are in
+    internal_bytes: int = 0  # of those that are in no value
 
 
 @dataclass(frozen=True)
@@ -35,63 +73,87 @@ class Record:
     """What one operation was seen to do. Value numbers count storages in the order of their making."""
 
     node: torch.fx.Node
-    arguments: list[TensorRef | None] = field(default_factory=list)  # per tensor argument; None: external
-    sources: list[TensorRef] = field(default_factory=list)  # per tensor argument; what it is, external or not
-    outputs: list[TensorRef] = field(default_factory=list)
-    output_bytes: list[int] = field(default_factory=list)
+    arguments: list[Argument] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
-    saves: list[Saved] = field(default_factory=list)
-    saved_values: list[int] = field(default_factory=list)
-    internal_bytes: int = 0
-    reads_external: list[int] = field(default_factory=list)
-    writes_external: list[int] = field(default_factory=list)
-    differentiable: list[bool] = field(default_factory=list)  # per output
-    receivers: list[TensorRef | None] = field(default_factory=list)  # per tensor argument; whose gradient its is
+    externals: Externals = field(default_factory=Externals)
+    saved: SavedTensors = field(default_factory=SavedTensors)
     rebase: Rebase | None = None
-    layouts: list[tuple[Any, ...]] = field(default_factory=list)  # per tensor argument: type, shape, strides, dense
     random: bool = False
     form: SeenForm | None = None
     bindings: dict[Any, str] = field(default_factory=dict)  # see Program
     weights: Weights = field(default_factory=Weights)
-    aside: list[TensorRef] = field(default_factory=list)  # arguments that it holds beside what it saves
-    usual: list[Layout] = field(default_factory=list)  # per output; how its gradient is laid out
-    again: Again | None = None  # weighs its backward for gradients that are laid out in another way
+    aside: list[TensorRef] = field(default_factory=list)  # arguments that it holds without telling autograd
+    relaid: Relaid | None = None  # weighs its backward for gradients of other layouts
 
     @property
     def in_place(self) -> bool:
         """Whether it writes what it was given."""
-        return bool(self.writes_external) or any(value in self.reads for value in self.writes)
+        return bool(self.externals.writes) or any(value in self.reads for value in self.writes)
 
     def take_saves(self, storages: dict[TensorRef, int]) -> None:
         """Save what its weights say that it saves on another device, if they do."""
         if self.weights.saves is None:
             return
-        self.saves = list(saved_at(self, self.weights.saves))
-        self.saved_values = list(dict.fromkeys(storages[s.tensor] for s in self.saves if s.tensor in storages))
+        self.saved.tensors = list(saved_at(self, self.weights.saves))
+        made = (storages[s.tensor] for s in self.saved.tensors if s.tensor in storages)
+        self.saved.values = list(dict.fromkeys(made))
 
     def forget_saves(self) -> None:
         """Nothing that it saves outlives its results, as no backward comes to it."""
         self.weights = replace(self.weights, internal_bytes=None, saves=None, low_memory=None)
-        self.saves = [saved if saved.external else Saved(unneeded=True) for saved in self.saves]
-        self.saved_values, self.internal_bytes, self.form = [], 0, None
+        self.saved = SavedTensors([s if s.external else Saved(unneeded=True) for s in self.saved.tensors])
+        self.form = None
+
+    def backward(self, weights: Weights | None = None) -> Backward:
+        """Its backward by these weights, or else by those of PyTorch's operator."""
+        weights = weights or self.weights
+        form = self.form.target if self.form and weights is self.weights.low_memory else None
+        copies_strided = copies_strided_gradients(form or self.node.target)
+
+        def relaid(layouts: Layouts, are_held: bool) -> tuple[Weights, bool] | None:
+            found = None if self.relaid is None else self.relaid(layouts, form is not None, are_held)
+            return None if found is None else (found.weights(weights), copies_strided and not found.has_copies)
+
+        is_start = of(self.node.target).begins_graph
+        found = Backward(tuple(self.outputs), tuple(self.arguments), weights, copies_strided, is_start, relaid=relaid)
+        return found if self.rebase is None else found.through_base(self.rebase)
 
 
 def saved_at(record: Record, places: Sequence[Place | None]) -> tuple[Saved, ...]:
     """What a recorded call saves at these places."""
-    return tuple(_saved(record, place) for place in places)
+
+    def saved(place: Place | None) -> Saved:
+        if place is None:
+            return Saved()
+        (is_result, number), layout = place
+        ref = TensorRef(record.node.name, number) if is_result else record.arguments[number].value
+        return Saved(external=True) if ref is None else Saved(ref, layout)
+
+    return tuple(map(saved, places))
 
 
-def _saved(record: Record, place: Place | None) -> Saved:
-    if place is None:
-        return Saved()
-    (is_result, number), layout = place
-    ref = TensorRef(record.node.name, number) if is_result else record.arguments[number]
-    return Saved(external=True) if ref is None else Saved(ref, layout)
+def alike(tensor: torch.Tensor, known: Sequence[tuple[torch.Tensor, T]]) -> tuple[T, Any] | None:
+    """The name of the first known tensor that shares the storage, and the tensor's layout where that differs."""
+    same = [(t, name) for t, name in known if _kind(t) == _kind(tensor)]
+    for t, name in same:
+        if layout_of(t) == layout_of(tensor):
+            return name, None
+    return (same[0][1], layout_of(tensor)) if same else None
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return storage_id(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Its shape, strides and offset in entries."""
+    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
 
 
 class Span(NamedTuple):
-    """Memory that the plain forward has, and no program, from one of its calls to another."""
+    """Memory of the plain forward that no program has, from one of its calls to another."""
 
     first: int
     last: int
@@ -110,12 +172,12 @@ class Overwritten(NamedTuple):
 class Observation:
     """One record per operation, and what the program made; ``inputs`` are the externals that it was given."""
 
-    records: list[Record]
-    value_bytes: list[int]
-    value_names: list[str]
-    storages: dict[TensorRef, int]
-    outputs: list[torch.Tensor]
-    output_values: set[int]
+    records: list[Record] = field(default_factory=list)
+    value_bytes: list[int] = field(default_factory=list)
+    value_names: list[str] = field(default_factory=list)
+    storages: dict[TensorRef, int] = field(default_factory=dict)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    output_values: set[int] = field(default_factory=set)
     inputs: frozenset[int] = frozenset()
     rebased: dict[TensorRef, TensorRef] = field(default_factory=dict)  # see Rebase: what stands for a tensor at the end
     grad_targets: frozenset[Any] = frozenset()
@@ -135,7 +197,124 @@ class Observation:
         return len(self.value_bytes) - 1
 
 
-class Memory:
+Visit = Callable[[Record, tuple[Any, ...], dict[str, Any]], None]
+"""Called after each operation with its record and arguments."""
+
+
+def observe(
+    model: torch.nn.Module,
+    traced: Traced,
+    inputs: list[torch.Tensor],
+    visit: Visit,
+    like: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    around: AbstractContextManager[Any] | None = None,
+) -> Observation:
+    """Run a program with gradients on and record every operation; the model's buffers change as in one forward.
+
+    Args:
+        model, traced: the program and what it belongs to.
+        inputs: of the run.
+        visit: told of each operation.
+        like: gives what the run takes in the place of a parameter, buffer or constant.
+        around: entered, time and again, while an operation runs.
+    """
+    return _Observer(model, traced, visit, like, around or nullcontext()).run(inputs)
+
+
+class _Observer:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        traced: Traced,
+        visit: Visit,
+        like: Callable[[torch.Tensor], torch.Tensor],
+        around: AbstractContextManager[Any],
+    ) -> None:
+        self.model, self.traced, self.visit, self.like, self.around = model, traced, visit, like, around
+        self.memory = _Memory()
+        self.devices: set[torch.device] | None = None  # of the last operation, after which the states were these
+        self.random: tuple[State, ...] = ()
+        self.graph: list[Any] = []  # nodes for a backward, held until the outputs are gone
+
+    def run(self, inputs: list[torch.Tensor]) -> Observation:
+        nodes = progress(self.traced.graph.nodes, desc="weigh operations")
+        with torch.enable_grad(), without_autocast():
+            result = self.memory.result
+            result.inputs = frozenset(map(self.memory.external_number, inputs))
+            outputs = run_nodes(nodes, inputs, self._attribute, self._call)
+            result.outputs = [t.detach() for t in outputs]
+            result.grad_targets, self.graph = gradient_targets(outputs, inputs)
+            result.output_values = {n for n in map(self.memory.value, outputs) if n is not None}
+        del outputs  # before this observer, which the caller may have let go of
+        return result
+
+    def _attribute(self, target: str) -> Any:
+        found = get_attribute(self.model, self.traced.constants, target)
+        return self.memory.external(self.like(found)) if isinstance(found, torch.Tensor) else found
+
+    def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+        args, kwargs = args_of(node, values)
+        record = Record(node)
+        is_leaf = isinstance(node.target, Leaf)
+        refs, tensors = _tensor_arguments(node, values)
+        versions = [version_of(tensor) for tensor in tensors]
+        histories = [None if base_of(tensor) is None else base_of(tensor).grad_fn for tensor in tensors]
+        packed: list[torch.Tensor] = []
+        devices = {t.device for t in tensors if t.is_cuda}
+        random_before = self.random if devices == self.devices else random_states(devices)
+        buffers = [(b, version_of(b)) for b in self.model.buffers()] if is_leaf else []
+        held = set(map(id, args[2])) if is_leaf else set()
+        own = {id(b): b.detach().clone() for b, _ in buffers if id(b) in held}
+        with saving(packed), self.around:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        self.devices, self.random = devices, random_states(devices)
+        is_seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        record.random = is_seeded or not same_states(random_before, self.random)
+        said = set(map(id, said_to_be_written(node.target, args)))
+        written = [t for t, v in zip(tensors, versions, strict=True) if version_of(t) != v or id(t) in said]
+        if is_leaf:
+            written += self._other_writes(buffers, own)
+            packed[:] = [inner for tensor in packed for inner in contents(tensor) if storage_of(inner) is not None]
+        self.memory.note_reads(record, refs, tensors)
+        self.memory.note_outputs(record, result)
+        self.memory.note_writes(record, written, args)
+        self.memory.note_rebase(record, tensors, histories)
+        self.memory.note_saves(record, packed, list(zip(tensors, refs, strict=True)), result)
+        packed.clear()  # the autograd graph holds on to its hooks, and with them to this list
+        self.memory.result.records.append(record)
+        self.visit(record, args, kwargs)
+        return result
+
+    def _other_writes(self, before: list[tuple[torch.Tensor, int]], own: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Buffers that an opaque module wrote or replaced; ``own`` are copies of its own.
+
+        Not all kernels count what they write.
+        """
+        now = {id(buffer) for buffer in self.model.buffers()}
+        written = [
+            b
+            for b, version in before
+            if version_of(b) != version or id(b) not in now or not same_bits(b, own.get(id(b), b))
+        ]
+        for buffer in written:
+            if self.memory.value(buffer) is None:
+                self.memory.external(buffer)
+        return written
+
+
+def _tensor_arguments(
+    node: torch.fx.Node, values: dict[torch.fx.Node, Any]
+) -> tuple[list[TensorRef], list[torch.Tensor]]:
+    """The tensors that a node takes, and which program tensors they are."""
+    used: list[torch.fx.Node] = []
+    torch.fx.node.map_arg((node.args, node.kwargs), used.append)
+    found = [(TensorRef(one.name, index), t) for one in used for index, t in enumerate(tensor_leaves(values[one]))]
+    if node.target is operator.getitem:
+        found = [found[cast(int, node.args[1])]]
+    return [ref for ref, _ in found], [tensor for _, tensor in found]
+
+
+class _Memory:
     """The storages of a program that runs, by identity: values, which it makes, and externals, each numbered from 0."""
 
     def __init__(self) -> None:
@@ -144,58 +323,48 @@ class Memory:
         self.views: dict[int, list[TensorRef]] = {}  # the program tensors in each value
         self.views_of_externals: set[TensorRef] = set()  # such as slices of a parameter, with gradients of their own
         self.saved: dict[int, list[tuple[Record, torch.Tensor, int]]] = {}  # by value: who saved it, at which version
-        self.result = Observation([], [], [], {}, [], set())  # what was seen so far
+        self.result = Observation()  # what was seen so far
 
-    def external(self, tensor: Any) -> Any:
-        """The tensor, now known to be an external; the module of a leaf is left alone."""
-        if isinstance(tensor, torch.Tensor):
-            self.externals.setdefault(storage_id(tensor), len(self.externals))
+    def external(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, now known to be an external."""
+        self.externals.setdefault(storage_id(tensor), len(self.externals))
         return tensor
 
     def external_number(self, tensor: torch.Tensor) -> int:
-        """The number of an external; one that is new is that of a parameter which a leaf moved."""
+        """The number of an external; a new one is that of a parameter which an opaque module moved."""
         return self.externals[storage_id(self.external(tensor))]
 
     def value(self, tensor: torch.Tensor) -> int | None:
         """The number of the value that a tensor is in, or None."""
         return self.values.get(tensor.untyped_storage())
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in a value or an external."""
-        return self.value(tensor) is not None or storage_id(tensor) in self.externals
-
     def note_reads(self, record: Record, refs: list[TensorRef], tensors: list[torch.Tensor]) -> None:
         for ref, tensor in zip(refs, tensors, strict=True):
             value = self.value(tensor)
-            record.arguments.append(ref if value is not None else None)
             is_made = value is not None or ref in self.views_of_externals
-            record.receivers.append(self.result.rebased.get(ref, ref) if is_made else None)
-            record.sources.append(ref)
-            record.layouts.append((tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)))
+            receiver = self.result.rebased.get(ref, ref) if is_made else None
+            kind = tensor.dtype, tuple(tensor.shape), tensor.stride(), is_dense(tensor)
+            record.arguments.append(Argument(ref, ref if value is not None else None, receiver, kind))
             if value is not None:
                 _add(record.reads, value)
             else:
-                _add(record.reads_external, self.external_number(tensor))
+                _add(record.externals.reads, self.external_number(tensor))
 
     def note_outputs(self, record: Record, result: Any) -> None:
         for index, tensor in enumerate(tensor_leaves(result)):
-            ref = TensorRef(record.node.name, index)
-            if not self.knows(tensor):
-                number = len(self.result.value_bytes)
-                self.values[tensor.untyped_storage()] = number
-                self.result.value_bytes.append(tensor.untyped_storage().nbytes())
-                self.result.value_names.append(record.node.name if index == 0 else f"{record.node.name}.{index}")
-                record.writes.append(number)
+            ref, storage = TensorRef(record.node.name, index), tensor.untyped_storage()
+            if storage not in self.values and storage_id(tensor) not in self.externals:
+                name = record.node.name if index == 0 else f"{record.node.name}.{index}"
+                self.values[storage] = self.result.new_value(name, storage.nbytes())
+                record.writes.append(self.values[storage])
             known = self.value(tensor)
             if known is not None:
                 self.result.storages[ref] = known
                 self.views.setdefault(known, []).append(ref)
             else:
                 self.views_of_externals.add(ref)
-            record.outputs.append(ref)
-            record.output_bytes.append(tensor.numel() * tensor.element_size())
-            record.differentiable.append(has_history(tensor))
-            record.usual.append(Layout.usual(tensor))
+            size = tensor.numel() * tensor.element_size()
+            record.outputs.append(Output(ref, size, has_history(tensor), Layout.usual(tensor)))
 
     def note_writes(self, record: Record, written: list[torch.Tensor], args: Any) -> None:
         harmless = {
@@ -207,11 +376,11 @@ class Memory:
                 _add(record.writes, value)
                 self._note_overwritten(record, value)
             elif storage_id(tensor) not in harmless:
-                _add(record.writes_external, self.external_number(tensor))
+                _add(record.externals.writes, self.external_number(tensor))
         for key in harmless:
             number = self.externals.get(key)
-            if number in record.reads_external:
-                record.reads_external.remove(number)
+            if number in record.externals.reads:
+                record.externals.reads.remove(number)
 
     def _note_overwritten(self, record: Record, value: int) -> None:
         """Versions tell which of a value's tensors were written: parts that are no views of it have their own."""
@@ -222,12 +391,13 @@ class Memory:
         ]
 
     def note_rebase(self, record: Record, tensors: list[torch.Tensor], histories: list[Any]) -> None:
-        """What was read before the write to a view stands for the whole tensor as it is after it from here on."""
+        """From a write to a view on, what was read before it stands for the base as it is afterwards."""
         for argument, (tensor, history) in enumerate(zip(tensors, histories, strict=True)):
             base, value = base_of(tensor), self.value(tensor)
             if base is None or value is None or type(base.grad_fn).__name__ != "CopySlices" or base.grad_fn is history:
                 continue
-            known = [ref for ref in self.views[value] if ref not in record.outputs]
+            outputs = {output.ref for output in record.outputs}
+            known = [ref for ref in self.views[value] if ref not in outputs]
             before, after = known[0], TensorRef(record.node.name, len(record.outputs))
             size = base.numel() * base.element_size()
             record.rebase = Rebase(argument, self.result.rebased.get(before, before), after, size)
@@ -238,47 +408,24 @@ class Memory:
         self, record: Record, packed: list[torch.Tensor], known: list[tuple[torch.Tensor, TensorRef]], result: Any
     ) -> None:
         known = [(t, TensorRef(record.node.name, n)) for n, t in enumerate(tensor_leaves(result))] + known
-        internal: set[int] = set()
+        saves, internal = record.saved, set[int]()
         for tensor in packed:
-            saved = self._saved(tensor, known)
-            record.saves.append(saved)
-            value = self.value(tensor)
-            key = storage_id(tensor)
-            if saved.tensor is not None and value is not None:
-                _add(record.saved_values, value)
+            value, key = self.value(tensor), storage_id(tensor)
+            is_external = value is None and key in self.externals
+            found = None if is_external else alike(tensor, known)
+            saves.tensors.append(Saved(external=is_external) if found is None else Saved(*found))
+            if found is not None and value is not None:
+                _add(saves.values, value)
                 if (alone := version_alone(tensor)) is not None:
                     self.saved.setdefault(value, []).append((record, alone, version_of(tensor)))
-            elif not saved.external and key not in internal:
+            elif not is_external and key not in internal:
                 internal.add(key)
-                record.internal_bytes += tensor.untyped_storage().nbytes()
+                saves.internal_bytes += tensor.untyped_storage().nbytes()
         if isinstance(record.node.target, Leaf):
             # One slot for each argument that it saves in whatever way; the rest stays with it.
-            given = {self.result.storages[ref]: Saved(ref) for ref in reversed(record.arguments) if ref is not None}
-            record.saves = [given[value] for value in record.saved_values if value in given]
-
-    def _saved(self, tensor: torch.Tensor, known: list[tuple[torch.Tensor, TensorRef]]) -> Saved:
-        if self.knows(tensor) and self.value(tensor) is None:
-            return Saved(external=True)
-        found = alike(tensor, known)
-        return Saved() if found is None else Saved(*found)
-
-
-def alike(tensor: torch.Tensor, known: Sequence[tuple[torch.Tensor, T]]) -> tuple[T, Any] | None:
-    """The name of the first known tensor that shares the storage, and the tensor's layout where that differs."""
-    same = [(t, name) for t, name in known if _kind(t) == _kind(tensor)]
-    for t, name in same:
-        if layout_of(t) == layout_of(tensor):
-            return name, None
-    return (same[0][1], layout_of(tensor)) if same else None
-
-
-def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return storage_id(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def layout_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Its shape, strides and offset in entries."""
-    return tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+            refs = [argument.value for argument in reversed(record.arguments) if argument.value is not None]
+            given = {self.result.storages[ref]: Saved(ref) for ref in refs}
+            saves.tensors = [given[value] for value in saves.values if value in given]
 
 
 def _add(numbers: list[int], number: int) -> None:

@@ -12,8 +12,8 @@ class CudaKernel:
     """What CUDA runs in the place of an operator's call.
 
     Attributes:
-        run: computes the same from the same arguments; runs on meta and fake tensors, and saves what CUDA's does.
-        is_of_operators: it calls nothing but PyTorch's own operators, so that it may be recorded, too.
+        run: computes the same from the same arguments, on meta and fake tensors, and saves what CUDA's does.
+        is_of_operators: it calls PyTorch's own operators alone, so that it may be recorded.
         working_bytes: beyond what that allocates, during the backward.
     """
 

@@ -1,9 +1,8 @@
 """Attention on CUDA: which kernel PyTorch chooses, and what that allocates.
 
-Source of the rules: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h; of what is done around a
-kernel: attention.cpp beside them; of what kernels allocate unseen: flash_attn/flash_api.cpp, attention_backward.cu,
-mem_eff_attention/kernel_backward.h. The efficient kernel's bytes are those that an H200 allocated for BERT and GPT-2;
-those of flash and cuDNN were not measured.
+Sources: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, sdp_utils_cpp.h and attention.cpp; of what kernels
+allocate unseen flash_attn/flash_api.cpp, attention_backward.cu, mem_eff_attention/kernel_backward.h. The efficient
+kernel's bytes were measured on an H200; those of flash and cuDNN were not.
 """
 
 from __future__ import annotations

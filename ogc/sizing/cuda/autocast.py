@@ -1,7 +1,6 @@
 """Autocast as CUDA has it, for forwards on meta tensors, of which PyTorch casts nothing.
 
-What is cast, and to what, is asked of PyTorch: the same call is made on fake tensors on CUDA, and goes no further than
-its casts.
+The same call is made on fake tensors on CUDA, up to the first operator that is no cast: that shows what PyTorch casts.
 """
 
 from __future__ import annotations

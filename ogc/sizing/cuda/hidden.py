@@ -1,9 +1,6 @@
-"""Bytes that kernels on CUDA allocate underneath the dispatcher: during the forward, and during the backward.
+"""Bytes that kernels on CUDA allocate underneath the dispatcher, in the forward and in the backward.
 
-By the call of the forward, as plans need it, and by the operator that runs in the backward, as that is seen to run.
-
-Read off PyTorch's sources. What the dispatcher sees needs no rule. Held against what was measured on an H200: the sums
-of rows, and the gradient of an embedding.
+Read off PyTorch's sources. The sums of rows and the gradient of an embedding were measured on an H200.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ _SEGMENT = 10
 
 
 def of_embedding(args: Sequence[Any]) -> tuple[int, int]:
-    """Indices sorted, with where they come from, and sums of rows: at most, as it depends on the indices.
+    """Sorted indices, their places, and sums of rows: at most, as it depends on the indices.
 
     Sources: aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu.
     """

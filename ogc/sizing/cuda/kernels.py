@@ -2,13 +2,12 @@
 
 Sources, in aten/src/ATen/native: Normalization.cpp (``_select_batch_norm_backend``), Dropout.cpp
 (``is_fused_kernel_acceptable``), layer_norm.cpp (``rms_norm_symint``), cuda/layer_norm_kernel.cu, cuda/Activation.cpp
-(``log_sigmoid_forward``). Meta tensors are held against fake ones on CUDA in the tests.
+(``log_sigmoid_forward``). Tests hold meta tensors against fake ones on CUDA.
 
-cuDNN runs all layers and steps of LSTM, GRU and plain recurrent layers as one. What autograd saves is PyTorch's:
-tools/autograd/derivatives.yaml, ``_cudnn_rnn``. How many bytes cuDNN reserves and works with, it does not state;
-counted is what the equations need: in the reserve, of each layer, direction and step, gates, cell and hidden state,
-between layers a mask of dropout; as workspace, the gates of one layer. The buffer of weights is the parameters' own,
-as ``flatten_parameters`` leaves them. Not measured on CUDA.
+cuDNN runs all layers and steps of recurrent layers as one. What autograd saves is PyTorch's
+(tools/autograd/derivatives.yaml, ``_cudnn_rnn``); what cuDNN reserves is not documented. Counted is what the equations
+need: gates, cell and hidden state of each layer, direction and step, a mask of dropout between layers, the gates of one
+layer as workspace. The buffer of weights is the parameters' own. Not measured on CUDA.
 """
 
 from __future__ import annotations
@@ -37,12 +36,10 @@ Rule = Callable[[Sequence[Any], dict[str, Any], Gpu], CudaKernel | None]
 
 @contextmanager
 def as_on_cuda(gpu: Gpu | None, is_recorded: bool = True, casts: bool = False) -> Iterator[None]:
-    """Operators that are called on meta tensors inside, on this thread, are those of a GPU, if one is given.
+    """Inside, on this thread, operators on meta tensors are those of a GPU, if one is given.
 
-    Args:
-        gpu: the GPU.
-        is_recorded: those made of PyTorch's own operators alone, as what is called is recorded.
-        casts: autocast is CUDA's, too, be it on for the CPU.
+    Where what is called ``is_recorded``, only those made of PyTorch's own operators. With ``casts`` autocast is CUDA's,
+    too, be it on for the CPU.
     """
     with ExitStack() as stack:
         if gpu is not None:
@@ -162,12 +159,8 @@ class _LogSigmoid(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of recurrent layer.
-
-    Attributes:
-        gates: how many there are.
-        kept: values of the size of the hidden state that the backward needs of a step.
-        has_cell: whether its state is two tensors.
+    """A kind of recurrent layer: its gates, the values of the hidden state's size that a step's backward needs, its
+    states.
     """
 
     gates: int

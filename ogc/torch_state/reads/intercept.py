@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .objects import slots_of
-
 Told = Callable[[Any, str, FrameType], None]
 """Is given an object, the name of an attribute and who reads or sets it."""
 
@@ -105,7 +103,7 @@ def can_be_observed(thing: Any) -> bool:
     if isinstance(thing, torch.nn.Module):
         return True
     is_torchs = kind.__module__.partition(".")[0] in ("torch", "ogc")
-    has_names = kind.__dictoffset__ != 0 or any(slots_of(kind))
+    has_names = kind.__dictoffset__ != 0 or any(vars(one).get("__slots__") for one in kind.__mro__)
     return has_names and not is_torchs and not isinstance(thing, (*SERVICES, torch.Tensor, type))
 
 

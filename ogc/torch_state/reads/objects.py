@@ -11,8 +11,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy
 import torch
@@ -50,14 +51,22 @@ def table_of(thing: Any) -> Mapping[str, Any]:
     return thing if type(thing) is dict else vars(thing) if hasattr(thing, "__dict__") else {}
 
 
-def slots_of(kind: type) -> Iterator[str]:
+def slots_of(kind: type) -> tuple[str, ...]:
     """The names of the slots that instances of a class have."""
-    for one in kind.__mro__:
-        found = vars(one).get("__slots__", ())
-        for name in (found,) if isinstance(found, str) else tuple(found):
-            if name not in ("__dict__", "__weakref__"):
-                private = name.startswith("__") and not name.endswith("__")
-                yield f"_{one.__name__.lstrip('_')}{name}" if private else name
+    if kind not in _slots:
+        found = (name for one in kind.__mro__ for name, held in vars(one).items() if type(held) is MemberDescriptorType)
+        _slots[kind] = tuple(name for name in dict.fromkeys(found) if not (name[:2] == name[-2:] == "__"))
+    return _slots[kind]
+
+
+_slots: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+
+
+def value_of(thing: Any, name: str) -> Any:
+    """What an object holds by a name, also in a slot; ``ABSENT`` if nothing."""
+    found = table_of(thing).get(name, ABSENT)
+    is_slot = found is ABSENT and not isinstance(thing, type) and name in slots_of(type(thing))
+    return getattr(thing, name, ABSENT) if is_slot else found
 
 
 def set_attribute(thing: Any, key: str, value: Any) -> None:
@@ -233,11 +242,11 @@ class Before:
     def __init__(self, thing: Any, skipped: Collection[str] = (), is_globals: bool = False) -> None:
         self.skipped = frozenset(skipped)
         self.is_globals = is_globals
-        self.slots = () if isinstance(thing, type) else tuple(slots_of(type(thing)))
         self.items = items_of(thing) if is_container(thing) and not is_globals else None
         self.state = (_kind_of(thing).keep(thing), state_of(thing)) if has_state(thing) else None
-        self.names = {} if is_globals else dict(self._table(thing))
-        self.in_slots = {name: getattr(thing, name, ABSENT) for name in self.slots}
+        self.names: dict[str, Any] = {}
+        if not is_globals:
+            self.names = self._now(thing)
 
     def renewed(self, thing: Any) -> Before:
         """The same for what the object holds now."""
@@ -252,19 +261,15 @@ class Before:
 
     def held(self, name: str) -> Any:
         """What the object held by a name, ``ABSENT`` if nothing."""
-        return self.in_slots[name] if name in self.in_slots else self.names.get(name, ABSENT)
+        return self.names.get(name, ABSENT)
 
     def changed(self, thing: Any) -> Iterator[str]:
         """The attributes that are others now; "" for the items of a container."""
-        table = self._table(thing)
-        if self.is_globals:
-            yield from (key for key, value in self.names.items() if table.get(key, ABSENT) is not value)
-        elif len(table) != len(self.names) or not all(map(is_, table.values(), self.names.values())):
-            is_class = isinstance(thing, type)
-            keys = {**self.names, **table}.keys() - self.skipped
-            keys = {key for key in keys if not (is_class and key.startswith("__"))}
-            yield from (key for key in keys if table.get(key, ABSENT) is not self.names.get(key, ABSENT))
-        yield from (name for name in self.slots if getattr(thing, name, ABSENT) is not self.in_slots[name])
+        now = self._now(thing)
+        if not same_objects([*now.values()], [*self.names.values()]):
+            keys = {**self.names, **now}.keys() - self.skipped
+            keys = {key for key in keys if not (isinstance(thing, type) and key.startswith("__"))}
+            yield from (key for key in keys if now.get(key, ABSENT) is not self.held(key))
         is_other_state = self.state is not None and state_of(thing) != self.state[1]
         if is_other_state or (self.items is not None and not all(map(same_objects, self.items, items_of(thing)))):
             yield ""
@@ -277,8 +282,7 @@ class Before:
             keys, items = items_of(thing)
             now, before = ([content(item, known) for item in found] for found in (items, self.items[1]))
             return keys == self.items[0] and now == before
-        value = getattr(thing, key, ABSENT) if key in self.slots else self._table(thing).get(key, ABSENT)
-        return bool(content(value, known) == content(self.held(key), known))
+        return bool(content(value_of(thing, key), known) == content(self.held(key), known))
 
     def put_back(self, thing: Any) -> None:
         """Let the object hold what it held at first."""
@@ -287,10 +291,10 @@ class Before:
                 _kind_of(thing).put(thing, self.state[0])
             elif not key:
                 self._put_items_back(thing)
-            elif isinstance(thing, type) or key in self.slots:
+            elif isinstance(thing, type) or key in slots_of(type(thing)):
                 set_attribute(thing, key, self.held(key))
             else:
-                table: Any = self._table(thing)
+                table: Any = table_of(thing)
                 if (value := self.held(key)) is ABSENT:
                     del table[key]
                 else:
@@ -317,12 +321,14 @@ class Before:
             kind.clear(thing)
             (kind.update if kind is set else kind.extend)(thing, items)
 
-    def _table(self, thing: Any) -> Mapping[str, Any]:
-        """The names of the object and what they stand for; those of containers are among their items."""
+    def _now(self, thing: Any) -> dict[str, Any]:
+        """What the object's names stand for, of globals those that count; items of containers are apart."""
         if self.is_globals:
-            return thing  # type: ignore[no-any-return]
+            return {key: thing.get(key, ABSENT) for key in self.names}
         has_table = hasattr(thing, "__dict__") and not isinstance(thing, FunctionType)
-        return table_of(thing) if has_table else {}
+        found = dict(table_of(thing)) if has_table else {}
+        slots = () if isinstance(thing, type) else slots_of(type(thing))
+        return found | {name: getattr(thing, name, ABSENT) for name in slots}
 
 
 # -- attributes of modules ---------------------------------------------------------------------------------
@@ -331,13 +337,13 @@ class Before:
 def held_by(module: torch.nn.Module) -> Iterator[tuple[Any, Before]]:
     """A module, its tables and the containers among its plain attributes, each with what it holds."""
     found = vars(module)
-    yield module, Before(module, _no_attributes(module))
+    yield module, Before(module, no_attributes(module))
     for key, value in found.items():
         for thing in [value] if key in TABLES else _containers(value):
             yield thing, Before(thing)
 
 
-def _no_attributes(module: torch.nn.Module) -> set[str]:
+def no_attributes(module: torch.nn.Module) -> set[str]:
     """Names that are no plain attributes: tables, and parameters that stand beside theirs."""
     return {*TABLES, *parameters_of(module).keys()}
 
@@ -358,7 +364,7 @@ def attributes_of(model: torch.nn.Module, unwatched: Collection[str] = ()) -> di
     """The content of the plain attributes of each module, by its name."""
     found = {}
     for name, module in model.named_modules():
-        skipped = {*_no_attributes(module), *unwatched}
+        skipped = {*no_attributes(module), *unwatched}
         found[name] = {key: _deep_content(value) for key, value in vars(module).items() if key not in skipped}
     return found
 

@@ -19,19 +19,20 @@ import torch
 from ...errors import InputError
 from ...on_thread import OnThread
 from ..forwards import original_class
-from ..private import CALL, MEMBERS, parameters_of
+from ..private import MEMBERS
 from ..ranks import has_flat_parameters, views_of_flat
 from .intercept import Called, CalledFunctions, ObservedClasses, can_be_observed, is_followed
 from .objects import (
     ABSENT,
-    TABLES,
+    UNWATCHED,
     Before,
     is_container,
     is_plain,
     items_of,
+    no_attributes,
     numbers_of,
     same_objects,
-    table_of,
+    value_of,
 )
 from .owners import FIXED, MODULE, OwnerReads, Reads, Source, contents
 
@@ -45,31 +46,26 @@ class Owner:
     source: Source  # where it is found
     before: Before  # what it held when it was met, before the forward could write it
     scope: str  # the module that read from it last
-    keys: dict[str, None] = field(default_factory=dict)  # names that were read
-    absent: dict[str, None] = field(default_factory=dict)
-    slots: dict[str, None] = field(default_factory=dict)
+    names: dict[str, None] = field(default_factory=dict)  # that were read, be there something or not
     is_whole: bool = False  # whether all that it holds counts
     is_open: bool = False  # whether the data of its classes count
 
     @property
     def is_read(self) -> bool:
-        return bool(self.keys or self.absent or self.slots or self.is_whole)
+        return bool(self.names or self.is_whole)
 
     @property
     def reads(self) -> OwnerReads:
-        return OwnerReads(self.source, tuple(self.keys), tuple(self.absent), tuple(self.slots), self.is_whole)
+        return OwnerReads(self.source, tuple(self.names), self.is_whole)
 
     def now(self, name: str) -> Any:
         """What it holds by a name now; ``ABSENT`` if nothing."""
-        return (
-            getattr(self.thing, name, ABSENT) if name in self.before.slots else table_of(self.thing).get(name, ABSENT)
-        )
+        return value_of(self.thing, name)
 
     def forget(self) -> None:
         """Begin again, from what it holds now."""
         self.before = self.before.renewed(self.thing)
-        for found in (self.keys, self.absent, self.slots):
-            found.clear()
+        self.names.clear()
         self.is_whole = self.is_open = False
 
 
@@ -81,13 +77,10 @@ class Write(NamedTuple):
     module: str  # that holds the object or, if none does, that has read it last
 
     def note(self) -> None:
-        owner, key = self.owner, self.key
-        if not key:
-            owner.is_whole = True
-        elif key in owner.before.slots:
-            owner.slots[key] = None
+        if self.key:
+            self.owner.names[self.key] = None
         else:
-            (owner.absent if owner.now(key) is ABSENT else owner.keys)[key] = None
+            self.owner.is_whole = True
 
 
 def reads_of(met: Mapping[int, Owner], effects: Mapping[tuple[int, str], Any], root: Callable[[], Any]) -> Reads:
@@ -117,15 +110,12 @@ def _needed(met: Mapping[int, Owner], pending: list[int]) -> set[int]:
         if owner.number in needed:
             continue
         needed.add(owner.number)
-        held = [owner.now(key) for key in (*owner.keys, *owner.slots)]
+        held = [owner.now(name) for name in owner.names]
         held += items_of(owner.thing)[1] if owner.is_whole else []
         pending += [met[id(value)].number for value in held if id(value) in met]
         pending += [owner.source.parent] if owner.source.parent >= 0 else []
     return needed
 
-
-UNWATCHED = frozenset((*TABLES, "training", "forward", CALL))
-"""Attributes of the model's modules that plans are chosen by anyway, or that stand in for calls."""
 
 _MODULE_CODE = vars(torch.nn.modules.module)
 
@@ -151,7 +141,7 @@ class Observer:
         self._is_busy = False
         is_flat = has_flat_parameters(model)
         for name, module in model.named_modules():
-            skipped = {*UNWATCHED, *parameters_of(module).keys(), *(views_of_flat(module) if is_flat else ())}
+            skipped = {*no_attributes(module), *UNWATCHED, *(views_of_flat(module) if is_flat else ())}
             self._add(module, Source(MODULE, "", name), skipped).scope = name
         self._modules = frozenset(self.owners)
 
@@ -159,7 +149,6 @@ class Observer:
         return self._where() if self.leaf is None else self.leaf
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-
         def observed(*args: Any, **kwargs: Any) -> Any:
             self._observe_all()
             try:
@@ -221,8 +210,7 @@ class Observer:
         owners = list(self.owners.values())
         for number, name in self.assigned:
             owner = owners[number]
-            is_read = name in (*owner.keys, *owner.absent, *owner.slots)
-            if not is_read and is_plain(value := owner.now(name)):
+            if name not in owner.names and is_plain(value := owner.now(name)):
                 self.effects[number, name] = value
 
     @contextmanager
@@ -240,38 +228,30 @@ class Observer:
         kind = next((one for one in kinds if name in vars(one)), None)
         found = None if kind is None else vars(kind)[name]
         is_module = id(thing) in self._modules
-        if isinstance(found, MemberDescriptorType):
-            self._slot(owner, name)
-        elif name in table and not hasattr(type(found), "__set__"):
-            self._key(owner, name)
+        is_slot = isinstance(found, MemberDescriptorType)
+        if is_slot or (name in table and not hasattr(type(found), "__set__")):
+            self._name_read(owner, name)
         elif kind is not None:
             if not hasattr(type(found), "__set__"):
-                self._absent(owner, name)
-            for one in kinds[: kinds.index(kind)]:
-                self._absent(self._class(one), name)
-            self._key(self._class(kind), name)
+                self._name_read(owner, name)
+            for one in kinds[: kinds.index(kind) + 1]:
+                self._name_read(self._class(one), name)
         elif is_module and any(name in vars(thing)[members] for members in MEMBERS if members in vars(thing)):
             return  # parameters, buffers and submodules are looked at by themselves
         elif not is_module and any("__getattr__" in vars(one) for one in kinds):
             self._read_all(owner)  # which finds it wherever it likes
         else:
-            self._absent(owner, name)
+            self._name_read(owner, name)
 
-    def _key(self, owner: Owner, name: str) -> None:
-        if self._is_as_at_first(owner, name):
-            if self.leaf is None:
-                owner.keys[name] = None
-            self._meet(owner.now(name), Source(owner.number, "attribute", name))
-
-    def _slot(self, owner: Owner, name: str) -> None:
-        if self._is_as_at_first(owner, name):
-            if self.leaf is None:
-                owner.slots[name] = None
-            self._meet(owner.now(name), Source(owner.number, "slot", name))
-
-    def _absent(self, owner: Owner, name: str) -> None:
-        if self.leaf is None and self._is_as_at_first(owner, name) and not isinstance(owner.thing, _NO_TABLE):
-            owner.absent[name] = None
+    def _name_read(self, owner: Owner, name: str) -> None:
+        """Note that a name was read, be there something or not."""
+        if not self._is_as_at_first(owner, name):
+            return
+        value = owner.now(name)
+        if self.leaf is None and not (value is ABSENT and isinstance(owner.thing, _NO_TABLE)):
+            owner.names[name] = None
+        if value is not ABSENT:
+            self._meet(value, Source(owner.number, "name", name))
 
     def _is_as_at_first(self, owner: Owner, name: str) -> bool:
         """Whether a name stands for what it stood for before the forward; what it wrote itself is no read."""
@@ -293,7 +273,7 @@ class Observer:
             return
         is_class = isinstance(owner.thing, type)
         for place, item in enumerate(items):
-            self._meet(item, Source(owner.number, *(("attribute", keys[place]) if is_class else ("item", place))))
+            self._meet(item, Source(owner.number, *(("name", keys[place]) if is_class else ("item", place))))
 
     # -- whom it is read from ------------------------------------------------------------------------------
 
@@ -370,10 +350,7 @@ class Observer:
         for name in list(names):
             if not name.startswith("__") and (name in table or not hasattr(builtins, name)):
                 owner.before.add(table, name)
-                if name in table:
-                    self._key(owner, name)
-                else:
-                    self._absent(owner, name)
+                self._name_read(owner, name)
 
     def _add(self, thing: Any, source: Source, skipped: Collection[str] = (), is_globals: bool = False) -> Owner:
         owner = self.owners.get(id(thing))

@@ -15,6 +15,7 @@ import torch
 
 from ..forwards import original_class
 from .objects import (
+    ABSENT,
     NO_DATA,
     Itself,
     content,
@@ -23,8 +24,10 @@ from .objects import (
     items_of,
     numbers_of,
     set_attribute,
+    slots_of,
     state_of,
     table_of,
+    value_of,
 )
 
 MODULE, FIXED = -1, -2
@@ -35,7 +38,7 @@ class Source(NamedTuple):
     """Where an object is found."""
 
     parent: int  # the number of the owner that holds it, ``MODULE`` or ``FIXED``
-    step: str  # how it is found there: ``"attribute"``, ``"slot"``, ``"item"`` or, of a function, ``"cell"``
+    step: str  # how it is found there: ``"name"``, ``"item"`` or, of a function, ``"cell"``
     key: Any  # by what name or position; the name of a submodule; what is fixed itself
 
     def find(self, model: torch.nn.Module, objects: Sequence[Any]) -> Any:
@@ -48,16 +51,17 @@ class Source(NamedTuple):
             return items_of(holder)[1][self.key]
         if self.step == "cell":
             return holder.__closure__[self.key]
-        return getattr(holder, self.key) if self.step == "slot" else table_of(holder)[self.key]
+        found = value_of(holder, self.key)
+        if found is ABSENT:
+            raise LookupError(self.key)
+        return found
 
 
 class OwnerReads(NamedTuple):
     """What was read of one object."""
 
     source: Source  # where it is found
-    keys: tuple[str, ...]  # attributes or globals that were there
-    absent: tuple[str, ...]  # those that were not there
-    slots: tuple[str, ...]  # those in slots
+    names: tuple[str, ...]  # attributes and globals, be there something or not
     is_whole: bool  # whether all items count, as of a list
 
 
@@ -140,11 +144,7 @@ def _content_of_owner(known: Mapping[int, int], owner: OwnerReads, thing: Any) -
     is_root = owner.source.parent == MODULE and not owner.source.key
     kind = original_class(thing) if isinstance(thing, torch.nn.Module) else type(thing)
     found: dict[str, Any] = {} if is_root else {"": (known[id(thing)], Itself(kind))}
-    if owner.keys or owner.absent:
-        table = table_of(thing)
-        found |= {key: content(table[key], known) if key in table else None for key in owner.keys}
-        found |= {key: key in table for key in owner.absent}
-    found |= {key: content(getattr(thing, key, None), known) for key in owner.slots}
+    found |= {name: content(value_of(thing, name), known) for name in owner.names}
     if owner.is_whole:
         keys, items = items_of(thing)
         inside = [content(item, known) for item in items]
@@ -211,13 +211,13 @@ class _Seen:
         self.typed: list[Any] = []
         self.stateful: list[Any] = []
         for owner, thing in zip(reads.owners, objects, strict=True):
-            if owner.keys:
-                alike.setdefault(owner.keys, []).append(table_of(thing))
-            if owner.absent:
-                self.absent += [(table_of(thing), key) for key in owner.absent]
-            if owner.slots:
-                get = attrgetter(*owner.slots, owner.slots[0])
-                self.others.append(lambda thing=thing, get=get: get(thing))  # type: ignore[misc]
+            table = table_of(thing)
+            if keys := tuple(name for name in owner.names if name in table):
+                alike.setdefault(keys, []).append(table)
+            slots = () if isinstance(thing, type) else slots_of(type(thing))
+            self.absent += [(table, name) for name in owner.names if name not in table and name not in slots]
+            if names := [name for name in owner.names if name not in table and name in slots]:
+                self.others.append(partial(map, partial(value_of, thing), names))
             if owner.source.parent != MODULE or owner.source.key:
                 self.typed.append(thing)
             if owner.is_whole and isinstance(thing, type):

@@ -8,6 +8,7 @@ from torch import nn
 
 import ogc
 from ogc.operators.gpus import gpu_named
+from ogc.parser.weigh.backward import Output
 from ogc.parser.weigh.estimate import Estimator
 from ogc.parser.weigh.record import Record
 from ogc.program.program import TensorRef
@@ -121,6 +122,6 @@ def test_estimates_are_those_of_the_kernel_wherever_the_model_is():
     ):
         node = torch.fx.Graph().call_function(target, ())
         record = Record(node)
-        record.outputs, record.output_bytes = [TensorRef("x", 0)], [q.nbytes]
+        record.outputs = [Output(TensorRef("x", 0), q.nbytes)]
         there, here = (Estimator(cuda, home, gpu="H200").weigh(record, args, {}) for home in (cpu, cuda))
         assert here == replace(there, internal_bytes=here.internal_bytes, saves=here.saves)

@@ -1,1 +1,0 @@
-"""How a backward depends on how the gradients that it is given are laid out."""
