@@ -23,9 +23,8 @@ class GraphBuilder:
             y = build.call(torch.add, y, x, alpha=2)
             return build.output(build.call(model.head, y))
 
-    ``input``, ``call`` and ``output`` take and return nodes, which stand for values: they have no shape, and
-    arithmetic on them is a ``call`` like everything else (``operator.getitem`` for a part of a result).
-    Anything else among the arguments is passed on as it is, the model's parameters and buffers included.
+    Nodes stand for values without a shape: arithmetic on them is a ``call`` too (``operator.getitem`` for a part of a
+    result). Other arguments, such as the model's parameters and buffers, are passed on as they are.
 
     Attributes:
         graph: what was written so far, a ``torch.fx.Graph``.

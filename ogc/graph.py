@@ -29,13 +29,11 @@ class RuntimeCosts:
     """Seconds of the host that a plan takes beside its operators.
 
     Attributes:
-        run: for each run again, to open it, close it, and carry it out.
-        saved_tensor: for each tensor that autograd saves where a run will supply it.
-        left_out: of the plain model's own Python, calls of modules above all, which no plan runs, and of copies that it
-            makes of what it writes over.
+        run: for each recomputation.
+        saved_tensor: for each tensor that autograd saves where a recomputation will supply it.
+        left_out: of work that only the plain model does: its own Python, and copies of what it writes over.
         choice: for each call, to see that the plan is for it.
-        overlapped: by which any step, plain or planned, takes less than its operations add up to, as host and GPU work
-            side by side.
+        overlapped: by which any step takes less than its operations add up to, as host and GPU work side by side.
     """
 
     run: float = 0.0
@@ -52,15 +50,14 @@ class Graph:
     Attributes:
         operations: in program order, which is a topological order.
         values: indexed by the numbers in ``Operation.reads``, ``writes`` and ``saves``.
-        program: the executable form that the runtime runs (opaque to the solver), or None.
+        program: what the runtime runs (opaque to the solver), or None.
         device: where the weights hold, e.g. ``"cpu"``.
         profile: how the weights were found, ``"estimate"``, ``"time"`` or ``"measure"``.
         slices, sliced: into how many slices of the batch stretches are divided in this graph, and which; 1 and none.
         unsliced: the graph without slices, where :func:`ogc.slice_batch` made this one of it.
         plain_peak_bytes: peak of the plain model, where these operations are not the plain model's; else None.
         runtime: what the runtime's own work takes.
-        outside: how many operations at the end are the caller's, between the model's forward and the backward: a loss.
-            They count, and no plan runs them again.
+        outside: how many operations at the end are the caller's, such as a loss; no plan recomputes them.
     """
 
     operations: tuple[Operation, ...]
@@ -97,27 +94,22 @@ class Graph:
             )
 
     def _check_reads_and_writes(self, op: Operation, written: set[int]) -> None:
-        unknown = [v for v in (*op.reads, *op.writes, *op.saves) if not 0 <= v < len(self.values)]
-        if unknown:
-            raise ParseError(f"operation {op.name} names value {unknown[0]}, which the graph lacks")
-        early = [v for v in op.reads if v not in written]
-        if early:
-            raise ParseError(
-                f"operation {op.name} reads {self.values[early[0]].name} before any operation "
-                "makes it; list the operations in topological order"
-            )
-        blind = [v for v in op.writes if v in written and v not in op.reads]
-        if blind:
-            raise ParseError(
-                f"operation {op.name} changes {self.values[blind[0]].name} in place; name the value among its reads too"
-            )
+        for v in (*op.reads, *op.writes, *op.saves):
+            if not 0 <= v < len(self.values):
+                raise ParseError(f"operation {op.name} names value {v}, which the graph lacks")
+        early = "reads {} before any operation makes it; list the operations in topological order"
+        blind = "changes {} in place; name the value among its reads too"
+        stray = "saves {}, which it neither reads nor writes"
+        problems = [
+            *((early, v) for v in op.reads if v not in written),
+            *((blind, v) for v in op.writes if v in written and v not in op.reads),
+            *((stray, v) for v in op.saves if v not in op.reads and v not in op.writes),
+        ]
+        if problems:
+            text, value = problems[0]
+            raise ParseError(f"operation {op.name} {text.format(self.values[value].name)}")
         if op.takes_over is not None and (op.takes_over not in op.reads or op.takes_over in op.writes):
             raise ParseError(f"operation {op.name} takes over a value that it does not read, or writes itself")
-        stray = [v for v in op.saves if v not in op.reads and v not in op.writes]
-        if stray:
-            raise ParseError(
-                f"operation {op.name} saves {self.values[stray[0]].name}, which it neither reads nor writes"
-            )
 
     def __len__(self) -> int:
         return len(self.operations)
@@ -179,10 +171,7 @@ class Graph:
 
     @cached_property
     def first_uses(self) -> tuple[int, ...]:
-        """For each value, the first operation after its last write that reads or saves it, or N.
-
-        What makes a mere view is never run again, and needs nothing then.
-        """
+        """For each value, the first operation after its last write that reads or saves it, or N; mere views aside."""
         runs = ((t, op) for t, op in self._backwards if op.writes or op.saves or op.internal_bytes)
         used = ((v, t) for t, op in runs for v in (*op.reads, *op.saves))
         return self._by_value(
@@ -193,7 +182,7 @@ class Graph:
     def last_uses(self) -> tuple[int, ...]:
         """For each value, the last operation of the forward that touches it; N for an output that is held.
 
-        The caller holds one that is returned and not held until the last operation.
+        The caller holds other returned ones until the last operation.
         """
         touched = ((v, t) for t, op in enumerate(self.operations) for v in (*op.reads, *op.writes))
         returned = ((v, len(self) - 1) for v in self.returned)
@@ -202,7 +191,7 @@ class Graph:
 
     @cached_property
     def returned(self) -> tuple[int, ...]:
-        """The values that the caller lets go of before the backward."""
+        """The values that the caller releases before the backward."""
         return tuple(v for v, value in enumerate(self.values) if value.is_returned and not value.is_output)
 
     @cached_property
@@ -237,7 +226,7 @@ class Graph:
 
     @cached_property
     def repeat_seconds(self) -> tuple[float, ...]:
-        """For each operation, the time of its forward where a plan runs it again."""
+        """For each operation, the time of its forward where a plan recomputes it."""
         return tuple(
             op.forward_seconds if op.repeat_seconds is None or not kept else op.repeat_seconds
             for op, kept in zip(self.operations, self.keeps_internals, strict=True)
@@ -247,8 +236,8 @@ class Graph:
     def operation_bounds(self) -> tuple[int, ...]:
         """For each operation, the bytes that must be alive while it runs, whatever the plan.
 
-        Its forward needs what it reads and writes; its backward needs what it saved, the gradients and
-        temporaries alive then, which no plan changes; both need the outputs that the caller holds.
+        Its forward needs what it reads and writes; its backward what it saved, and the gradients and temporaries
+        alive then, which no plan changes; both need the outputs that the caller holds.
         """
         size = [value.bytes for value in self.values]
         outputs = {v for v, value in enumerate(self.values) if value.is_output}
@@ -266,10 +255,9 @@ class Graph:
     def cuts(self) -> tuple[int, ...]:
         """Positions where the program may be cut: 0, N and all that separate no value from its writes.
 
-        A value that is read before its last in-place write has two contents over time; no cut may fall
-        between its production and its last use, so that a kept copy is never mistaken for the older one.
-        What makes a mere view reads no content. Of what is written piece by piece and read afterwards alone, nobody
-        needs a half: the forward has it, and what runs a stretch of these writes again leaves them out.
+        A value that is read before its last in-place write has two contents over time; no cut may fall between its
+        production and its last use, so that a kept copy is never mistaken for the older one. A mere view reads no
+        content. What is written piece by piece and read only afterwards may be cut between its writes.
         """
         last = [
             producer if v in self._written_in_pieces else last
@@ -287,7 +275,7 @@ class Graph:
 
     @cached_property
     def _written_in_pieces(self) -> frozenset[int]:
-        """The values of which no operation that may run again needs what is there before the last write."""
+        """The values of which no operation that may be recomputed needs what is there before the last write."""
         places = zip(self.producers, self.last_writes, self.last_uses, strict=True)
         found = {v for v, (first, last, use) in enumerate(places) if first < last < use}
         for t, op in enumerate(self.operations):

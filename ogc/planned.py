@@ -34,8 +34,7 @@ from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
 from .runtime.calls import Calls, Report
-from .runtime.compiling import kept_from_compiling
-from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, plain_instance
+from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, kept_from_compiling, plain_instance
 from .runtime.runner import plain_because
 from .solver import Budget, Wish, solve
 from .torch_state.forwards import original_class, plain_forward

@@ -23,8 +23,7 @@ from ..graph import Graph
 from ..plan.plan import Plan
 from ..program.structures import Call
 from ..runtime.calls import Calls, Report
-from ..runtime.compiling import kept_from_compiling
-from ..runtime.module import copied, instance_around, planned_forward
+from ..runtime.module import copied, instance_around, kept_from_compiling, planned_forward
 from ..runtime.runner import COSTS_THE_SAVING, UNDER_HOOKS, Planner, Runner, log, plain_because, tell_plain
 from ..torch_state.forwards import original_class
 from ..torch_state.no_trace import is_plain, plainly

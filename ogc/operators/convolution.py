@@ -111,7 +111,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.shape[1] > 1
 
 
-aten = torch.ops.aten
+CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
+"""For which cuDNN's settings say what float32 is computed in."""
 
 _WITHOUT_RULE_FLOPS = 2e7
 """Below this, a call is measured: in less time than matters, as few networks have many such."""

@@ -73,9 +73,6 @@ def _threshold_backward(gradient: torch.Tensor, result: torch.Tensor, *rest: Any
     return like(gradient) if alike else aten.threshold_backward.default(gradient, result, *rest)
 
 
-aten = torch.ops.aten
-
-
 RESHAPING = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default)
 _MOVING = (
     aten.flatten.using_ints,
@@ -111,8 +108,6 @@ def _cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
 def _overloads(*packets: Any) -> list[Any]:
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
-
-aten = torch.ops.aten
 
 register(
     Operator(aten.relu.default, _low_memory(aten.relu.default, aten.threshold_backward, "result", 0), on_meta=like),

@@ -112,9 +112,7 @@ def contents_of(model: torch.nn.Module, device: torch.device | str | None) -> Co
 
 
 def check_tensors(sample: Sample) -> torch.device:
-    """The device of the model's parameters; InputError without tensors, on several devices, or if nothing requires
-    grad.
-    """
+    """The device of the model; InputError without tensors, on several devices, or if nothing requires grad."""
     if not sample.tensors:
         raise InputError("sample_input holds no tensor")
     home = device_of_model(sample.model, sample.tensors)

@@ -128,9 +128,7 @@ class CustomForward:
 
 
 def parse_graph_of(model: torch.nn.Module, parse_graph: ParseGraph | bool | None) -> ParseGraph | None:
-    """``parse_graph``, or else the model's own method of that name; None without either. InputError if it is no
-    function.
-    """
+    """``parse_graph``, else the model's own method of that name, if any; InputError if it is no function."""
     if parse_graph is None or parse_graph is True:
         own = getattr(type(model), "parse_graph", None)
         if not callable(own) and parse_graph:

@@ -45,9 +45,7 @@ def observed(
 
 
 def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leaves) -> Traced:
-    """The model's program, every call in it, verified, with as many leaves as it takes; with the model's state after
-    it.
-    """
+    """The model's verified program, every call in it, with as many leaves as it takes, and the state after it."""
     is_careful = False
     run = plain_forward(sample.model) if forward is None else forward
     while True:

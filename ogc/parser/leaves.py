@@ -57,9 +57,7 @@ class Leaves:
         self._cover_at_sight()
 
     def cover(self, problem: OpaqueError) -> None:
-        """Make leaves of the modules that hide the problem, or of those around them; ParseError if only the model hides
-        it.
-        """
+        """Make leaves of the modules that hide the problem, or of those around; ParseError if only the model does."""
         for name, why in problem.modules.items():
             # A module that is none of the model's is called by one that cannot be told.
             smallest = self._smallest(name) if name in self.modules else ""
@@ -174,6 +172,9 @@ def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str)
             raise InputError(f"{argument}: {names[0]!r} is a {kind}, which is never called; name modules in it")
         resolved += names
     return resolved
+
+
+# -- whether a leaf may be called again ------------------------------------------------------------------
 
 
 FEW = 1024

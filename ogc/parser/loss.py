@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -49,7 +50,7 @@ def with_step_end(
         raise InputError('outputs="loss" needs a model that returns its loss; ogc.optimize makes one with loss=')
     if not callable(loss):
         raise InputError(f"loss must be a function of the model's output, such as a criterion, not {loss!r}")
-    root = _Root(loss)
+    root = torch.nn.Sequential(OrderedDict(loss=_Function(loss)))  # so that it may be an opaque module
     spec, tensors = InputSpec.of((_output(sample, traced),), {})
     numbers = {id(tensor): number for number, tensor in enumerate(traced.outputs)}
     places = [numbers[id(tensor)] for tensor in tensors]
@@ -98,17 +99,6 @@ class _Function(torch.nn.Module):
         return self.function(output)
 
 
-class _Root(torch.nn.Module):
-    """Around the function, which may have to be called as it is."""
-
-    def __init__(self, function: Callable[[Any], torch.Tensor]) -> None:
-        super().__init__()
-        self.loss = _Function(function)
-
-    def forward(self, output: Any) -> Any:
-        return self.loss(output)
-
-
 def tensors_of(function: Any) -> list[torch.Tensor]:
     """The tensors that a function gets hold of by itself, other than those of modules."""
     held = [thing for thing in _held_by(function) if thing is not function and not isinstance(thing, torch.nn.Module)]
@@ -153,7 +143,7 @@ def _starts(sample: Sample, traced: Traced, loss: str | None) -> tuple[int, ...]
     return tuple(found if len(found) == 1 else differentiable)
 
 
-def _check(root: _Root, spec: InputSpec, tensors: list[torch.Tensor]) -> None:
+def _check(root: torch.nn.Module, spec: InputSpec, tensors: list[torch.Tensor]) -> None:
     args, _ = spec.rebuild(tensors)
     try:
         with untouched(root), torch.enable_grad():
@@ -172,7 +162,7 @@ def _check(root: _Root, spec: InputSpec, tensors: list[torch.Tensor]) -> None:
         raise InputError("loss must return a number to differentiate; what it returns does not require grad")
 
 
-def _joined(traced: Traced, loss: Traced, root: _Root, places: list[int], end: StepEnd) -> Traced:
+def _joined(traced: Traced, loss: Traced, root: torch.nn.Module, places: list[int], end: StepEnd) -> Traced:
     """One program: the model's, and behind it the loss, whose inputs are outputs of the model."""
     graph, constants = torch.fx.Graph(), dict(traced.constants)
     copies: dict[torch.fx.Node, torch.fx.Node] = {}

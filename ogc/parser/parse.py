@@ -67,49 +67,42 @@ def parse(
 ) -> Graph:
     """Turn ``model`` into a weighted graph over an executable program.
 
-    The forward runs on copies of the sample input, each time with the memory of inference: once to be recorded,
-    once unrecorded to be the judge of that, and as a program twice, to be judged and to see what each operation
-    reads, writes and saves. All must give the same bits. Measuring takes the memory of one operation's backward on
-    top. Buffers, flags and random states are afterwards as before.
+    The forward runs on copies of the sample input, with the memory of inference: recorded, unrecorded to verify that,
+    and as a program, to be verified and observed. All must give the same bits. Measuring takes the memory of one
+    operation's backward on top. Buffers, flags and random states are afterwards as before.
 
     Args:
         model: any module; it is parsed as it stands (training flags, dtypes, device).
         sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments.
-        loss: ``loss(output)`` returns the one number that the backward starts from, given what the forward returns: a
-            criterion with its targets bound in, or ``lambda out: out.loss``. What it computes is part of the step: its
-            tensors count, and outputs that it does not use get no gradient. It is called a few times here, and never
-            by the optimized model. Without it the backward starts at the one output with ``dim() == 0`` that requires
-            grad, of several at the one named ``loss``, or else at all outputs, with dense gradients.
+        loss: ``loss(output)`` returns the one number that the backward starts from, such as a criterion with its
+            targets bound in, or ``lambda out: out.loss``. Its tensors count, and outputs that it does not use get no
+            gradient. It is called a few times here, and never by the optimized model. Without it the backward starts
+            at the one scalar output that requires grad, of several at the one named ``loss``, or else at all outputs.
         holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
-        outputs: with ``"loss"`` nobody wants anything that the forward returns but its loss: the program returns None
-            in the place of all other tensors, which then need not exist.
-        parse_graph: ``parse_graph(model, *inputs)`` returns a graph made by hand, to be parsed instead of the
-            forward: a ``torch.fx.Graph`` or ``GraphModule``, a ``torch.export.ExportedProgram``, an
-            :class:`ogc.GraphBuilder`, or the published ``(networkx.MultiDiGraph, source, target)``. It must
-            give bitwise what the forward gives. Without it the model's own method of that name is used if
-            there is one; with False the forward all the same.
+        outputs: with ``"loss"`` the program returns None in the place of all tensors but the loss.
+        parse_graph: ``parse_graph(model, *inputs)`` returns a graph made by hand, to be parsed instead of the forward:
+            a ``torch.fx.Graph`` or ``GraphModule``, a ``torch.export.ExportedProgram``, an :class:`ogc.GraphBuilder`,
+            or the published ``(networkx.MultiDiGraph, source, target)``. It must give bitwise what the forward gives.
+            By default the model's own method of that name, if any; False for the forward all the same.
         profile: ``"estimate"`` finds the weights from shapes, ``"time"`` measures how long each operation takes on the
             device and estimates its bytes, ``"measure"`` measures both, ``"auto"`` both on CUDA and times elsewhere.
-        device: weigh for this device instead of the model's own; it need not exist here (implies
-            ``profile="estimate"``). The graph is then for study: it cannot be run there. For ``"cuda"`` the model
-            needs no content: it may be on the meta device, or of fake tensors, unless its forward reads what they hold.
+        device: weigh for this device, which need not exist here (implies ``profile="estimate"``): the graph is for
+            study and cannot be run there. For ``"cuda"`` the model may be on the meta device, or of fake tensors,
+            unless its forward reads what they hold.
         gpu: the name of the GPU that ``device="cuda"`` means, such as ``"H100"``: times follow its data sheet, and so
-            do kernels of attention. Without it that which is here, or else an A100 with 40 GB. Known names:
+            do kernels of attention. By default the one here, or else an A100 with 40 GB. Known names:
             :data:`ogc.operators.gpus.GPUS`.
         rewrite: ``rewrite(graph, device)`` changes the program before it is planned, a ``torch.fx.Graph``; results may
             differ in the last bits. ``ogc.rewrites.slicing.Slices(stretches, slices)`` is one, which runs some of
             ``graph.stretches`` of the same model, forward and backward, in so many slices of the batch.
         plain_peak_bytes: of the plain model; where the graph is another program, it is found anew unless it is given.
-        leaf_modules: names and types of submodules to call as they are, hooks and all: each call becomes one
-            operation, which runs once per step and keeps what it saves. What cannot be replayed operator by
-            operator (control flow on data, custom autograd functions, hooks, scripted code) is made part of the
-            smallest such module by itself, with a warning in the log.
-        repeatable_leaves: leaves may be called again for their backward, as with ``torch.utils.checkpoint``, where they
-            are seen to depend on nothing but their arguments, their parameters and torch's random state: they have no
-            hooks, change no buffers or attributes and give the same bits twice. Names and types of submodules, or True
-            for all, say which instead, with a warning for those in whose way something stands, which are called once
-            all the same. With False none is called again. A call that saves or returns other bits than the first one
-            raises ReplayError in the backward.
+        leaf_modules: names and types of submodules to call as they are, hooks and all, each call one operation. What
+            cannot be replayed by operators (control flow on data, custom autograd functions, hooks, scripted code)
+            becomes part of the smallest such module by itself, with a warning in the log.
+        repeatable_leaves: names and types of submodules that may be called again for their backward, True for all,
+            False for none. By default those that are seen to depend on their arguments, parameters and torch's random
+            state alone, without hooks or changes of buffers and attributes. What obstructs a named one is told in the
+            log, and it is called once. A second call that saves or returns other bits raises ReplayError.
 
     Returns:
         The graph; ``print(graph)`` shows it as a table.
@@ -191,9 +184,7 @@ def lower(
     visit: Visit,
     rewrite: Rewrite | None = None,
 ) -> tuple[Traced, Observation]:
-    """The program as it is planned, and an observation of one run; ParseError if it is not what the model computes
-    then.
-    """
+    """The program as it is planned, and an observation of a run; ParseError if it computes something else."""
     traced, observation, state = planned_form(sample, recorded, device, visit, rewrite)
     _check_same(traced, observation, state, close if rewrite else same_bits)
     wanted = traced.grad_targets

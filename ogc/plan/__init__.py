@@ -1,6 +1,6 @@
 """Plans as plain data: decisions, the schedule that they mean, the simulator that judges them. Free of torch.
 
-The files build on one another in this order: decisions, saving, schedule, simulate, pictures, caching, plan.
+The files build on one another in this order: decisions, saving, schedule, simulate, pictures, plan.
 """
 
 from .decisions import Decisions, Fate, Segment, recomputed, saved

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, PlanError
@@ -26,13 +25,13 @@ class Plan:
     """Decisions for a graph, with their simulated cost.
 
     Attributes:
-        decisions: the segments and the fates of single values.
+        decisions: the segments and the policies of single values.
         peak_bytes: simulated peak of live activations over forward and backward.
         plain_peak_bytes: simulated peak of the model without checkpoints.
         lower_bound: bytes below which no plan of any kind can peak.
         step_seconds, step_flops: of the plain step (forward and backward).
-        recomputed_seconds, recomputed_flops: what is run again adds to it.
-        runtime_seconds: what running the plan adds beside: low-memory operators, and the runtime's own work.
+        recomputed_seconds, recomputed_flops: what recomputation adds to it.
+        runtime_seconds: what the plan adds beside: low-memory operators, and the runtime's own work.
         solver: the name of the solver that chose it.
         budget_bytes: the memory budget that was asked for, if one was.
         max_overhead: the overhead that was asked for, if one was.
@@ -60,7 +59,7 @@ class Plan:
 
     @property
     def remade(self) -> tuple[int, ...]:
-        """The values that are not kept where they cross a cut: what needs them later makes them again."""
+        """The values that are not saved where they cross a cut, but recomputed for what needs them later."""
         return self.decisions.remade
 
     @property
@@ -68,23 +67,23 @@ class Plan:
         """Whether the model itself should be run: no plan was needed, or none is better."""
         return self.decisions.is_plain
 
-    @cached_property
-    def rows(self) -> tuple[tuple[str, ...], ...]:
-        """The segments as they are printed, those of a sub-plan below it; none without a graph."""
-        if self.graph is None:
-            return ()
-        schedule = Schedule(self.graph, self.decisions)
-        return tuple(_rows(schedule.graph, schedule, self.segments))
-
     @property
     def low_memory(self) -> tuple[int, ...]:
-        """The operations that run in their low-memory form; all others are PyTorch's own operators."""
+        """The operations that run as their low-memory variant; all others are PyTorch's own operators."""
         return self.decisions.low_memory
 
-    @cached_property
-    def low_memory_rows(self) -> tuple[tuple[str, ...], ...]:
-        """The low-memory operators as they are printed, each with its reason and its price; none without a graph."""
-        return () if self.graph is None else tuple(_low_memory_rows(self.graph, self.decisions))
+    def deciding(self, decisions: Decisions, solver: str) -> Plan:
+        """The plan of other decisions for the same graph, weighed by the simulator."""
+        cost = simulate(self._known_graph, decisions)
+        return replace(
+            self,
+            decisions=decisions,
+            peak_bytes=cost.peak_bytes,
+            recomputed_seconds=cost.recomputed_seconds,
+            recomputed_flops=cost.recomputed_flops,
+            runtime_seconds=cost.runtime_seconds,
+            solver=solver,
+        )
 
     @property
     def added_seconds(self) -> float:
@@ -197,19 +196,21 @@ class Plan:
             f"peak {self.peak_bytes / 1e6:.1f} MB (plain {self.plain_peak_bytes / 1e6:.1f} MB, no plan below "
             f"{self.lower_bound / 1e6:.1f} MB), overhead {self.overhead:.1%} "
             "(recomputation {:.1%}, runtime {:.1%}), ".format(*shares)
-            + f"{len(self.rows)} segments"
         )
-        texts = [table(["segment", "operations", "modules", "mode", "kept MB", "recomputed"], self.rows)]
-        if self.low_memory_rows:
+        known = self.graph is not None
+        rows = [*_rows(Schedule(self._known_graph, self.decisions), self.segments)] if known else []
+        texts = [table(["segment", "operations", "modules", "mode", "kept MB", "recomputed"], rows)]
+        if known and self.low_memory:
             header = ["low-memory", "operator", "module", "what PyTorch's own would take MB", "of a peak of", "ms more"]
-            texts.append(table(header, self.low_memory_rows))
-        return "\n".join([*texts, summary])
+            texts.append(table(header, [*_low_memory_rows(self._known_graph, self.decisions)]))
+        return "\n".join([*texts, f"{summary}{len(rows)} segments"])
 
 
 def _rows(
-    graph: Graph, schedule: Schedule, segments: Sequence[Segment], number: int = 0, prefix: str = ""
+    schedule: Schedule, segments: Sequence[Segment], number: int = 0, prefix: str = ""
 ) -> Iterator[tuple[str, ...]]:
-    """A row per segment, those of a sub-plan indented below it."""
+    """A row per segment, its parts below it."""
+    graph = schedule.graph
     children = iter(schedule.runs[number].children)
     for place, segment in enumerate(segments):
         inside = graph.operations[segment.start : segment.stop]
@@ -227,7 +228,7 @@ def _rows(
         size = sum(graph.values[v].bytes for v in kept)
         yield (name, f"{segment.start}-{segment.stop - 1}", span, mode, f"{size / 1e6:.2f}", share)
         if len(segment.parts) > 1:
-            yield from _rows(graph, schedule, segment.parts, child, f"{name}.")
+            yield from _rows(schedule, segment.parts, child, f"{name}.")
 
 
 def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, ...]]:
@@ -280,7 +281,7 @@ def make_plan(
             :func:`ogc.recomputed`.
         solver: the name of what chose them.
         remade: values that are not kept where they cross a cut either.
-        low_memory: operations to run in their low-memory form, as far as they have one, besides those of
+        low_memory: operations to run as their low-memory variant, as far as they have one, besides those of
             ``decisions``; see :attr:`ogc.Graph.low_memory`.
 
     Raises:
@@ -288,17 +289,8 @@ def make_plan(
             that must not.
     """
     decided = Decisions.of(decisions).remaking(remade)
-    decided = replace(decided, low_memory=tuple(sorted({*decided.low_memory, *low_memory})))
-    cost = simulate(graph, decided)
-    return replace(
-        plain_plan(graph),
-        decisions=replace(decided, is_plain=False),
-        peak_bytes=cost.peak_bytes,
-        recomputed_seconds=cost.recomputed_seconds,
-        recomputed_flops=cost.recomputed_flops,
-        runtime_seconds=cost.runtime_seconds,
-        solver=solver,
-    )
+    decided = replace(decided, low_memory=tuple(sorted({*decided.low_memory, *low_memory})), is_plain=False)
+    return plain_plan(graph).deciding(decided, solver)
 
 
 def load_plan(path: str | os.PathLike[str], graph: Graph) -> Plan:

@@ -1,8 +1,7 @@
-"""Plans as text: decisions, and fingerprints of the graphs that they are for.
+"""Plans as text: decisions, each with the fingerprint of the graph that it is for.
 
-One format holds both kinds: the plan of a graph, sliced or not, and those of a model in parts. Each is a list of
-decisions, every one with its graph's fingerprint. What plans cost is noted for readers; whoever loads a plan has it
-weighed by the simulator.
+One format holds both kinds: the plan of a graph, sliced or not, and those of a model in parts. What plans cost is noted
+for readers; the simulator weighs a plan that is loaded.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ def torch_version() -> str | None:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a graph computes on how many bytes, whatever that weighs: the same in every process, on every machine.
-
-    Each field is a number of things and a hash over all of them.
-    """
+    """What a graph computes on how many bytes, the same on every machine: of each field, a number and a hash."""
 
     operations: str
     modules: str
@@ -79,7 +75,7 @@ class Fingerprint:
 
 
 def structure_of(graph: Graph) -> tuple[Any, ...]:
-    """All of a graph that plans depend on but times: equal wherever the same is computed, whatever was measured."""
+    """All of a graph that plans depend on but times."""
     once = [t for t, op in enumerate(graph.operations) if not op.replayable]
     return astuple(Fingerprint.of(graph)), once, graph.device.partition(":")[0], graph.profile, graph.low_memory
 
@@ -110,7 +106,7 @@ class SavedPlan:
         kind: what they are.
         solver: the name of the solver that chose them.
         budget_bytes, max_overhead: what was asked for.
-        slices: into how many parts stretches divide the batch, 1 for none.
+        slices: into how many slices regions divide the batch, 1 for none.
         stretches: the first and last operation of each of these, in the graph without slices.
         unsliced: the fingerprint of that graph, if there are some.
         idle: parts for which no plan is better than the plain module.
@@ -143,7 +139,7 @@ class SavedPlan:
         """What :attr:`text` was made of.
 
         Raises:
-            PlanError: it is no plan, or of a version that is not known; the message begins with ``source``.
+            PlanError: it is no plan, or of an unknown version; the message begins with ``source``.
         """
         try:
             found = json.loads(text)
@@ -188,7 +184,7 @@ def saved_decisions(graph: Graph, decisions: Decisions, name: str = "") -> Saved
 
 
 def write_at_once(path: str | os.PathLike[str], text: str) -> None:
-    """Put a text into a file such that nobody who reads it, or writes it too, sees a part of it."""
+    """Put a text into a file such that no other reader or writer sees a part of it."""
     path = Path(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

@@ -1,8 +1,8 @@
-"""The judge: a replay of forward and backward that counts every live byte of a plan.
+"""The simulator: a replay of forward and backward that counts every live byte of a plan.
 
-It shares no code with any solver and is in turn judged by the allocator. Step by step of the schedule, it counts copies
-of values from the step that makes them to the last that needs them, each once, saved internal tensors, temporaries of
-each operation, outputs, and the gradients alive during each backward.
+It shares no code with any solver, and tests hold it against the allocator. Step by step of the schedule, it counts each
+copy of a value from the step that makes it to the last that needs it, saved internal tensors, temporaries of each
+operation, outputs, and the gradients alive during each backward.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Simulation:
     Attributes:
         peak_bytes: most bytes alive.
         peak_values: the values alive then.
-        recomputed_seconds, recomputed_flops: of what runs again.
-        runtime_seconds: what running the plan takes beside: low-memory operators, and the runtime's own work.
+        recomputed_seconds, recomputed_flops: of recomputation.
+        runtime_seconds: what the plan takes beside: low-memory operators, and the runtime's own work.
         timeline: one event per operation run.
     """
 
@@ -76,9 +76,9 @@ def _plain(graph: Graph) -> Memory:
 
 
 def lower_bound(graph: Graph) -> int:
-    """Bytes below which no plan of any kind can peak, as long as operations are run whole, each in its best form."""
-    forms = graph.with_variants(()), graph.with_variants(graph.low_memory)
-    return max(map(min, *(form.operation_bounds for form in forms)), default=0)
+    """Bytes below which no plan of any kind can peak, with operations run whole, each in its best variant."""
+    both = graph.with_variants(()), graph.with_variants(graph.low_memory)
+    return max(map(min, *(one.operation_bounds for one in both)), default=0)
 
 
 def simulate(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Simulation:
@@ -92,26 +92,23 @@ def simulate(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Sim
         Peak bytes, the time (seconds) and FLOPs that the plan adds, and one event per operation run.
 
     Raises:
-        PlanError: the segments do not cover the graph, or one runs an operation again that must not be.
+        PlanError: the segments do not cover the graph, or an operation would run twice that must not.
     """
     schedule = Schedule(graph, Decisions.of(plan))
-    memory, in_forms = replay(Memory(schedule)), schedule.graph
-    ops, again = in_forms.operations, [t for run in schedule.runs[1:] for t in run.program]
+    memory, planned = replay(Memory(schedule)), schedule.graph
+    ops, again = planned.operations, [t for run in schedule.runs[1:] for t in run.program]
     return Simulation(
         peak_bytes=max(memory.peak_bytes, 0),
         peak_values=memory.peak_values(),
-        recomputed_seconds=sum(in_forms.repeat_seconds[t] for t in again) + sum(op.again_seconds for op in ops),
+        recomputed_seconds=sum(planned.repeat_seconds[t] for t in again) + sum(op.again_seconds for op in ops),
         recomputed_flops=sum(ops[t].forward_flops for t in again) + sum(op.again_flops for op in ops),
-        runtime_seconds=in_forms.step_seconds - graph.step_seconds + runtime_seconds(schedule),
+        runtime_seconds=planned.step_seconds - graph.step_seconds + runtime_seconds(schedule),
         timeline=tuple(memory.timeline),
     )
 
 
 def runtime_seconds(schedule: Schedule) -> float:
-    """Time of the host that a plan takes beside its operators: its choice, its runs, and tensors that it sees saved.
-
-    Less than nothing where the plain model's own Python, which it leaves out, takes more.
-    """
+    """Time of the host that a plan takes beside its operators, less what only the plain model does."""
     costs, ops = schedule.graph.runtime, schedule.graph.operations
     seen = sum(ops[t].saved_tensors for run in schedule.runs[1:] for a, b in run.leaves for t in range(a, b))
     return costs.choice + costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen - costs.left_out
@@ -206,10 +203,9 @@ class Moment:
 
     Attributes:
         event: which operation ran, and all bytes alive.
-        checkpoints: values of the forward that some run again starts from.
-        recomputed: values and internal tensors made by a run again.
-        saved: everything else that the forward made: what saved segments need for their backward, outputs,
-            and values on their way from one operation to the next.
+        checkpoints: values of the forward that some recomputation starts from.
+        recomputed: values and internal tensors of recomputation.
+        saved: everything else that the forward made: saved tensors, outputs, values on their way to the next operation.
         gradients: gradients of activations that were there before the operation began.
         working: what the operation itself adds while it runs: temporaries, and gradients it is making.
     """
@@ -230,8 +226,7 @@ def trace(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> tuple[
         plan: a plan, its decisions, or segments alone, for this graph.
 
     Returns:
-        One moment per event of ``simulate(graph, plan).timeline``, the same events in the same order; for a plan
-        that ``is_plain``, those of the plain model. Their largest total is the peak.
+        One moment per event of ``simulate(graph, plan).timeline``; for a plan that ``is_plain``, of the plain model.
 
     Raises:
         PlanError: as :func:`ogc.simulate` does, or the plan is plain and the graph's operations are not the plain

@@ -176,7 +176,7 @@ class Guards:
             with torch.no_grad(), without_autocast():
                 run_nodes(self.graph.nodes, inputs, partial(get_attribute, model, self.constants), call)
         except _OtherValueError as other:
-            now, then = other.value, self.expected[place]
+            now, then = other.args[0], self.expected[place]
             is_long = isinstance(then, torch.Tensor) and then.dim()
             return f"{self.what[place]} gives {'something else' if is_long else f'{now} where it gave {then}'}"
         except Exception as error:  # the plain forward runs, and raises it where it is an error of the call
@@ -185,11 +185,7 @@ class Guards:
 
 
 class _OtherValueError(Exception):
-    """What Python would read is not what it read before."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
+    """What Python would read, its argument, is not what it read before."""
 
 
 def _same_value(a: Any, b: Any) -> bool:

@@ -133,9 +133,7 @@ def _are_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _TakenApart:
-    """Arguments of one call, as they are taken apart; ``twice`` are the ids of containers that are given more than
-    once.
-    """
+    """Arguments of one call, as they are taken apart; ``twice`` are the ids of containers that are given again."""
 
     def __init__(self, twice: Collection[int] = ()) -> None:
         self.twice = set(twice)

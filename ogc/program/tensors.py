@@ -44,6 +44,9 @@ class LiveBytes:
         self.bytes -= size
 
 
+# -- layouts ---------------------------------------------------------------------------------------------
+
+
 class Layout(NamedTuple):
     """The shape of a tensor and its strides in entries."""
 
@@ -98,6 +101,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+# -- tensors of classes with operators of their own ------------------------------------------------------
+
+
 def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a tensor that a call made holds, by attribute, if it is of such a class; parameters stay what they are."""
     return {} if isinstance(tensor, torch.nn.Parameter) else inner_tensors(tensor)
@@ -115,6 +121,9 @@ def contents(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors with the numbers of one, all the way down: itself, if it is of no such class."""
     parts = parts_of(tensor)
     return [inner for part in parts.values() if is_content(part) for inner in contents(part)] if parts else [tensor]
+
+
+# -- copies ----------------------------------------------------------------------------------------------
 
 
 class Start(torch.autograd.Function):

@@ -169,7 +169,7 @@ def _tensors_of(args: Any) -> list[Node]:
 
 
 def copied_into(body: torch.fx.Graph, node: Node, copies: dict[Node, Node], axis: int, device: torch.device) -> Node:
-    """A call in the body of a stretch, for parts along an axis of its result: sizes are those of any part."""
+    """A call in the body of a region, for parts along an axis of its result: sizes are those of any part."""
     new = body.node_copy(node, copies.__getitem__)
     if isinstance(node.target, OpOverload):
         target = out_of_place(node.target) or node.target

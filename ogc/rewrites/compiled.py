@@ -30,7 +30,7 @@ Stretch = tuple[str, ...]
 """Names of operations."""
 
 GRADIENTS = 0.02
-"""A stretch takes in no more parameters where those that it has are a larger share of the plan's peak."""
+"""A region takes in no more parameters where those that it has are a larger share of the plan's peak."""
 
 
 class Compiler:
@@ -41,7 +41,7 @@ class Compiler:
         self.made: dict[Any, Callable[..., Any]] = {}
 
     def code_for(self, graph: torch.fx.Graph, tensors: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
-        """What runs a stretch on tensors like these."""
+        """What runs a region on tensors like these."""
         kinds = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
         key = _text(graph), kinds
         if key not in self.made:
@@ -89,7 +89,7 @@ class Compiled(Region):
 
 
 def _text(graph: torch.fx.Graph) -> str:
-    """The stretch with names by position."""
+    """The region with names by position."""
     places = {node: f"%{n}" for n, node in enumerate(graph.nodes)}
     return "\n".join(
         f"{node.op} {node.target if node.op == 'call_function' else ''} "
@@ -100,13 +100,13 @@ def _text(graph: torch.fx.Graph) -> str:
 
 @dataclass(frozen=True)
 class Compilation:
-    """A rewrite: which stretches are to run compiled, by the names of their operations, and what compiles them."""
+    """A rewrite: which regions are to run compiled, by the names of their operations, and what compiles them."""
 
     stretches: tuple[Stretch, ...]
     compiler: Compiler
 
     def __call__(self, graph: torch.fx.Graph, device: torch.device) -> None:
-        """Put a :class:`Compiled` in the place of each stretch that is there; others come as operators unfold."""
+        """Put a :class:`Compiled` in the place of each region that is there; others come as operators unfold."""
         by_name = {node.name: node for node in graph.nodes}
         for names in self.stretches:
             if by_name.keys() >= set(names):
@@ -114,12 +114,12 @@ class Compilation:
 
 
 def name_of(names: Sequence[str]) -> str:
-    """What a stretch of these operations is called once it is one."""
+    """What a region of these operations is called once it is one."""
     return f"compiled_{names[0]}"
 
 
 def _writes_given(node: torch.fx.Node, inside: set[torch.fx.Node]) -> bool:
-    """Whether an operation writes in place what the stretch is given; there it takes over nothing."""
+    """Whether an operation writes in place what the region is given; there it takes over nothing."""
     return out_of_place(node.target) is not None and node.args[0] not in inside
 
 
@@ -266,7 +266,7 @@ def stretches_between(model: torch.nn.Module, graph: Graph, cuts: Iterable[int],
 
 
 def those_that_gain(stretches: Iterable[Stretch], graph: Graph, compiled: Graph) -> Iterator[Stretch]:
-    """The stretches that take less time compiled than their operations take."""
+    """The regions that take less time compiled than their operations take."""
     taken, code = {op.name: op for op in graph.operations}, _code_of(compiled)
     for names in stretches:
         if (op := code.get(name_of(names))) is None or _seconds(op) < sum(_seconds(taken[name]) for name in names):
@@ -274,7 +274,7 @@ def those_that_gain(stretches: Iterable[Stretch], graph: Graph, compiled: Graph)
 
 
 def _code_of(graph: Graph) -> dict[str, Operation]:
-    """The operations that are compiled stretches, by the names of these."""
+    """The operations that are compiled regions, by the names of these."""
     nodes = zip(graph.program.operations, graph.operations, strict=False)  # a loss comes behind
     return {node.target.name: op for node, op in nodes if isinstance(node.target, Compiled)}
 
@@ -302,7 +302,7 @@ def _stands_alone(node: torch.fx.Node) -> bool:
 
 
 def _may_be_compiled(graph: Graph, t: int, node: torch.fx.Node, inside: Collection[str]) -> bool:
-    """Whether an operation may be part of a stretch that has these: it draws nothing, and writes nothing for good."""
+    """Whether an operation may be part of a region that has these: it draws nothing, and writes nothing for good."""
     op = graph.operations[t]
     is_item = node.target is operator.getitem and getattr(node.args[0], "name", "") in inside
     is_operator = isinstance(node.target, OpOverload) and not node.meta.get(SHARED)

@@ -31,7 +31,7 @@ from .sliced import Sliced, Tensors, differentiable, that_need
 
 ROWS, TARGETS, WEIGHT, BIAS, CLASSES = range(5)
 """The arguments: rows and targets, which are sliced; weight and bias of the linear layer, if there is one; weights of
-classes; then what else the rest of the stretch takes."""
+classes; then what else the rest of the region takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,24 +148,24 @@ class SlicedLoss(Sliced):
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stretch: SlicedLoss, *tensors: torch.Tensor | None) -> torch.Tensor:
-        ctx.stretch, ctx.gradients = stretch, None
+    def forward(ctx: Any, region: SlicedLoss, *tensors: torch.Tensor | None) -> torch.Tensor:
+        ctx.region, ctx.gradients = region, None
         ctx.save_for_backward(*tensors)
         needs = ctx.needs_input_grad[1:]
         if not any(needs) or torch.float16 in {t.dtype for t in tensors if t is not None}:
-            return stretch.loss(tensors)
-        loss, ctx.gradients = stretch.with_gradients(tensors, needs)
+            return region.loss(tensors)
+        loss, ctx.gradients = region.with_gradients(tensors, needs)
         return loss
 
     @staticmethod
     @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        region, tensors, needs = ctx.region, ctx.saved_tensors, ctx.needs_input_grad[1:]
         if is_pytorchs(gradient):
-            return None, *differentiable(stretch, tensors, needs, gradient)
+            return None, *differentiable(region, tensors, needs, gradient)
         found, ctx.gradients = ctx.gradients, None  # a second backward makes them anew
         if found is None:
-            _, found = stretch.with_gradients(tensors, needs, gradient)
+            _, found = region.with_gradients(tensors, needs, gradient)
         else:
             for one in found:
                 if one is not None:
@@ -238,7 +238,7 @@ class LossHead:
 
 
 def loss_head(loss: Node) -> LossHead | None:
-    """The stretch that ends with a call, if that is a loss over rows."""
+    """The region that ends with a call, if that is a loss over rows."""
     if not isinstance(loss.target, OpOverload) or loss.kwargs or not has_shapes(loss):
         return None
     if (summed := rule_of(loss.target).summed(loss.args)) is None:
@@ -306,7 +306,7 @@ def _factors(node: Node | None) -> tuple[Node, Any, Any, bool] | None:
 
 
 def put_in_slices(head: LossHead, slices: int, device: torch.device) -> None:
-    """Replace the calls of a stretch by one."""
+    """Replace the calls of a region by one."""
     loss, summed = head.loss, head.summed
     rows, weight, bias, by_columns = _factors(head.product) or (head.rows, None, None, False)
     with loss.graph.inserting_before(loss):
@@ -321,8 +321,8 @@ def put_in_slices(head: LossHead, slices: int, device: torch.device) -> None:
         body, others = _body(head, device)
         axes = (0, 0, *[None] * (3 + len(others)))
         name = f"sliced_{head.nodes[0].name}"
-        stretch = SlicedLoss(name, body, axes, slices, 0, by_columns, summed.ignored, summed.is_mean)
-        new = call_beside(loss, stretch, rows, targets, weight, bias, summed.classes, *others)
+        region = SlicedLoss(name, body, axes, slices, 0, by_columns, summed.ignored, summed.is_mean)
+        new = call_beside(loss, region, rows, targets, weight, bias, summed.classes, *others)
     new.meta.update(module=place_of(head.nodes), operator="sliced loss")
     loss.replace_all_uses_with(new)
     for node in reversed(head.nodes):

@@ -89,7 +89,7 @@ class Sliced(Region):
         return self.run_all([*tensors])
 
     def to_weigh(self) -> Sliced:
-        """The same stretch of PyTorch's own operators, but for those that save less."""
+        """The same region of PyTorch's own operators, but for those that save less."""
         graph = torch.fx.Graph()
         output = graph.graph_copy(self.graph, {})
         graph.output(output)
@@ -101,19 +101,19 @@ class Sliced(Region):
 
 class _Slices(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, stretch: Sliced, *tensors: torch.Tensor | None) -> torch.Tensor:
-        ctx.stretch = stretch
+    def forward(ctx: Any, region: Sliced, *tensors: torch.Tensor | None) -> torch.Tensor:
+        ctx.region = region
         ctx.save_for_backward(*tensors)
-        entries, result = stretch.entries(tensors), None
-        for part in stretch.parts(entries):
-            found = stretch.run_all(stretch.cut(tensors, part, entries))
+        entries, result = region.entries(tensors), None
+        for part in region.parts(entries):
+            found = region.run_all(region.cut(tensors, part, entries))
             if result is None:
                 if part.stop == entries:
                     return found
                 shape = [*found.shape]
-                shape[stretch.axis] = shape[stretch.axis] // (part.stop - part.start) * entries
+                shape[region.axis] = shape[region.axis] // (part.stop - part.start) * entries
                 result = found.new_empty(shape)
-            slice_of(result, stretch.axis, part, entries).copy_(found)
+            slice_of(result, region.axis, part, entries).copy_(found)
             del found
         assert result is not None
         return result
@@ -121,23 +121,23 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        stretch, tensors, needs = ctx.stretch, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        region, tensors, needs = ctx.region, ctx.saved_tensors, ctx.needs_input_grad[1:]
         if is_pytorchs(gradient):
-            return None, *differentiable(stretch, tensors, needs, gradient)
-        axes, entries = stretch.axes, stretch.entries(tensors)
+            return None, *differentiable(region, tensors, needs, gradient)
+        axes, entries = region.axes, region.entries(tensors)
         whole = [t.detach().requires_grad_() if need else t for t, need in zip(tensors, needs, strict=True)]
         wanted = [k for k, need in enumerate(needs) if need]
         totals = [torch.empty_like(t) if k in wanted and axes[k] is not None else None for k, t in enumerate(tensors)]
-        for part in stretch.parts(entries):
-            given = stretch.cut(whole, part, entries)
+        for part in region.parts(entries):
+            given = region.cut(whole, part, entries)
             given = [
                 t if t is None or axis is None else t.detach().requires_grad_(need)
                 for t, axis, need in zip(given, axes, needs, strict=True)
             ]
             with torch.enable_grad(), without_autocast():
-                result = stretch.run_all([*given])
+                result = region.run_all([*given])
             found = torch.autograd.grad(
-                result, [given[k] for k in wanted], slice_of(gradient, stretch.axis, part, entries)
+                result, [given[k] for k in wanted], slice_of(gradient, region.axis, part, entries)
             )
             del result, given
             for k, of_argument in zip(wanted, found, strict=True):
@@ -164,8 +164,8 @@ def that_need(tensors: Tensors, needs: Sequence[bool]) -> list[Any]:
 
 
 def differentiable(
-    stretch: Sliced, tensors: Tensors, needs: Sequence[bool], gradient: torch.Tensor
+    region: Sliced, tensors: Tensors, needs: Sequence[bool], gradient: torch.Tensor
 ) -> list[torch.Tensor | None]:
     """The gradients as functions of the arguments, of all of them at once."""
-    found = iter(torch.autograd.grad(stretch.whole(tensors), that_need(tensors, needs), gradient, create_graph=True))
+    found = iter(torch.autograd.grad(region.whole(tensors), that_need(tensors, needs), gradient, create_graph=True))
     return [next(found) if need else None for need in needs]

@@ -76,7 +76,7 @@ class Step:
         self.random_states: dict[int, tuple[State, ...]] = {}
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
         self.returned: dict[int, Marks] = {}  # of what leaves returned, by operation
-        self.seen: dict[int, Bound] = {}  # what runs again read of these, by place, as it was in the forward
+        self.seen: dict[int, Bound] = {}  # what recomputation reads of these, by place, as it was in the forward
         self.lock = RLock()
         self.cast = cast
 

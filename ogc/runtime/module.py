@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ from ..torch_state.forwards import (
     original_class,
     plain_forward,
 )
-from ..torch_state.private import CALL, WRAPPED_CALL, share_shards
+from ..torch_state.private import CALL, WRAPPED_CALL, is_exporting, share_shards
 from ..torch_state.ranks import is_unit
-from .calls import REACH, Reach, Report, followed_methods
-from .compiling import kept_from_compiling
+from .calls import REACH, Reach, Report, followed_methods, note_reached
 from .runner import Planner, Runner, log
 
 MADE_AGAIN = "_ogc_made_again"
@@ -87,11 +87,11 @@ def planned_forward(runner: Runner) -> Callable[..., Any]:
     """The forward that runs what ``runner`` has for a call, or else the original one."""
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        variant = runner.select(self, args, kwargs)
-        if variant is None:
+        entry = runner.select(self, args, kwargs)
+        if entry is None:
             apart = runner.apart.get(self)
             return plain_forward(self)(*args, **kwargs) if apart is None else apart.forward(*args, **kwargs)
-        return runner.run(variant, self, args, kwargs)
+        return runner.run(entry, self, args, kwargs)
 
     return kept_from_compiling(forward)
 
@@ -198,3 +198,44 @@ def with_loss(model: torch.nn.Module, loss: Callable[..., torch.Tensor], has_tar
     result = instance_around(model, original.__name__, {"forward": forward}, {})
     setattr(type(result), ORIGINAL, type(result))
     return result
+
+
+ADVICE = (
+    "a module that ogc optimized runs by its plan, as it is, and cannot be part of a compiled graph: leave out "
+    "fullgraph=True, or compile submodules before ogc.optimize, which calls them as they are"
+)
+
+
+def kept_from_compiling(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same forward, which compiled code calls as it is, with one message.
+
+    What torch.export sees, and torch.compile where no gradients are on, is the plain forward.
+    """
+
+    def reached(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        note_reached(self)
+        return forward(self, *args, **kwargs)
+
+    as_it_is = torch.compiler.disable(reached, reason=ADVICE)
+
+    def forward_or_plain(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_exporting() or (torch.compiler.is_compiling() and not torch.is_grad_enabled()):
+            return plain_forward(self)(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            _tell(original_class(self).__name__)
+        return as_it_is(self, *args, **kwargs)
+
+    # Recompilations are counted, and limited, by code object: each optimized module has its own.
+    forward_or_plain.__code__ = forward_or_plain.__code__.replace()
+    return forward_or_plain
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _tell(name: str) -> None:
+    """Called while something is compiled, not when it runs."""
+    _tell_once(name)
+
+
+@cache
+def _tell_once(name: str) -> None:
+    log.warning("torch.compile leaves %s as it is, which ogc optimized: it runs by its plan, and is not compiled", name)

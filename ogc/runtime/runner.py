@@ -69,7 +69,7 @@ class Planner(Protocol):
 
 
 @dataclass(frozen=True)
-class Variant:
+class Entry:
     """A kind of calls and what runs them: generated code, or without it the plain forward."""
 
     kind: Kind
@@ -120,8 +120,8 @@ class Runner:
         self.generated = generate(graph, plan)
         self.is_idle = plan.is_plain and planner is None
         kind = self._kind(model, graph.program.inputs)
-        self.sample = _variant(model, kind, "like the sample", graph, plan, self.generated)
-        self.variants = [self.sample]  # most recently used first
+        self.sample = _entry(model, kind, "like the sample", graph, plan, self.generated)
+        self.entries = [self.sample]  # most recently used first
         self.calls: Counter[tuple[str, str]] = Counter()  # by what kind of calls, and what ran them
         self.evictions = self.unseen = 0
         self.last_state: State | None = None  # of the module that was called last
@@ -132,7 +132,7 @@ class Runner:
     @property
     def is_plain(self) -> bool:
         """Whether all that was planned for runs as it is."""
-        return all(variant.code is None for variant in self.variants)
+        return all(entry.code is None for entry in self.entries)
 
     def report(self) -> Report:
         """What ran the calls until now."""
@@ -142,7 +142,7 @@ class Runner:
         """Take in a plan for another kind of calls."""
         self.is_idle = self.is_idle and plan.is_plain
         kind = self._kind(model, graph.program.inputs)
-        self.variants.append(_variant(model, kind, kind.differences(model, self.sample.kind), graph, plan))
+        self.entries.append(_entry(model, kind, kind.differences(model, self.sample.kind), graph, plan))
 
     def watch(self, model: torch.nn.Module, like: torch.nn.Module | None = None) -> WatchedModule:
         """Start to compare ``model`` with what it is now: as the sample was planned for, or the same as ``like``."""
@@ -150,7 +150,7 @@ class Runner:
         watched = self.watched[model] = WatchedModule(model, self.structures, structure)
         return watched
 
-    def select(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant | None:
+    def select(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
         """What runs this call, or None for the original forward."""
         if self.is_planning or is_plain() or model in self.apart:
             return None
@@ -164,10 +164,10 @@ class Runner:
             return self._count(self.sample)
         inputs, tensors = InputSpec.of(args, kwargs)
         if self._stays_plain(model, inputs):
-            return self._count(self.variants[0])
+            return self._count(self.entries[0])
         kind = self._kind(model, inputs)
-        alike = [variant for variant in self.variants if variant.kind.fits(kind)]
-        alike.sort(key=lambda variant: variant.is_unplanned)  # of those nothing is known
+        alike = [entry for entry in self.entries if entry.kind.fits(kind)]
+        alike.sort(key=lambda entry: entry.is_unplanned)  # of those nothing is known
         is_first = False
         for known in alike:
             if not (difference := known.difference(model, tensors)):
@@ -186,17 +186,17 @@ class Runner:
             return self.ran_plain(SETTLES)
         return self._use(made, kind)
 
-    def _use(self, variant: Variant, kind: Kind) -> Variant | None:
-        """Note a call that a variant is for; the variant if a plan runs it."""
-        if variant is not self.variants[0]:
-            self._put_first(variant)
+    def _use(self, entry: Entry, kind: Kind) -> Entry | None:
+        """Note a call that an entry is for; the entry if a plan runs it."""
+        if entry is not self.entries[0]:
+            self._put_first(entry)
         self.last_state = kind.state
-        return self._count(variant)
+        return self._count(entry)
 
-    def _count(self, variant: Variant) -> Variant | None:
-        """Count a call of its kind; the variant if a plan runs it."""
-        self.calls[variant.words, variant.runs] += 1
-        return variant if variant.code is not None else None
+    def _count(self, entry: Entry) -> Entry | None:
+        """Count a call of its kind; the entry if a plan runs it."""
+        self.calls[entry.words, entry.runs] += 1
+        return entry if entry.code is not None else None
 
     def _stays_plain(self, model: torch.nn.Module, inputs: InputSpec) -> bool:
         """Whether the call is like the last one, which ran plain as it needed no plan.
@@ -204,14 +204,14 @@ class Runner:
         The plain model is always right. What may make it need more memory is looked at each time, but for replaced
         parts of the model: these at every ``LOOKS``-th call.
         """
-        last, watched = self.variants[0], self.watched.get(model)
+        last, watched = self.entries[0], self.watched.get(model)
         if last.plan is None or not last.plan.is_plain or watched is None:
             return False
         self.unseen = (self.unseen + 1) % LOOKS
         is_alike = watched.description is self.last_state and last.kind.flags == flags()
         return bool(self.unseen) and is_alike and last.kind.inputs.fits(inputs) and watched.trains_as_before()
 
-    def ran_plain(self, why: str, is_told: bool = False) -> Variant | None:
+    def ran_plain(self, why: str, is_told: bool = False) -> Entry | None:
         """Count a call that runs the plain model, None, whatever its kind; with ``is_told``, log the reason once."""
         self.calls["", f"plain: {why}"] += 1
         if is_told:
@@ -221,25 +221,25 @@ class Runner:
     def _kind(self, model: torch.nn.Module, inputs: InputSpec) -> Kind:
         return Kind((self.watched.get(model) or self.watch(model)).state(model), inputs, flags())
 
-    def run(self, variant: Variant, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, entry: Entry, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One planned forward."""
-        assert variant.graph is not None and variant.code is not None
-        program, device = variant.graph.program, torch.device(variant.graph.device)
+        assert entry.graph is not None and entry.code is not None
+        program, device = entry.graph.program, torch.device(entry.graph.device)
         devices = (device,) if device.type == "cuda" and program.random else ()
-        code = variant.code
+        code = entry.code
         bound = self.watched[model].bound(code, partial(_bound, model, program, code))
-        settings = self._settings(variant, device)
-        held = nullcontext() if settings is variant.kind.flags else flags_held(settings)  # which takes longer
+        settings = self._settings(entry, device)
+        held = nullcontext() if settings is entry.kind.flags else flags_held(settings)  # which takes longer
         with without_autocast(), held:
             step = Step(model, code.runs, bound, devices, settings)
             outputs = code.forward(step, *input_tensors(args, kwargs), *bound)
-        if variant.reads is not None:
-            variant.reads.write(model)
+        if entry.reads is not None:
+            entry.reads.write(model)
         return program.outputs.deliver(outputs, args, kwargs)
 
-    def _settings(self, variant: Variant, device: torch.device) -> Flags:
+    def _settings(self, entry: Entry, device: torch.device) -> Flags:
         """Those of planned forwards and of recomputation: cuDNN may choose another algorithm each time."""
-        settings = variant.kind.flags
+        settings = entry.kind.flags
         if device.type not in CHOOSES_ALGORITHMS or settings == without_benchmark(settings):
             return settings
         self._tell(
@@ -248,56 +248,56 @@ class Runner:
         )
         return without_benchmark(settings)
 
-    def _make(self, model: torch.nn.Module, call: Call, kind: Kind) -> Variant:
+    def _make(self, model: torch.nn.Module, call: Call, kind: Kind) -> Entry:
         """What runs a kind of calls that was not seen before."""
         why, start = self._difference(model, call, kind), time.perf_counter()
         self.is_planning = True  # calls of the model from here on are the planner's
-        variant, problem = None, ""
+        entry, problem = None, ""
         try:
             with during_step(self.sample.plan.peak_bytes if self.sample.plan else 0):
-                variant = None if self.planner is None else self._planned(self.planner, model, call, kind, why)
+                entry = None if self.planner is None else self._planned(self.planner, model, call, kind, why)
         except Exception as error:  # a broken call raises the same from the plain model
             problem = _first_line(error)
         finally:
             self.is_planning = False
         seconds = time.perf_counter() - start
-        if variant is None:
+        if entry is None:
             self._tell(f"ogc runs the plain model for calls where {why}" + (f": {problem}" if problem else ""), problem)
-            return Variant(kind, why, problem=problem or "no plan is made for such calls")
-        if variant.is_carried:
+            return Entry(kind, why, problem=problem or "no plan is made for such calls")
+        if entry.is_carried:
             log.info("the plan is carried over to calls where %s, in %.2f s", why, seconds)
         else:
-            what = "needs no less memory than the plain model" if variant.code is None else "is ready"
+            what = "needs no less memory than the plain model" if entry.code is None else "is ready"
             log.warning("a plan for calls where %s %s, after %.2f s", why, what, seconds)
-        return variant
+        return entry
 
-    def _planned(self, planner: Planner, model: torch.nn.Module, call: Call, kind: Kind, why: str) -> Variant | None:
+    def _planned(self, planner: Planner, model: torch.nn.Module, call: Call, kind: Kind, why: str) -> Entry | None:
         """A plan that is reused from other sizes or numbers, or else one of its own."""
-        for origin in self.variants:
+        for origin in self.entries:
             if origin.graph is None or origin.plan is None or origin.is_carried:
                 continue
             if origin.kind.fits(kind, size=False):
                 graph = planner.carry_over(model, call, origin.graph, origin.plan)
                 if graph is not None:
                     code = origin.code if _runs_the_same(graph, origin.graph) else None
-                    return _variant(model, kind, why, graph, origin.plan, code, is_carried=True)
+                    return _entry(model, kind, why, graph, origin.plan, code, is_carried=True)
         planned = planner.plan(model, call)
-        return None if planned is None else _variant(model, kind, why, *planned)
+        return None if planned is None else _entry(model, kind, why, *planned)
 
-    def _put_first(self, variant: Variant) -> None:
-        """Note that a variant is used; if it is new, one of its kind may have to make room."""
-        variants = [variant, *(v for v in self.variants if v is not variant)]
+    def _put_first(self, entry: Entry) -> None:
+        """Note that an entry is used; if it is new, one of its kind may have to make room."""
+        entries = [entry, *(v for v in self.entries if v is not entry)]
         is_like = attrgetter("is_carried", "is_unplanned")
-        alike = [v for v in variants if is_like(v) == is_like(variant) and v is not self.sample]
-        if len(alike) > (PLANS if is_like(variant) == (False, False) else SHAPES):
-            variants.remove(alike[-1])
+        alike = [v for v in entries if is_like(v) == is_like(entry) and v is not self.sample]
+        if len(alike) > (PLANS if is_like(entry) == (False, False) else SHAPES):
+            entries.remove(alike[-1])
             self._forget(alike[-1])
-        self.variants = variants
+        self.entries = entries
 
-    def _forget(self, variant: Variant) -> None:
-        if variant.is_unplanned:  # as calls that fail are, and none of these makes anybody's plan go
+    def _forget(self, entry: Entry) -> None:
+        if entry.is_unplanned:  # as calls that fail are, and none of these makes anybody's plan go
             return
-        if variant.is_carried:
+        if entry.is_carried:
             self._tell(
                 f"ogc meets more than {SHAPES} sizes or numbers of inputs and checks those that it forgot anew; "
                 "pad sizes to a few, and hand numbers in as tensors"
@@ -312,7 +312,7 @@ class Runner:
 
     def _difference(self, model: torch.nn.Module, call: Call, kind: Kind) -> str:
         """In what a call differs from the sample, in words."""
-        known = next((variant for variant in self.variants if variant.kind.fits(kind)), None)
+        known = next((entry for entry in self.entries if entry.kind.fits(kind)), None)
         if known is not None:
             return known.difference(model, input_tensors(call.args, call.kwargs))
         return kind.differences(model, self.sample.kind)
@@ -367,7 +367,7 @@ def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[A
     return (*found, *(torch.zeros_like(attribute(model, name)) for name in code.copied))
 
 
-def _variant(
+def _entry(
     model: torch.nn.Module,
     kind: Kind,
     words: str,
@@ -375,12 +375,12 @@ def _variant(
     plan: Plan,
     code: Generated | None = None,
     is_carried: bool = False,
-) -> Variant:
+) -> Entry:
     if plan.is_plain:
-        return Variant(kind, words, graph, plan, None, is_carried)
+        return Entry(kind, words, graph, plan, None, is_carried)
     reads = WatchedReads(graph.program.reads, model)
     cold = None if graph.program.cold is None else WatchedReads(graph.program.cold, model)
-    return Variant(kind, words, graph, plan, code or generate(graph, plan), is_carried, reads, cold)
+    return Entry(kind, words, graph, plan, code or generate(graph, plan), is_carried, reads, cold)
 
 
 def _runs_the_same(a: Graph, b: Graph) -> bool:

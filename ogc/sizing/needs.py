@@ -333,19 +333,19 @@ def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device:
     """
     if optimizer is None:
         return OptimizerBytes(0, 0)
-    twin = _twin(_instance(model, optimizer), device)
+    copied = _on_meta(_instance(model, optimizer), device)
     meter = Meter(lambda *cost: 0.0)
     try:
         with untouched(), _WithoutNumbers(), meter:
-            twin.step()  # makes what is held
+            copied.step()  # makes what is held
             meter.take()
-            twin.step()
+            copied.step()
     except Exception as error:
         raise InputError(
-            f"what {type(twin).__name__} takes cannot be told, as its step needs numbers: {error!r}; leave optimizer "
+            f"what {type(copied).__name__} takes cannot be told, as its step needs numbers: {error!r}; leave optimizer "
             "out, and take what it takes off the memory yourself"
         ) from error
-    held = tuple(each_storage_bytes(tensor_leaves(*twin.state.values())))
+    held = tuple(each_storage_bytes(tensor_leaves(*copied.state.values())))
     return OptimizerBytes(sum(held), meter.take().peak_bytes, held)
 
 
@@ -360,18 +360,18 @@ def _instance(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _twin(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
+def _on_meta(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
     """The same optimizer for parameters without content, with gradients and its state, and without hooks."""
-    twin = copy.copy(optimizer)
-    twin.param_groups = [_group(group, device) for group in optimizer.param_groups]
-    twin.state = defaultdict(dict)
-    for group, of_twin in zip(optimizer.param_groups, twin.param_groups, strict=True):
+    copied = copy.copy(optimizer)
+    copied.param_groups = [_group(group, device) for group in optimizer.param_groups]
+    copied.state = defaultdict(dict)
+    for group, of_twin in zip(optimizer.param_groups, copied.param_groups, strict=True):
         for parameter, meta in zip(group["params"], of_twin["params"], strict=True):
             if parameter in optimizer.state:
-                twin.state[meta] = {key: _without_content(one) for key, one in optimizer.state[parameter].items()}
-    for name in [name for name in vars(twin) if name.startswith("_optimizer_step_")]:
-        setattr(twin, name, OrderedDict())
-    return twin
+                copied.state[meta] = {key: _without_content(one) for key, one in optimizer.state[parameter].items()}
+    for name in [name for name in vars(copied) if name.startswith("_optimizer_step_")]:
+        setattr(copied, name, OrderedDict())
+    return copied
 
 
 def _without_content(held: Any) -> Any:

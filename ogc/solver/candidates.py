@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..plan import Decisions, Plan, Segment, recomputed, saved, simulate
+from ..plan import Decisions, Segment, recomputed, saved, simulate
 from ..plan.decisions import cut_into_segments
 
 DROP_SIMULATIONS = 2_000_000
@@ -31,26 +31,12 @@ FINEST_SIMULATIONS = 60_000
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """Decisions with their simulated peak, what they add in time and FLOPs, and the values alive at the peak."""
+    """Decisions with their simulated peak, what they add in time, and the values alive at the peak."""
 
     peak_bytes: int
     seconds: float
     decisions: Decisions
-    flops: int = 0
-    runtime_seconds: float = field(default=0.0, compare=False)  # of the seconds, those that are not recomputed
     peak_values: tuple[int, ...] = field(default=(), compare=False)
-
-    def as_plan(self, plain: Plan, solver: str = "optimal") -> Plan:
-        """The plan that decides this, for the graph of the plain one, by the solver of this name."""
-        return replace(
-            plain,
-            decisions=self.decisions,
-            peak_bytes=self.peak_bytes,
-            recomputed_seconds=self.seconds - self.runtime_seconds,
-            runtime_seconds=self.runtime_seconds,
-            recomputed_flops=self.flops,
-            solver=solver,
-        )
 
 
 def weigh(graph: Graph, decisions: Decisions) -> Candidate:
@@ -60,8 +46,7 @@ def weigh(graph: Graph, decisions: Decisions) -> Candidate:
         PlanError: as :func:`ogc.simulate` does.
     """
     cost = simulate(graph, decisions)
-    seconds = cost.added_seconds, cost.runtime_seconds
-    return Candidate(cost.peak_bytes, seconds[0], decisions, cost.recomputed_flops, seconds[1], cost.peak_values)
+    return Candidate(cost.peak_bytes, cost.added_seconds, decisions, cost.peak_values)
 
 
 def front_of(candidates: Iterable[Candidate]) -> list[Candidate]:

@@ -6,11 +6,10 @@ are reached, and reach, only through those two. Objective: checkpoints R with th
 
     bytes of R + most bytes in any one closed set that is left whole between them.
 
-Class of solutions: what the division tree offers. A closed set of at most C bytes is left whole; of a
-larger one the vertices that split it become checkpoints and the parts are looked at in turn, except that
-the splitting vertices of a linear set are chosen by a shortest path, whose edges are the runs of at most
-C bytes. Gradients, what an operation really saves, temporaries and outputs are not part of the objective.
-For V vertices and E edges the tree takes O(V (V + E)), where nothing divides, and a choice for one C O(V log V).
+Class of solutions: a closed set of at most C bytes is left whole; of a larger one the vertices that split it
+become checkpoints and the parts are looked at in turn, but the splitting vertices of a linear set are chosen by
+a shortest path over runs of at most C bytes. Gradients, saved tensors, temporaries and outputs do not count.
+For V vertices and E edges the tree takes O(V (V + E)), a choice for one C O(V log V).
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class TensorGraph:
 
     A vertex is what one operation makes, with every in-place change to it. The operands of a concatenation
     are a vertex too, as in a traced program, which puts them in a list first; it weighs those of them that
-    nothing else reads. So a concatenation may be made again, which on dense blocks makes all the difference.
+    nothing else reads. So a concatenation may be recomputed, which matters on dense blocks.
 
     Attributes:
         dag: the vertices between ``SOURCE`` and ``sink``.
@@ -109,7 +108,7 @@ class TensorGraph:
 
     @cached_property
     def tree(self) -> ClosedSet:
-        """The division tree. Closed sets within closed sets, down to those that hold nothing."""
+        """The division tree: closed sets within closed sets, down to empty ones."""
         return self._divide(SOURCE, self.sink, self.vertices)
 
     def _divide(self, start: int, stop: int, inside: frozenset[int]) -> ClosedSet:
@@ -150,8 +149,7 @@ class TensorGraph:
     def _largest_closed(self, start: int, stop: int, inside: frozenset[int]) -> list[tuple[int, int, frozenset[int]]]:
         """Disjoint closed sets (start, stop, inside) within one that neither splits nor branches, the largest first.
 
-        The first vertex inside a closed set has the set's start as its dominator, and the set's stop is
-        among the vertices that all its paths pass.
+        A set's start dominates the first vertex inside, and all paths from there pass the set's stop.
         """
         within = self.dag.subgraph(inside | {start, stop})
         before = nx.immediate_dominators(within, start)
@@ -229,8 +227,8 @@ class TensorGraph:
     def best_choice(self) -> Choice:
         """The checkpoints with the least objective over all limits.
 
-        A larger limit never takes more checkpoint bytes. So no limit between two that were tried can do better
-        than the bytes kept at the larger and a set just above the smaller; most need not be tried.
+        A larger limit never takes more checkpoint bytes: no limit between two does better than the bytes kept at the
+        larger and a set just above the smaller, so most need not be tried.
         """
         best = whole = self.choose(self.tree, self.tree.bytes)
         pending = [(0, self.choose(self.tree, 0), whole)]

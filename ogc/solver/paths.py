@@ -48,6 +48,10 @@ SLACK = (0.004, 0.012, 0.04, 0.07, 0.12, 0.4, np.inf)
 """Shares of the bound, and of a hundredth of the longest segment's time, by which a plan may exceed the bound: tried in
 turn until there is a plan."""
 
+HALFWAY = 1.5
+"""Times as many segments as those half way to the bound from which on these are gone through first: the time of what
+they give leaves out most of the others."""
+
 MANY = 30_000
 """Segments from which on closer prices are worth their time."""
 
@@ -249,9 +253,17 @@ class ConstrainedPaths:
                 best, fastest, guide = self._fastest_within(guide, within, labels)
             if best:
                 break
-        if fastest > within * (1.0 if labels >= LABELS else NEAR_ENOUGH):  # a faster one may have been left out
-            path, seconds, guide = self._fastest_within(guide, fastest, labels)
-            best = path if seconds < fastest else best
+        last, enough = within, 1.0 if labels >= LABELS else NEAR_ENOUGH
+        # Where a plan is found, nothing slower is of interest. It may be far from the fastest one.
+        middle = (max(bound, guide.bound) + fastest) / 2
+        is_less = HALFWAY * float((guide.through <= middle).sum()) < (guide.through <= fastest).sum()
+        for within in (middle, np.inf) if is_less else (np.inf,):
+            if fastest <= last * enough:
+                break
+            last = min(within, fastest)
+            path, seconds, guide = self._fastest_within(guide, last, labels)
+            if seconds < fastest:
+                best, fastest = path, seconds
         return best, guide.sums
 
     def _fastest_within(self, guide: Priced, within: float, labels: int) -> tuple[list[tuple[int, int]], float, Priced]:
@@ -321,28 +333,8 @@ def _path(segments: Segments, numbers: Ints, kept: Ints, parents: Ints, label: i
     return path[::-1]
 
 
-BINS = 1024
-"""Ranges of bytes in which labels are compared roughly first: several times more than labels of a front."""
-
-
 def _front(kept: Ints, seconds: Seconds) -> NDArray[np.intp]:
     """Indices of labels that no other beats in both, by ascending bytes."""
-    if len(kept) > BINS:  # a sort of all would take several times as long
-        some = _unbeaten(kept, seconds)
-        return some[_front(kept[some], seconds[some])] if len(some) < len(kept) else _sorted_front(kept, seconds)
-    return _sorted_front(kept, seconds)
-
-
-def _unbeaten(kept: Ints, seconds: Seconds) -> NDArray[np.intp]:
-    """Indices of labels as fast as none in bins of fewer bytes: the front, and a few more."""
-    least = int(kept.min())
-    bins = (kept - least) // (1 + (int(kept.max()) - least) // BINS)
-    fastest = np.full(BINS + 2, np.inf)
-    np.minimum.at(fastest, bins + 1, seconds)
-    return np.flatnonzero(seconds < np.minimum.accumulate(fastest)[bins])
-
-
-def _sorted_front(kept: Ints, seconds: Seconds) -> NDArray[np.intp]:
     order = np.argsort(kept, kind="stable")
     lowest = np.minimum.accumulate(seconds[order])
     front = order[_where_new(lowest)]

@@ -31,8 +31,7 @@ Method = Callable[[Graph], Iterable[Sequence[Segment]]]
 def reference(name: str) -> Callable[[Method], Solver]:
     """Enter a method as a solver, which takes the plan with the least simulated peak, then the least recomputed time.
 
-    What must not be run again is saved instead (:func:`without_forbidden`). Wishes are not looked at:
-    :func:`ogc.solver.solver_of` refuses them.
+    What must not be recomputed is saved instead (:func:`without_forbidden`).
     """
 
     def solver_of(method: Method) -> Solver:
@@ -42,7 +41,7 @@ def reference(name: str) -> Callable[[Method], Solver]:
                 return plain_plan(graph)
             plans = (weigh(graph, Decisions(without_forbidden(graph, segments))) for segments in method(graph))
             best = min(plans, key=lambda plan: (plan.peak_bytes, plan.seconds))
-            return best.as_plan(plain_plan(graph), name)
+            return plain_plan(graph).deciding(best.decisions, name)
 
         REFERENCES[name] = solver
         return solver
@@ -54,10 +53,9 @@ def reference(name: str) -> Callable[[Method], Solver]:
 def chen(graph: Graph) -> Iterator[Sequence[Segment]]:
     """About sqrt(n) segments of about equal bytes.
 
-    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, algorithm 3. For a budget of
-    b bytes, the program is cut as soon as more than b bytes were made since the last cut. The paper tries
-    budgets around the geometric mean of the largest segment and the bytes kept; here they are 1/k of all bytes for k up
-    to 4 sqrt(n), and the least sum of the two is taken. A cut keeps all that crosses it. O(n^1.5 log n).
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, algorithm 3. For a budget of b bytes,
+    the program is cut as soon as more than b bytes were made since the last cut. Budgets here are 1/k of all bytes for
+    k up to 4 sqrt(n), of which the least sum of kept bytes and largest segment is taken. O(n^1.5 log n).
     """
     made = np.zeros(len(graph) + 1, np.int64)
     sizes = np.array([v.bytes for v in graph.values], np.int64)
@@ -98,9 +96,9 @@ def uniform(graph: Graph) -> Iterator[Sequence[Segment]]:
 def binomial(graph: Graph) -> Iterator[Sequence[Segment]]:
     """Nested segments that are optimal for a chain of equal steps; the steps here lie between cuts.
 
-    Source: Griewank & Walther, "Algorithm 799: revolve", 2000. With s snapshots, l <= C(s + r, s) steps are each run
-    again r times at most, and as rarely as possible in all. Here s is chosen by the simulated peak, then the recomputed
-    time, from where r is ``MOST_TIMES``, as for our own plans, to where it is 2. O(l r) for a plan, and its simulation.
+    Source: Griewank & Walther, "Algorithm 799: revolve", 2000. With s snapshots, l <= C(s + r, s) steps are each
+    recomputed r times at most, and as rarely as possible in all. Here s is chosen by the simulated peak, then the
+    recomputed time, from where r is ``MOST_TIMES`` to where it is 2. O(l r) for a plan, and its simulation.
     """
     steps = len(graph.cuts) - 1
     few_enough = (s for s in _counts(isqrt(2 * steps) + 1) if _repetitions(steps, s) <= MOST_TIMES)
@@ -108,7 +106,7 @@ def binomial(graph: Graph) -> Iterator[Sequence[Segment]]:
 
 
 def _repetitions(steps: int, snapshots: int) -> int:
-    """The least r such that ``snapshots`` are enough to run no step again more than r times."""
+    """The least r such that ``snapshots`` are enough to recompute no step more than r times."""
     return next(r for r in range(steps) if comb(snapshots + r, snapshots) >= steps)
 
 
@@ -125,17 +123,16 @@ def revolve(cuts: Sequence[int], snapshots: int) -> tuple[Segment, ...]:
 
 @reference("feng-huang")
 def feng_huang(graph: Graph) -> Iterator[Sequence[Segment]]:
-    """The published algorithm for arbitrary graphs, of which :mod:`ogc.solver.feng_huang` says more.
+    """The published algorithm for arbitrary graphs; see :mod:`ogc.solver.feng_huang`.
 
-    The program is cut at each of its checkpoints, or behind it where it may first be cut. For vertices that
-    split the whole graph this is exact. Elsewhere a cut keeps all that crosses it, not the checkpoint alone,
-    and branches that the algorithm looks at one by one are run in program order.
+    The program is cut at each of its checkpoints, or at the next cut. For vertices that split the whole graph this is
+    exact; elsewhere a cut keeps all that crosses it, and branches are run in program order.
     """
     yield all_but_last(at_cuts(graph, np.searchsorted(graph.cuts, checkpoint_positions(graph)).tolist()))
 
 
 def without_forbidden(graph: Graph, segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """The segments, with the parts of a recomputed one in its place where it must not be run again."""
+    """The segments, with the parts of a recomputed one in its place where it must not be recomputed."""
     found: list[Segment] = []
     for segment in segments:
         if segment.parts and not _may_run_again(graph, segment):
@@ -157,7 +154,7 @@ def _may_run_again(graph: Graph, segment: Segment) -> bool:
 
 
 def all_but_last(cuts: Sequence[int]) -> tuple[Segment, ...]:
-    """Segments between ``cuts``, all but the last run again; its backward comes right after its forward."""
+    """Segments between ``cuts``, all but the last recomputed: its backward comes right after its forward."""
     return cut_into_segments(cuts, [stop < cuts[-1] for stop in cuts[1:]])
 
 

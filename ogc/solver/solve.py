@@ -51,9 +51,8 @@ def solve(
 def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) -> Frontier:
     """Plans from the least peak to the plain model.
 
-    Each peak is looked at once, so that many plans take little longer than one: a point may recompute a few percent
-    more than what :func:`solve` finds for the same budget. Plans that make whatever costs little again wherever it is
-    used are tried too, as in selective checkpointing; they are the best where time is counted in FLOPs.
+    Each peak is looked at once, so a point may recompute a few percent more than what :func:`solve` finds for the same
+    budget. Selective plans, which recompute whatever costs little wherever it is used, are tried too.
 
     Args:
         graph: the weighted graph.
@@ -72,7 +71,7 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
     peaks = (bytes_of(budget, plain.peak_bytes) for budget in budgets)
     for peak in sorted((p for p in peaks if p < plain.peak_bytes), reverse=True):  # a table serves those below
         search.fastest(peak)
-    found = (c.as_plan(plain) for c in search.curve(points) if c.peak_bytes < plain.peak_bytes)
+    found = (plain.deciding(c.decisions, "optimal") for c in search.curve(points) if c.peak_bytes < plain.peak_bytes)
     return Frontier((*found, plain))
 
 
@@ -100,14 +99,16 @@ def optimal(graph: Graph, wish: Wish) -> Plan:
     if budget is not None:
         found = search.fastest(budget)
         if found is None:
-            least = search.least_peak.as_plan(plain)
+            least = plain.deciding(search.least_peak.decisions, "optimal")
             raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
     elif wish.max_overhead is not None:
         found = search.within(wish.max_overhead * graph.step_seconds)
     else:
         found = search.least_peak
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
-    return found.as_plan(plain) if found is not None and found.peak_bytes < plain.peak_bytes - slack else plain
+    if found is None or found.peak_bytes >= plain.peak_bytes - slack:
+        return plain
+    return plain.deciding(found.decisions, "optimal")
 
 
 def _infeasible(graph: Graph, least: Plan, budget: int) -> str:

@@ -135,6 +135,9 @@ def calls_part(call: Any, module: torch.nn.Module) -> bool:
     return hasattr(call, "part_of") and call.module() is module
 
 
+# -- hooks, and modes around a forward -------------------------------------------------------------------
+
+
 Told = Callable[[str, str], object]
 
 _MODULE = "transformers.utils.output_capturing"

@@ -124,6 +124,10 @@ def _fill(made: Any, given: Any) -> None:
 
 log = logging.getLogger(__name__)
 
+
+# -- one answer for all ----------------------------------------------------------------------------------
+
+
 T = TypeVar("T")
 
 
@@ -156,6 +160,9 @@ def _asked(ask: Callable[[], bytes | None]) -> Any:
         log.info("ogc plans on this rank by itself: %s", error)
         return None
     return None if found is None else pickle.loads(base64.b64decode(found))
+
+
+# -- sharded parameters ----------------------------------------------------------------------------------
 
 
 def is_unit(module: torch.nn.Module) -> bool:
@@ -252,6 +259,9 @@ def own_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
                 copy = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
                 parameters_of(module)[name] = own.setdefault(parameter, copy)
     return list(own.values())
+
+
+# -- wrappers --------------------------------------------------------------------------------------------
 
 
 DataParallel = torch.nn.parallel.DistributedDataParallel

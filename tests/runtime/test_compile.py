@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ogc
-from ogc.runtime import compiling
+from ogc.runtime import module as compiling
 
 # torch's own, where compiled code goes on from a tensor that is no leaf
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -330,7 +330,7 @@ def test_a_budget_in_bytes_holds_for_a_larger_batch(parses):
     for batch in (6, 10):
         assert_same_step(model, optimised, images(batch, 16))
     assert [len(call.args[0]) for call in parses[1:]] == [10]
-    plans = [variant.plan for variant in runner_of(optimised).variants]
+    plans = [variant.plan for variant in runner_of(optimised).entries]
     assert all(plan.peak_bytes <= budget for plan in plans)
 
 
@@ -340,7 +340,7 @@ def test_a_budget_that_cannot_be_met_gets_the_least_peak(caplog):
     optimised = ogc.optimize(model, images(8, 16), memory_budget=least)
     assert_same_step(model, optimised, images(32, 16))
     assert "taking the least peak instead" in caplog.text
-    plan = runner_of(optimised).variants[0].plan
+    plan = runner_of(optimised).entries[0].plan
     assert not plan.is_plain and plan.peak_bytes < 0.9 * plan.plain_peak_bytes
 
 
@@ -362,7 +362,7 @@ def towers(layers=8):
 def plan_of_call(optimised, x):
     """The plan that a call ran by, weighed for that call."""
     variant = runner_of(optimised).select(optimised, (x,), {})
-    plan = runner_of(optimised).variants[0].plan if variant is None else variant.plan
+    plan = runner_of(optimised).entries[0].plan if variant is None else variant.plan
     graph = ogc.parse(optimised, x)
     plain = ogc.solve(graph, solver="none")
     return plain if plan.is_plain else ogc.make_plan(graph, plan.segments, remade=plan.remade)
@@ -409,7 +409,7 @@ def test_a_plan_that_keeps_the_wish_elsewhere_is_carried_over(parses):
     for length in (14, 12, 16):
         optimised(torch.randn(32, length, 16)).sum().backward()
     assert len(parses) <= 2
-    assert sum(variant.is_carried for variant in runner_of(optimised).variants) >= 1
+    assert sum(variant.is_carried for variant in runner_of(optimised).entries) >= 1
 
 
 @pytest.mark.full
@@ -610,7 +610,7 @@ def test_plans_are_bounded_and_thrashing_ends_in_one_warning(parses, monkeypatch
     optimised = ogc.optimize(model, x)
     for name in "abcdefghij":
         assert_same_step(model, optimised, x, name=name)
-        assert len(runner_of(optimised).variants) <= 3
+        assert len(runner_of(optimised).entries) <= 3
     assert len(parses) == 1 + 2 + runner.EVICTIONS + 1
     assert caplog.text.count("makes no more") == 1
     assert_same_step(model, optimised, x)
@@ -622,7 +622,7 @@ def test_shapes_are_bounded(monkeypatch, parses, caplog):
     optimised = ogc.optimize(model, images())
     for batch in (3, 5, 6, 7, 3, 8):
         assert_same_step(model, optimised, images(batch))
-        assert len(runner_of(optimised).variants) <= 3
+        assert len(runner_of(optimised).entries) <= 3
     assert len(parses) == 1
     assert caplog.text.count("pad sizes to a few") == 1
 

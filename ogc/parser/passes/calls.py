@@ -90,6 +90,9 @@ def _same(ours: Any, theirs: Any) -> bool:
     return type(ours) is type(theirs) and bool(ours == theirs)
 
 
+# -- shared casts ----------------------------------------------------------------------------------------
+
+
 def share_casts(graph: torch.fx.Graph) -> None:
     """Put the first cast of a parameter in the place of later ones to the same type, which are recorded, too."""
     first: dict[Any, torch.fx.Node] = {}
@@ -98,6 +101,9 @@ def share_casts(graph: torch.fx.Graph) -> None:
         if known is not node:
             node.replace_all_uses_with(known)
             graph.erase_node(node)
+
+
+# -- calls that are unfolded -----------------------------------------------------------------------------
 
 
 MadeOf = Callable[..., Any]
@@ -154,6 +160,9 @@ class Unfolding:
             node.replace_all_uses_with(result)
             graph.erase_node(node)
         return bool(calls)
+
+
+# -- numbers of a program that was recorded anew ---------------------------------------------------------
 
 
 SPECIAL = (0.0, 1.0, -1.0, 2.0, 0.5)

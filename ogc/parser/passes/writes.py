@@ -199,6 +199,9 @@ def _rename(observation: Observation, old: int, new: int, users: list[int]) -> N
         observation.output_values.add(new)
 
 
+# -- copies after a last write ---------------------------------------------------------------------------
+
+
 FAR = 10
 """Operations between the last write and the last use from which on a copy is made."""
 

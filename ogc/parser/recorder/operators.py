@@ -78,6 +78,9 @@ def deciding(call: Call) -> list[torch.Tensor]:
     return tensor_leaves(call.args, call.kwargs) if known is None else known(call.args)
 
 
+# -- sizes that data decide ------------------------------------------------------------------------------
+
+
 KINDS = 10_000
 """Of how many kinds of calls it is remembered."""
 

@@ -158,6 +158,10 @@ def _refuse_new_buffers(
 
 aten = torch.ops.aten
 
+
+# -- guards ----------------------------------------------------------------------------------------------
+
+
 _COUNTS = {"index", "masked_select", "nonzero", "nonzero_numpy", "argwhere"}
 """Operators whose result has as many entries as there are true ones in those that decide."""
 

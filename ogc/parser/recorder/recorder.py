@@ -49,8 +49,8 @@ class Touched(NamedTuple):
     written: set[int]
 
 
-class Before(NamedTuple):
-    """A tensor as it was before a call."""
+class Argument(NamedTuple):
+    """A tensor that a call is given, as it was before."""
 
     tensor: torch.Tensor
     version: int
@@ -64,26 +64,29 @@ class Recorder:
     def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor], leaves: Collection[str]) -> None:
         self.model = model
         self.leaves = leaves  # names of the submodules that are leaves
+        self.shares_casts = False  # with whatever else runs in the caller's region
+        self.before_call: Callable[[], object] | None = None
+        # What is written down.
         self.graph = torch.fx.Graph()  # every call, also such as nothing uses
         self.tensors = Tensors(self.graph, model, inputs, self.refuse)
-        self.scopes = Scopes()
         self.reads: list[Read] = []  # what Python learnt of the content of tensors, in order
+        self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
         self.touched: dict[torch.fx.Node, Touched] = {}  # for each call, what it does to storages
+        # What stands in the way of a program.
         self.opaque: dict[str, str] = {}  # module -> what it does that no program can hold
         self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
         self.counting: set[str] = set()  # leaves that read numbers out of tensors
         self.talking: set[str] = set()  # leaves that run collectives
-        self.takes_no_hooks = False  # the leaf that runs, for what it saves
         self.is_valid = True  # until a call is found to be cast in parts that was written down whole: record again
-        self.before_call: Callable[[], object] | None = None
-        self.sizes_read: dict[torch.fx.Node, set[str]] = {}  # where Python asks for the shape of what a node gives
+        # Where the forward is.
+        self.scopes = Scopes()
         self.leaf: str | None = None  # that we are inside of
-        self.shares_casts = False  # with whatever else runs in the caller's region
+        self.takes_no_hooks = False  # the leaf that runs, for what it saves
         self.casting = 0  # calls that we are inside of and that autocast makes casts for
         self.is_in_operator = False  # whose kernel may be Python's, too
         self.saved: list[torch.Tensor] = []  # by the call that runs, for its backward
+        self._given: set[int] = set()  # numbers of the storages that the leaf was given
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
-        self._given: set[int] = set()  # numbers of the storages that it was given
 
     def refuse(self, why: str, module: str | None = None) -> None:
         """Note what the running module, or the named one, does that no program can hold."""
@@ -127,7 +130,7 @@ class Recorder:
             if operator is torch.ops.aten.lift_fresh.default and self.tensors.is_new(tensors[0]):
                 self.tensors.constant(tensors[0], is_fresh=True)
             given = self._nodes(args), self._nodes(kwargs)
-            states = [Before(t, writes_of(t), t.requires_grad, has_history(t)) for t in tensors]
+            states = [Argument(t, writes_of(t), t.requires_grad, has_history(t)) for t in tensors]
             for kind, why in OPAQUE.items():
                 if any(isinstance(x, kind) for x in (*args, *kwargs.values())):
                     self.refuse(f"{why} at {user_line()}")
@@ -199,7 +202,7 @@ class Recorder:
     def _nodes(self, given: Any) -> Any:
         return map_aggregate(given, lambda x: self.tensors.node(x) if isinstance(x, torch.Tensor) else x)
 
-    def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Before], result: Any) -> None:
+    def _write_down(self, call: Call, given: tuple[Any, Any], states: list[Argument], result: Any) -> None:
         operator, results = call.operator, tensor_leaves(result)
         if operator in ON_CONSTANTS and given[0][0] in self.tensors.fresh:
             self.tensors.bind(result, given[0][0])
@@ -278,7 +281,7 @@ class Recorder:
             self.tensors.bind(tensor, call)
             self._note_touched(call, [tensor], [])
 
-    def _note_writes(self, operator: OpOverload, written: list[Before]) -> None:
+    def _note_writes(self, operator: OpOverload, written: list[Argument]) -> None:
         for before in written:
             self.tensors.write(before.tensor)
             if before.has_history and not torch.is_grad_enabled():

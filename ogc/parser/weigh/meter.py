@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from ...operators.convolution import CONVOLUTIONS
 from ...operators.gpus import Gpu, gpu_named
 from ...operators.registry import of
 from ...program.program import storage_of, tensor_leaves
@@ -144,14 +145,10 @@ class Meter(TorchDispatchMode):
         return result
 
 
-_CONVOLUTIONS = {torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default}
-"""For which cuDNN's settings say what float32 is computed in."""
-
-
 def _computed_in(function: Any, outputs: Sequence[torch.Tensor]) -> tuple[torch.dtype, bool]:
     """The type that an operator computes in, and whether CUDA may take TF32 for it."""
     dtype = outputs[0].dtype if outputs else torch.float32
-    if function in _CONVOLUTIONS:
+    if function in CONVOLUTIONS:
         return dtype, torch.backends.cudnn.allow_tf32
     return dtype, torch.get_float32_matmul_precision() != "highest"
 

@@ -107,6 +107,9 @@ def can_be_observed(thing: Any) -> bool:
     return has_names and not is_torchs and not isinstance(thing, (*SERVICES, torch.Tensor, type))
 
 
+# -- functions -------------------------------------------------------------------------------------------
+
+
 _KNOWN = 5_000
 """Functions of which it is remembered which globals they name."""
 
