@@ -26,7 +26,7 @@ from .optional import optional
 from .parser import LeafModules, hooked_modules, parse
 from .parser.custom import parse_graph_of
 from .plan.plan import Plan
-from .plan.saving import PARTS, SavedPlan
+from .plan.saving import PARTS, SavedPlan, structure_of
 from .planning.agreement import agreed_plan
 from .planning.replan import Replanner, meets
 from .planning.stored import NOWHERE, Store, key_of, taken_up
@@ -142,7 +142,7 @@ class Planning:
     ) -> tuple[Graph, Plan]:
         """The plan for a graph within a budget, and the graph that it is for: one that was kept, or a new one."""
         wish, overhead = Wish(budget, self.wish.max_overhead), self.wish.max_overhead
-        key = key_of("plan", graph, wish, self.solver, self.batch_slices)
+        key = key_of("plan", structure_of(graph), wish, self.solver, self.batch_slices)
         asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": overhead}
 
         def make() -> tuple[Graph, Plan]:

@@ -1,8 +1,8 @@
 """Finds the parts of a model: the largest submodules that can be planned, each with a sample of its own.
 
-The model's forward runs once. Each submodule that it calls is parsed when it is first called, with the arguments that
-it is called with; then it runs as it is, and the forward goes on. One that cannot be parsed stays plain, and what it
-calls is looked at instead. Nothing is saved for a backward, so that memory is that of inference.
+The model's forward runs once. Each submodule is parsed when it is first called, with the arguments of that call; then
+it runs as it is. One that cannot be parsed stays plain, and what it calls is parsed instead. Nothing is saved for a
+backward, so that memory is that of inference.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from ..parser import carry_over
 from ..parser.arguments import call_arguments
 from ..parser.forward.flat import raise_own_error
 from ..parser.forward.patches import wrap
-from ..program.program import tensor_leaves
+from ..program.program import storage_of, tensor_leaves
 from ..program.structures import Call, InputSpec, TensorSpec
-from ..program.tensors import copies
+from ..program.tensors import ByStorage, copies
 from ..torch_state.forwards import TAKES_NONE, hooks_off_in, is_compiled, only_holds, plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.private import (
     CALL,
+    current_backward,
     is_functorch_active,
     own_call,
     saved_tensors_hooks_in_use,
@@ -41,7 +42,6 @@ from ..torch_state.private import (
 from ..torch_state.ranks import alone
 from ..torch_state.reads.objects import changes, watched_attributes
 from .options import Options
-from .saved import Saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +49,10 @@ class Part:
     """One kind of calls of a submodule.
 
     Attributes:
-        name: of the submodule.
-        module: the submodule.
+        name, module: the submodule.
         graph: what these calls compute.
-        like: the number of the first part with equal operations; its own if it is that.
-        look: of the module, when it ran.
+        like: equal for parts with equal operations.
+        look: see :func:`look_of`.
     """
 
     name: str
@@ -85,13 +84,7 @@ class FoundParts:
 
 
 def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plain: Mapping[str, str]) -> FoundParts:
-    """The parts of ``model`` and what is left between them.
-
-    Args:
-        model: it is afterwards as before.
-        sample_input: as for :func:`ogc.optimize`.
-        options: how parts are parsed, and in which submodules nothing is planned.
-        plain: other modules that have to stay plain, by name, and why.
+    """The parts of ``model``, which is afterwards as before; ``plain`` has modules that stay plain, by name, and why.
 
     Raises:
         Exception: what the model's own forward raises.
@@ -123,17 +116,13 @@ def find_parts(model: torch.nn.Module, sample_input: Any, options: Options, plai
 
 @dataclass
 class _Graphs:
-    """Graphs of calls, each made once; equal submodules share what was parsed."""
+    """Graphs of calls; equal submodules share what was parsed."""
 
     options: Options
     parts: list[Part] = field(default_factory=list)
 
     def part(self, module: torch.nn.Module, name: str, call: Call) -> Part:
-        """The part that a call is of.
-
-        Raises:
-            ParseError: there is none; the message says why.
-        """
+        """The part that a call is of, or a ParseError."""
         inputs = InputSpec.of(call.args, call.kwargs)[0]
         for part in self.parts:
             if part.module is module and part.graph.program.inputs.fits(inputs):
@@ -186,7 +175,7 @@ class _Forward:
         self.in_part = False
         self.hooks = saved_tensors_hooks(self._saved, _unpacked)
         self.given: list[tuple[str, torch.Tensor, int]] = []  # part, what shares the version of its input, version
-        self.saved = Saved()
+        self.saved = _Saved()
         self.attributes: dict[str, dict[str, Any]] = {}  # as they were, but for what parts changed of their own
         self.unfit: dict[str, str] = {}  # parts that cannot be, after all
         self.compiled = {m: vars(m).get(CALL) for m in _eager(self.names) if is_compiled(m)}
@@ -205,7 +194,7 @@ class _Forward:
         self.found.late = {self.names[module]: module for module in self._uncalled(self.model)}
 
     def misfits(self) -> dict[str, str]:
-        """Parts that turned out to be none: what they are given is changed in place later on, for instance."""
+        """Parts that turned out to be none, and why."""
         why = "what it is given is changed in place afterwards"
         written = {name: why for name, tensor, version in self.given if version_of(tensor) != version}
         return {**written, **self.unfit}
@@ -339,6 +328,50 @@ class _Forward:
 
     def _has_called(self, module: torch.nn.Module) -> bool:
         return not self.called.isdisjoint(module.modules())
+
+
+class _Saved:
+    """Counts the bytes that autograd saves in one forward: of parts, of the rest, of derivatives of gradients.
+
+    Where a backward inside the forward is to be differentiated, autograd saves for that what it took out of parts, too:
+    the plain model holds it once.
+    """
+
+    def __init__(self) -> None:
+        self.counted: ByStorage[bool] = ByStorage()
+        self.of_parts: ByStorage[tuple[Counter[int], set[int]]] = ByStorage()  # by a call; again by backwards
+
+    def by_part(self, tensor: torch.Tensor, again: Counter[int]) -> None:
+        """Note what a call of a part saves; ``again`` counts, by its number, what a backward saves of that."""
+        storage = storage_of(tensor)
+        if storage is not None:
+            self.of_parts[storage] = again, set()
+
+    def by_rest(self, tensor: torch.Tensor) -> int:
+        """The bytes that are the rest's where that saves a tensor; none if they were counted before."""
+        storage = storage_of(tensor)
+        if storage is None or self._is_saved_again(storage) or not self.is_new(tensor):
+            return 0
+        return storage.nbytes()
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory was not counted yet; now it is."""
+        storage = storage_of(tensor)
+        if storage is None or storage in self.counted:
+            return False
+        self.counted[storage] = True
+        return True
+
+    def _is_saved_again(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a backward saves what a call of a part has saved."""
+        known, number = self.of_parts.get(storage), current_backward()
+        if known is None or number == -1:
+            return False
+        again, backwards = known
+        if number not in backwards:
+            backwards.add(number)
+            again[number] += storage.nbytes()
+        return True
 
 
 def _eager(modules: Collection[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -1,41 +1,48 @@
-"""Plans a model in parts: finds them, measures what is around them, and chooses a plan for each."""
+"""Plans a model in parts, where it cannot be planned as a whole or is better so."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from ..errors import ParseError, SolveError
+from ..errors import ParseError, PlanError, SolveError
 from ..graph import Graph
-from ..plan.plan import Plan
-from ..plan.saving import SavedDecisions, SavedPlan, saved_decisions
+from ..plan import Fingerprint, Plan, SavedPlan, plain_plan, restored
+from ..plan.saving import PARTS, saved_decisions
+from ..plan.simulate import plain_peak
 from ..planning.agreement import question
-from ..planning.stored import tell_broken, tolerant
+from ..planning.stored import key_of, tell_broken, tolerant
 from ..program.leaf import Leaf
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
-from ..solver import NEGLIGIBLE, solver_of
+from ..solver import LEAST_PEAK, Wish, solver_of
 from ..torch_state.allocator import can_measure
+from ..torch_state.forwards import only_holds
 from ..torch_state.ranks import first_of_all
-from .choice.agreed import agreed_choice
-from .choice.combine import Choice, Problem, Stop, fastest, least_peak, within
-from .choice.ways import Way
 from .find import FoundParts, Part, find_parts, is_alike
+from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, PartCost, usual_events
+from .late import LatePlanner, Share
 from .measure import Rest, measure, rest_of_step
 from .module import Parts, Twin, module_in_parts, twin_of
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
-from .resume import SavedParts
-from .share import LatePlanner, Share, planner_of
 
 log = logging.getLogger(__name__)
+
+ROUNDS = 3
+"""How often plans are chosen where a step with them takes more than a budget, or runs backwards inside the forward."""
+
+HEAVY = 1 / 3
+"""Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
 
 EXCESS = 1.01
 """By how much a saved plan may miss a budget where what is around the parts is measured in another step."""
@@ -58,7 +65,7 @@ def optimize_in_parts(
         saved: a plan to take up without a search.
 
     Returns:
-        None if it is not, or if the saved plan does not keep the wish, or else a module whose ``plan`` is a
+        None if it is not, or if the saved plan misses the goal, or else a module whose ``plan`` is a
         :class:`PartsPlan`; ``graph`` and ``code`` are dictionaries by the names of parts; those that run as they are
         have no code.
 
@@ -70,293 +77,396 @@ def optimize_in_parts(
     """
     refuse_replaced_forward(model)
     solver_of(options.solver, options.wish)  # refuses a name that is none
-    planning = _Planning(model, sample_input, options, saved)
     with _quiet_about_leaves():
-        planning.find(plain)
-        planning.measure()
-    choice = planning.agreed(planning.choose())
-    plan = planning.plan(choice)
-    if not first_of_all(planning.question("is wanted"), lambda: is_wanted(plan)) or not planning.keeps_wish(plan):
+        found = find_parts(model, sample_input, options, plain)
+        planning = _Planning(model, sample_input, options, found)
+        planned = planning.agreed() if saved is None else planning.taken_up(saved)
+    if planned is None or not first_of_all(planning.question("is wanted"), lambda: is_wanted(planned.plan)):
         return None
-    result = planning.module(choice, plan)
-    _tell(plan)
+    result = planned.module()
+    _tell(planned.plan)
     return result
 
 
-@dataclass
+def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
+    """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
+
+    Nothing unless leaves that nobody asked for hold a good part of the plain peak.
+    """
+    asked = set(options.asked_for(model))
+    nodes = zip(graph.operations[: graph.end], graph.program.operations, strict=True)
+    leaves = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, Leaf)]
+    held = [(op.internal_bytes, name) for op, name in leaves if name is not None and name not in asked]
+    if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
+        return {}
+    around = chain.from_iterable(list(accumulate(name.split("."), "{}.{}".format))[:-1] for _, name in held)
+    names = ["", *(name for name in around if not only_holds(model.get_submodule(name)))]
+    return dict.fromkeys(names, "leaves in it would hold much of the memory")
+
+
+def in_parts_instead(
+    model: torch.nn.Module, sample_input: Any, options: Options, problem: ParseError, saved: SavedPlan | None
+) -> Any:
+    """The model with its parts planned, where the whole cannot be; None if a saved plan does not keep the wish."""
+    why = str(problem).partition(" Nothing smaller")[0].rstrip(".")
+    try:
+        return optimize_in_parts(model, sample_input, options, {"": why}, saved=saved)
+    except ParseError as error:
+        raise ParseError(f"{why}. {error}") from problem
+
+
+def in_parts_if_better(
+    model: torch.nn.Module,
+    sample_input: Any,
+    options: Options,
+    heavy: dict[str, str],
+    found: tuple[Graph, Plan] | SolveError,
+) -> torch.nn.Module | None:
+    """The model in parts, where that meets the wish better than one plan whose leaves hold much; else None."""
+
+    def is_better(plan: PartsPlan) -> bool:
+        if isinstance(found, SolveError):
+            return True
+        cost = attrgetter("peak_bytes" if options.wish.memory_budget is None else "added_seconds")
+        return bool(cost(plan) < cost(found[1]))
+
+    if not heavy:
+        return None
+    try:
+        return optimize_in_parts(model, sample_input, options, heavy, is_better)
+    except (ParseError, SolveError) as error:
+        log.info("what is in leaves is not planned: %s", error)
+        return None
+
+
+@dataclass(frozen=True)
 class _Planning:
-    """The way from a model to its plan in parts."""
+    """The parts of a model, to be planned; the arguments are those of :func:`optimize_in_parts`."""
 
     model: torch.nn.Module
     sample_input: Any
     options: Options
-    saved: SavedPlan | None = None
-    found: FoundParts = field(default_factory=FoundParts)
-    parts: list[Part] = field(default_factory=list)  # those found, then the late ones that are like one of these
-    ways: list[tuple[Way, ...]] = field(default_factory=list)  # for each of these
-    late: dict[int, int] = field(default_factory=dict)  # numbers of the late ones, and of those that they are like
-    rest: Rest | None = None
-    twins: dict[tuple[int, Choice], Twin] = field(default_factory=dict)
-    idle: tuple[SavedDecisions, ...] = ()
+    found: FoundParts
 
-    def find(self, plain: Mapping[str, str]) -> None:
-        """Find the parts and the ways to run each."""
-        found = find_parts(self.model, self.sample_input, self.options, plain)
-        saved = None if self.saved is None else SavedParts(self.saved)
-        ways = self._ways(found.parts) if saved is None else [saved.ways(part.name, part.graph) for part in found.parts]
-        ways = list(map(self._left_alone, ways))
-        if self.options.solver != "none":
-            self.idle = tuple(
-                saved_decisions(part.graph, of_part[0].plan.decisions, part.name)
-                for part, of_part in zip(found.parts, ways, strict=True)
-                if len(of_part) == 1
-            )
-            found, ways = _without_idle(found, ways)
-        self.found, self.parts, self.ways = found, [*found.parts], ways
-        if not ways:
+    def question(self, what: str) -> str:
+        """What all ranks that plan the same parts for the same goal ask."""
+        parts = sorted([*self.found.parts, *self.alike.values()], key=lambda part: part.name)
+        asked = what, [part.name for part in parts], self.options.wish, self.options.solver
+        return question(asked, [part.graph for part in parts])
+
+    @cached_property
+    def alike(self) -> dict[str, Part]:
+        """Submodules that the sample left out, by name, as far as they are like a part."""
+        found = {}
+        for name, module in self.found.late.items():
+            like = next((part for part in self.found.parts if is_alike(part, module)), None)
+            if like is not None:
+                found[name] = replace(like, name=name, module=module)
+        return found
+
+    def agreed(self) -> _Planned | None:
+        """The parts as they were planned by another rank, or before; where nobody has, they are planned now."""
+        own = list[_Planned]()
+        key = key_of("parts", self.question(""), self.options.wish, self.options.solver)
+
+        def answer() -> SavedPlan:
+            kept = self.options.store.found(key, self.taken_up)
+            own.append(kept or self.searched())
+            if kept is None:
+                self.options.store.keep(key, own[0].plan.as_saved)
+            return own[0].plan.as_saved()
+
+        saved = first_of_all(self.question("plans"), answer)
+        if own and own[0].plan.as_saved() == saved:
+            return own[0]
+        try:
+            theirs = self.taken_up(saved)
+        except PlanError as error:
+            log.info("the plans of another rank do not fit: %s", error)
+            theirs = None
+        return theirs or (own[0] if own else self.searched())
+
+    def searched(self) -> _Planned:
+        """The parts with plans that are searched for."""
+        kinds: dict[int, Plan] = {}
+        for part in self.found.parts:
+            if part.like not in kinds:
+                kinds[part.like] = self.options.frugal(part.graph)
+        plans = [replace(kinds[part.like], graph=part.graph) for part in self.found.parts]
+        idle = [plan.is_plain and self.options.solver != "none" for plan in plans]
+        planned = _Planned(self, plans, idle, {name: kinds[part.like] for name, part in self.alike.items()})
+        if self.options.solver == "optimal":
+            planned.choose()
+        return planned
+
+    def taken_up(self, saved: SavedPlan) -> _Planned | None:
+        """The parts with plans that were saved; None, and a word in the log, if these miss the goal.
+
+        Raises:
+            PlanError: they are for other parts.
+        """
+        taken = _Saved(saved)
+        plans = [taken.plan(part.name, part.graph) for part in self.found.parts]
+        alike = {name: taken.plan(name, part.graph) for name, part in self.alike.items()}
+        taken.check_all_used(self.found.late)
+        idle = [taken.is_idle(part.name, part.graph) for part in self.found.parts]
+        planned = _Planned(self, plans, idle, alike, saved.solver)
+        return planned if planned.keeps_goal() else None
+
+
+class _Planned:
+    """Parts with plans.
+
+    Args:
+        planning: the parts.
+        plans: of those found.
+        idle: whether they run as they are, as no plan is better.
+        alike: by name, the plans of parts that the sample left out.
+        solver: what made the plans.
+    """
+
+    def __init__(
+        self,
+        planning: _Planning,
+        plans: Sequence[Plan],
+        idle: Sequence[bool],
+        alike: Mapping[str, Plan],
+        solver: str | None = None,
+    ) -> None:
+        self.planning, self.options, found = planning, planning.options, planning.found
+        self.solver = solver or self.options.solver
+        self.twins: dict[Any, Twin] = {}
+        self.idle = [part for part, is_idle in zip(found.parts, idle, strict=True) if is_idle]
+        stay = [n for n, is_idle in enumerate(idle) if not is_idle]
+        self.parts = [found.parts[n] for n in stay]
+        if not stay:
             reasons = _listed({name: why for name, why in found.plain.items() if name})
             raise ParseError(f"Nothing in it can be planned either{reasons and f': {reasons}'}")
-        for name, module in found.late.items():
-            like = next((n for n, part in enumerate(found.parts) if is_alike(part, module)), None)
-            if like is not None:
-                self.late[len(self.parts)] = like
-                self.parts.append(replace(found.parts[like], name=name, module=module))
-                self.ways.append(ways[like] if saved is None else saved.ways(name, found.parts[like].graph))
-        if saved is not None:
-            saved.check_all_used(found.late)
+        self.choice: Choice = tuple(plans[n] for n in stay)
+        calls = [
+            (stay.index(part), again) for part, again in zip(found.calls, found.again, strict=True) if part in stay
+        ]
+        self.called = Joined(
+            tuple(part.graph for part in self.parts),
+            tuple(part for part, _ in calls),
+            tuple(part.name for part in self.parts),
+            usual_events(len(calls)),
+            tuple(tuple(again.values()) for _, again in calls),
+        )
+        self.late: dict[int, int] = {}  # by number, parts that the sample left out, and the calls beside theirs
+        self._add_late(alike)
+        self._measure()
 
-    def _ways(self, parts: Sequence[Part]) -> list[tuple[Way, ...]]:
-        by_kind: dict[int, tuple[Way, ...]] = {}
-        for part in parts:
-            if part.like not in by_kind:
-                by_kind[part.like] = self.options.ways(part.graph)
-        return [by_kind[part.like] for part in parts]
+    def _measure(self) -> None:
+        """Find out what the rest takes, in a step with these plans."""
+        self.rest = self._rest() if can_measure(device_of_model(self.planning.model)) else None
+        self.step = self.called if self.rest is None else replace(self.called, events=self.rest.events)
+        for number, beside in self.late.items():
+            self.step = self.step.with_call(self.parts[number].name, self.parts[number].graph, beside)
 
-    def _left_alone(self, ways: tuple[Way, ...]) -> tuple[Way, ...]:
-        """The ways, of which the plain one takes no time, unless larger inputs may need another one."""
-        if self.options.wish.is_in_bytes or not ways[-1].plan.is_plain:
-            return ways
-        return (*ways[:-1], replace(ways[-1], cost=replace(ways[-1].cost, seconds=0.0)))
-
-    def measure(self) -> None:
-        """Find out what the rest takes, in a step with plans that keep little."""
-        if not can_measure(device_of_model(self.model)):
-            return
-        problem = self._problem(self._stops)
-        choice = least_peak(problem)
-        parts = self._parts(self._twins(choice), choice, {})
-        optimized = module_in_parts(self.model, parts, {})
-        costs = [self.ways[stop.part][choice[stop.part]].cost for stop in problem.stops]
-        kept = [problem.kept(stop, choice[stop.part]) for stop in problem.stops]
+    def _rest(self) -> Rest | None:
+        model = self.planning.model
+        parts = self._running({})
+        optimized = module_in_parts(model, parts, {})
         try:
-            marks = measure(self.model, optimized, parts, self.sample_input)
+            marks = measure(model, optimized, parts, self.planning.sample_input)
         except Exception as error:
             raise ParseError(f"In parts, a step of it fails ({type(error).__name__}: {error})") from error
         finally:
             parts.uninstall()
-        self.rest = rest_of_step(marks, problem.stops, costs, kept)
+        return rest_of_step(marks, self.called, self.choice[: len(self.called.parts)])
 
-    @property
-    def _stops(self) -> tuple[Stop, ...]:
-        """The calls of the sample's forward, as far as that showed them."""
-        calls = zip(self.found.calls, self.found.again, strict=True)
-        return tuple(Stop(part, again=tuple(again.values())) for part, again in calls)
+    def _add_late(self, alike: Mapping[str, Plan]) -> None:
+        """Add each part that the sample left out, where the order of the modules has its call."""
+        step = self.called
+        order = {name: n for n, (name, _) in enumerate(self.planning.model.named_modules())}
+        for name, plan in alike.items():
+            part = self.planning.alike[name]
+            beside = [n for n, other in enumerate(step.calls) if self.parts[other].like == part.like]
+            if beside:
+                before = [n for n in beside if order[self.parts[step.calls[n]].name] < order[name]]
+                number = len(self.parts)
+                self.late[number] = (before or beside[:1])[-1]
+                self.parts.append(part)
+                self.choice = *self.choice, replace(plan, graph=part.graph)
+                step = step.with_call(part.name, part.graph, self.late[number])
 
-    @cached_property
-    def problem(self) -> Problem:
-        """What is to be chosen; every part that the sample left out is called too."""
-        rest = self.rest
-        stops = list(rest.stops if rest else self._stops)
-        for number in self.late:
-            self._put_in(stops, number)
-        return self._problem(tuple(stops), rest.before if rest else 0)
-
-    def _put_in(self, stops: list[Stop], number: int) -> None:
-        """Add the call of a part that the sample left out, where the order of the modules has it."""
-        part, order = self.parts[number], {name: n for n, (name, _) in enumerate(self.model.named_modules())}
-        alike = [n for n, stop in enumerate(stops) if self.parts[stop.part].like == part.like]
-        before = [n for n in alike if order[self.parts[stops[n].part].name] < order[part.name]]
-        beside = before[-1] if before else alike[0]
-        place = beside + bool(before)
-        new = replace(stops[beside], part=number, inside=(), ended=())
-        stops[:] = [stop.making_room(place) for stop in stops]
-        stops.insert(place, new)
-        # What is given from one to the next stays, too, and the rest holds it.
-        given = sum(value.bytes for value in part.graph.values if value.is_output)
-        for n, stop in enumerate(stops[beside + 1 :], beside + 1):
-            more = {name: getattr(stop, name) + given for name in ("forward", "backward", "after")}
-            stops[n] = replace(stop, **more)
-
-    def choose(self) -> Choice:
-        """The choice that the wish asks for.
+    def choose(self) -> None:
+        """Choose plans for the goal.
 
         Raises:
             SolveError: nothing fits the budget.
         """
-        problem, wish = self.problem, self.options.wish
-        if self.saved is not None:
-            return (0,) * len(self.ways)
-        budget = wish.budget_bytes(problem.peak(self._plain))
-        if budget is not None:
-            found = fastest(problem, budget)
+        wish = self.options.wish
+        for _ in range(ROUNDS):
+            found = Chooser(self.step, self.choice).chosen(wish)
             if found is None:
-                raise SolveError(self._infeasible(budget))
-            return found
-        if self.options.solver != "optimal":
-            return (0,) * len(self.ways)
-        if wish.max_overhead is not None:
-            # Of the time of the parts alone: that of the rest is measured, and would make plans vary.
-            found = within(problem, wish.max_overhead * self._part_seconds)
-        else:
-            found = least_peak(problem, NEGLIGIBLE)
-        return found if (1 + NEGLIGIBLE) * problem.peak(found) < problem.peak(self._plain) else self._plain
+                least = Chooser(self.step, self.choice).chosen(LEAST_PEAK)
+                self._take(self.step.plain if least is None else least)
+                raise SolveError(self._infeasible())
+            is_new, budget = self._take(found), self.budget
+            over = 0 if budget is None else self.step.peak(found) - budget
+            if not is_new or (over <= 0 and not self.step.runs_backward_inside):
+                break
+            if budget is not None and over > 0:
+                wish = Wish(max(1, (wish.budget_bytes(self.step.peak(self.step.plain)) or 0) - over))
 
-    def keeps_wish(self, plan: PartsPlan) -> bool:
-        """Whether a plan that was taken up keeps the wish; it is told if not."""
-        wish, budget = self.options.wish, plan.budget_bytes
-        share = tolerant(wish, self.parts[0].graph).max_overhead
-        fits = budget is None or plan.peak_bytes <= (EXCESS if plan.is_measured else 1) * budget
-        is_quick = share is None or plan.added_seconds <= share * plan.part_seconds
-        if self.saved is not None and not (fits and is_quick):
-            tell_broken(wish, plan.peak_bytes, plan.added_seconds / plan.part_seconds)
+    def _take(self, choice: Choice) -> bool:
+        """Take plans, and measure a step with them unless they are those that were measured, or the plain model."""
+        decisions = [[plan.decisions for plan in plans] for plans in (self.choice, choice, self.step.plain)]
+        self.choice = choice
+        if decisions[1] in (decisions[0], decisions[2]):
             return False
+        self._measure()
         return True
 
-    def question(self, what: str) -> str:
-        """What all ranks that plan the same parts by the same wish ask."""
-        names = [part.name for part in self.parts]
-        return question((what, names, self.options.wish, self.options.solver), [part.graph for part in self.parts])
-
-    def agreed(self, choice: Choice) -> Choice:
-        """The choice of the first rank that made one."""
-        graphs = [part.graph for part in self.parts]
-        ways, choice = agreed_choice(self.question("choice"), graphs, self.ways, choice, self.options.solver)
-        if ways is not self.ways:
-            self.ways = ways
-            self.twins.clear()  # which go by the places of ways
-            del self.problem
-        return choice
-
-    def plan(self, choice: Choice) -> PartsPlan:
-        """The choice as a plan that can be looked at."""
-        problem, found = self.problem, self.found
-        plain_peak = problem.peak(self._plain)
-        return PartsPlan(
-            parts=tuple(self._part(number, choice) for number in range(len(self.parts))),
-            plain=tuple(PlainRest(name, why, found.saved_bytes.get(name, 0)) for name, why in found.plain.items()),
-            peak_bytes=problem.peak(choice),
-            plain_peak_bytes=plain_peak,
-            rest_bytes=self.rest.kept_bytes if self.rest else sum(found.saved_bytes.values()),
-            part_seconds=self._part_seconds,
-            recomputed_seconds=problem.seconds(choice),
-            rest_seconds=self._part_seconds * self.rest.time_share if self.rest else 0.0,
-            budget_bytes=self.options.wish.budget_bytes(plain_peak),
-            is_measured=self.rest is not None,
-            solver=self.options.solver if self.saved is None else self.saved.solver,
-            max_overhead=self.options.wish.max_overhead,
-            idle=self.idle,
-        )
-
-    def _part(self, number: int, choice: Choice) -> PartPlan:
-        part, is_late = self.parts[number], number in self.late
-        cost = self.ways[number][choice[number]].cost
-        targets = [] if is_late else [node.target for node in part.graph.program.operations]
-        leaves = dict.fromkeys(f"{part.name}.{target.module}" for target in targets if isinstance(target, Leaf))
-        plan, calls = self._part_plan(number, choice), self.problem.calls[number]
-        return PartPlan(part.name, calls, plan, cost, tuple(leaves), is_late)
-
-    def module(self, choice: Choice, plan: PartsPlan) -> torch.nn.Module:
-        """The model with its parts run by the choice."""
-        twins = self._twins(choice)
-        if not self.options.wish.is_in_bytes:  # else larger inputs may need a plan
-            twins = {name: twin for name, twin in twins.items() if not twin.runner.is_plain}
-        code = {name: twin.runner.generated.source for name, twin in twins.items()}
-        parts = self._parts(twins, choice, self.found.late)
-        return module_in_parts(self.model, parts, {"plan": plan, "graph": self._graphs(), "code": code})
-
-    def _problem(self, stops: tuple[Stop, ...], before: int = 0) -> Problem:
-        return Problem(stops, tuple(tuple(way.cost for way in ways) for ways in self.ways), before)
-
     @property
-    def _plain(self) -> Choice:
-        return tuple(len(ways) - 1 for ways in self.ways)
+    def budget(self) -> int | None:
+        """The budget in bytes, if one was asked for."""
+        return self.options.wish.budget_bytes(self.step.peak(self.step.plain))
 
-    @property
-    def _part_seconds(self) -> float:
-        return sum(self.ways[part][0].plan.step_seconds * count for part, count in self.problem.calls.items())
-
-    def _part_plan(self, number: int, choice: Choice) -> Plan:
-        return replace(self.ways[number][choice[number]].plan, graph=self.parts[number].graph)
-
-    def _graphs(self) -> dict[str, Graph]:
-        """The graphs of parts by their names; where one is called with several kinds of inputs, with numbers."""
-        graphs: dict[str, Graph] = {}
-        seen: Counter[str] = Counter()
-        for part in self.found.parts:
-            seen[part.name] += 1
-            graphs[part.name if seen[part.name] == 1 else f"{part.name} ({seen[part.name]})"] = part.graph
-        return graphs
-
-    def _twins(self, choice: Choice) -> dict[str, Twin]:
-        """What runs each part by the choice, by its name."""
-        return {self.parts[numbers[0]].name: self._twin(numbers, choice) for numbers in self._modules.values()}
-
-    def _parts(self, twins: Mapping[str, Twin], choice: Choice, late: Mapping[str, torch.nn.Module]) -> Parts:
-        examples = [(self.parts[like], self._share(number, choice)) for number, like in self.late.items()]
-        return Parts(list(twins.values()), late, LatePlanner(self.options, examples))
-
-    @cached_property
-    def _modules(self) -> dict[torch.nn.Module, list[int]]:
-        """For each module that is planned, the numbers of its parts: one for each kind of calls."""
-        found: dict[torch.nn.Module, list[int]] = {}
-        for number, part in enumerate(self.found.parts):
-            found.setdefault(part.module, []).append(number)
-        return found
-
-    def _twin(self, numbers: Sequence[int], choice: Choice) -> Twin:
-        key = numbers[0], tuple(choice[number] for number in numbers)
-        if key not in self.twins:
-            part = self.parts[numbers[0]]
-            plans = [(self.parts[number].graph, self._part_plan(number, choice)) for number in numbers]
-            planner = planner_of(self.options, part.name, part.module, self._share(numbers[0], choice))
-            self.twins[key] = twin_of(part.module, plans, planner)
-        return self.twins[key]
-
-    def _share(self, number: int, choice: Choice) -> Share:
-        ways, wish = self.ways[number], self.options.wish
-        return Share(ways[choice[number]], ways[-1].plan.plain_peak_bytes, wish, wish.is_in_bytes)
-
-    def _infeasible(self, budget: int) -> str:
-        problem = self.problem
-        least = least_peak(problem, NEGLIGIBLE)
-        peak, floor = problem.peak(least), max(problem.before, *(stop.after for stop in problem.stops))
-        overhead = problem.seconds(least) / self._part_seconds if self._part_seconds else 0.0
-        plain = ", ".join(_named(self.found.plain))
+    def _infeasible(self) -> str:
+        step, budget, peak = self.step, self.budget or 0, self.step.peak(self.choice)
+        floor = max(event.rest for event in step.events if event.key[0] in (REGION, REGION_BACK))
+        overhead = step.seconds(self.choice) / step.part_seconds if step.part_seconds else 0.0
+        plain = ", ".join(_named(self.planning.found.plain))
         return (
             f"no plan found peaks at or below {budget / 1e6:.1f} MB ({budget} bytes); the smallest peak is "
             f"{peak / 1e6:.1f} MB ({peak} bytes) at {overhead:.1%} overhead. The model is planned in parts, and what "
             f"stays plain ({plain}) takes up to {floor / 1e6:.1f} MB by itself"
         )
 
+    def keeps_goal(self) -> bool:
+        """Whether plans that were taken up keep the goal; it is told if not."""
+        wish, plan = self.options.wish, self.plan
+        share = tolerant(wish, self.parts[0].graph).max_overhead
+        fits = plan.budget_bytes is None or plan.peak_bytes <= (EXCESS if plan.is_measured else 1) * plan.budget_bytes
+        if fits and (share is None or plan.added_seconds <= share * plan.part_seconds):
+            return True
+        tell_broken(wish, plan.peak_bytes, plan.added_seconds / plan.part_seconds)
+        return False
 
-def _without_idle(found: FoundParts, ways: list[tuple[Way, ...]]) -> tuple[FoundParts, list[tuple[Way, ...]]]:
-    """Without the parts that can only be run as they are: they belong to the module that calls them."""
-    stay = [number for number, of_part in enumerate(ways) if len(of_part) > 1]
-    saved = dict(found.saved_bytes)
-    for call in found.calls:
-        if len(ways[call]) == 1:
-            around = found.parts[call].name
-            while around and around not in found.plain:
-                around = around.rpartition(".")[0]
-            saved[around] = saved.get(around, 0) + ways[call][0].cost.kept_bytes
-    without = replace(
-        found,
-        parts=[found.parts[number] for number in stay],
-        calls=[stay.index(call) for call in found.calls if call in stay],
-        again=[again for call, again in zip(found.calls, found.again, strict=True) if call in stay],
-        saved_bytes=saved,
-    )
-    return without, [ways[number] for number in stay]
+    @cached_property
+    def plan(self) -> PartsPlan:
+        """What can be looked at."""
+        step, rest = self.step, self.rest
+        plain_peak, saved_bytes = step.peak(step.plain), self._saved_by_rest()
+        plain = self.planning.found.plain.items()
+        return PartsPlan(
+            parts=tuple(self._part(number) for number in range(len(self.parts))),
+            plain=tuple(PlainRest(name, why, saved_bytes[name]) for name, why in plain),
+            peak_bytes=step.peak(self.choice),
+            plain_peak_bytes=plain_peak,
+            rest_bytes=rest.kept_bytes if rest else saved_bytes.total(),
+            part_seconds=step.part_seconds,
+            recomputed_seconds=step.seconds(self.choice),
+            rest_seconds=step.part_seconds * rest.time_share if rest else 0.0,
+            budget_bytes=self.budget,
+            is_measured=rest is not None,
+            solver=self.solver,
+            max_overhead=self.options.wish.max_overhead,
+            idle=tuple(saved_decisions(part.graph, plain_plan(part.graph).decisions, part.name) for part in self.idle),
+        )
+
+    def _saved_by_rest(self) -> Counter[str]:
+        """The bytes that autograd saves in each plain module; idle parts belong to the one around them."""
+        found = self.planning.found
+        saved = Counter(found.saved_bytes)
+        for call in found.calls:
+            part = found.parts[call]
+            if part in self.idle:
+                around = part.name
+                while around and around not in found.plain:
+                    around = around.rpartition(".")[0]
+                saved[around] += PartCost.of(part.graph, plain_plan(part.graph)).kept_bytes
+        return saved
+
+    def _part(self, number: int) -> PartPlan:
+        part, is_late, plan = self.parts[number], number in self.late, self.choice[number]
+        targets = [] if is_late else [node.target for node in part.graph.program.operations]
+        leaves = dict.fromkeys(f"{part.name}.{target.module}" for target in targets if isinstance(target, Leaf))
+        calls = self.step.calls.count(number)
+        return PartPlan(part.name, calls, plan, PartCost.of(part.graph, plan), tuple(leaves), is_late)
+
+    def module(self) -> torch.nn.Module:
+        """The model with its parts run by their plans."""
+        found = self.planning.found
+        parts = self._running(found.late, self.options.wish.is_in_bytes)
+        names = {id(part.module): part.name for part in self.parts}
+        code = {names[key]: twin.runner.generated.source for key, twin in parts.twins.items()}
+        graphs: dict[str, Graph] = {}  # by name, where one is called with several kinds of inputs with numbers
+        seen = Counter[str]()
+        for part in self.parts[: len(self.parts) - len(self.late)]:
+            seen[part.name] += 1
+            graphs[part.name if seen[part.name] == 1 else f"{part.name} ({seen[part.name]})"] = part.graph
+        return module_in_parts(self.planning.model, parts, {"plan": self.plan, "graph": graphs, "code": code})
+
+    def _running(self, late: Mapping[str, torch.nn.Module], with_plain: bool = True) -> Parts:
+        """What runs the parts, of which the plain ones may need plans for larger inputs."""
+        numbers: dict[torch.nn.Module, list[int]] = {}
+        for number in range(len(self.parts) - len(self.late)):
+            numbers.setdefault(self.parts[number].module, []).append(number)
+        twins = [self._twin(of_module) for of_module in numbers.values()]
+        examples = [(self.parts[number], self._share(number)) for number in self.late]
+        planner = LatePlanner(self.options, examples)
+        return Parts([twin for twin in twins if with_plain or not twin.runner.is_plain], late, planner)
+
+    def _twin(self, numbers: Sequence[int]) -> Twin:
+        """What runs a module, of which the numbers are those of its parts: one for each kind of calls."""
+        key = numbers[0], tuple(self.choice[number].decisions for number in numbers)
+        if key not in self.twins:
+            part = self.parts[numbers[0]]
+            plans = [(self.parts[number].graph, self.choice[number]) for number in numbers]
+            self.twins[key] = twin_of(part.module, plans, self._share(numbers[0]).planner(part.name, part.module))
+        return self.twins[key]
+
+    def _share(self, number: int) -> Share:
+        graph, plan = self.parts[number].graph, self.choice[number]
+        return Share(self.options, plan, PartCost.of(graph, plan))
+
+
+class _Saved:
+    """What was saved for parts, each for one kind of calls.
+
+    Raises:
+        PlanError: it is a plan for a whole model.
+    """
+
+    def __init__(self, saved: SavedPlan) -> None:
+        if saved.kind != PARTS:
+            raise PlanError("the plan is for a model that is planned as a whole, but this one is planned in parts")
+        self.saved = saved
+        self.used: set[str] = set()
+
+    def is_idle(self, name: str, graph: Graph) -> bool:
+        """Whether no plan of a part was better than the plain one."""
+        return any((one.name, one.fingerprint) == (name, Fingerprint.of(graph)) for one in self.saved.idle)
+
+    def plan(self, name: str, graph: Graph) -> Plan:
+        """That of a part.
+
+        Where the plan was made, the forward may have left other parts out: one of an equal part does as well.
+
+        Raises:
+            PlanError: nothing was saved for such a part; the message says in what it differs, or that it is new.
+        """
+        if self.is_idle(name, graph):
+            return plain_plan(graph)
+        named = [one for one in self.saved.plans if one.name == name]
+        for one in (*named, *self.saved.plans):
+            if one.fingerprint == Fingerprint.of(graph):
+                self.used.add(one.name)
+                return restored(graph, one, self.saved)
+        for one in (*named, *self.saved.idle):
+            if one.name == name:
+                restored(graph, one, self.saved)  # which says in what it differs
+        raise PlanError(f"the plan has nothing for part {name}; it was saved for another model, or other parts of it")
+
+    def check_all_used(self, late: Collection[str]) -> None:
+        """Raise PlanError if a part is no more; one that the forward has left out, by ``late``, may be planned yet."""
+        for one in self.saved.plans:
+            if one.name not in self.used and one.name not in late:
+                raise PlanError(f"the plan is for a model with a part {one.name}, which is none here")
 
 
 def _named(reasons: Mapping[str, str]) -> dict[str, str]:

@@ -17,14 +17,13 @@ from torch.autograd.graph import Node
 
 from ..parser.arguments import call_arguments, copies
 from ..parser.weigh.call import leaf_nodes
-from ..plan import PartCost
 from ..program.program import device_of_model, tensor_leaves
 from ..program.structures import Given, InputSpec, OutputSpec, TensorSpec
 from ..torch_state.allocator import Mark, marked_bytes
 from ..torch_state.no_trace import cut_history, untouched
 from ..torch_state.private import current_backward, keeps_graph
 from ..torch_state.ranks import alone, own_parameters
-from .choice.combine import Stop
+from .joined import BACK, CALL, REGION, REGION_BACK, Choice, Event, Joined
 from .module import Parts, Twin
 
 
@@ -33,14 +32,12 @@ class Rest:
     """What the rest of the model takes in one step.
 
     Attributes:
-        before: most bytes before the first call of a part, forward or backward.
-        stops: the calls, with what the rest takes while and after each.
-        kept_bytes: what the rest holds from the forward to the backward.
-        time_share: the time of the rest's forward over that of all parts'.
+        events: of the step, with the bytes of the rest.
+        kept_bytes: what it holds from the forward to the backward.
+        time_share: the time of its forward over that of all parts'.
     """
 
-    before: int
-    stops: tuple[Stop, ...]
+    events: tuple[Event, ...]
     kept_bytes: int
     time_share: float
 
@@ -149,123 +146,57 @@ class _Seeds(torch.autograd.Function):
         return tuple(torch.ones(like.shape, dtype=like.dtype, device=like.device) for like in ctx.like)
 
 
-def rest_of_step(
-    marks: Sequence[Mark], stops: Sequence[Stop], costs: Sequence[PartCost], kept: Sequence[int]
-) -> Rest | None:
-    """What the rest takes, by the marks of a step; None if its calls were others.
-
-    Args:
-        marks: of :func:`measure`.
-        stops: for each call, what is known of it.
-        costs: for each call, what the part takes by the plan that it ran by.
-        kept: for each call, the bytes that stay of it.
-    """
+def rest_of_step(marks: Sequence[Mark], step: Joined, choice: Choice) -> Rest | None:
+    """What the rest takes, by the marks of a step in which parts ran by ``choice``; None if its calls were others."""
     entered = [mark.label for mark in marks if mark.label.startswith("enter ")]
-    return _Reading(stops, costs, kept).read(marks) if len(entered) == len(stops) else None
+    if entered != [f"enter {n}" for n in range(len(step.calls))]:
+        return None
+    stages = _stages(marks)
+    sizes = step.sizes(choice, [stage.event for stage in stages])
+    events = tuple(
+        replace(stage.event, rest=max(stage.start - begin, stage.most - most))
+        for stage, (begin, most) in zip(stages, sizes, strict=True)
+    )
+    turn = next(n for n, event in enumerate(events) if event.key[0] == REGION_BACK)
+    seconds = [0.0, 0.0]  # of the rest's forward, and of the parts'
+    for before, mark in pairwise(marks):
+        if mark.label.startswith(("enter", "leave", "turn")):
+            seconds[mark.label.startswith("leave")] += mark.seconds - before.seconds
+    return Rest(events, max(0, stages[turn].start - sizes[turn][0]), seconds[0] / (seconds[1] or 1.0))
 
 
-class _Reading:
-    """Adds up, mark by mark, what is there beyond what parts keep."""
+@dataclass
+class _Stage:
+    """What happens between some marks: the bytes when it begins, and the most during it."""
 
-    def __init__(self, stops: Sequence[Stop], costs: Sequence[PartCost], kept: Sequence[int]) -> None:
-        self.stops = stops
-        self.costs = costs
-        self.kept = kept
-        self.before = [0] * len(stops)  # what is kept of others when a call begins
-        self.forward = [0] * len(stops)
-        self.backward: list[int | None] = [None] * len(stops)
-        self.rest = [0] * (len(stops) + 1)  # by the number of calls
-        self.ended: list[list[int]] = [[] for _ in stops]
-        self.inside: list[dict[int, int]] = [{} for _ in stops]
-        self.backwards: list[set[str]] = [set() for _ in stops]
-        self.open: set[int] = set()  # calls of which something is kept
-        self.ending: set[int] = set()  # those whose graph is gone when the forward goes on
-        self.calls = 0  # that there were, or are not done with their backward
-        self.turn: int | None = None
-        self.running: tuple[int, int] | None = None  # a call in its backward, and the bytes when that began
-        self.seconds = [0.0, 0.0]  # of the rest's forward, and of the parts'
+    event: Event
+    start: int
+    most: int = 0
 
-    def read(self, marks: Sequence[Mark]) -> Rest:
-        ends = {mark.label: number for number, mark in enumerate(marks)}  # the last of each label
-        for number, (last, mark) in enumerate(pairwise(marks), 1):
-            self._between(last, mark, is_last=ends[mark.label] == number)
-        stops = tuple(
-            replace(
-                stop,
-                forward=self.forward[n],
-                backward=self.forward[n] if (back := self.backward[n]) is None else back,
-                after=self.rest[n + 1],
-                backwards=max(1, len(self.backwards[n])),
-                inside=tuple(self.inside[n].items()),
-                ended=tuple(self.ended[n]),
-            )
-            for n, stop in enumerate(self.stops)
-        )
-        return Rest(self.rest[0], stops, self.turn or 0, self.seconds[0] / (self.seconds[1] or 1.0))
 
-    def _between(self, last: Mark, mark: Mark, is_last: bool) -> None:
-        kind, number, *backward = *mark.label.split(), *["0"] * (" " not in mark.label)
-        call = int(number)
-        if self.running is not None:
-            self._backward_of_part(mark, *self.running)
-        elif kind == "leave":
-            self._forward_of_part(last, mark, call)
-        else:
-            self._rest(mark)
-        if backward:
-            self._go_back(mark, kind, call, backward, is_last)
-        else:
-            self._go_on(last, mark, kind, call)
-
-    def _go_on(self, last: Mark, mark: Mark, kind: str, call: int) -> None:
-        """The forward goes on; a backward inside of it, if there was one, is over."""
-        self.running = None
-        for number in sorted(self.ending & self.open):
-            self.ended[self.calls - 1].append(number)
-            self.open.remove(number)
-        self.seconds[kind == "leave"] += mark.seconds - last.seconds
-        if kind == "enter":
-            self.before[call] = self._held
-        elif kind == "leave":
-            self.open.add(call)
-            self.calls = call + 1
-        elif kind == "turn":
-            self.turn = max(0, mark.bytes - self._held)
-
-    def _go_back(self, mark: Mark, kind: str, call: int, backward: list[str], is_last: bool) -> None:
-        """The backward with this number comes to a call, or is done with it."""
-        number, keeps_graph = backward
+def _stages(marks: Sequence[Mark]) -> list[_Stage]:
+    """The stages of a step that its marks bound."""
+    stages: list[_Stage] = []
+    last_of = {mark.label: number for number, mark in enumerate(marks)}
+    region, region_key, back = 0, REGION, None  # a call in its backward, if there is one
+    for number, (before, mark) in enumerate(pairwise(marks), 1):
+        kind, *named = mark.label.split()
+        call, backward, keeps_graph = map(int, [*named, *["0"] * 3][:3])
+        event = back or Event((CALL, call) if kind == "leave" else (region_key, region))
+        if not stages or stages[-1].event != event:
+            stages.append(_Stage(event, before.bytes))
+        stages[-1].most = max(stages[-1].most, mark.peak_bytes)
         if kind == "back":
-            self.backwards[call].add(number)
-            if self.running is None or self.running[0] != call:
-                self.running = (call, mark.bytes)
-        elif is_last and self.running is not None and self.running[0] == call:
-            self.running = None
-        if self.turn is not None:
-            self.open = {n for n in self.open if n < call or (n == call and kind == "back")}
-            self.calls = 1 + max(self.open, default=-1)
-        elif keeps_graph == "0":
-            self.ending.add(call)
-
-    @property
-    def _held(self) -> int:
-        return sum(self.kept[call] for call in self.open)
-
-    def _forward_of_part(self, last: Mark, mark: Mark, call: int) -> None:
-        most = max(last.bytes, mark.peak_bytes - self.costs[call].forward_bytes)
-        self.forward[call] = most - self.before[call]
-
-    def _backward_of_part(self, mark: Mark, call: int, start: int) -> None:
-        cost = self.costs[call]
-        kept = self._held - self.kept[call] if self.turn is None else self.before[call]
-        held = start - kept - self.kept[call] - cost.gradient_bytes
-        rest = max(held, mark.peak_bytes - kept - cost.backward_bytes)
-        if self.turn is None:
-            inside = self.inside[self.calls - 1]
-            inside[call] = max(inside.get(call, rest), rest)
-        else:
-            known = self.backward[call]
-            self.backward[call] = rest if known is None else max(known, rest)
-
-    def _rest(self, mark: Mark) -> None:
-        self.rest[self.calls] = max(self.rest[self.calls], mark.peak_bytes - self._held)
+            back = Event((BACK, call), ends=region_key == REGION_BACK or not keeps_graph, backward=backward)
+        elif kind != "done":
+            back, region = None, call + 1 if kind == "leave" else region
+        elif back is not None and back.key == (BACK, call) and last_of[mark.label] == number:
+            back = None
+        if kind == "turn":
+            region_key = REGION_BACK
+        elif kind == "done" and region_key == REGION_BACK:
+            region = call
+    last = {stage.event.key: stage for stage in stages}
+    for stage in stages:
+        stage.event = replace(stage.event, ends=stage.event.ends and stage is last[stage.event.key])
+    return stages

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 
+from ..errors import PlanError
 from ..graph import Graph
 from ..parser import LeafModules, parse
-from ..planning.stored import NOWHERE, Store, key_of
+from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, recomputed
+from ..planning.stored import NOWHERE, Store
 from ..program.structures import Call
-from ..solver import LEAST_PEAK, Wish
-from .choice.ways import Way, saved_ways, ways_by, ways_of
+from ..solver import LEAST_PEAK, Wish, solve
+from .joined import PartCost
 
 
 @dataclass(frozen=True)
@@ -29,14 +32,19 @@ class Options:
     follows_own_graphs: bool = True
     store: Store = NOWHERE
 
-    def ways(self, graph: Graph) -> tuple[Way, ...]:
-        """The ways to run a part: those that were kept, whatever the wish was, or new ones."""
-        key = key_of("ways", graph, LEAST_PEAK, self.solver)
-        found = self.store.found(key, lambda saved: ways_by(graph, saved))
-        if found is None:
-            found = ways_of(graph, self.solver)
-            self.store.keep(key, lambda: saved_ways(found, self.solver))
-        return found
+    def frugal(self, graph: Graph) -> Plan:
+        """A plan of a part that keeps little until its backward; the plain one if none keeps less or peaks lower."""
+        least, plain = solve(graph, solver=self.solver), plain_plan(graph)
+        if self.solver != "optimal":
+            return least
+        plans = [least]
+        for decisions in (_inside_a_recomputation(graph, least.decisions), (recomputed(0, len(graph)),)):
+            with suppress(PlanError):  # an operation would run twice that must not
+                plans.append(make_plan(graph, decisions, "optimal"))
+        costs = [PartCost.of(graph, plan) for plan in (*plans, plain)]
+        cost, found = min(zip(costs, plans, strict=False), key=lambda pair: (pair[0].kept_bytes, pair[0].most))
+        is_better = cost.kept_bytes < costs[-1].kept_bytes or cost.most < costs[-1].most
+        return found if is_better else plain
 
     def parse(self, module: torch.nn.Module, name: str, call: Call) -> Graph:
         """The graph of a call of a submodule, as :func:`ogc.parse` makes it; the errors are the same, too."""
@@ -75,3 +83,22 @@ def _inside(wanted: LeafModules, name: str, module: torch.nn.Module) -> list[str
     children = [child for child in module.modules() if child is not module]
     inner = [entry.removeprefix(f"{name}.") for entry in names if entry.startswith(f"{name}.")]
     return [*inner, *(kind for kind in types if any(isinstance(child, kind) for child in children))]
+
+
+def _inside_a_recomputation(graph: Graph, decisions: Decisions) -> Decisions:
+    """The segments as parts of one that is recomputed, as far as nothing in it must run once."""
+    groups: list[list[Segment]] = [[]]
+    for segment in decisions.segments:
+        if all(op.replayable for op in graph.operations[segment.start : segment.stop]):
+            groups[-1].append(segment)
+        else:
+            groups += [[segment], []]
+    segments = tuple(_joined(group) for group in groups if group)
+    return replace(decisions, segments=segments, is_plain=False)
+
+
+def _joined(group: list[Segment]) -> Segment:
+    first, last = group[0], group[-1]
+    if len(group) == 1 and ((first.parts and not first.kept) or first.start + 1 == first.stop):
+        return first
+    return recomputed(first.start, last.stop, *group)

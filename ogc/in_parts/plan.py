@@ -8,9 +8,10 @@ from itertools import groupby
 from os import PathLike
 
 from ..graph import table
-from ..plan import PartCost, SavedPlan
+from ..plan import SavedPlan
 from ..plan.plan import Plan
 from ..plan.saving import PARTS, SavedDecisions
+from .joined import PartCost
 
 COLUMNS = ("part", "calls", "operations", "kept MB", "its peak MB", "plain MB", "of time", "recomputed", "leaves")
 
@@ -96,7 +97,7 @@ class PartsPlan:
     def as_saved(self) -> SavedPlan:
         """What :meth:`save` writes."""
         of_parts = [(part.name, part.plan.as_saved()) for part in self.parts]
-        costs = ("peak_bytes", "plain_peak_bytes", "rest_bytes", "overhead", "step_seconds", "added_seconds")
+        costs = ("peak_bytes", "plain_peak_bytes", "rest_bytes", "part_seconds", "added_seconds")
         return SavedPlan(
             tuple(replace(plan, name=name) for name, saved in of_parts for plan in saved.plans),
             PARTS,

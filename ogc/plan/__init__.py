@@ -1,16 +1,15 @@
 """Plans as plain data: decisions, the schedule that they mean, the simulator that judges them. Free of torch.
 
-The files build on one another in this order: decisions, saving, schedule, simulate, pictures, plan, part_cost.
+The files build on one another in this order: decisions, saving, schedule, simulate, pictures, plan.
 """
 
 from .decisions import Decisions, Fate, Segment, recomputed, saved
-from .part_cost import PartCost, part_cost
 from .plan import Frontier, Plan, load_plan, make_plan, plain_plan, plan_from_text, plan_on, restored, text_of
 from .saving import Fingerprint, SavedPlan
 from .simulate import Event, Moment, Simulation, lower_bound, simulate, trace
 
 __all__ = [
-    "Decisions", "Event", "Fate", "Fingerprint", "Frontier", "Moment", "PartCost", "Plan", "SavedPlan", "Segment",
-    "Simulation", "load_plan", "lower_bound", "make_plan", "part_cost", "plain_plan", "plan_from_text", "plan_on",
+    "Decisions", "Event", "Fate", "Fingerprint", "Frontier", "Moment", "Plan", "SavedPlan", "Segment",
+    "Simulation", "load_plan", "lower_bound", "make_plan", "plain_plan", "plan_from_text", "plan_on",
     "recomputed", "restored", "saved", "simulate", "text_of", "trace",
 ]  # fmt: skip

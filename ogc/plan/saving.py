@@ -1,7 +1,7 @@
 """Plans as text: decisions, each with the fingerprint of the graph that it is for.
 
-One format holds all kinds: the plan of a graph, sliced or not, those of a model in parts, and the candidates for a
-part. What plans cost is noted for readers; the simulator weighs a plan that is loaded.
+One format holds both kinds: the plan of a graph, sliced or not, and those of a model in parts. What plans cost is noted
+for readers; the simulator weighs a plan that is loaded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "ogc plan", 1
 
-WHOLE, PARTS, WAYS = "plan", "parts", "ways"
-"""What a text holds: a plan, the plans of a model's parts, the plans that a part may get."""
+WHOLE, PARTS = "plan", "parts"
+"""What a text holds: a plan, or the plans of a model's parts."""
 
 
 @cache
@@ -219,7 +219,7 @@ def _written_fates(fates: Fates) -> dict[str, str]:
 
 def _read(found: Mapping[str, Any]) -> SavedPlan:
     plans = tuple(map(_read_decisions, found["plans"]))
-    if found["kind"] not in (WHOLE, PARTS, WAYS) or (found["kind"] == WHOLE) > (len(plans) == 1):
+    if found["kind"] not in (WHOLE, PARTS) or (found["kind"] == WHOLE) > (len(plans) == 1):
         raise ValueError(f"{len(plans)} plans of kind {found['kind']!r}")
     budget, share = found["budget_bytes"], found["max_overhead"]
     return SavedPlan(

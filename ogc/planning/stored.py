@@ -15,7 +15,7 @@ from ..errors import InputError, PlanError
 from ..graph import Graph
 from ..parser.weigh.measure import times_kept_in
 from ..plan import Fingerprint, Plan, SavedPlan, plan_on
-from ..plan.saving import PARTS, VERSION, structure_of
+from ..plan.saving import PARTS, VERSION
 from ..solver import Wish
 from .replan import meets
 
@@ -113,11 +113,11 @@ class Store:
 NOWHERE = Store()
 
 
-def key_of(kind: str, graph: Graph, wish: Wish, solver: str, slices: int = 1) -> str:
-    """The name of what is kept for a graph and a wish: whatever operations are measured to take, it is the same."""
+def key_of(kind: str, what: object, wish: Wish, solver: str, *more: object) -> str:
+    """The name of what is kept for a goal; ``what`` tells graphs from others, but not what operations take here."""
     budget = wish.budget_bytes(1) if wish.is_in_bytes else wish.memory_budget
-    asked = kind, VERSION, wish.is_in_bytes, budget, wish.max_overhead, solver, slices
-    return f"{kind}-{sha256(repr((structure_of(graph), *asked)).encode()).hexdigest()[:32]}"
+    asked = kind, VERSION, wish.is_in_bytes, budget, wish.max_overhead, solver, *more
+    return f"{kind}-{sha256(repr((what, *asked)).encode()).hexdigest()[:32]}"
 
 
 def taken_up(

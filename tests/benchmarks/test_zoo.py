@@ -105,7 +105,7 @@ def test_what_says_nothing_of_us_is_no_difference():
 
 
 def test_a_leaf_is_held_against_the_whole(monkeypatch):
-    monkeypatch.setattr("ogc.in_parts.instead.HEAVY", 2.0)  # nothing is planned inside of it
+    monkeypatch.setattr("ogc.in_parts.make.HEAVY", 2.0)  # nothing is planned inside of it
 
     class Branches(Small):
         def forward(self, x):

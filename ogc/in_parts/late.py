@@ -1,0 +1,224 @@
+"""Plans for calls that nobody planned for: of parts, of submodules that the sample left out, of units that are sharded.
+
+A unit is planned with its first call, when its parameters are there. What it recomputes in its backward runs between
+the hooks that gather its parameters for that and let go of them: it needs no gathering of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import InputError, OgcError, ParseError, SolveError
+from ..graph import Graph
+from ..parser import carry_over, hooked_modules
+from ..plan import Plan, plain_plan, plan_on, simulate
+from ..plan.saving import structure_of
+from ..plan.simulate import plain_peak
+from ..planning.agreement import agreed_plan
+from ..planning.replan import Meets, Replanner
+from ..planning.stored import key_of
+from ..program.structures import Call
+from ..solver import Budget, Wish, solve
+from ..torch_state.forwards import is_compiled
+from ..torch_state.ranks import planned_apart
+from .find import Part, is_alike, look_of
+from .joined import REGION_BACK, Joined, PartCost, usual_events
+from .module import Parts, module_in_parts
+from .options import Options
+from .plan import PartPlan, PartsPlan, PlainRest
+
+SLACK = 1.001
+"""What a part may take more than its share: sizes are whole numbers of elements."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the plan of a part takes, as the measure for its other plans.
+
+    With a goal in bytes the same bytes hold for calls of any size, else the same share of their plain peak or time.
+    """
+
+    options: Options
+    plan: Plan
+    cost: PartCost
+
+    @property
+    def meets(self) -> Meets | None:
+        """What tells whether a plan keeps to the share; None without a goal."""
+        return self._keeps if self.options.wish else None
+
+    def _keeps(self, graph: Graph, plan: Plan) -> bool:
+        if self.options.wish.max_overhead is not None:
+            seconds = 0.0 if plan.is_plain else simulate(graph, plan).added_seconds
+            return seconds <= SLACK * self.plan.overhead * graph.step_seconds
+        (kept, most), cost = self._limits(graph), PartCost.of(graph, plan)
+        return cost.kept_bytes <= kept and cost.most <= most
+
+    def _limits(self, graph: Graph) -> tuple[int, int]:
+        """The most bytes to be kept, and alive at once."""
+        share = 1.0 if self.options.wish.is_in_bytes else plain_peak(graph) / max(1, self.plan.plain_peak_bytes)
+        return int(SLACK * share * self.cost.kept_bytes), max(1, int(SLACK * share * self.cost.most))
+
+    def agreed_plan(self, graph: Graph) -> Plan:
+        """The fastest plan that keeps to the share, the same on all ranks; a frugal one if none does."""
+        return _agreed(self.options, graph, self.plan.decisions, lambda: self._plan(graph))
+
+    def _plan(self, graph: Graph) -> Plan:
+        (kept, most), is_for_time = self._limits(graph), self.options.wish.max_overhead is not None
+        with suppress(SolveError):
+            plan = _solved(self.options, graph, most - kept, Wish(most))
+            if not is_for_time or self._keeps(graph, plan):
+                return plan
+        if not is_for_time:
+            return self.options.frugal(graph)
+        return _solved(self.options, graph, most - kept, Wish(max_overhead=SLACK * self.plan.overhead))
+
+    def planner(self, name: str, module: torch.nn.Module) -> Replanner | None:
+        """What plans a part for calls unlike its sample."""
+        if self.options.solver == "none":
+            return None
+
+        def make(module: torch.nn.Module, call: Any, budget: Budget | None) -> tuple[Graph, Plan]:
+            graph = self.options.parse(module, name, call)
+            return graph, self.agreed_plan(graph)
+
+        budget = self.cost.most if self.options.wish.is_in_bytes else None
+        return Replanner(make, budget, hooked_modules(dict(module.named_modules())), self.meets)
+
+
+def _agreed(options: Options, graph: Graph, asked: object, make: Callable[[], Plan]) -> Plan:
+    """The plan of a part, the same on all ranks: one that was kept, or a new one."""
+    key = key_of("part", (structure_of(graph), asked), options.wish, options.solver)
+
+    def found() -> Plan:
+        plan = options.store.found(key, lambda saved: plan_on(graph, saved))
+        if plan is None:
+            plan = make()
+            options.store.keep(key, plan.as_saved)
+        return plan
+
+    return agreed_plan(graph, (options.wish, options.solver, asked), found)
+
+
+def _solved(options: Options, graph: Graph, beside: int, wish: Wish) -> Plan:
+    """The plan of a part for a goal where so many bytes are alive ``beside`` those that it keeps for its backward.
+
+    Raises:
+        SolveError: nothing fits the budget.
+    """
+    if options.solver != "optimal":
+        return solve(graph, solver=options.solver)
+    step = Joined((graph,))
+    weighed = step.graph({(REGION_BACK, 1): beside})
+    found = solve(weighed, memory_budget=wish.memory_budget, max_overhead=wish.max_overhead)
+    return step.plan_of_call(0, found.decisions, found.solver)
+
+
+@dataclass
+class LatePlanner:
+    """Plans submodules that the sample's forward left out, or that are not there before they run.
+
+    Args:
+        options: what the model was optimized by.
+        examples: parts, and what modules that are like one of these may take.
+    """
+
+    options: Options
+    examples: list[tuple[Part, Share]]
+
+    def __call__(self, module: torch.nn.Module, name: str, call: Call) -> tuple[Graph, Plan, Replanner | None]:
+        """The graph of the first call of a submodule, a plan for it and what plans for other calls.
+
+        One that is like no part keeps as little as the goal allows, and is an example for others from then on.
+
+        Raises:
+            OgcError: the call cannot be parsed or planned.
+        """
+        alike = [(part, share) for part, share in self.examples if is_alike(part, module)]
+        for part, share in alike:
+            with suppress(OgcError):
+                graph, plan = carry_over(module, part.graph, call, weighed=share.meets is not None), share.plan
+                if share.meets is None or share.meets(graph, plan):
+                    return graph, plan, share.planner(name, module)
+        graph = self.options.parse(module, name, call)
+        if alike:
+            share = alike[0][1]
+            return graph, share.agreed_plan(graph), share.planner(name, module)
+        plan = _agreed(self.options, graph, "of its own", lambda: _frugal(self.options, graph))
+        share = Share(self.options, plan, PartCost.of(graph, plan))
+        self.examples.append((Part(name, module, graph, 0, look_of(module)), share))
+        return graph, plan, share.planner(name, module)
+
+
+def _frugal(options: Options, graph: Graph) -> Plan:
+    """The plan that keeps least for a goal that is a share, of bytes or of time, as it holds for this part alone."""
+    share, plain = options.wish.memory_budget, PartCost.of(graph, plain_plan(graph))
+    with suppress(SolveError):
+        if isinstance(share, float):
+            return _solved(options, graph, plain.most, Wish(int(plain.most + share * plain.kept_bytes)))
+        if options.wish.max_overhead is not None:
+            return _solved(options, graph, plain.most, options.wish)
+    return options.frugal(graph)
+
+
+def check_wish_of_units(options: Options, batch_slices: int) -> None:
+    """Raise InputError if the goal can only be met for the model as a whole."""
+    if options.wish.is_in_bytes:
+        raise InputError(
+            "the model is sharded, and its units are planned one by one: a budget in bytes is for all of them; give a "
+            "share, such as memory_budget=0.4, or max_overhead"
+        )
+    if batch_slices > 1:
+        raise InputError("the model is sharded, and its units are planned one by one: batch_slices does not go with it")
+
+
+def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
+    """The model with its units, and what is around them, planned with their first calls.
+
+    Args:
+        model: some submodules of it are units of ``fully_shard``.
+        options: a goal that is a share, of bytes or of time, holds for each unit by itself.
+
+    Raises:
+        ParseError: there is nothing to plan.
+    """
+    closed = options.asked_for(model)
+    late = {
+        name: module
+        for name, module in planned_apart(model)
+        if not is_compiled(module) and not any(f"{name}.".startswith(f"{leaf}.") for leaf in closed)
+    }
+    if not late:
+        raise ParseError("no submodule of the sharded model is trained and called with all its parameters at hand")
+    parts, names = Parts([], late, LatePlanner(options, [])), {id(module): name for name, module in late.items()}
+    return module_in_parts(model, parts, {"plan": property(lambda self: _plan_so_far(parts, names, options))})
+
+
+def _plan_so_far(parts: Parts, names: dict[int, str], options: Options) -> PartsPlan:
+    """The plans of the units that were called, as if each was called once in a step."""
+    planned = [(names[key], twin.runner.sample) for key, twin in parts.twins.items()]
+    found = [(name, one.graph, replace(one.plan, graph=one.graph)) for name, one in planned if one.graph and one.plan]
+    choice, calls = tuple(plan for *_, plan in found), tuple(range(len(found)))
+    step = Joined(
+        tuple(graph for _, graph, _ in found),
+        calls,
+        tuple(name for name, *_ in found),
+        usual_events(len(calls)),
+        ((),) * len(calls),
+    )
+    return PartsPlan(
+        parts=tuple(PartPlan(name, 1, plan, PartCost.of(graph, plan)) for name, graph, plan in found),
+        plain=(PlainRest("", "is sharded; its units are planned with their first calls"),),
+        peak_bytes=step.peak(choice) if found else 0,
+        plain_peak_bytes=step.peak(step.plain) if found else 0,
+        rest_bytes=0,
+        part_seconds=step.part_seconds,
+        recomputed_seconds=step.seconds(choice),
+        is_measured=False,
+        solver=options.solver,
+    )
