@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
@@ -15,6 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 import ogc
+from ogc import Segment
 
 from .cases import Case
 from .losses import Loss, planned_as
@@ -218,9 +219,17 @@ def _with_plan(row: Row, plan: Any) -> Row:
         promised=plan.overhead,
         predicted_bytes=plan.peak_bytes,
         predicted_plain_bytes=plan.plain_peak_bytes,
-        segments=len(plan.rows),
-        recomputed_segments=sum(segment[3] == "recomputed" for segment in plan.rows),
+        segments=sum(1 for _ in _all_segments(plan.segments)),
+        recomputed_segments=sum(bool(segment.parts) for segment in _all_segments(plan.segments)),
     )
+
+
+def _all_segments(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Segments with those inside them."""
+    for segment in segments:
+        yield segment
+        if len(segment.parts) > 1:
+            yield from _all_segments(segment.parts)
 
 
 def _with_time(row: Row, seconds: Seconds) -> Row:
