@@ -76,13 +76,13 @@ class Replay:
         graph, library = self.graph, self._library
         assert library is not None
         columns = start, stop, parent, is_recomputed = array("i"), array("i"), array("i"), array("B")
-        segment, value, policy = array("i"), array("i"), array("B")
+        segment, value, kind = array("i"), array("i"), array("B")
 
         def add(number: int, fates: Fates) -> None:
             for v, fate in fates:
                 segment.append(number)
                 value.append(v)
-                policy.append(fate)
+                kind.append(fate)
 
         def flatten(segments: Iterable[Segment], around: int) -> None:
             for one in segments:
@@ -99,7 +99,7 @@ class Replay:
         is_low = array("B", bytes(len(graph)))
         for t in decisions.low_memory:
             is_low[t] = graph.operations[t].low_memory is not None
-        addresses = (column.buffer_info()[0] for column in (*columns, segment, value, policy, is_low))
+        addresses = (column.buffer_info()[0] for column in (*columns, segment, value, kind, is_low))
         plan = array("q", (len(start), len(segment), *addresses))
         return bool(library.ogc_replay(self._state, plan.buffer_info()[0], self._cost.buffer_info()[0]) == 0)
 
