@@ -77,8 +77,8 @@ def _replace(block: Block, slices: int, device: torch.device) -> None:
     axes = tuple(block.axes.get(node) for node in outside)
     graph = last.graph
     with graph.inserting_after(last):
-        chunked = Sliced(f"sliced_{block.nodes[0].name}", body, axes, slices, block.axes[last])
-        new = graph.call_function(chunked, tuple(outside))
+        call = Sliced(f"sliced_{block.nodes[0].name}", body, axes, slices, block.axes[last])
+        new = graph.call_function(call, tuple(outside))
     last.replace_all_uses_with(new)
     new.meta.update(last.meta, module=place_of(block.nodes), operator="sliced")
     for node in reversed(block.nodes):
