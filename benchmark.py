@@ -82,13 +82,13 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         "--solver", nargs="+", default=["optimal"], choices=SOLVERS, metavar="NAME",
         help="a row for each of: " + ", ".join(SOLVERS) + "; budget and overhead hold for 'optimal' alone",
     )  # fmt: skip
-    wish = parser.add_mutually_exclusive_group()
-    wish.add_argument("--memory-budget", type=budget, help="bytes, '2GB', '512MiB' or a share of the plain peak")
-    wish.add_argument(
+    goal = parser.add_mutually_exclusive_group()
+    goal.add_argument("--memory-budget", type=budget, help="bytes, '2GB', '512MiB' or a share of the plain peak")
+    goal.add_argument(
         "--max-overhead", type=float,
         help="a share of a plain step; default: the published overhead of the architecture, if there is one",
     )  # fmt: skip
-    wish.add_argument("--device-memory", type=budget, help="of the whole step, such as '8GB'; with --optimizer")
+    goal.add_argument("--device-memory", type=budget, help="of the whole step, such as '8GB'; with --optimizer")
     add("--optimizer", type=optimizer, help="a class of torch.optim, for --device-memory; default: none")
     add("--loss", choices=LOSSES, default="sum", help="what a step ends with; default: %(default)s of all outputs")
     add(
@@ -96,7 +96,7 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="how many samples fit into --device-memory, by each way of training",
     )
-    add("--batch-slices", type=positive, default=1, help="let stretches run slice by slice: equal up to rounding")
+    add("--chunks", type=positive, default=1, help="let regions run chunk by chunk: equal up to rounding")
     add("--plot", metavar="DIR", type=Path, help="also draw memory over a step, the frontier and the graph (PNG, SVG)")
     add("--compare", action="store_true", help="beside other ways to save activation memory")
     add(
@@ -117,20 +117,20 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
 
 def _judge(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Errors of options that do not go together."""
-    wishes = (options.memory_budget, options.max_overhead, options.device_memory) != (None, None, None)
+    goals = (options.memory_budget, options.max_overhead, options.device_memory) != (None, None, None)
     if options.largest_batch and options.device_memory is None:
         parser.error("--largest-batch needs --device-memory")
     if sum(map(bool, (options.arch, options.suite or options.only, options.probe))) != 1:
         parser.error("say one of --arch, --suite or --only, and --probe")
     if options.probe and options.json is None:
         parser.error("--probe needs --json, where to write what it finds")
-    if options.compare and (options.solver, options.batch_slices) != (["optimal"], 1):
-        parser.error("--compare runs every solver by itself, and no slices; leave out --solver and --batch-slices")
+    if options.compare and (options.solver, options.chunks) != (["optimal"], 1):
+        parser.error("--compare runs every solver by itself, and no chunks; leave out --solver and --chunks")
     if options.compare and not options.iterations:
-        parser.error("--compare judges by time, too; let --iterations be at least 1")
-    if options.compare and wishes:
-        parser.error("--compare plans at the memory and at the overhead of each peer; leave out the wish")
-    if "optimal" not in options.solver and wishes:
+        parser.error("--compare verifies by time, too; let --iterations be at least 1")
+    if options.compare and goals:
+        parser.error("--compare plans at the memory and at the overhead of each peer; leave out the goal")
+    if "optimal" not in options.solver and goals:
         parser.error("--memory-budget, --max-overhead and --device-memory need 'optimal' among the solvers")
 
 

@@ -31,7 +31,7 @@ NETWORKS = {
 }  # fmt: skip
 """Batch sizes, and sizes of the input where not the usual."""
 
-WISHES: dict[str, dict[str, Any]] = {
+GOALS: dict[str, dict[str, Any]] = {
     "least peak": {},
     "20% more time": {"max_overhead": 0.2},
     "5% more time": {"max_overhead": 0.05},
@@ -56,7 +56,7 @@ def add_rows(name: str, results: Results) -> None:
 
 
 def rows_of(name: str, batch_size: int, size: int | None) -> Iterator[dict[str, Any]]:
-    """A row for each wish, each part left out, and the best of some other orders."""
+    """A row for each goal, each part left out, and the best of some other orders."""
     torch.manual_seed(0)
     model = CASES[name].build().train()
     allocate_gradients(model)
@@ -65,8 +65,8 @@ def rows_of(name: str, batch_size: int, size: int | None) -> Iterator[dict[str, 
     plain = peak_bytes(lambda: step(model, inputs), "cpu")
     others = [other for seed in range(ORDERS) if (other := in_another_order(model, graph, seed)) is not None]
     parsed = [(other, ogc.parse(other, inputs, profile="estimate")) for other in others]
-    for wish, asked in WISHES.items():
-        about = {"arch": name, "input_shape": list(inputs.shape), "wish": wish, "plain_bytes": plain}
+    for goal, asked in GOALS.items():
+        about = {"arch": name, "input_shape": list(inputs.shape), "goal": goal, "plain_bytes": plain}
         for left_out, context in without():
             with context:
                 plan = ogc.solve(graph, **asked)

@@ -174,7 +174,7 @@ COMPILED = Experiment(
 
 # -- logits -------------------------------------------------------------------------------------------------------
 
-SLICES = 8
+CHUNKS = 8
 CHUNKED = "linear_cross_entropy"
 """PyTorch's own loss in chunks, from 2.14 on: the model is changed to call it."""
 
@@ -192,8 +192,8 @@ def _chunked(trial: Trial) -> Run:
     return run
 
 
-def _sliced(**goal: Any) -> Way:
-    how = partial(_optimized, batch_slices=SLICES, outputs="loss", **goal)
+def _in_chunks(**goal: Any) -> Way:
+    how = partial(_optimized, chunks=CHUNKS, outputs="loss", **goal)
     return Way(how, is_ours=True, tolerance=1e-2, left_out=("output 1",))  # the logits, which it does not return
 
 
@@ -207,9 +207,9 @@ LOGITS = Experiment(
         **({CHUNKED: Way(_chunked)} if hasattr(F, CHUNKED) else {}),
         "ogc, overhead 0.2": Way(partial(_optimized, max_overhead=0.2), is_ours=True),
         "ogc": Way(_optimized, is_ours=True),
-        f"ogc, {SLICES} slices, half": _sliced(memory_budget=0.5),
-        f"ogc, {SLICES} slices, overhead 0.2": _sliced(max_overhead=0.2),
-        f"ogc, {SLICES} slices": _sliced(),
+        f"ogc, {CHUNKS} chunks, half": _in_chunks(memory_budget=0.5),
+        f"ogc, {CHUNKS} chunks, overhead 0.2": _in_chunks(max_overhead=0.2),
+        f"ogc, {CHUNKS} chunks": _in_chunks(),
     },
     lambda case, inputs: own_loss,
     case_of=lambda words: with_labels(int(words)),

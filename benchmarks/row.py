@@ -56,7 +56,7 @@ class Row:
     predicted_bytes: int = 0
     segments: int = 0
     recomputed_segments: int = 0
-    batch_slices: int = 1
+    chunks: int = 1
     deviation: float = 0.0
     differs: tuple[str, ...] = ()
     unrepeatable: tuple[str, ...] = ()

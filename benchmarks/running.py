@@ -31,8 +31,8 @@ from .ways import our_plans, peers_of
 
 CPU_BATCH_SIZE = 4
 
-SLICED_TOLERANCE = 1e-2
-"""Most by which a tensor may differ from the plain model's where the batch is sliced, relative to its largest entry."""
+CHUNKED_TOLERANCE = 1e-2
+"""Most by which a tensor may differ from the plain model's where the batch is in chunks, as a share of its largest."""
 
 
 def run(options: argparse.Namespace, command: Sequence[str]) -> int:
@@ -106,11 +106,11 @@ def bench(trial: Trial, options: argparse.Namespace) -> None:
     known = trial.case.published
     published = None if known is None else asdict(known)
     for solver in options.solver:
-        tolerance = SLICED_TOLERANCE if solver == "optimal" and options.batch_slices > 1 else 0.0
+        tolerance = CHUNKED_TOLERANCE if solver == "optimal" and options.chunks > 1 else 0.0
         make = partial(planned, solver)
         trial.measured(solver, make, is_ours=True, tolerance=tolerance, spared_seconds=trial.parse_seconds)
         _timed(trial, solver, options)
-        row = replace(trial.rows[solver], published=published, batch_slices=options.batch_slices)
+        row = replace(trial.rows[solver], published=published, chunks=options.chunks)
         if known and solver == "optimal" and row.at_published_size and not row.reason:
             plan = ogc.solve(trial.graph, memory_budget=known.theirs * MIB)
             row = replace(row, overhead_at_theirs=plan.overhead, flops_at_theirs=plan.flops_overhead)
@@ -124,11 +124,11 @@ def _solved(trial: Trial, solver: str, options: argparse.Namespace) -> tuple[ogc
     """The plan that the options ask for, and its graph; by default our least peak at the published overhead."""
     graph, known = trial.graph, trial.case.published
 
-    def plan(**wish: Any) -> tuple[ogc.Graph, ogc.Plan]:
-        if options.batch_slices > 1:
-            sliced = {"slices": options.batch_slices, "loss": graph.program.rest.loss}
-            return ogc.slice_batch(trial.model, trial.inputs, graph, **sliced, **wish)
-        return graph, ogc.solve(graph, **wish)
+    def plan(**goal: Any) -> tuple[ogc.Graph, ogc.Plan]:
+        if options.chunks > 1:
+            chunked = {"chunks": options.chunks, "loss": graph.program.rest.loss}
+            return ogc.chunk_batch(trial.model, trial.inputs, graph, **chunked, **goal)
+        return graph, ogc.solve(graph, **goal)
 
     if solver != "optimal":
         return graph, ogc.solve(graph, solver=solver)

@@ -112,17 +112,17 @@ def solvers(runs: Sequence[Data]) -> str:
     )
 
 
-def sliced(runs: Sequence[Data], whole: Sequence[Row]) -> str:
+def chunked(runs: Sequence[Data], whole: Sequence[Row]) -> str:
     at_once = {(row.arch, row.input_shape): row for row in whole}
     header = (
-        "model | batch | slices | plain | ogc, whole batch | ogc, sliced | cut | more FLOPs | recomputed "
+        "model | batch | chunks | plain | ogc, whole batch | ogc, chunked | cut | more FLOPs | recomputed "
         "| published | most a tensor is off"
     )
     cells = []
     for row in in_order(runs):
         other = at_once.get((row.arch, row.input_shape))
         cells.append([
-            *(row.arch, row.input_shape[0], row.batch_slices, mib(row.plain_bytes)),
+            *(row.arch, row.input_shape[0], row.chunks, mib(row.plain_bytes)),
             *(mib(other.peak_bytes) if other else "–", mib(row.peak_bytes), cut(row), f"{row.more_flops:.1%}"),
             *(f"{row.promised:.1%}", theirs(row) or "–", f"{row.deviation:.1e}"),
         ])  # fmt: skip
@@ -380,14 +380,14 @@ def _fitting(batch: int | None, size: int | None, step: Data | None, plain: Data
 
 
 def ablation(runs: Sequence[Data]) -> str:
-    """A row for each part that is left out; a column for each wish."""
+    """A row for each part that is left out; a column for each goal."""
     found = [row for run in runs for row in run["rows"]]
-    whole = {(row["arch"], row["wish"]): row["peak_bytes"] for row in found if row["without"] == "nothing"}
-    wishes = list(dict.fromkeys(row["wish"] for row in found))
+    whole = {(row["arch"], row["goal"]): row["peak_bytes"] for row in found if row["without"] == "nothing"}
+    goals = list(dict.fromkeys(row["goal"] for row in found))
     more: dict[str, dict[str, list[float]]] = {}
     for row in found:
-        share = row["peak_bytes"] / whole[row["arch"], row["wish"]] - 1
-        more.setdefault(row["without"], {}).setdefault(row["wish"], []).append(share)
+        share = row["peak_bytes"] / whole[row["arch"], row["goal"]] - 1
+        more.setdefault(row["without"], {}).setdefault(row["goal"], []).append(share)
     more.pop("nothing", None)
 
     def cell(shares: list[float]) -> str:
@@ -395,10 +395,10 @@ def ablation(runs: Sequence[Data]) -> str:
 
     names = {"program order": "in another order"}
     cells = [
-        [names.get(part, f"without {part}"), *(cell(of.get(wish, [])) for wish in wishes)] for part, of in more.items()
+        [names.get(part, f"without {part}"), *(cell(of.get(goal, [])) for goal in goals)] for part, of in more.items()
     ]
     networks = list(dict.fromkeys(row["arch"] for row in found))
-    return table(" | ".join(["search", *wishes]), cells) + (f"\nOf {', '.join(networks)}.\n" if cells else "")
+    return table(" | ".join(["search", *goals]), cells) + (f"\nOf {', '.join(networks)}.\n" if cells else "")
 
 
 def zoo(runs: Sequence[Data]) -> str:

@@ -175,17 +175,17 @@ PARTS: tuple[tuple[str, str, str, Callable[[Sequence[Data]], str]], ...] = (
         summaries.compared,
     ),
     (
-        "In slices of the batch",
-        "cpu_sliced*.json",
-        "With `batch_slices=`, where single operations bound the peak. The last column is the most by which a "
+        "In chunks of the batch",
+        "cpu_chunked*.json",
+        "With `chunks=`, where single operations bound the peak. The last column is the most by which a "
         "tensor differs, as a share of its largest entry.",
-        lambda runs: summaries.sliced(runs, rows()),
+        lambda runs: summaries.chunked(runs, rows()),
     ),
     (
         "Where logits are the widest tensor",
         "logits.json",
         "A Llama of 8 layers and width 256, with labels, on 2×512 tokens: the peak, and what a step paid (a plan "
-        'promised). Slices are an eighth of the tokens (`outputs="loss"`); `linear_cross_entropy` is PyTorch\'s own.',
+        'promised). Chunks are an eighth of the tokens (`outputs="loss"`); `linear_cross_entropy` is PyTorch\'s own.',
         summaries.side_by_side,
     ),
     (

@@ -22,8 +22,8 @@ PARTS = {
     "What fits": ("estimate", "Estimate", "largest_batch", "largest_batches", "LargestBatch"),
     "Graphs": ("parse", "Graph", "Operation", "Value", "GraphBuilder"),
     "Plans": (
-        *("solve", "frontier", "Frontier", "slice_batch", "simulate", "load_plan", "Plan", "PartsPlan"),
-        *("make_plan", "saved", "recomputed", "Segment", "Fate", "Decisions"),
+        *("solve", "frontier", "Frontier", "chunk_batch", "simulate", "load_plan", "Plan", "PartsPlan"),
+        *("make_plan", "saved", "recomputed", "Segment", "Policy", "Decisions"),
     ),
     "Errors": (
         *("OgcError", "InputError", "ParseError", "SolveError", "PlanError"),

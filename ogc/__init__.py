@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from .in_parts import PartsPlan
     from .optimizing import optimize
     from .parser import parse
-    from .plan import Decisions, Fate, Frontier, Plan, Segment, load_plan, make_plan, recomputed, saved, simulate
+    from .plan import Decisions, Frontier, Plan, Policy, Segment, load_plan, make_plan, recomputed, saved, simulate
     from .planned import apply
-    from .rewrites.slicing import slice_batch
+    from .rewrites.chunking import chunk_batch
     from .sizing.largest import LargestBatch, largest_batch, largest_batches
     from .sizing.needs import Estimate, estimate
     from .solver import frontier, solve
@@ -44,11 +44,11 @@ _HOMES = {
     "optimizing": ("optimize",),
     "parser": ("parse",),
     "plan": (
-        *("Decisions", "Fate", "Frontier", "Plan", "Segment"),
+        *("Decisions", "Policy", "Frontier", "Plan", "Segment"),
         *("load_plan", "make_plan", "recomputed", "saved", "simulate"),
     ),
     "planned": ("apply",),
-    "rewrites.slicing": ("slice_batch",),
+    "rewrites.chunking": ("chunk_batch",),
     "sizing.largest": ("LargestBatch", "largest_batch", "largest_batches"),
     "sizing.needs": ("Estimate", "estimate"),
     "solver": ("frontier", "solve"),

@@ -54,8 +54,8 @@ class Graph:
         program: what the runtime runs (opaque to the solver), or None.
         device: where the weights hold, e.g. ``"cpu"``.
         profile: how the weights were found, ``"estimate"``, ``"time"`` or ``"measure"``.
-        slices, sliced: into how many slices of the batch stretches are divided in this graph, and which; 1 and none.
-        unsliced: the graph without slices, where :func:`ogc.slice_batch` made this one of it.
+        chunks, chunked: into how many chunks of the batch regions are divided in this graph, and which; 1 and none.
+        unsliced: the graph without chunks, where :func:`ogc.chunk_batch` made this one of it.
         plain_peak_bytes: peak of the plain model, where these operations are not the plain model's; else None.
         runtime: what the runtime's own work takes.
         outside: how many operations at the end are the caller's, such as a loss; no plan recomputes them.
@@ -69,9 +69,9 @@ class Graph:
     plain_peak_bytes: int | None = None
     runtime: RuntimeCosts = RuntimeCosts()
     outside: int = 0
-    slices: int = 1
-    sliced: tuple[tuple[str, str], ...] = ()
-    unsliced: Graph | None = field(default=None, compare=False, repr=False)
+    chunks: int = 1
+    chunked: tuple[tuple[str, str], ...] = ()
+    unchunked: Graph | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         written: set[int] = set()
@@ -121,9 +121,9 @@ class Graph:
         return len(self) - self.outside
 
     @cached_property
-    def stretches(self) -> tuple[tuple[str, str], ...]:
-        """First and last operation of the stretches that can run slice by slice; see :func:`ogc.slice_batch`."""
-        return () if self.program is None else tuple(optional("rewrites.slicing").stretches_of(self))
+    def regions(self) -> tuple[tuple[str, str], ...]:
+        """First and last operation of the regions that can run chunk by chunk; see :func:`ogc.chunk_batch`."""
+        return () if self.program is None else tuple(optional("rewrites.chunking").regions_of(self))
 
     @cached_property
     def low_memory(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from .planning.stored import Store, saved_plan
 from .program.program import Optimizer, device_of_model
 from .program.structures import Call
 from .runtime.module import OWN_PLAN, TARGETS, with_loss
-from .solver import Budget, Wish
+from .solver import Budget, Goal
 from .torch_state.forwards import outside_of_modes
 from .torch_state.ranks import has_units, within_data_parallel
 
@@ -46,7 +46,7 @@ def optimize(
     ddp: bool | str = False,
     solver: str = "optimal",
     profile: str = "auto",
-    batch_slices: int = 1,
+    chunks: int = 1,
     compile: bool | str = False,
     leaf_modules: LeafModules = (),
     repeatable_leaves: LeafModules | bool | None = None,
@@ -80,17 +80,17 @@ def optimize(
         solver: another name than ``"optimal"`` plans by a method to compare with; see :func:`ogc.solve`.
         profile: how operations are weighed, ``"auto"``, ``"time"``, ``"estimate"`` or ``"measure"``; see
             :func:`ogc.parse`.
-        batch_slices: allow stretches of convolutions, activations, pooling, linear layers and layer norms to
-            run in so many slices of the batch where that makes the plan better. Results then differ from
+        chunks: allow regions of convolutions, activations, pooling, linear layers and layer norms to
+            run in so many chunks of the batch where that makes the plan better. Results then differ from
             the plain model's by rounding: sums over the batch are added up in another order.
-        compile: run the stretches between the cuts of the plan as torch.compile makes them, with its backend
+        compile: run the regions between the cuts of the plan as torch.compile makes them, with its backend
             ``"inductor"`` or the one named. Results then differ from the plain model's by rounding.
         leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
         repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
         plan: a file that ``result.plan.save(path)`` wrote, or such a plan, to start from without a search. It has to
-            fit the model and the sample input. One that does not keep the wish here is told in the log, and made anew.
-        cache_dir: a folder in which plans are found again by what the model computes, the wish and the solver, and
+            fit the model and the sample input. One that does not keep the goal here is told in the log, and made anew.
+        cache_dir: a folder in which plans are found again by what the model computes, the goal and the solver, and
             kept when they are made, those for other calls too; with the times that were measured for them.
         verify: run two steps of the result and two of the plain model and compare them: on the sample input, and after
             the parameters moved, from another seed, on another input that is made of it. That takes the time of these
@@ -98,13 +98,13 @@ def optimize(
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
-        ``result.plan``. For inputs of other sizes it is carried over where the model computes the same
+        ``result.plan``. For inputs of other sizes it is reused where the model computes the same
         program for them; calls that differ otherwise (types, flags, autocast) are planned for when they
-        come, by the same wish. Where the model's own forward cannot be represented, or leaves hold much of the
+        come, by the same goal. Where the model's own forward cannot be represented, or leaves hold much of the
         memory, its submodules are planned instead, and ``result.plan`` is an :class:`ogc.PartsPlan`.
         Eval mode and ``torch.no_grad()`` run the original forward. Outputs,
         gradients, buffers and the random stream are bitwise those of the plain model, unless the batch is
-        sliced or stretches are compiled.
+        chunked or regions are compiled.
 
     Raises:
         InputError: an argument is of the wrong kind; the message says what was expected.
@@ -113,9 +113,9 @@ def optimize(
         PlanError: ``plan`` is no plan, or does not fit; the message says in what.
         CheckError: with ``verify``, where the result differs from the plain model.
     """
-    _check_slices(batch_slices, solver, verify)
+    _check_chunks(chunks, solver, verify)
     store, saved = Store.at(cache_dir), None if plan is None else saved_plan(plan)
-    backend = _backend(compile, model, solver, verify or batch_slices > 1 or saved is not None)
+    backend = _backend(compile, model, solver, verify or chunks > 1 or saved is not None)
     if has_units(model) and (verify or device_memory is not None or backend is not None):
         raise InputError(
             "verify=, device_memory= and compile= need all of a model, and this one is sharded: leave them out"
@@ -136,8 +136,8 @@ def optimize(
     }
 
     def within(budget: Budget | None) -> torch.nn.Module:
-        wish = Wish(budget, max_overhead)
-        planning = Planning(parsing, profile, leaf_modules, wish, solver, batch_slices, store, saved, backend=backend)
+        goal = Goal(budget, max_overhead)
+        planning = Planning(parsing, profile, leaf_modules, goal, solver, chunks, store, saved, backend=backend)
         return planning.optimized(model, sample_input)
 
     if device_memory is None:
@@ -178,13 +178,13 @@ def _returning_its(
     return with_loss(model, loss, bool(given)), Call(args, {**kwargs, **given})
 
 
-def _check_slices(batch_slices: int, solver: str, verify: bool) -> None:
-    if isinstance(batch_slices, bool) or not isinstance(batch_slices, int) or batch_slices < 1:
-        raise InputError(f"batch_slices must be a number of slices, 1 for none, not {batch_slices!r}")
-    if batch_slices > 1 and solver != "optimal":
+def _check_chunks(chunks: int, solver: str, verify: bool) -> None:
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise InputError(f"chunks must be a number of chunks, 1 for none, not {chunks!r}")
+    if chunks > 1 and solver != "optimal":
         raise InputError(f"solver={solver!r} does not slice the batch; only 'optimal' does")
-    if verify and batch_slices > 1:
-        raise InputError("verify=True compares bit by bit, but a sliced batch is equal up to rounding only")
+    if verify and chunks > 1:
+        raise InputError("verify=True compares bit by bit, but a chunked batch is equal up to rounding only")
 
 
 def _backend(compile: bool | str, model: torch.nn.Module, solver: str, has_others: bool) -> str | None:
@@ -195,7 +195,7 @@ def _backend(compile: bool | str, model: torch.nn.Module, solver: str, has_other
         raise InputError(f"compile must be True, False or the name of a backend of torch.compile, not {compile!r}")
     if solver != "optimal" or has_others:
         raise InputError(
-            "compile= goes with none of verify= (it is equal up to rounding only), batch_slices=, plan= and solver="
+            "compile= goes with none of verify= (it is equal up to rounding only), chunks=, plan= and solver="
         )
     check_model(model)
     backend = "inductor" if compile is True else compile

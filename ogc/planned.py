@@ -1,4 +1,4 @@
-"""A model with the plans that its wish asks for: as a whole, in parts, or unit by unit."""
+"""A model with the plans that its goal asks for: as a whole, in parts, or unit by unit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .errors import InputError, OgcError, ParseError, PlanError, SolveError
 from .graph import Graph
 from .in_parts import (
     Options,
-    check_wish_of_units,
+    check_goal_of_units,
     heavy_leaves,
     in_parts_if_better,
     in_parts_instead,
@@ -36,7 +36,7 @@ from .runtime import optimized_module
 from .runtime.calls import Calls, Report
 from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, kept_from_compiling, plain_instance
 from .runtime.runner import plain_because
-from .solver import Budget, Wish, solve
+from .solver import Budget, Goal, solve
 from .torch_state.forwards import original_class, plain_forward
 from .torch_state.no_trace import is_plain, remembering
 from .torch_state.ranks import has_inner_units, has_units
@@ -48,15 +48,15 @@ log = logging.getLogger(__name__)
 class Planning:
     """The arguments of :func:`optimize` by which models are parsed and planned; ``parsing`` has those of parse.
 
-    The first plan is ``saved``, if that keeps the wish; where it need not fit, another model is planned anew.
+    The first plan is ``saved``, if that keeps the goal; where it need not fit, another model is planned anew.
     """
 
     parsing: dict[str, Any]
     profile: str
     leaf_modules: LeafModules
-    wish: Wish
+    goal: Goal
     solver: str
-    batch_slices: int
+    chunks: int
     store: Store = NOWHERE
     saved: SavedPlan | None = None
     must_fit: bool = True
@@ -65,7 +65,7 @@ class Planning:
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by one plan, or in parts where that cannot be or is worse."""
         if has_units(model):
-            check_wish_of_units(self.options, self.batch_slices)
+            check_goal_of_units(self.options, self.chunks)
             return _planned_when_called(model, self)
         with self.store.times(), remembering():
             result = self.now(model, sample_input)
@@ -78,14 +78,14 @@ class Planning:
         """Those of parts."""
         own_graph, leaves = self.parsing["parse_graph"], self.parsing["repeatable_leaves"]
         own = own_graph is None
-        return Options(self.wish, self.solver, self.profile, self.leaf_modules, leaves, own, self.store)
+        return Options(self.goal, self.solver, self.profile, self.leaf_modules, leaves, own, self.store)
 
     def now(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model planned as it stands, without what unpickles it."""
         own_graph, options = self.parsing["parse_graph"], self.options
         if has_units(model) and has_inner_units(model):
             return optimize_units(model, options)
-        in_one_plan = self.batch_slices > 1 or self.backend is not None or parse_graph_of(model, own_graph) is not None
+        in_one_plan = self.chunks > 1 or self.backend is not None or parse_graph_of(model, own_graph) is not None
         try:
             graph = self.graph_of(model, sample_input)
         except ParseError as problem:
@@ -94,15 +94,15 @@ class Planning:
             return self._in_parts(model, sample_input, problem)
         is_wrapped = "forward" in vars(model)  # and what it is wrapped in knows nothing of parts
         heavy = {} if in_one_plan or is_wrapped else heavy_leaves(model, graph, options)
-        budget = self.wish.memory_budget
+        budget = self.goal.memory_budget
         hooked = hooked_modules(dict(model.named_modules()))
         units = partial(optimize_units, options=options)
-        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.wish), units)
+        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.goal), units)
 
         def take_up(saved: SavedPlan) -> torch.nn.Module | None:
             if saved.kind == PARTS and heavy:
                 return optimize_in_parts(model, sample_input, options, heavy, saved=saved)
-            found = self._taken_up(model, sample_input, graph, self.wish, saved)
+            found = self._taken_up(model, sample_input, graph, self.goal, saved)
             return found and _as_a_whole(model, found, planner)
 
         if (started := self._started(take_up)) is not None:
@@ -141,25 +141,25 @@ class Planning:
         self, model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None
     ) -> tuple[Graph, Plan]:
         """The plan for a graph within a budget, and the graph that it is for: one that was kept, or a new one."""
-        wish, overhead = Wish(budget, self.wish.max_overhead), self.wish.max_overhead
-        key = key_of("plan", structure_of(graph), wish, self.solver, self.batch_slices)
+        goal, overhead = Goal(budget, self.goal.max_overhead), self.goal.max_overhead
+        key = key_of("plan", structure_of(graph), goal, self.solver, self.chunks)
         asked: dict[str, Any] = {"memory_budget": budget, "max_overhead": overhead}
 
         def make() -> tuple[Graph, Plan]:
-            found = self.store.found(key, partial(self._taken_up, model, sample_input, graph, wish))
+            found = self.store.found(key, partial(self._taken_up, model, sample_input, graph, goal))
             if found is not None:
                 return found
-            if self.batch_slices > 1:
-                slice_batch = optional("rewrites.slicing").slice_batch
-                found = slice_batch(model, sample_input, graph, slices=self.batch_slices, **self.parsing, **asked)
+            if self.chunks > 1:
+                chunk_batch = optional("rewrites.chunking").chunk_batch
+                found = chunk_batch(model, sample_input, graph, chunks=self.chunks, **self.parsing, **asked)
             else:
                 found = graph, solve(graph, solver=self.solver, **asked)
             self.store.keep(key, found[1].as_saved)
             return found
 
-        if self.batch_slices > 1:
+        if self.chunks > 1:
             return make()
-        plan = agreed_plan(graph, (wish, self.solver), lambda: make()[1])
+        plan = agreed_plan(graph, (goal, self.solver), lambda: make()[1])
         if self.backend is None:
             return graph, plan
         compile_plan = optional("rewrites.compiled").compile_plan
@@ -169,14 +169,14 @@ class Planning:
         return compiled
 
     def _taken_up(
-        self, model: torch.nn.Module, sample_input: Any, graph: Graph, wish: Wish, saved: SavedPlan
+        self, model: torch.nn.Module, sample_input: Any, graph: Graph, goal: Goal, saved: SavedPlan
     ) -> tuple[Graph, Plan] | None:
-        def sliced(stretches: tuple[tuple[str, str], ...]) -> Graph:
-            given = {"slices": self.batch_slices, "profile": graph.profile, **self.parsing}
-            found: Graph = optional("rewrites.slicing").sliced_along(stretches, model, sample_input, graph, **given)
+        def chunked(regions: tuple[tuple[str, str], ...]) -> Graph:
+            given = {"chunks": self.chunks, "profile": graph.profile, **self.parsing}
+            found: Graph = optional("rewrites.chunking").chunked_along(regions, model, sample_input, graph, **given)
             return found
 
-        return taken_up(saved, graph, wish, self.batch_slices, sliced)
+        return taken_up(saved, graph, goal, self.chunks, chunked)
 
     def make(self, model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
         """A plan for a call unlike the first, which a loss with the first one's targets bound in may not take."""

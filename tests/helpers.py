@@ -17,7 +17,7 @@ import torch
 
 import ogc
 from ogc.graph import Graph, Operation, Value
-from ogc.plan.decisions import Decisions, Fate, Segment, cut_into_segments
+from ogc.plan.decisions import Decisions, Policy, Segment, cut_into_segments
 from ogc.program.structures import OutputSpec
 from ogc.runtime.runner import Runner
 from ogc.torch_state.allocator import peak_bytes
@@ -107,7 +107,7 @@ class Function(torch.nn.Module):
 
 
 def forced(model: torch.nn.Module, sample: object, pieces: int = 3, **options: str) -> torch.nn.Module:
-    """The model cut into about equal pieces, all recomputed, in low-memory forms, whether that pays or not."""
+    """The model cut into about equal pieces, all recomputed, in low-memory variants, whether that pays or not."""
     graph = ogc.parse(model, sample, **options)  # type: ignore[arg-type]
     inner = list(graph.cuts[1:-1])
     step = max(1, len(inner) // pieces)
@@ -146,14 +146,16 @@ def random_tree(
 
 
 def random_decisions(graph: ogc.Graph, rng: random.Random) -> Decisions:
-    """A random tree with any fate for some values, in the program and within segments."""
+    """A random tree with any policy for some values, in the program and within segments."""
 
-    def some(start: int, stop: int) -> tuple[tuple[int, Fate], ...]:
+    def some(start: int, stop: int) -> tuple[tuple[int, Policy], ...]:
         inside = (v for v, t in enumerate(graph.producers) if start <= t < stop)
-        return tuple((v, rng.choice(list(Fate))) for v in inside if rng.random() < 0.3)
+        return tuple((v, rng.choice(list(Policy))) for v in inside if rng.random() < 0.3)
 
     def fated(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        return tuple(replace(s, parts=fated(s.parts), fates=some(s.start, s.stop)) if s.parts else s for s in segments)
+        return tuple(
+            replace(s, parts=fated(s.parts), policies=some(s.start, s.stop)) if s.parts else s for s in segments
+        )
 
     return Decisions(fated(random_tree(graph, rng)), some(0, len(graph)))
 
@@ -169,14 +171,14 @@ def random_plans(
     """So many plans without any sense, which no solver would try; those that may not be run are thrown away.
 
     Raises:
-        AssertionError: so many are not found, and what was to be judged by them would not be.
+        AssertionError: so many are not found, and what was to be verified by them would not be.
     """
     found: list[ogc.Plan] = []
     for _ in range(40 * count):
         if len(found) < count:
             with suppress(ogc.PlanError):
-                forms = [t for t in graph.low_memory if rng.random() < 0.5]
-                found.append(ogc.make_plan(graph, decide(graph, rng), low_memory=forms))
+                variants = [t for t in graph.low_memory if rng.random() < 0.5]
+                found.append(ogc.make_plan(graph, decide(graph, rng), low_memory=variants))
     assert len(found) == count, f"{len(found)} of {count} random plans may be run"
     return found
 

@@ -35,8 +35,8 @@ def test_a_plan_that_does_not_fit_is_made_anew(other_rank, decisions, budget):
     assert agreement.agreed_plan(GRAPH, "least", lambda: plan) is plan
 
 
-def test_questions_differ_as_graphs_and_wishes_do():
-    asked = {agreement.question(wish, [chain(sizes)]) for wish in ("a", "b") for sizes in ([10] * 6, [10] * 5 + [11])}
+def test_questions_differ_as_graphs_and_goal_do():
+    asked = {agreement.question(goal, [chain(sizes)]) for goal in ("a", "b") for sizes in ([10] * 6, [10] * 5 + [11])}
     assert len(asked) == 4
     assert agreement.question("a", [chain([10] * 6)]) == agreement.question("a", [chain([10] * 6)])
 

@@ -1,4 +1,4 @@
-"""The allocator judges the simulator."""
+"""The allocator verifies the simulator."""
 
 import random
 from functools import partial
@@ -219,16 +219,16 @@ def test_gradients_that_are_added_in_place_or_not():
         return backward(b, 8, (Argument(a, a, a),), InputGradient(0, 8, None, dense=dense), working=8)
 
     make = backward(a, 8, (Argument(TensorRef("weight", 0)),), InputGradient(0, 3, None), working=3)
-    slices = (InputGradient(n, 16, shares=0, dense=False) for n in (0, 1))
-    join = backward(c, 16, (Argument(a, a, a), Argument(b, b, b)), *slices)
-    # join hands slices of one storage to a and b. A new dense gradient for a takes a's slice in ...
+    chunks = (InputGradient(n, 16, shares=0, dense=False) for n in (0, 1))
+    join = backward(c, 16, (Argument(a, a, a), Argument(b, b, b)), *chunks)
+    # join hands chunks of one storage to a and b. A new dense gradient for a takes a's slice in ...
     assert live([make, through(dense=True), join], c) == [(8, 11), (16, 24), (16, 16)]
     # ... but where neither is dense their sum is a third storage.
     assert live([make, through(dense=False), join], c) == [(8, 11), (16, 32), (16, 16)]
 
 
 class Dense(nn.Module):
-    """Layers that each add to a concatenation, as in a dense block: their gradients are slices of a large one."""
+    """Layers that each add to a concatenation, as in a dense block: their gradients are chunks of a large one."""
 
     def __init__(self):
         super().__init__()

@@ -217,10 +217,10 @@ CASES = [
     Case(
         "in inference mode", InputError, "under torch.inference_mode.*leave it", lambda model: _in_inference_mode(model)
     ),
-    # wishes
+    # goals
     *(
-        Case(f"memory_budget={wish!r}", InputError, message, optimize(memory_budget=wish))
-        for wish, message in [
+        Case(f"memory_budget={goal!r}", InputError, message, optimize(memory_budget=goal))
+        for goal, message in [
             ("8 apples", "bytes.*'8 apples'"),
             ("", "not ''"),
             ("-8GB", "not '-8GB'"),
@@ -235,12 +235,12 @@ CASES = [
         ]
     ),
     *(
-        Case(f"max_overhead={wish!r}", InputError, f"such as 0.2.*not {wish!r}", optimize(max_overhead=wish))
-        for wish in [-0.1, True, float("nan"), "20%"]
+        Case(f"max_overhead={goal!r}", InputError, f"such as 0.2.*not {goal!r}", optimize(max_overhead=goal))
+        for goal in [-0.1, True, float("nan"), "20%"]
     ),
     Case("solve a model", InputError, "must be a Graph, as ogc.parse", lambda model: ogc.solve(model)),
     Case("frontier of a model", InputError, "must be a Graph, as ogc.parse", lambda model: ogc.frontier(model)),
-    Case("two wishes", InputError, "not both", optimize(memory_budget=0.5, max_overhead=0.2)),
+    Case("two goals", InputError, "not both", optimize(memory_budget=0.5, max_overhead=0.2)),
     Case(
         "too small a budget",
         SolveError,
@@ -249,21 +249,21 @@ CASES = [
     ),
     Case("unknown solver", InputError, "'optimal'.*not 'best'", optimize(solver="best")),
     Case("no solver", InputError, "'optimal'.*not None", optimize(solver=None)),
-    Case("solver without wishes", InputError, "'chen' takes neither", optimize(solver="chen", memory_budget=0.5)),
+    Case("solver without goals", InputError, "'chen' takes neither", optimize(solver="chen", memory_budget=0.5)),
     Case(
         "unknown profile", InputError, "'auto', 'time', 'estimate' or 'measure', not 'fast'", optimize(profile="fast")
     ),
     *(
         Case(
-            f"batch_slices={slices!r}",
+            f"chunks={chunks!r}",
             InputError,
-            "must be a number of slices, 1 for none, not",
-            optimize(batch_slices=slices),
+            "must be a number of chunks, 1 for none, not",
+            optimize(chunks=chunks),
         )
-        for slices in (0, -1, True, 2.0, "2", None)
+        for chunks in (0, -1, True, 2.0, "2", None)
     ),
-    Case("sliced by another", InputError, "only 'optimal' does", optimize(batch_slices=2, solver="chen")),
-    Case("sliced and verified", InputError, "up to rounding only", optimize(batch_slices=2, verify=True)),
+    Case("chunked by another", InputError, "only 'optimal' does", optimize(chunks=2, solver="chen")),
+    Case("chunked and verified", InputError, "up to rounding only", optimize(chunks=2, verify=True)),
     Case("leaf unknown", InputError, "no submodule '5'; the nearest are", optimize(leaf_modules=["5"])),
     Case("leaf of no such type", InputError, "no submodule of the model is a 'LSTM'", optimize(leaf_modules=[nn.LSTM])),
     Case("leaf as text", InputError, "must be a list of module names and types, not '0'", optimize(leaf_modules="0")),
@@ -323,7 +323,7 @@ CASES = [
         for name, value, segments in [
             ("no value", 99, [ogc.recomputed(0, 6, kept=[99])]),
             ("another segment's value", 0, [ogc.saved(0, 3), ogc.recomputed(3, 6, kept=[0])]),
-            ("what is saved", 0, [ogc.Segment(0, 6, fates=((0, ogc.Fate.KEPT),))]),
+            ("what is saved", 0, [ogc.Segment(0, 6, policies=((0, ogc.Policy.SAVED),))]),
         ]
     ),
     Case(

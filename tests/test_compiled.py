@@ -1,4 +1,4 @@
-"""Stretches between cuts run compiled: the plan's memory, and one set of numbers for forward and recomputation."""
+"""Regions between cuts run compiled: the plan's memory, and one set of numbers for forward and recomputation."""
 
 import copy
 import logging
@@ -94,7 +94,7 @@ MODELS = [blocks, convolutions, several_results, attention]
 def everything_gains(monkeypatch, request):
     """A backend that computes as eager does takes as long, or longer."""
     if "slow" not in request.keywords:
-        monkeypatch.setattr(compiled, "those_that_gain", lambda stretches, *graphs: stretches)
+        monkeypatch.setattr(compiled, "those_that_gain", lambda regions, *graphs: regions)
 
 
 def step(run, model, x):
@@ -124,23 +124,23 @@ def total(result):
     return sum(output.sum() for output in tensors_of(result))
 
 
-def stretches(optimised):
+def regions(optimised):
     return [node.target for node in optimised.graph.program.operations if isinstance(node.target, Compiled)]
 
 
-WISHES = [{}, {"memory_budget": 0.6}]
+GOALS = [{}, {"memory_budget": 0.6}]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("make, wish", [*product(MODELS, WISHES), (blocks, {"memory_budget": 1.0})])
-def test_numbers_and_memory_are_the_plans(make, wish):
+@pytest.mark.parametrize("make, goal", [*product(MODELS, GOALS), (blocks, {"memory_budget": 1.0})])
+def test_numbers_and_memory_are_the_plans(make, goal):
     model, x = make()
-    optimised = ogc.optimize(model, x, compile="aot_eager", **wish)
-    assert stretches(optimised)
+    optimised = ogc.optimize(model, x, compile="aot_eager", **goal)
+    assert regions(optimised)
     assert_equal(steps(optimised, model, x), steps(model, model, x))  # that backend computes as eager does
     assert measured_peak(optimised, (x,), total) <= 1.03 * optimised.plan.peak_bytes
-    if "memory_budget" in wish:
-        assert optimised.plan.peak_bytes <= wish["memory_budget"] * optimised.plan.plain_peak_bytes
+    if "memory_budget" in goal:
+        assert optimised.plan.peak_bytes <= goal["memory_budget"] * optimised.plan.plain_peak_bytes
     else:
         assert optimised.plan.peak_bytes < 0.75 * optimised.plan.plain_peak_bytes
 
@@ -151,7 +151,7 @@ def test_where_only_smaller_stretches_fit_less_is_compiled(caplog):
     model, x = several_results()
     optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget=1.0)
     assert optimised.plan.peak_bytes <= optimised.plan.plain_peak_bytes
-    assert bool(stretches(optimised)) != ("nothing is compiled" in caplog.text)
+    assert bool(regions(optimised)) != ("nothing is compiled" in caplog.text)
     assert_equal(steps(optimised, model, x), steps(model, model, x))
 
 
@@ -168,15 +168,15 @@ def test_nothing_is_compiled_while_it_trains(make):
 
 def test_equal_stretches_are_compiled_once():
     model, x = blocks()
-    found = stretches(ogc.optimize(model, x, compile="aot_eager"))
-    assert len({stretch.code for stretch in found}) <= len(found) / 2
+    found = regions(ogc.optimize(model, x, compile="aot_eager"))
+    assert len({region.code for region in found}) <= len(found) / 2
 
 
 @pytest.mark.full
 def test_what_draws_or_is_a_leaf_runs_as_it_is():
     model, x = convolutions()
     optimised = ogc.optimize(model, x, compile="aot_eager")
-    inside = {str(node.target) for stretch in stretches(optimised) for node in stretch.graph.nodes}
+    inside = {str(node.target) for region in regions(optimised) for node in region.graph.nodes}
     outside = {op.target for op in optimised.graph.operations}
     assert {"aten.dropout.default", "leaf Sequential"} <= outside
     assert not inside & {"aten.dropout.default", "aten.convolution.default"}
@@ -187,7 +187,7 @@ def test_what_draws_or_is_a_leaf_runs_as_it_is():
 def test_gradients_of_parameters_are_kept_few():
     model, x = blocks()
     optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget=1.0)
-    large = [[n for n in stretch.graph.nodes if "linear" in str(n.target)] for stretch in stretches(optimised)]
+    large = [[n for n in region.graph.nodes if "linear" in str(n.target)] for region in regions(optimised)]
     assert max(map(len, large)) < 12  # not all of them, though nothing is cut
 
 
@@ -264,7 +264,7 @@ def test_what_cannot_compile_is_refused_before_anything_is_changed():
     run_apart(refused)
 
 
-@pytest.mark.parametrize("wrong", [{"compile": 1}, {"verify": True}, {"batch_slices": 2}, {"solver": "uniform"}])
+@pytest.mark.parametrize("wrong", [{"compile": 1}, {"verify": True}, {"chunks": 2}, {"solver": "uniform"}])
 def test_what_does_not_go_with_it_is_refused(wrong):
     model, x = blocks(2)
     with pytest.raises(ogc.InputError, match="compile"):
@@ -278,9 +278,7 @@ def test_stretches_end_at_cuts():
     plan = ogc.make_plan(graph, (ogc.recomputed(0, cut), ogc.saved(cut, len(graph))))
     names = [op.name for op in graph.operations]
     cuts = compiled.cuts_of(plan.segments)
-    found = [
-        [names.index(name) for name in stretch] for stretch in compiled.stretches_between(model, graph, cuts, 10**9)
-    ]
+    found = [[names.index(name) for name in region] for region in compiled.regions_between(model, graph, cuts, 10**9)]
     assert found and all(max(places) < cut or min(places) >= cut for places in found)
 
 
@@ -289,26 +287,26 @@ def test_stretches_end_at_cuts():
 def test_a_stretch_gains_where_its_operations_take_longer(gains):
     model, x = blocks(2)
     graph = ogc.parse(model, x)
-    stretches = tuple(compiled.stretches_between(model, graph, (), 10**9))
-    code = ogc.parse(model, x, rewrite=Compilation(stretches, Compiler("aot_eager")))
+    regions = tuple(compiled.regions_between(model, graph, (), 10**9))
+    code = ogc.parse(model, x, rewrite=Compilation(regions, Compiler("aot_eager")))
     operations = tuple(replace(op, forward_seconds=1.0, backward_seconds=2.0) for op in graph.operations)
-    seconds = 3 * min(map(len, stretches)) - gains
+    seconds = 3 * min(map(len, regions)) - gains
     others = tuple(replace(op, forward_seconds=seconds - 0.5, backward_seconds=0.5) for op in code.operations)
     graph, code = replace(graph, operations=operations), replace(code, operations=others)
-    assert tuple(THOSE_THAT_GAIN(stretches, graph, code)) == (stretches if gains else stretches[:-1])
+    assert tuple(THOSE_THAT_GAIN(regions, graph, code)) == (regions if gains else regions[:-1])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wish", [{}, {"memory_budget": 0.7}])
+@pytest.mark.parametrize("goal", [{}, {"memory_budget": 0.7}])
 @pytest.mark.parametrize("is_better", [True, False])
-def test_what_gains_nothing_runs_as_it_is_where_the_plan_is_better_so(is_better, wish, monkeypatch, caplog):
+def test_what_gains_nothing_runs_as_it_is_where_the_plan_is_better_so(is_better, goal, monkeypatch, caplog):
     caplog.set_level(logging.WARNING, "ogc")
     costs = iter([1, 1 - is_better])
-    monkeypatch.setattr(compiled, "those_that_gain", lambda stretches, *graphs: ())
+    monkeypatch.setattr(compiled, "those_that_gain", lambda regions, *graphs: ())
     monkeypatch.setattr(compiled, "_cost", lambda plan: next(costs))
     model, x = blocks()
-    optimised = ogc.optimize(model, x, compile="aot_eager", **wish)
-    assert bool(stretches(optimised)) != is_better
+    optimised = ogc.optimize(model, x, compile="aot_eager", **goal)
+    assert bool(regions(optimised)) != is_better
     assert_equal(steps(optimised, model, x), steps(model, model, x))
 
 

@@ -120,15 +120,15 @@ MEDIUM_STEPS = {
         {"input_values": seeded(2, 24000), "labels": tokens(2, 20)},
     ),
 }
-WISHES = {"least": {}, "0.6": {"memory_budget": 0.6}}
+GOALS = {"least": {}, "0.6": {"memory_budget": 0.6}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize("holds_outputs", [True, False])
 @pytest.mark.parametrize("name", MEDIUM_STEPS)
-def test_steps_of_medium_models_peak_as_simulated(name, holds_outputs, wish):
-    assert_peak_as_simulated(*MEDIUM_STEPS[name], name, holds_outputs, profile="estimate", **WISHES[wish])
+def test_steps_of_medium_models_peak_as_simulated(name, holds_outputs, goal):
+    assert_peak_as_simulated(*MEDIUM_STEPS[name], name, holds_outputs, profile="estimate", **GOALS[goal])
 
 
 @pytest.mark.parametrize("holds_outputs", [True, False])
@@ -138,11 +138,11 @@ def test_steps_with_the_models_own_loss_peak_as_simulated(name, holds_outputs):
     assert optimised.plan.peak_bytes < 0.9 * optimised.plan.plain_peak_bytes
 
 
-def assert_peak_as_simulated(settings, inputs, name, holds_outputs, **wish):
+def assert_peak_as_simulated(settings, inputs, name, holds_outputs, **goal):
     transformers = pytest.importorskip("transformers")
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**settings)).train()
-    optimised = ogc.optimize(model, inputs, holds_outputs=holds_outputs, **wish)
+    optimised = ogc.optimize(model, inputs, holds_outputs=holds_outputs, **goal)
 
     def step(run):
         output = run(**inputs)
@@ -170,8 +170,8 @@ def test_losses_over_words_are_sliced(name):
     settings, inputs = WORDS[name]
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**{**settings, "vocab_size": 8000})).train()
-    optimised = ogc.optimize(model, inputs, batch_slices=8, outputs="loss")
-    assert any(op.target == "sliced loss" for op in optimised.graph.operations)
+    optimised = ogc.optimize(model, inputs, chunks=8, outputs="loss")
+    assert any(op.target == "chunked loss" for op in optimised.graph.operations)
     assert optimised.plan.peak_bytes < 0.4 * optimised.plan.plain_peak_bytes
     found = []
     for run in (model, optimised):

@@ -27,7 +27,7 @@ STOREYS = (
     {"optimizing"},
     {""},
 )
-"""From the ground up. A room imports from storeys below its own alone; what is called ``""`` is ogc/__init__.py."""
+"""From the ground up. A package imports from layers below its own alone; what is called ``""`` is ogc/__init__.py."""
 
 OPTIONAL = {"rewrites", "sizing"}
 """Rooms that the others do without, and ask for by :func:`ogc.optional.optional`."""

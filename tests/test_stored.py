@@ -24,7 +24,7 @@ TOKENS = torch.arange(24).view(4, 6) % 11
 
 
 class Wide(nn.Module):
-    """A wide stage that may run in slices, and a narrow one."""
+    """A wide stage that may run in chunks, and a narrow one."""
 
     def __init__(self):
         super().__init__()
@@ -59,16 +59,16 @@ KINDS = {
     "overhead": (Residual, images, {"max_overhead": 0.6}),
     "plain": (Residual, images, {"memory_budget": 1.0}),
     "transformer": (Attention, lambda: TOKENS, {}),
-    "slices": (Wide, lambda: torch.randn(10, 3, 32, 32), {"batch_slices": 4}),
+    "chunks": (Wide, lambda: torch.randn(10, 3, 32, 32), {"chunks": 4}),
     "parts": (Branching, lambda: torch.randn(64, 16), {}),
     "parts in a budget": (Branching, lambda: torch.randn(64, 16), {"memory_budget": 0.8}),
 }
 
 
 def model_of(kind):
-    make, sample, wish = KINDS[kind]
+    make, sample, goal = KINDS[kind]
     torch.manual_seed(0)
-    return make(), sample(), {"profile": "estimate", **wish}
+    return make(), sample(), {"profile": "estimate", **goal}
 
 
 def digest(model, optimised, given):
@@ -97,8 +97,8 @@ import ogc, test_stored
 test_stored.no_more_searches()
 for kind in test_stored.KINDS:
     for source, where in (("plan", f"{sys.argv[1]}/{kind}.json"), ("cache_dir", sys.argv[1])):
-        model, given, wish = test_stored.model_of(kind)
-        optimised = ogc.optimize(model, given, **{source: where}, **wish)
+        model, given, goal = test_stored.model_of(kind)
+        optimised = ogc.optimize(model, given, **{source: where}, **goal)
         print(source, kind, optimised.plan.peak_bytes, test_stored.digest(model, optimised, given), sep=";")
 """
 
@@ -125,12 +125,12 @@ def output_of(process):
 def test_another_process_starts_without_a_search(tmp_path):
     expected = {}
     for kind in KINDS:
-        model, given, wish = model_of(kind)
-        optimised = ogc.optimize(model, given, cache_dir=tmp_path, **wish)
+        model, given, goal = model_of(kind)
+        optimised = ogc.optimize(model, given, cache_dir=tmp_path, **goal)
         optimised.plan.save(tmp_path / f"{kind}.json")
         assert isinstance(optimised.plan, PartsPlan) == kind.startswith("parts")
         assert optimised.plan.is_plain == (kind == "plain")
-        assert kind != "slices" or "sliced" in optimised.code
+        assert kind != "chunks" or "chunked" in optimised.code
         expected[kind] = optimised.plan.peak_bytes, digest(model, optimised, given)
     lines = output_of(started(OTHER_PROCESS, tmp_path)).splitlines()
     assert len(lines) == 2 * len(KINDS)
@@ -144,26 +144,26 @@ def test_another_process_starts_without_a_search(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_is_the_same_and_so_are_the_numbers(unsolved, kind):
-    model, given, wish = model_of(kind)
-    first = ogc.optimize(model, given, **wish)
+    model, given, goal = model_of(kind)
+    first = ogc.optimize(model, given, **goal)
     plan = first.plan
     unsolved()
-    optimised = ogc.optimize(model, given, plan=plan, **wish)
+    optimised = ogc.optimize(model, given, plan=plan, **goal)
     assert optimised.plan.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
     if isinstance(plan, PartsPlan):
         assert [part.plan.decisions for part in optimised.plan.parts] == [part.plan.decisions for part in plan.parts]
     else:
         assert optimised.plan.decisions == plan.decisions and optimised.plan.budget_bytes == plan.budget_bytes
     assert measured_peak(optimised, (given,)) == pytest.approx(measured_peak(first, (given,)), rel=0.01)
-    if kind != "slices":
+    if kind != "chunks":
         assert_same_training(model, optimised, (given,))
 
 
 def test_a_plan_may_be_given_as_what_is_in_its_file(unsolved):
-    model, given, wish = model_of("budget")
-    plan = ogc.optimize(model, given, **wish).plan
+    model, given, goal = model_of("budget")
+    plan = ogc.optimize(model, given, **goal).plan
     unsolved()
-    assert ogc.optimize(model, given, plan=plan.as_saved(), **wish).plan.decisions == plan.decisions
+    assert ogc.optimize(model, given, plan=plan.as_saved(), **goal).plan.decisions == plan.decisions
 
 
 @pytest.mark.full
@@ -177,12 +177,12 @@ def test_a_plan_may_be_given_as_what_is_in_its_file(unsolved):
         ("parts", lambda: (Branching(4), torch.randn(64, 16)), None),  # equal blocks share a plan
         ("parts", lambda: (Branching(2), torch.randn(64, 16)), "with a part blocks.2, which is none here"),
         ("parts", lambda: (Branching(), torch.randn(32, 16)), "fit the graph for part blocks.0, which has other sizes"),
-        ("slices", lambda: (Wide(), torch.randn(10, 3, 32, 32)), "runs stretches in 4 slices of the batch; give"),
+        ("chunks", lambda: (Wide(), torch.randn(10, 3, 32, 32)), "runs regions in 4 chunks of the batch; give"),
     ],
 )
 def test_a_plan_for_something_else_is_refused_and_the_model_left_alone(kind, other, message):
-    model, given, wish = model_of(kind)
-    plan = ogc.optimize(model, given, **wish).plan
+    model, given, goal = model_of(kind)
+    plan = ogc.optimize(model, given, **goal).plan
     model, given = other()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     if message is None:
@@ -194,21 +194,21 @@ def test_a_plan_for_something_else_is_refused_and_the_model_left_alone(kind, oth
 
 
 def test_a_sliced_plan_for_another_model_is_refused():
-    model, given, wish = model_of("slices")
-    plan = ogc.optimize(model, given, **wish).plan
+    model, given, goal = model_of("chunks")
+    plan = ogc.optimize(model, given, **goal).plan
     for other, x in ((Residual(), images()), (Wide(), torch.randn(12, 3, 32, 32))):
         with pytest.raises(ogc.PlanError, match="does not fit the graph"):
-            ogc.optimize(other, x, plan=plan, batch_slices=4)
+            ogc.optimize(other, x, plan=plan, chunks=4)
 
 
 def test_a_sliced_plan_is_loaded_for_the_graph_in_slices(tmp_path):
-    model, given, _ = model_of("slices")
+    model, given, _ = model_of("chunks")
     graph = ogc.parse(model, given)
-    sliced, plan = ogc.slice_batch(model, given, graph, slices=4)
+    chunked, plan = ogc.chunk_batch(model, given, graph, chunks=4)
     plan.save(tmp_path / "plan.json")
-    assert sliced.sliced and ogc.load_plan(tmp_path / "plan.json", sliced).decisions == plan.decisions
+    assert chunked.chunked and ogc.load_plan(tmp_path / "plan.json", chunked).decisions == plan.decisions
     with pytest.raises(
-        ogc.PlanError, match=r"stretches? in 4 slices of the batch, which this graph does not run so; use"
+        ogc.PlanError, match=r"regions? in 4 chunks of the batch, which this graph does not run so; use"
     ):
         ogc.load_plan(tmp_path / "plan.json", graph)
 
@@ -241,41 +241,41 @@ def test_bad_input(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["residual", "slices", "parts"])
+@pytest.mark.parametrize("kind", ["residual", "chunks", "parts"])
 @pytest.mark.parametrize("source", ["plan", "cache_dir"])
-def test_a_plan_that_does_not_keep_the_wish_is_made_anew(tmp_path, caplog, kind, source):
-    model, given, wish = model_of(kind)
-    least = ogc.optimize(model, given, **wish).plan
-    loose = ogc.optimize(model, given, memory_budget=0.95, **wish).plan
+def test_a_plan_that_does_not_keep_the_goal_is_made_anew(tmp_path, caplog, kind, source):
+    model, given, goal = model_of(kind)
+    least = ogc.optimize(model, given, **goal).plan
+    loose = ogc.optimize(model, given, memory_budget=0.95, **goal).plan
     budget = (least.peak_bytes + loose.peak_bytes) // 2
     assert least.peak_bytes < budget < loose.peak_bytes
     given_as = {"plan": loose}
-    if source == "cache_dir" and kind != "parts":  # whose single plans are kept, and not those of a wish
-        ogc.optimize(model, given, memory_budget=budget, cache_dir=tmp_path, **wish)
+    if source == "cache_dir" and kind != "parts":  # whose single plans are kept, and not those of a goal
+        ogc.optimize(model, given, memory_budget=budget, cache_dir=tmp_path, **goal)
         (kept,) = tmp_path.glob("plan-*.json")
         loose.save(kept)
         given_as = {"cache_dir": tmp_path}
     caplog.clear()
-    optimised = ogc.optimize(model, given, memory_budget=budget, **given_as, **wish)
+    optimised = ogc.optimize(model, given, memory_budget=budget, **given_as, **goal)
     assert "does not keep memory_budget=" in caplog.text
     assert optimised.plan.peak_bytes <= budget and measured_peak(optimised, (given,)) <= budget * 1.02
     if "cache_dir" in given_as:  # and is kept in its place
         caplog.clear()
-        ogc.optimize(model, given, memory_budget=budget, **given_as, **wish)
+        ogc.optimize(model, given, memory_budget=budget, **given_as, **goal)
         assert "does not keep" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["residual", "parts"])
 def test_a_plan_that_takes_more_time_than_is_allowed_is_made_anew(caplog, kind):
-    model, given, wish = model_of(kind)
-    least = ogc.optimize(model, given, **wish).plan
+    model, given, goal = model_of(kind)
+    least = ogc.optimize(model, given, **goal).plan
     seconds = least.part_seconds if kind == "parts" else least.step_seconds
     share = least.added_seconds / seconds
-    optimised = ogc.optimize(model, given, plan=least, max_overhead=share / 2, **wish)
+    optimised = ogc.optimize(model, given, plan=least, max_overhead=share / 2, **goal)
     assert "does not keep max_overhead=" in caplog.text
     assert optimised.plan.added_seconds <= share / 2 * seconds
     caplog.clear()
-    assert ogc.optimize(model, given, plan=least, max_overhead=1.01 * share, **wish).plan.peak_bytes
+    assert ogc.optimize(model, given, plan=least, max_overhead=1.01 * share, **goal).plan.peak_bytes
     assert "anew" not in caplog.text
 
 
@@ -291,14 +291,14 @@ def test_a_budget_on_the_device_is_kept(caplog):
 
 
 @pytest.mark.full
-def test_what_is_kept_goes_by_graph_wish_and_solver(tmp_path, unsolved):
+def test_what_is_kept_goes_by_graph_goal_and_solver(tmp_path, unsolved):
     model, given, _ = model_of("residual")
-    wishes = {}, {"memory_budget": 0.7}, {"memory_budget": "70KB"}, {"max_overhead": 0.5}, {"solver": "chen"}
-    plans = [ogc.optimize(model, given, cache_dir=tmp_path / "new", **wish).plan for wish in wishes]
-    assert len(list((tmp_path / "new").glob("plan-*.json"))) == len(wishes)
+    goals = {}, {"memory_budget": 0.7}, {"memory_budget": "70KB"}, {"max_overhead": 0.5}, {"solver": "chen"}
+    plans = [ogc.optimize(model, given, cache_dir=tmp_path / "new", **goal).plan for goal in goals]
+    assert len(list((tmp_path / "new").glob("plan-*.json"))) == len(goals)
     unsolved()
-    for wish, plan in zip(wishes, plans, strict=True):
-        again = ogc.optimize(model, given, cache_dir=str(tmp_path / "new"), **wish).plan
+    for goal, plan in zip(goals, plans, strict=True):
+        again = ogc.optimize(model, given, cache_dir=str(tmp_path / "new"), **goal).plan
         assert again.decisions == plan.decisions and again.solver == plan.solver
     same = ogc.optimize(model, given, cache_dir=tmp_path / "new", memory_budget=70_000).plan
     assert same.decisions == plans[2].decisions
@@ -355,11 +355,11 @@ import sys, time
 sys.path += ["tests"]
 import ogc, test_stored
 folder, start = sys.argv[1], float(sys.argv[2])
-pairs = [(test_stored.model_of(kind)) for kind in ("residual", "slices", "parts")]
+pairs = [(test_stored.model_of(kind)) for kind in ("residual", "chunks", "parts")]
 time.sleep(max(0.0, start - time.time()))
 for _ in range(2):
-    for model, given, wish in pairs:
-        optimised = ogc.optimize(model, given, cache_dir=folder, **{**wish, "profile": "time"})
+    for model, given, goal in pairs:
+        optimised = ogc.optimize(model, given, cache_dir=folder, **{**goal, "profile": "time"})
         print(optimised.plan.peak_bytes)
 """
 
@@ -385,11 +385,11 @@ def call(optimised, given):
 
 @pytest.mark.parametrize("kind", ["residual", "parts"])
 def test_plans_for_other_kinds_of_calls_are_kept_too(tmp_path, unsolved, caplog, kind):
-    model, given, wish = model_of(kind)
+    model, given, goal = model_of(kind)
     frozen = model.head if kind == "residual" else model.blocks[0][3]
 
     def planned():
-        optimised = ogc.optimize(model, given, cache_dir=tmp_path, **wish)
+        optimised = ogc.optimize(model, given, cache_dir=tmp_path, **goal)
         frozen.requires_grad_(False)
         caplog.clear()
         call(optimised, given)
@@ -414,8 +414,8 @@ def refuse(*args):
 measure.typical = refuse
 measure._overheads = refuse
 for kind in sys.argv[2:]:
-    model, given, wish = test_stored.model_of(kind)
-    optimised = ogc.optimize(model, given, cache_dir=sys.argv[1], **{**wish, "profile": "time"})
+    model, given, goal = test_stored.model_of(kind)
+    optimised = ogc.optimize(model, given, cache_dir=sys.argv[1], **{**goal, "profile": "time"})
     print(test_stored.operator_seconds(optimised.graph))
 """
 
@@ -427,10 +427,10 @@ def operator_seconds(graphs):
 
 @pytest.mark.full
 def test_nothing_is_measured_twice(tmp_path):
-    kinds, seconds = ("overhead", "slices", "parts"), []
+    kinds, seconds = ("overhead", "chunks", "parts"), []
     for kind in kinds:
-        model, given, wish = model_of(kind)
-        optimised = ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"})
+        model, given, goal = model_of(kind)
+        optimised = ogc.optimize(model, given, cache_dir=tmp_path, **{**goal, "profile": "time"})
         seconds.append(operator_seconds(optimised.graph))
     assert len(list(tmp_path.glob("times-*.json"))) == 1
     assert [*map(float, output_of(started(ONLY_ONCE, tmp_path, *kinds)).split())] == pytest.approx(seconds)
@@ -439,14 +439,14 @@ def test_nothing_is_measured_twice(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("damage", ["", "[]", '{"call": ["a", 1, 2]}', '{"call": [1]}', '{"call": 3}'])
 def test_damaged_times_are_told_and_measured_anew(tmp_path, caplog, monkeypatch, damage):
-    model, given, wish = model_of("residual")
+    model, given, goal = model_of("residual")
     monkeypatch.setattr(measure, "_known", {})
-    ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"})
+    ogc.optimize(model, given, cache_dir=tmp_path, **{**goal, "profile": "time"})
     (times,) = tmp_path.glob("times-*.json")
     known = json.loads(times.read_text())
     times.write_text(damage)
     monkeypatch.setattr(measure, "_known", {})
-    ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"})
+    ogc.optimize(model, given, cache_dir=tmp_path, **{**goal, "profile": "time"})
     assert f"the times in {times} are not used" in caplog.text
     assert json.loads(times.read_text()).keys() >= known.keys()
     assert "call" not in json.loads(times.read_text())
@@ -454,21 +454,21 @@ def test_damaged_times_are_told_and_measured_anew(tmp_path, caplog, monkeypatch,
 
 @pytest.mark.full
 def test_times_are_no_part_of_what_is_looked_for(tmp_path, unsolved, monkeypatch):
-    model, given, wish = model_of("residual")
-    plan = ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"}).plan
+    model, given, goal = model_of("residual")
+    plan = ogc.optimize(model, given, cache_dir=tmp_path, **{**goal, "profile": "time"}).plan
     for path in tmp_path.glob("times-*.json"):
         path.unlink()
     monkeypatch.setattr(measure, "_known", {})
     unsolved()
-    again = ogc.optimize(model, given, cache_dir=tmp_path, **{**wish, "profile": "time"}).plan
+    again = ogc.optimize(model, given, cache_dir=tmp_path, **{**goal, "profile": "time"}).plan
     assert again.decisions == plan.decisions and again.step_seconds != plan.step_seconds
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["residual", "slices", "parts"])
+@pytest.mark.parametrize("kind", ["residual", "chunks", "parts"])
 def test_the_log_says_where_a_plan_is_from(tmp_path, caplog, kind):
-    model, given, wish = model_of(kind)
-    ogc.optimize(model, given, cache_dir=tmp_path, **wish)
+    model, given, goal = model_of(kind)
+    ogc.optimize(model, given, cache_dir=tmp_path, **goal)
     with caplog.at_level(logging.INFO, "ogc.planning.stored"):
-        ogc.optimize(model, given, cache_dir=tmp_path, **wish)
+        ogc.optimize(model, given, cache_dir=tmp_path, **goal)
     assert "the plan is that of" in caplog.text

@@ -33,11 +33,11 @@ class Training:
         self.found: list[torch.Tensor] = []
         self.peak = 0
 
-    def optimize(self, model: nn.Module, sample: Any, **wish: Any) -> nn.Module:
+    def optimize(self, model: nn.Module, sample: Any, **goal: Any) -> nn.Module:
         self.models.append(model)
         if self.is_plain:
             return model
-        optimised = ogc.optimize(model, sample, **wish)
+        optimised = ogc.optimize(model, sample, **goal)
         assert not optimised.plan.is_plain
         self.optimised.append(optimised)
         return optimised

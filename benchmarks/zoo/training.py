@@ -1,6 +1,6 @@
 """Trains a model of the zoo beside its optimised self, and says what became of it.
 
-The judge reads nothing of the library but its own errors, the plan and the allocator's events.
+The verifier reads nothing of the library but its own errors, the plan and the allocator's events.
 """
 
 from __future__ import annotations

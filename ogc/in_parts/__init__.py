@@ -1,16 +1,16 @@
-"""Models that cannot be planned as a whole: their submodules are, one by one, and share one wish.
+"""Models that cannot be planned as a whole: their submodules are, one by one, and share one goal.
 
 ``find`` says what the parts are and ``measure`` what is around them, ``joined`` makes one graph of all and asks the
 solver for a plan, ``module`` runs the parts; ``late`` plans calls that nobody planned for, and units of sharded models.
 ``make`` does it all, and says when.
 """
 
-from .late import check_wish_of_units, optimize_units
+from .late import check_goal_of_units, optimize_units
 from .make import heavy_leaves, in_parts_if_better, in_parts_instead, optimize_in_parts
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
 
 __all__ = [
-    "Options", "PartPlan", "PartsPlan", "PlainRest", "check_wish_of_units", "heavy_leaves", "in_parts_if_better",
+    "Options", "PartPlan", "PartsPlan", "PlainRest", "check_goal_of_units", "heavy_leaves", "in_parts_if_better",
     "in_parts_instead", "optimize_in_parts", "optimize_units",
 ]  # fmt: skip

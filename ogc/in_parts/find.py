@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import InputError, OgcError, ParseError
 from ..graph import Graph
-from ..parser import carry_over
+from ..parser import reuse
 from ..parser.arguments import call_arguments
 from ..parser.forward.flat import raise_own_error
 from ..parser.forward.patches import wrap
@@ -138,7 +138,7 @@ class _Graphs:
             is_first = part.like == number and part.module is not module
             if is_first and part.graph.program.inputs.fits(inputs) and is_alike(part, module):
                 with suppress(OgcError):
-                    return carry_over(module, part.graph, call)
+                    return reuse(module, part.graph, call)
         return None
 
 

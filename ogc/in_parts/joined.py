@@ -23,7 +23,7 @@ from ..graph import Graph, Operation, RuntimeCosts, Value
 from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, saved
 from ..plan.schedule import FORWARD, Schedule
 from ..plan.simulate import Memory
-from ..solver import NEGLIGIBLE, Wish, solve
+from ..solver import NEGLIGIBLE, Goal, solve
 
 Choice = tuple[Plan, ...]
 """The plan of each part."""
@@ -169,24 +169,24 @@ class Joined:
     def decisions(self, choice: Choice) -> Decisions:
         """The plans of all parts as one of the graph."""
         segments: list[Segment] = []
-        fates, forms = [], []
+        policies, variants = [], []
         for n, part in enumerate(self.calls):
             one, region, first = choice[part].decisions, self.regions[n], self.firsts[n] + 1
             segments += [saved(region, region + 1), *(_moved(segment, region + 1, first) for segment in one.segments)]
-            fates += [(first + v, fate) for v, fate in one.fates]
-            forms += [region + 1 + t for t in one.low_memory]
-        return Decisions((*segments, saved(self.regions[-1], self.regions[-1] + 1)), tuple(fates), tuple(forms))
+            policies += [(first + v, policy) for v, policy in one.policies]
+            variants += [region + 1 + t for t in one.low_memory]
+        return Decisions((*segments, saved(self.regions[-1], self.regions[-1] + 1)), tuple(policies), tuple(variants))
 
     def plan_of_call(self, n: int, decisions: Decisions, solver: str) -> Plan:
         """A plan of the graph as that of a call."""
         graph, start, first = self.parts[self.calls[n]], self.regions[n] + 1, self.firsts[n] + 1
         stop, end = start + len(graph), first + len(graph.values)
         segments = tuple(_clipped(decisions.segments, (start, stop), (first, end)))
-        forms = tuple(t - start for t in decisions.low_memory if start <= t < stop)
-        if not forms and not any(segment.parts for segment in segments):
+        variants = tuple(t - start for t in decisions.low_memory if start <= t < stop)
+        if not variants and not any(segment.parts for segment in segments):
             return plain_plan(graph)
-        fates = tuple((v - first, fate) for v, fate in decisions.fates if first <= v < end)
-        return make_plan(graph, Decisions(segments, fates, forms), solver)
+        policies = tuple((v - first, policy) for v, policy in decisions.policies if first <= v < end)
+        return make_plan(graph, Decisions(segments, policies, variants), solver)
 
     def with_call(self, name: str, graph: Graph, beside: int) -> Joined:
         """The same with a call of one more part, which is as the call before it; what it gives the rest holds, too."""
@@ -305,26 +305,26 @@ def _heavier(op: Operation, rest: int) -> Operation:
     """An operation in whose backward there is so much more."""
     if not rest:
         return op
-    late, plain, form = op.late_bytes, op.plain_backward_bytes, op.low_memory
-    if form is not None:
-        late_of_form = form.late_bytes and form.late_bytes + rest
-        form = replace(form, backward_bytes=form.backward_bytes + rest, late_bytes=late_of_form)
+    late, plain, variant = op.late_bytes, op.plain_backward_bytes, op.low_memory
+    if variant is not None:
+        late_of_variant = variant.late_bytes and variant.late_bytes + rest
+        variant = replace(variant, backward_bytes=variant.backward_bytes + rest, late_bytes=late_of_variant)
     return replace(
         op,
         gradient_bytes=op.gradient_bytes + rest,
         backward_bytes=op.backward_bytes + rest,
         late_bytes=late and late + rest,
         plain_backward_bytes=None if plain is None else plain + rest,
-        low_memory=form,
+        low_memory=variant,
     )
 
 
 def _moved(segment: Segment, by: int, values: int) -> Segment:
-    parts, fates = (
+    parts, policies = (
         (_moved(part, by, values) for part in segment.parts),
-        ((v + values, fate) for v, fate in segment.fates),
+        ((v + values, policy) for v, policy in segment.policies),
     )
-    return Segment(segment.start + by, segment.stop + by, tuple(parts), tuple(fates))
+    return Segment(segment.start + by, segment.stop + by, tuple(parts), tuple(policies))
 
 
 def _clipped(segments: Iterable[Segment], between: tuple[int, int], values: tuple[int, int]) -> Iterator[Segment]:
@@ -332,9 +332,9 @@ def _clipped(segments: Iterable[Segment], between: tuple[int, int], values: tupl
     (start, stop), (first, end) = between, values
     for segment in segments:
         if segment.start < stop and segment.stop > start:
-            fates = tuple((v - first, fate) for v, fate in segment.fates if first <= v < end)
+            policies = tuple((v - first, policy) for v, policy in segment.policies if first <= v < end)
             parts = tuple(_clipped(segment.parts, between, values))
-            yield Segment(max(segment.start, start) - start, min(segment.stop, stop) - start, parts, fates)
+            yield Segment(max(segment.start, start) - start, min(segment.stop, stop) - start, parts, policies)
 
 
 ATTEMPTS = 8
@@ -356,10 +356,10 @@ class Chooser:
     step: Joined
     known: Choice
 
-    def chosen(self, wish: Wish) -> Choice | None:
+    def chosen(self, goal: Goal) -> Choice | None:
         """The best choice found for a goal, the plain one if that is as good; None if nothing fits the budget."""
         step, plain = self.step, self.step.plain
-        budget, share = wish.budget_bytes(step.peak(plain)), wish.max_overhead
+        budget, share = goal.budget_bytes(step.peak(plain)), goal.max_overhead
         if budget is not None:
             best = self._best(budget, step.peak, lambda c: (step.seconds(c), step.peak(c)), self._within_bytes)
             return best if step.peak(best) <= budget else None

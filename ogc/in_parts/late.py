@@ -15,7 +15,7 @@ import torch
 
 from ..errors import InputError, OgcError, ParseError, SolveError
 from ..graph import Graph
-from ..parser import carry_over, hooked_modules
+from ..parser import hooked_modules, reuse
 from ..plan import Plan, plain_plan, plan_on, simulate
 from ..plan.saving import structure_of
 from ..plan.simulate import plain_peak
@@ -23,7 +23,7 @@ from ..planning.agreement import agreed_plan
 from ..planning.replan import Meets, Replanner
 from ..planning.stored import key_of
 from ..program.structures import Call
-from ..solver import Budget, Wish, solve
+from ..solver import Budget, Goal, solve
 from ..torch_state.forwards import is_compiled
 from ..torch_state.ranks import planned_apart
 from .find import Part, is_alike, look_of
@@ -50,10 +50,10 @@ class Share:
     @property
     def meets(self) -> Meets | None:
         """What tells whether a plan keeps to the share; None without a goal."""
-        return self._keeps if self.options.wish else None
+        return self._keeps if self.options.goal else None
 
     def _keeps(self, graph: Graph, plan: Plan) -> bool:
-        if self.options.wish.max_overhead is not None:
+        if self.options.goal.max_overhead is not None:
             seconds = 0.0 if plan.is_plain else simulate(graph, plan).added_seconds
             return seconds <= SLACK * self.plan.overhead * graph.step_seconds
         (kept, most), cost = self._limits(graph), PartCost.of(graph, plan)
@@ -61,7 +61,7 @@ class Share:
 
     def _limits(self, graph: Graph) -> tuple[int, int]:
         """The most bytes to be kept, and alive at once."""
-        share = 1.0 if self.options.wish.is_in_bytes else plain_peak(graph) / max(1, self.plan.plain_peak_bytes)
+        share = 1.0 if self.options.goal.is_in_bytes else plain_peak(graph) / max(1, self.plan.plain_peak_bytes)
         return int(SLACK * share * self.cost.kept_bytes), max(1, int(SLACK * share * self.cost.most))
 
     def agreed_plan(self, graph: Graph) -> Plan:
@@ -69,14 +69,14 @@ class Share:
         return _agreed(self.options, graph, self.plan.decisions, lambda: self._plan(graph))
 
     def _plan(self, graph: Graph) -> Plan:
-        (kept, most), is_for_time = self._limits(graph), self.options.wish.max_overhead is not None
+        (kept, most), is_for_time = self._limits(graph), self.options.goal.max_overhead is not None
         with suppress(SolveError):
-            plan = _solved(self.options, graph, most - kept, Wish(most))
+            plan = _solved(self.options, graph, most - kept, Goal(most))
             if not is_for_time or self._keeps(graph, plan):
                 return plan
         if not is_for_time:
             return self.options.frugal(graph)
-        return _solved(self.options, graph, most - kept, Wish(max_overhead=SLACK * self.plan.overhead))
+        return _solved(self.options, graph, most - kept, Goal(max_overhead=SLACK * self.plan.overhead))
 
     def planner(self, name: str, module: torch.nn.Module) -> Replanner | None:
         """What plans a part for calls unlike its sample."""
@@ -87,13 +87,13 @@ class Share:
             graph = self.options.parse(module, name, call)
             return graph, self.agreed_plan(graph)
 
-        budget = self.cost.most if self.options.wish.is_in_bytes else None
+        budget = self.cost.most if self.options.goal.is_in_bytes else None
         return Replanner(make, budget, hooked_modules(dict(module.named_modules())), self.meets)
 
 
 def _agreed(options: Options, graph: Graph, asked: object, make: Callable[[], Plan]) -> Plan:
     """The plan of a part, the same on all ranks: one that was kept, or a new one."""
-    key = key_of("part", (structure_of(graph), asked), options.wish, options.solver)
+    key = key_of("part", (structure_of(graph), asked), options.goal, options.solver)
 
     def found() -> Plan:
         plan = options.store.found(key, lambda saved: plan_on(graph, saved))
@@ -102,10 +102,10 @@ def _agreed(options: Options, graph: Graph, asked: object, make: Callable[[], Pl
             options.store.keep(key, plan.as_saved)
         return plan
 
-    return agreed_plan(graph, (options.wish, options.solver, asked), found)
+    return agreed_plan(graph, (options.goal, options.solver, asked), found)
 
 
-def _solved(options: Options, graph: Graph, beside: int, wish: Wish) -> Plan:
+def _solved(options: Options, graph: Graph, beside: int, goal: Goal) -> Plan:
     """The plan of a part for a goal where so many bytes are alive ``beside`` those that it keeps for its backward.
 
     Raises:
@@ -115,7 +115,7 @@ def _solved(options: Options, graph: Graph, beside: int, wish: Wish) -> Plan:
         return solve(graph, solver=options.solver)
     step = Joined((graph,))
     weighed = step.graph({(REGION_BACK, 1): beside})
-    found = solve(weighed, memory_budget=wish.memory_budget, max_overhead=wish.max_overhead)
+    found = solve(weighed, memory_budget=goal.memory_budget, max_overhead=goal.max_overhead)
     return step.plan_of_call(0, found.decisions, found.solver)
 
 
@@ -142,7 +142,7 @@ class LatePlanner:
         alike = [(part, share) for part, share in self.examples if is_alike(part, module)]
         for part, share in alike:
             with suppress(OgcError):
-                graph, plan = carry_over(module, part.graph, call, weighed=share.meets is not None), share.plan
+                graph, plan = reuse(module, part.graph, call, weighed=share.meets is not None), share.plan
                 if share.meets is None or share.meets(graph, plan):
                     return graph, plan, share.planner(name, module)
         graph = self.options.parse(module, name, call)
@@ -157,24 +157,24 @@ class LatePlanner:
 
 def _frugal(options: Options, graph: Graph) -> Plan:
     """The plan that keeps least for a goal that is a share, of bytes or of time, as it holds for this part alone."""
-    share, plain = options.wish.memory_budget, PartCost.of(graph, plain_plan(graph))
+    share, plain = options.goal.memory_budget, PartCost.of(graph, plain_plan(graph))
     with suppress(SolveError):
         if isinstance(share, float):
-            return _solved(options, graph, plain.most, Wish(int(plain.most + share * plain.kept_bytes)))
-        if options.wish.max_overhead is not None:
-            return _solved(options, graph, plain.most, options.wish)
+            return _solved(options, graph, plain.most, Goal(int(plain.most + share * plain.kept_bytes)))
+        if options.goal.max_overhead is not None:
+            return _solved(options, graph, plain.most, options.goal)
     return options.frugal(graph)
 
 
-def check_wish_of_units(options: Options, batch_slices: int) -> None:
+def check_goal_of_units(options: Options, chunks: int) -> None:
     """Raise InputError if the goal can only be met for the model as a whole."""
-    if options.wish.is_in_bytes:
+    if options.goal.is_in_bytes:
         raise InputError(
             "the model is sharded, and its units are planned one by one: a budget in bytes is for all of them; give a "
             "share, such as memory_budget=0.4, or max_overhead"
         )
-    if batch_slices > 1:
-        raise InputError("the model is sharded, and its units are planned one by one: batch_slices does not go with it")
+    if chunks > 1:
+        raise InputError("the model is sharded, and its units are planned one by one: chunks does not go with it")
 
 
 def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
@@ -194,7 +194,7 @@ def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
         if not is_compiled(module) and not any(f"{name}.".startswith(f"{leaf}.") for leaf in closed)
     }
     if not late:
-        raise ParseError("no submodule of the sharded model is trained and called with all its parameters at hand")
+        raise ParseError("no submodule of the sharded model is trained and called with all its parameters available")
     parts, names = Parts([], late, LatePlanner(options, [])), {id(module): name for name, module in late.items()}
     return module_in_parts(model, parts, {"plan": property(lambda self: _plan_so_far(parts, names, options))})
 

@@ -24,14 +24,14 @@ from ..planning.stored import key_of, tell_broken, tolerant
 from ..program.leaf import Leaf
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
-from ..solver import LEAST_PEAK, Wish, solver_of
+from ..solver import LEAST_PEAK, Goal, solver_of
 from ..torch_state.allocator import can_measure
 from ..torch_state.forwards import only_holds
 from ..torch_state.ranks import first_of_all
 from .find import FoundParts, Part, find_parts, is_alike
 from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, PartCost, usual_events
 from .late import LatePlanner, Share
-from .measure import Rest, measure, rest_of_step
+from .measure import AfterForward, measure, rest_of_step
 from .module import Parts, Twin, module_in_parts, twin_of
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
@@ -76,7 +76,7 @@ def optimize_in_parts(
         SolveError: nothing fits the budget; the message says what would.
     """
     refuse_replaced_forward(model)
-    solver_of(options.solver, options.wish)  # refuses a name that is none
+    solver_of(options.solver, options.goal)  # refuses a name that is none
     with _quiet_about_leaves():
         found = find_parts(model, sample_input, options, plain)
         planning = _Planning(model, sample_input, options, found)
@@ -107,7 +107,7 @@ def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict
 def in_parts_instead(
     model: torch.nn.Module, sample_input: Any, options: Options, problem: ParseError, saved: SavedPlan | None
 ) -> Any:
-    """The model with its parts planned, where the whole cannot be; None if a saved plan does not keep the wish."""
+    """The model with its parts planned, where the whole cannot be; None if a saved plan does not keep the goal."""
     why = str(problem).partition(" Nothing smaller")[0].rstrip(".")
     try:
         return optimize_in_parts(model, sample_input, options, {"": why}, saved=saved)
@@ -122,12 +122,12 @@ def in_parts_if_better(
     heavy: dict[str, str],
     found: tuple[Graph, Plan] | SolveError,
 ) -> torch.nn.Module | None:
-    """The model in parts, where that meets the wish better than one plan whose leaves hold much; else None."""
+    """The model in parts, where that meets the goal better than one plan whose leaves hold much; else None."""
 
     def is_better(plan: PartsPlan) -> bool:
         if isinstance(found, SolveError):
             return True
-        cost = attrgetter("peak_bytes" if options.wish.memory_budget is None else "added_seconds")
+        cost = attrgetter("peak_bytes" if options.goal.memory_budget is None else "added_seconds")
         return bool(cost(plan) < cost(found[1]))
 
     if not heavy:
@@ -151,7 +151,7 @@ class _Planning:
     def question(self, what: str) -> str:
         """What all ranks that plan the same parts for the same goal ask."""
         parts = sorted([*self.found.parts, *self.alike.values()], key=lambda part: part.name)
-        asked = what, [part.name for part in parts], self.options.wish, self.options.solver
+        asked = what, [part.name for part in parts], self.options.goal, self.options.solver
         return question(asked, [part.graph for part in parts])
 
     @cached_property
@@ -167,7 +167,7 @@ class _Planning:
     def agreed(self) -> _Planned | None:
         """The parts as they were planned by another rank, or before; where nobody has, they are planned now."""
         own = list[_Planned]()
-        key = key_of("parts", self.question(""), self.options.wish, self.options.solver)
+        key = key_of("parts", self.question(""), self.options.goal, self.options.solver)
 
         def answer() -> SavedPlan:
             kept = self.options.store.found(key, self.taken_up)
@@ -264,7 +264,7 @@ class _Planned:
         for number, beside in self.late.items():
             self.step = self.step.with_call(self.parts[number].name, self.parts[number].graph, beside)
 
-    def _rest(self) -> Rest | None:
+    def _rest(self) -> AfterForward | None:
         model = self.planning.model
         parts = self._running({})
         optimized = module_in_parts(model, parts, {})
@@ -297,9 +297,9 @@ class _Planned:
         Raises:
             SolveError: nothing fits the budget.
         """
-        wish = self.options.wish
+        goal = self.options.goal
         for _ in range(ROUNDS):
-            found = Chooser(self.step, self.choice).chosen(wish)
+            found = Chooser(self.step, self.choice).chosen(goal)
             if found is None:
                 least = Chooser(self.step, self.choice).chosen(LEAST_PEAK)
                 self._take(self.step.plain if least is None else least)
@@ -309,7 +309,7 @@ class _Planned:
             if not is_new or (over <= 0 and not self.step.runs_backward_inside):
                 break
             if budget is not None and over > 0:
-                wish = Wish(max(1, (wish.budget_bytes(self.step.peak(self.step.plain)) or 0) - over))
+                goal = Goal(max(1, (goal.budget_bytes(self.step.peak(self.step.plain)) or 0) - over))
 
     def _take(self, choice: Choice) -> bool:
         """Take plans, and measure a step with them unless they are those that were measured, or the plain model."""
@@ -323,7 +323,7 @@ class _Planned:
     @property
     def budget(self) -> int | None:
         """The budget in bytes, if one was asked for."""
-        return self.options.wish.budget_bytes(self.step.peak(self.step.plain))
+        return self.options.goal.budget_bytes(self.step.peak(self.step.plain))
 
     def _infeasible(self) -> str:
         step, budget, peak = self.step, self.budget or 0, self.step.peak(self.choice)
@@ -338,12 +338,12 @@ class _Planned:
 
     def keeps_goal(self) -> bool:
         """Whether plans that were taken up keep the goal; it is told if not."""
-        wish, plan = self.options.wish, self.plan
-        share = tolerant(wish, self.parts[0].graph).max_overhead
+        goal, plan = self.options.goal, self.plan
+        share = tolerant(goal, self.parts[0].graph).max_overhead
         fits = plan.budget_bytes is None or plan.peak_bytes <= (EXCESS if plan.is_measured else 1) * plan.budget_bytes
         if fits and (share is None or plan.added_seconds <= share * plan.part_seconds):
             return True
-        tell_broken(wish, plan.peak_bytes, plan.added_seconds / plan.part_seconds)
+        tell_broken(goal, plan.peak_bytes, plan.added_seconds / plan.part_seconds)
         return False
 
     @cached_property
@@ -364,7 +364,7 @@ class _Planned:
             budget_bytes=self.budget,
             is_measured=rest is not None,
             solver=self.solver,
-            max_overhead=self.options.wish.max_overhead,
+            max_overhead=self.options.goal.max_overhead,
             idle=tuple(saved_decisions(part.graph, plain_plan(part.graph).decisions, part.name) for part in self.idle),
         )
 
@@ -391,7 +391,7 @@ class _Planned:
     def module(self) -> torch.nn.Module:
         """The model with its parts run by their plans."""
         found = self.planning.found
-        parts = self._running(found.late, self.options.wish.is_in_bytes)
+        parts = self._running(found.late, self.options.goal.is_in_bytes)
         names = {id(part.module): part.name for part in self.parts}
         code = {names[key]: twin.runner.generated.source for key, twin in parts.twins.items()}
         graphs: dict[str, Graph] = {}  # by name, where one is called with several kinds of inputs with numbers

@@ -28,7 +28,7 @@ from .module import Parts, Twin
 
 
 @dataclass(frozen=True)
-class Rest:
+class AfterForward:
     """What the rest of the model takes in one step.
 
     Attributes:
@@ -146,7 +146,7 @@ class _Seeds(torch.autograd.Function):
         return tuple(torch.ones(like.shape, dtype=like.dtype, device=like.device) for like in ctx.like)
 
 
-def rest_of_step(marks: Sequence[Mark], step: Joined, choice: Choice) -> Rest | None:
+def rest_of_step(marks: Sequence[Mark], step: Joined, choice: Choice) -> AfterForward | None:
     """What the rest takes, by the marks of a step in which parts ran by ``choice``; None if its calls were others."""
     entered = [mark.label for mark in marks if mark.label.startswith("enter ")]
     if entered != [f"enter {n}" for n in range(len(step.calls))]:
@@ -162,7 +162,7 @@ def rest_of_step(marks: Sequence[Mark], step: Joined, choice: Choice) -> Rest | 
     for before, mark in pairwise(marks):
         if mark.label.startswith(("enter", "leave", "turn")):
             seconds[mark.label.startswith("leave")] += mark.seconds - before.seconds
-    return Rest(events, max(0, stages[turn].start - sizes[turn][0]), seconds[0] / (seconds[1] or 1.0))
+    return AfterForward(events, max(0, stages[turn].start - sizes[turn][0]), seconds[0] / (seconds[1] or 1.0))
 
 
 @dataclass

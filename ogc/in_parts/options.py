@@ -13,7 +13,7 @@ from ..parser import LeafModules, parse
 from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, recomputed
 from ..planning.stored import NOWHERE, Store
 from ..program.structures import Call
-from ..solver import LEAST_PEAK, Wish, solve
+from ..solver import LEAST_PEAK, Goal, solve
 from .joined import PartCost
 
 
@@ -24,7 +24,7 @@ class Options:
     ``follows_own_graphs`` says whether submodules may say themselves what they compute, by ``parse_graph``.
     """
 
-    wish: Wish = LEAST_PEAK
+    goal: Goal = LEAST_PEAK
     solver: str = "optimal"
     profile: str = "auto"
     leaf_modules: LeafModules = ()

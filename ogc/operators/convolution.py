@@ -1,7 +1,7 @@
-"""Convolution and its low-memory form, and what both allocate on a CPU underneath the dispatcher.
+"""Convolution and its low-memory variant, and what both allocate on a CPU underneath the dispatcher.
 
-The low-memory form computes the weights' gradient first and lets go of its saved input. It makes the input's gradient a
-few images at a time, in the place of the result's where both have one shape and nobody else holds that. On a CPU the
+The low-memory variant computes the weights' gradient first and releases its saved input. It makes the input's gradient
+a few images at a time, in the place of the result's where both have one shape and nobody else holds that. On a CPU the
 forward goes by images, too. On CUDA it runs where the input's gradient may take that place; on an H200 half of the
 kinds that were tried gave other bits in parts, and run whole.
 

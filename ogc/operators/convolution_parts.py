@@ -53,7 +53,7 @@ class _Kind:
 
 
 def parts_of(images: torch.Tensor, kernel: torch.Tensor, bias: object, *settings: Any) -> tuple[slice, ...]:
-    """Slices of the batch that one after another give the bits of all images at once; one if it is small or they do
+    """Chunks of the batch that one after another give the bits of all images at once; one if it is small or they do
     not.
 
     The first call of a kind takes as long as it does to convolve all images twice, forward and backward. Arguments are

@@ -1,6 +1,6 @@
 """Operators that work entry by entry, that move entries, and losses.
 
-Low-memory forms of the first write their input's gradient over their result's, where that is whole and nobody else's.
+Low-memory variants of the first write their input's gradient over their result's, where that is whole and not shared.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def _holders_in_backward() -> set[tuple[int, ...]]:
 
 
 def even_parts(samples: int, count: int) -> tuple[slice, ...]:
-    """So many slices of a batch; none has over one sample more than another, and the first has the fewest."""
+    """So many chunks of a batch; none has over one sample more than another, and the first has the fewest."""
     return tuple(slice(a, b) for a, b in pairwise(samples * k // count for k in range(count + 1)))
 
 

@@ -1,8 +1,8 @@
 """Batch norm and its like.
 
-Batch norm's low-memory form writes its input's gradient over its result's, a few channels at a time. On CUDA, where the
-number of channels may choose a kernel, each kind of call is tried once. Recomputed on a CPU where its statistics are
-still there, it does not compute them anew.
+Batch norm's low-memory variant writes its input's gradient over its result's, a few channels at a time. On CUDA, where
+the number of channels may choose a kernel, each kind of call is tried once. Recomputed on a CPU where its statistics
+are still there, it does not compute them anew.
 """
 
 from __future__ import annotations

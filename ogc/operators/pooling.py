@@ -1,6 +1,6 @@
 """Pooling, and other operators over windows of positions.
 
-The low-memory form of max pooling keeps a byte or two for each result, its place in its window, not PyTorch's eight,
+The low-memory variant of max pooling keeps a byte or two for each result, its place in its window, not PyTorch's eight,
 and not its input. Kernels go entry by entry, on CUDA too: the same bits for some images as for all. Source:
 aten/src/ATen/native/cuda/DilatedMaxPool2d.cu.
 """
@@ -137,7 +137,7 @@ def images_at_once(shape: Sequence[int], on_cuda: bool = False) -> int:
 
 
 def _parts(buffer: torch.Tensor, count: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Slices of so many images, with room in the buffer for each."""
+    """Chunks of so many images, with room in the buffer for each."""
     for first in range(0, count, len(buffer)):
         last = min(count, first + len(buffer))
         yield slice(first, last), buffer[: last - first]

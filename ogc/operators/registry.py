@@ -88,14 +88,14 @@ def registered() -> tuple[Operator, ...]:
 
 
 def of(target: Any) -> Operator:
-    """What is special about an operator, or about the one that a low-memory form stands for."""
+    """What is special about an operator, or about the one that a low-memory variant stands for."""
     return _registered.get(plain_operator(target), _ORDINARY)
 
 
-def low_memory_form(target: Any, device: torch.device) -> LowMemory | None:
+def low_memory_variant(target: Any, device: torch.device) -> LowMemory | None:
     """The drop-in for an operator on a device, if there is one."""
-    form = None if isinstance(target, LowMemory) else of(target).low_memory
-    return form if form is not None and form.is_for(device) else None
+    variant = None if isinstance(target, LowMemory) else of(target).low_memory
+    return variant if variant is not None and variant.is_for(device) else None
 
 
 def updates_statistics(target: Any) -> bool:

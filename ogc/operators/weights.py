@@ -1,4 +1,4 @@
-"""What a use of an operator costs, forward and backward, be it PyTorch's own or its low-memory form."""
+"""What a use of an operator costs, forward and backward, be it PyTorch's own or its low-memory variant."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Weights:
     internal_bytes: int | None = None  # None: as observed
     saves: tuple[Place | None, ...] | None = None  # where each saved tensor lies; None: as observed
     ready_bytes: int = 0  # of gradients that its forward makes and its backward hands out
-    low_memory: Weights | None = None  # of its low-memory form
+    low_memory: Weights | None = None  # of its low-memory variant
     plain_scratch_bytes: int | None = None  # of the plain model, where that takes less
     plain_working_bytes: int | None = None  # of the plain model, where that runs another operator
     plain_seconds: float = 0.0  # that the plain model's forward takes more, as it copies what it writes over

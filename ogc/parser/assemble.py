@@ -13,7 +13,7 @@ from ..graph import Graph, Operation, Value, Variant
 from ..operators.registry import of
 from ..operators.weights import Weights
 from ..program.leaf import runs_once
-from ..program.program import OUTSIDE, SHARED, LowMemoryForm, Program, Saved, TensorRef
+from ..program.program import OUTSIDE, SHARED, LowMemoryVariant, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
 from .passes.writes import separate_versions
@@ -21,7 +21,7 @@ from .traced import StepEnd, Traced
 from .weigh.backward import LiveGradients, gradient_bytes
 from .weigh.host import beside_device, hook_seconds, runtime_costs
 from .weigh.measure import EVICTING_BYTES
-from .weigh.record import Observation, Record, SeenForm
+from .weigh.record import Observation, Record, SeenVariant
 
 
 def graph_of(
@@ -36,12 +36,12 @@ def graph_of(
     ends = refs_of_outputs(traced.graph)
     returned = [observation.rebased.get(ends[n], ends[n]) for n in end_of(traced).starts]
     live = gradient_bytes([record.backward() for record in records], returned)
-    in_forms = gradient_bytes(
-        [record.backward(record.weights.low_memory if record.form else None) for record in records], returned
+    in_variants = gradient_bytes(
+        [record.backward(record.weights.low_memory if record.variant else None) for record in records], returned
     )
     of_plain = gradient_bytes([record.backward(_of_plain(record.weights)) for record in records], returned)
     seen = memory_of(observation, taken)
-    each = zip(records, live, in_forms, of_plain, seen, strict=True)
+    each = zip(records, live, in_variants, of_plain, seen, strict=True)
     values = values_of(traced, observation)
     operations = tuple(with_unused([_operation(*of_one) for of_one in each], values, observation))
     program = program_of(spec, traced, observation, taken)
@@ -136,10 +136,10 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         inputs=spec,
         outputs=traced.output_spec,
         saves=tuple(tuple(record.saved.tensors) for record in records),
-        forms={
-            t: LowMemoryForm(record.form.target, _saves_of_form(record.form, observation.storages))
+        variants={
+            t: LowMemoryVariant(record.variant.target, _saves_of_variant(record.variant, observation.storages))
             for t, record in enumerate(records)
-            if record.form is not None
+            if record.variant is not None
         },
         storages=observation.storages,
         differentiable=frozenset(out.ref for r in records for out in r.outputs if out.differentiable),
@@ -184,7 +184,7 @@ def memory_of(observation: Observation, taken: dict[int, tuple[int, Any]]) -> li
                 "writes": tuple(record.writes),
                 "saves": tuple(record.saved.values),
                 "saved_tensors": len(record.saved.tensors),
-                "low_memory": _seen_form(record, storages),
+                "low_memory": _seen_variant(record, storages),
                 "takes_over": taken.get(t, (None,))[0],
                 "replayable": not (
                     record.externals.writes or stale or runs_once(record.node.target) or OUTSIDE in record.node.meta
@@ -216,17 +216,19 @@ def _hold_in_frames(records: Sequence[Record], fields: Sequence[dict[str, Any]])
                 fields[last]["reads"] += (v,)
 
 
-def _saves_of_form(form: SeenForm, storages: dict[TensorRef, int]) -> tuple[Saved, ...]:
+def _saves_of_variant(variant: SeenVariant, storages: dict[TensorRef, int]) -> tuple[Saved, ...]:
     """What a form saves; a result that a leaf has made a buffer of is no value."""
-    return tuple(s if s.tensor is None or s.tensor in storages else Saved(external=True) for s in form.saves)
+    return tuple(s if s.tensor is None or s.tensor in storages else Saved(external=True) for s in variant.saves)
 
 
-def _seen_form(record: Record, storages: dict[TensorRef, int]) -> Variant | None:
-    """What was seen of an operation's low-memory form, without its weights."""
-    if record.form is None:
+def _seen_variant(record: Record, storages: dict[TensorRef, int]) -> Variant | None:
+    """What was seen of an operation's low-memory variant, without its weights."""
+    if record.variant is None:
         return None
-    saves = dict.fromkeys(storages[s.tensor] for s in _saves_of_form(record.form, storages) if s.tensor is not None)
-    return Variant(saves=tuple(saves), internal_bytes=record.form.internal_bytes)
+    saves = dict.fromkeys(
+        storages[s.tensor] for s in _saves_of_variant(record.variant, storages) if s.tensor is not None
+    )
+    return Variant(saves=tuple(saves), internal_bytes=record.variant.internal_bytes)
 
 
 _OF_VARIANT = ("scratch_bytes", "forward_seconds", "backward_seconds", "repeat_seconds")
@@ -234,14 +236,14 @@ _OF_OPERATION = ("forward_flops", "backward_flops", "again_seconds", "again_flop
 
 
 def _operation(
-    record: Record, live: LiveGradients, in_form: LiveGradients, of_plain: LiveGradients, seen: dict[str, Any]
+    record: Record, live: LiveGradients, in_variant: LiveGradients, of_plain: LiveGradients, seen: dict[str, Any]
 ) -> Operation:
     node, weights = record.node, record.weights
     costs: dict[str, Any] = {name: getattr(weights, name) for name in _OF_OPERATION}
-    form: Variant | None = seen.pop("low_memory")
-    if form is not None and weights.low_memory is not None:
+    variant: Variant | None = seen.pop("low_memory")
+    if variant is not None and weights.low_memory is not None:
         own = {name: getattr(weights.low_memory, name) for name in _OF_VARIANT}
-        form = replace(form, backward_bytes=in_form.during, late_bytes=in_form.late, **own, **costs)
+        variant = replace(variant, backward_bytes=in_variant.during, late_bytes=in_variant.late, **own, **costs)
     costs |= {name: getattr(weights, name) for name in (*_OF_VARIANT, "plain_scratch_bytes")}
     internal = record.saved.internal_bytes if weights.internal_bytes is None else weights.internal_bytes
     return Operation(
@@ -253,7 +255,7 @@ def _operation(
         gradient_bytes=live.first,
         backward_bytes=live.during,
         late_bytes=live.late,
-        low_memory=form,
+        low_memory=variant,
         plain_backward_bytes=None if weights.plain_working_bytes is None else of_plain.during,
         **costs,
         **seen,

@@ -22,7 +22,7 @@ from .forward.location import scope
 
 ParseGraph = Callable[..., Any]
 
-FORMS = (
+VARIANTS = (
     "a torch.fx.Graph or GraphModule, a torch.export.ExportedProgram, an ogc.GraphBuilder, or "
     "(networkx.MultiDiGraph, source, target)"
 )
@@ -170,7 +170,7 @@ def _forward_of(model: torch.nn.Module, made: Any, args: tuple[Any, ...], kwargs
             raise ParseError("the GraphBuilder that parse_graph returned has no output; end it with .output(...)")
         return CustomForward(model, made.graph)
     described = f"({', '.join(type(x).__name__ for x in made)})" if isinstance(made, tuple) else type(made).__name__
-    raise InputError(f"parse_graph must return {FORMS}; it returned {described}")
+    raise InputError(f"parse_graph must return {VARIANTS}; it returned {described}")
 
 
 def _signature(inputs: list[Node]) -> inspect.Signature:

@@ -20,10 +20,10 @@ from .custom import CustomForward
 from .forward.flat import FlatForward, raise_own_error, state_of
 from .forward.location import running
 from .forward.patches import seen_as_recorded
-from .judge import judge
 from .leaves import Leaves
 from .recorder import record
 from .traced import FrontEnd, OpaqueError, RecordAgain, Traced
+from .verify import verify
 
 front_end: FrontEnd = record
 """The one in use."""
@@ -84,7 +84,7 @@ def _program(sample: Sample, run: Callable[..., Any], is_custom: bool, leaves: L
         raise OpaqueError(f"what a module reads is written while the forward runs: {reasons}", observer.mixed)
     if writes and not is_custom:
         return _settled(sample, run, traced, observer, writes, leaves, is_careful)
-    return replace(_judged(sample, traced, run), reads=observer.reads())
+    return replace(_verified(sample, traced, run), reads=observer.reads())
 
 
 def _settled(
@@ -115,7 +115,7 @@ def _settled(
                 _refuse_writes(observer, again or writes, "each call" if again else "its first call")
             lasting = [write for write in writes if (write.owner.number, write.key) not in observer.effects]
             reads = observer.reads(lasting)
-            return replace(_judged(sample, traced, run), reads=reads, cold=cold if lasting else None)
+            return replace(_verified(sample, traced, run), reads=reads, cold=cold if lasting else None)
 
 
 def _refuse_writes(observer: Observer, writes: list[Write], when: str) -> NoReturn:
@@ -128,8 +128,8 @@ def _refuse_writes(observer: Observer, writes: list[Write], when: str) -> NoRetu
     )
 
 
-def _judged(sample: Sample, traced: Traced, run: Callable[..., Any]) -> Traced:
-    calls = judge(sample, traced, run)
+def _verified(sample: Sample, traced: Traced, run: Callable[..., Any]) -> Traced:
+    calls = verify(sample, traced, run)
     return replace(with_expected(sample, traced), python_calls=calls.count)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.fx.node import map_arg
 
 from ..errors import InputError
-from ..program.program import CONSTANT, OUTSIDE, Rest, get_attribute, losses_among, tensor_leaves
+from ..program.program import CONSTANT, OUTSIDE, AfterForward, get_attribute, losses_among, tensor_leaves
 from ..program.structures import InputSpec
 from ..torch_state.no_trace import untouched
 from ..torch_state.settings import cuda_devices
@@ -30,7 +30,7 @@ from .traced import StepEnd, Traced, forget_calls, without_unused
 def with_step_end(
     sample: Sample,
     traced: Traced,
-    rest: Rest,
+    rest: AfterForward,
     record: Callable[[Sample, None, Leaves], Traced] = faithful_program,
 ) -> Traced:
     """A forward's program with what the step does beyond it, which ``record`` writes down.

@@ -18,7 +18,7 @@ from ..operators.registry import out_of_place
 from ..optional import optional
 from ..plan.simulate import plain_peak
 from ..program.leaf import Leaf
-from ..program.program import OUTSIDE, Loss, Rest
+from ..program.program import OUTSIDE, AfterForward, Loss
 from ..program.structures import autocast_state
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.dispatch import run_in
@@ -30,14 +30,14 @@ from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
-from .judge import judge_on_other_inputs
 from .leaves import LeafModules, Leaves, refuse_chance, why_not_repeatable
 from .loss import modules_of, with_step_end
 from .passes.calls import Bindings, Unfolding, share_casts
 from .passes.lifetimes import unused_memory
 from .passes.writes import copy_after_last_write, run_out_of_place, save_operands
 from .traced import READS, OpaqueError, Traced, forget_calls, without_unused
-from .weigh.estimate import Estimator, Forms
+from .verify import verify_on_other_inputs
+from .weigh.estimate import Estimator, Variants
 from .weigh.host import choice_seconds
 from .weigh.measure import Measurer, Profiler, weigh
 from .weigh.record import Observation, Record, Visit, observe
@@ -93,8 +93,8 @@ def parse(
             do kernels of attention. By default the one here, or else an A100 with 40 GB. Known names:
             :data:`ogc.operators.gpus.GPUS`.
         rewrite: ``rewrite(graph, device)`` changes the program before it is planned, a ``torch.fx.Graph``; results may
-            differ in the last bits. ``ogc.rewrites.slicing.Slices(stretches, slices)`` is one, which runs some of
-            ``graph.stretches`` of the same model, forward and backward, in so many slices of the batch.
+            differ in the last bits. ``ogc.rewrites.chunking.Chunks(regions, chunks)`` is one, which runs some of
+            ``graph.regions`` of the same model, forward and backward, in so many chunks of the batch.
         plain_peak_bytes: of the plain model; where the graph is another program, it is found anew unless it is given.
         leaf_modules: names and types of submodules to call as they are, hooks and all, each call one operation. What
             cannot be replayed by operators (control flow on data, custom autograd functions, hooks, scripted code)
@@ -121,7 +121,7 @@ def parse(
     check_gpu(gpu, target)
     make = parse_graph_of(model, parse_graph)
     leaves = Leaves(model, leaf_modules, repeatable_leaves)
-    rest = Rest(loss, holds_outputs, outputs)
+    rest = AfterForward(loss, holds_outputs, outputs)
     visit = partial(visited, model, profiler_of(kind, target, home, gpu), leaves)
     is_elsewhere = contents is not None or home.type != target.type
     with (
@@ -133,7 +133,7 @@ def parse(
         while True:
             recorded = record_program(sample, make, leaves)
             try:
-                judge_on_other_inputs(sample, recorded, is_own=make is None and recorded.cold is None)
+                verify_on_other_inputs(sample, recorded, is_own=make is None and recorded.cold is None)
                 whole = with_step_end(sample, recorded, rest)
                 traced, observation = lower(sample, whole, target, visit, rewrite)
                 break
@@ -210,12 +210,12 @@ def planned_form(
     unused = unused_memory(recorded.graph, program)
     run_out_of_place(program)
     share_casts(program)
-    unfolding, forms, bindings = Unfolding(), Forms(device), Bindings()
+    unfolding, variants, bindings = Unfolding(), Variants(device), Bindings()
 
     def visit_and_meet(record: Record, args: Any, kwargs: Any) -> None:
         if OUTSIDE in record.node.meta:
             return visit(record, args, kwargs)
-        record.form = forms.of(record, args, kwargs)
+        record.variant = variants.of(record, args, kwargs)
         for target in filter(None, (record.node.target, out_of_place(record.node.target))):
             if binding := bindings.of(target, args, kwargs):
                 record.bindings[target] = binding

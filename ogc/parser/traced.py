@@ -12,7 +12,7 @@ import torch
 from ..errors import ParseError
 from ..operators.registry import updates_statistics
 from ..program.leaf import Leaf
-from ..program.program import Guards, Rest
+from ..program.program import AfterForward, Guards
 from ..program.structures import OutputSpec
 from ..torch_state.private import schema_of
 from ..torch_state.reads import Reads
@@ -45,7 +45,7 @@ class History(NamedTuple):
 
 
 class FrontEnd(Protocol):
-    """Turns a forward into a program; :mod:`ogc.parser.faithful` names the one in use and has its program judged."""
+    """Turns a forward into a program; :mod:`ogc.parser.faithful` names the one in use and has its program verified."""
 
     def __call__(self, sample: Sample, forward: Callable[..., Any], leaves: set[str], is_careful: bool) -> Traced:
         """Run ``forward`` once on the arguments of ``sample`` and return what it computed.
@@ -72,7 +72,7 @@ class StepEnd:
 
     starts: tuple[int, ...]  # the numbers of the outputs at which the backward starts
     # what was said of that; a loss gives one output more, the last, and its calls are part of the program
-    rest: Rest = field(default_factory=Rest)
+    rest: AfterForward = field(default_factory=AfterForward)
 
     @property
     def has_loss(self) -> bool:

@@ -15,16 +15,16 @@ from ..errors import PlanError
 from ..graph import Graph
 
 
-class Fate(IntEnum):
+class Policy(IntEnum):
     """The policy of one value. One without is saved where it crosses a cut, and else recomputed with its segment."""
 
-    KEPT = 1
+    SAVED = 1
     """Saved although a recomputed segment alone uses it: what makes it is not recomputed for that segment."""
-    REMADE = 2
+    RECOMPUTED = 2
     """Not saved although it crosses a cut: every run that needs it recomputes it, however far back that lies."""
 
 
-Fates = tuple[tuple[int, Fate], ...]
+Policies = tuple[tuple[int, Policy], ...]
 """Values and their policies, by ascending value."""
 
 
@@ -34,13 +34,13 @@ class Segment:
 
     Without ``parts`` the segment is saved, as by plain autograd. With them it is recomputed: its first run saves only
     what later segments need, and before its backward it is run again as its parts say, each saved or recomputed in
-    turn. One level of checkpointing is a segment with one saved part. ``fates`` hold in its runs and its parts'.
+    turn. One level of checkpointing is a segment with one saved part. ``policies`` hold in its runs and its parts'.
     """
 
     start: int
     stop: int
     parts: tuple[Segment, ...] = ()
-    fates: Fates = ()
+    policies: Policies = ()
 
     @property
     def depth(self) -> int:
@@ -50,7 +50,7 @@ class Segment:
     @property
     def kept(self) -> tuple[int, ...]:
         """The values that the first run saves although the segment alone uses them, ascending."""
-        return _with(Fate.KEPT, self.fates)
+        return _with(Policy.SAVED, self.policies)
 
 
 class Decided(Protocol):
@@ -66,13 +66,13 @@ class Decisions:
 
     Attributes:
         segments: in program order; they cover the program.
-        fates: policies of single values in every run; they override those of segments.
+        policies: policies of single values in every run; they override those of segments.
         low_memory: operations that run as their low-memory variant, ascending; all others are PyTorch's own operators.
         is_plain: whether the model itself is to be run.
     """
 
     segments: tuple[Segment, ...]
-    fates: Fates = ()
+    policies: Policies = ()
     low_memory: tuple[int, ...] = ()
     is_plain: bool = False
 
@@ -84,24 +84,24 @@ class Decisions:
         return cls(tuple(plan)) if isinstance(plan, Iterable) else plan.decisions
 
     def remaking(self, values: Iterable[int]) -> Decisions:
-        """These decisions, but with the values :attr:`Fate.REMADE`."""
-        fates = {**dict(self.fates), **dict.fromkeys(values, Fate.REMADE)}
-        return replace(self, fates=tuple(sorted(fates.items())))
+        """These decisions, but with the values :attr:`Policy.RECOMPUTED`."""
+        policies = {**dict(self.policies), **dict.fromkeys(values, Policy.RECOMPUTED)}
+        return replace(self, policies=tuple(sorted(policies.items())))
 
     @property
     def remade(self) -> tuple[int, ...]:
         """The values that are not saved where they cross a cut, ascending."""
-        return _with(Fate.REMADE, self.fates)
+        return _with(Policy.RECOMPUTED, self.policies)
 
     @property
     def kept(self) -> frozenset[int]:
         """The values that the forward saves although a recomputed segment alone uses them."""
-        return frozenset(_with(Fate.KEPT, chain(self.fates, *(segment.fates for segment in self.segments))))
+        return frozenset(_with(Policy.SAVED, chain(self.policies, *(segment.policies for segment in self.segments))))
 
     def check(self, graph: Graph) -> None:
         """Raise PlanError unless the segments cover the graph, cut at its cuts, and each value can have its policy."""
         _check_level(graph, set(graph.cuts), self.segments, 0, len(graph))
-        for v, _ in self.fates:
+        for v, _ in self.policies:
             if not 0 <= v < len(graph.values):
                 raise PlanError(f"the plan decides on value {v}, which the graph lacks")
         for t in self.low_memory:
@@ -116,7 +116,7 @@ def saved(start: int, stop: int) -> Segment:
 
 def recomputed(start: int, stop: int, *parts: Segment, kept: Iterable[int] = ()) -> Segment:
     """A segment that is recomputed, through ``parts`` or, without them, at once, but for the values ``kept``."""
-    return Segment(start, stop, parts or (Segment(start, stop),), tuple((v, Fate.KEPT) for v in sorted(kept)))
+    return Segment(start, stop, parts or (Segment(start, stop),), tuple((v, Policy.SAVED) for v in sorted(kept)))
 
 
 def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[Segment, ...]:
@@ -135,8 +135,8 @@ def up_to(segments: Iterable[Segment], stop: int) -> tuple[Segment, ...]:
     )
 
 
-def _with(wanted: Fate, fates: Iterable[tuple[int, Fate]]) -> tuple[int, ...]:
-    return tuple(v for v, fate in fates if fate is wanted)
+def _with(wanted: Policy, policies: Iterable[tuple[int, Policy]]) -> tuple[int, ...]:
+    return tuple(v for v, policy in policies if policy is wanted)
 
 
 def _check_level(graph: Graph, allowed: set[int], segments: Sequence[Segment], start: int, stop: int) -> None:
@@ -146,7 +146,7 @@ def _check_level(graph: Graph, allowed: set[int], segments: Sequence[Segment], s
     for segment in segments:
         if segment.stop <= segment.start or segment.stop not in allowed:
             raise PlanError(f"position {segment.stop} is no cut of this graph after {segment.start}; see Graph.cuts")
-        for v, _ in segment.fates:
+        for v, _ in segment.policies:
             made = 0 <= v < len(graph.values) and segment.start <= graph.producers[v] < segment.stop
             if not (made and segment.parts):
                 raise PlanError(f"segment {segment.start}-{segment.stop - 1} does not make value {v} again")

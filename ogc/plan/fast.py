@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..graph import Graph, Operation
-from .decisions import Decisions, Fates, Segment
+from .decisions import Decisions, Policies, Segment
 from .schedule import with_saved_end
 from .simulate import simulate
 
@@ -78,11 +78,11 @@ class Replay:
         columns = start, stop, parent, is_recomputed = array("i"), array("i"), array("i"), array("B")
         segment, value, kind = array("i"), array("i"), array("B")
 
-        def add(number: int, fates: Fates) -> None:
-            for v, fate in fates:
+        def add(number: int, policies: Policies) -> None:
+            for v, policy in policies:
                 segment.append(number)
                 value.append(v)
-                kind.append(fate)
+                kind.append(policy)
 
         def flatten(segments: Iterable[Segment], around: int) -> None:
             for one in segments:
@@ -91,10 +91,10 @@ class Replay:
                 stop.append(one.stop)
                 parent.append(around)
                 is_recomputed.append(bool(one.parts))
-                add(number, one.fates)
+                add(number, one.policies)
                 flatten(one.parts, number)
 
-        add(-1, decisions.fates)
+        add(-1, decisions.policies)
         flatten(with_saved_end(graph, decisions.segments), -1)
         is_low = array("B", bytes(len(graph)))
         for t in decisions.low_memory:

@@ -172,9 +172,9 @@ class Plan:
             solver=self.solver,
             budget_bytes=self.budget_bytes,
             max_overhead=self.max_overhead,
-            slices=graph.slices,
-            stretches=graph.sliced,
-            unsliced=None if graph.unsliced is None else Fingerprint.of(graph.unsliced),
+            chunks=graph.chunks,
+            regions=graph.chunked,
+            unchunked=None if graph.unchunked is None else Fingerprint.of(graph.unchunked),
             about={"device": graph.device, "profile": graph.profile, **{name: getattr(self, name) for name in costs}},
         )
 
@@ -299,7 +299,7 @@ def load_plan(path: str | os.PathLike[str], graph: Graph) -> Plan:
     Args:
         path: of the file.
         graph: from :func:`ogc.parse`, with the same arguments as when the plan was made; the simulator weighs the
-            plan on it. One of :func:`ogc.slice_batch`, or one part's of several, is planned through
+            plan on it. One of :func:`ogc.chunk_batch`, or one part's of several, is planned through
             ``ogc.optimize(model, sample_input, plan=path)``.
 
     Returns:
@@ -350,10 +350,10 @@ def plan_on(graph: Graph, saved: SavedPlan, source: str = "the plan") -> Plan:
             "ogc.optimize(model, sample_input, plan=...)"
         )
     (only,) = saved.plans
-    if saved.stretches and (saved.slices, saved.stretches) != (graph.slices, graph.sliced):
+    if saved.regions and (saved.chunks, saved.regions) != (graph.chunks, graph.chunked):
         raise PlanError(
-            f"{source} is for {len(saved.stretches)} stretches in {saved.slices} slices of the batch, which this graph "
-            f"does not run so; use ogc.optimize(model, sample_input, batch_slices={saved.slices}, plan=...)"
+            f"{source} is for {len(saved.regions)} regions in {saved.chunks} chunks of the batch, which this graph "
+            f"does not run so; use ogc.optimize(model, sample_input, chunks={saved.chunks}, plan=...)"
         )
     plan = restored(graph, only, saved, source)
     return replace(plan, budget_bytes=saved.budget_bytes, max_overhead=saved.max_overhead)

@@ -1,7 +1,7 @@
 """Plans as text: decisions, each with the fingerprint of the graph that it is for.
 
-One format holds both kinds: the plan of a graph, sliced or not, and those of a model in parts. What plans cost is noted
-for readers; the simulator weighs a plan that is loaded.
+One format holds both kinds: the plan of a graph, chunked or not, and those of a model in parts. Costs are noted for
+readers; the simulator weighs a plan that is loaded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 from ..errors import PlanError
 from ..graph import Graph
-from .decisions import Decisions, Fate, Fates, Segment
+from .decisions import Decisions, Policies, Policy, Segment
 
 log = logging.getLogger(__name__)
 
-FORMAT, VERSION = "ogc plan", 1
+FORMAT, VERSION = "ogc plan", 2
 
 WHOLE, PARTS = "plan", "parts"
 """What a text holds: a plan, or the plans of a model's parts."""
@@ -106,8 +106,8 @@ class SavedPlan:
         kind: what they are.
         solver: the name of the solver that chose them.
         budget_bytes, max_overhead: what was asked for.
-        slices: into how many slices regions divide the batch, 1 for none.
-        stretches: the first and last operation of each of these, in the graph without slices.
+        chunks: into how many chunks regions divide the batch, 1 for none.
+        regions: the first and last operation of each of these, in the graph without chunks.
         unsliced: the fingerprint of that graph, if there are some.
         idle: parts for which no plan is better than the plain module.
         torch: the version that it was made with.
@@ -119,9 +119,9 @@ class SavedPlan:
     solver: str = ""
     budget_bytes: int | None = None
     max_overhead: float | None = None
-    slices: int = 1
-    stretches: tuple[tuple[str, str], ...] = ()
-    unsliced: Fingerprint | None = None
+    chunks: int = 1
+    regions: tuple[tuple[str, str], ...] = ()
+    unchunked: Fingerprint | None = None
     idle: tuple[SavedDecisions, ...] = ()
     torch: str | None = field(default_factory=torch_version, compare=False)
     about: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -130,7 +130,7 @@ class SavedPlan:
     def text(self) -> str:
         """It as JSON."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)[1:]}
-        plain["unsliced"] = self.unsliced and asdict(self.unsliced)
+        plain["unchunked"] = self.unchunked and asdict(self.unchunked)
         lists = {name: list(map(_written, getattr(self, name))) for name in ("idle", "plans")}
         return json.dumps({"format": FORMAT, "version": VERSION, **plain, **lists}, indent=1) + "\n"
 
@@ -201,7 +201,7 @@ def _written(plan: SavedDecisions) -> dict[str, Any]:
         "fingerprint": asdict(plan.fingerprint),
         "is_plain": decisions.is_plain,
         "low_memory": decisions.low_memory,
-        "fates": _written_fates(decisions.fates),
+        "policies": _written_policies(decisions.policies),
         "segments": list(map(_written_segment, decisions.segments)),
     }
 
@@ -210,11 +210,11 @@ def _written_segment(segment: Segment) -> dict[str, Any]:
     found: dict[str, Any] = {"operations": [segment.start, segment.stop]}
     if segment.parts:
         found["parts"] = list(map(_written_segment, segment.parts))
-    return {**found, "fates": _written_fates(segment.fates)} if segment.fates else found
+    return {**found, "policies": _written_policies(segment.policies)} if segment.policies else found
 
 
-def _written_fates(fates: Fates) -> dict[str, str]:
-    return {str(v): fate.name.lower() for v, fate in fates}
+def _written_policies(policies: Policies) -> dict[str, str]:
+    return {str(v): policy.name.lower() for v, policy in policies}
 
 
 def _read(found: Mapping[str, Any]) -> SavedPlan:
@@ -228,9 +228,9 @@ def _read(found: Mapping[str, Any]) -> SavedPlan:
         _text(found["solver"]),
         None if budget is None else index(budget),
         None if share is None else float(share),
-        index(found["slices"]),
-        tuple((_text(first), _text(last)) for first, last in found["stretches"]),
-        _read_fingerprint(found["unsliced"]) if found["stretches"] else None,
+        index(found["chunks"]),
+        tuple((_text(first), _text(last)) for first, last in found["regions"]),
+        _read_fingerprint(found["unchunked"]) if found["regions"] else None,
         tuple(map(_read_decisions, found["idle"])),
         None if found["torch"] is None else _text(found["torch"]),
         dict(found["about"]),
@@ -240,7 +240,7 @@ def _read(found: Mapping[str, Any]) -> SavedPlan:
 def _read_decisions(found: Mapping[str, Any]) -> SavedDecisions:
     decisions = Decisions(
         _read_segments(found["segments"]),
-        _read_fates(found["fates"]),
+        _read_policies(found["policies"]),
         tuple(sorted(map(index, found["low_memory"]))),
         bool(found["is_plain"]),
     )
@@ -255,12 +255,14 @@ def _read_segments(found: Iterable[Mapping[str, Any]]) -> tuple[Segment, ...]:
     segments = []
     for one in found:
         start, stop = map(index, one["operations"])
-        segments.append(Segment(start, stop, _read_segments(one.get("parts", ())), _read_fates(one.get("fates", {}))))
+        segments.append(
+            Segment(start, stop, _read_segments(one.get("parts", ())), _read_policies(one.get("policies", {})))
+        )
     return tuple(segments)
 
 
-def _read_fates(found: Mapping[str, str]) -> Fates:
-    return tuple(sorted((int(v), Fate[fate.upper()]) for v, fate in found.items()))
+def _read_policies(found: Mapping[str, str]) -> Policies:
+    return tuple(sorted((int(v), Policy[policy.upper()]) for v, policy in found.items()))
 
 
 def _text(found: Any) -> str:

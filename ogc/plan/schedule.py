@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ..errors import PlanError
 from ..graph import Graph
-from .decisions import Decided, Decisions, Fate, Segment, saved, up_to
+from .decisions import Decided, Decisions, Policy, Segment, saved, up_to
 
 FORWARD = 0
 
@@ -29,7 +29,7 @@ class Run:
     Attributes:
         start, stop: the region of the program.
         parent: the run around this one; None for the forward.
-        fates: policies of values in this run; what is decided around it overrides what is decided inside.
+        policies: policies of values in this run; what is decided around it overrides what is decided inside.
         leaves: saved segments (start, stop) whose backward this run supplies, in program order.
         children: the runs of its recomputed parts, in program order.
         program: the operations that are run, in order, without those whose results nobody needs.
@@ -40,7 +40,7 @@ class Run:
     start: int
     stop: int
     parent: int | None = None
-    fates: Mapping[int, Fate] = field(default_factory=dict)
+    policies: Mapping[int, Policy] = field(default_factory=dict)
     leaves: list[tuple[int, int]] = field(default_factory=list)
     children: list[int] = field(default_factory=list)
     program: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class Schedule:
     def __init__(self, graph: Graph, decisions: Decisions) -> None:
         decisions.check(graph)
         self.graph = graph = graph.with_variants(decisions.low_memory)
-        self.runs: list[Run] = [Run(0, len(graph), fates=dict(decisions.fates))]
+        self.runs: list[Run] = [Run(0, len(graph), policies=dict(decisions.policies))]
         self.keeps_internals = graph.keeps_internals_with(decisions.kept)
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
         self._visit(FORWARD, with_saved_end(graph, decisions.segments))
@@ -94,7 +94,7 @@ class Schedule:
         """
         decisions = Decisions.of(plan)
         if decisions.is_plain and graph.plain_peak_bytes is not None:
-            raise PlanError(f"this graph runs slice by slice, so {lacks}")
+            raise PlanError(f"this graph runs chunk by chunk, so {lacks}")
         return cls(graph.of_the_plain_model if decisions.is_plain else graph, decisions)
 
     def _visit(self, number: int, segments: Sequence[Segment]) -> None:
@@ -102,8 +102,8 @@ class Schedule:
         for segment in reversed(segments):
             if segment.parts:
                 child = len(self.runs)
-                fates = {**dict(segment.fates), **run.fates} if segment.fates else run.fates
-                self.runs.append(Run(segment.start, segment.stop, number, fates))
+                policies = {**dict(segment.policies), **run.policies} if segment.policies else run.policies
+                self.runs.append(Run(segment.start, segment.stop, number, policies))
                 run.children.insert(0, child)
                 self._visit(child, segment.parts)
             else:
@@ -145,12 +145,12 @@ class Schedule:
 
     def _is_remade(self, run: Run, v: int) -> bool:
         """Whether a run that needs a value recomputes it, rather than find it still there."""
-        match run.fates.get(v):
+        match run.policies.get(v):
             case None:  # what is used beyond the region is there from then
                 return self.graph.producers[v] >= run.start and self.graph.last_uses[v] < run.stop
-            case Fate.KEPT:
+            case Policy.SAVED:
                 return False
-            case Fate.REMADE:
+            case Policy.RECOMPUTED:
                 return True
 
     @cached_property

@@ -1,1 +1,1 @@
-"""How plans come to be, beside the search: for other calls, in slices, compiled, saved before, agreed among ranks."""
+"""How plans come to be, beside the search: for other calls, in chunks, compiled, saved before, agreed among ranks."""

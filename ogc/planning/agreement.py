@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 def agreed_plan(graph: Graph, asked: object, make: Callable[[], Plan]) -> Plan:
-    """The plan of the rank that was the first to plan an equal graph by the same wish.
+    """The plan of the rank that was the first to plan an equal graph by the same goal.
 
     Args:
         graph: weighed on this rank; times do not count.
-        asked: the wish; its text counts.
+        asked: the goal; its text counts.
         make: plans; called where no rank has a plan yet.
     """
     made: list[Plan] = []

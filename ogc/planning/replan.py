@@ -14,13 +14,13 @@ import torch
 
 from ..errors import ParseError, SolveError
 from ..graph import Graph
-from ..parser import carry_over, hooked_modules
+from ..parser import hooked_modules, reuse
 from ..plan import simulate
 from ..plan.plan import Plan
 from ..plan.simulate import plain_peak
 from ..program.structures import Call, InputSpec
-from ..solver import Budget, Wish
-from ..solver.wish import in_bytes
+from ..solver import Budget, Goal
+from ..solver.goal import in_bytes
 from ..torch_state.ranks import has_inner_units
 
 log = logging.getLogger(__name__)
@@ -29,21 +29,21 @@ Make = Callable[[torch.nn.Module, Any, "Budget | None"], "tuple[Graph, Plan]"]
 """Parses a model with a sample input and plans within a budget."""
 
 Meets = Callable[[Graph, Plan], bool]
-"""Whether a plan keeps the wish where a graph, weighed for that, is computed."""
+"""Whether a plan keeps the goal where a graph, weighed for that, is computed."""
 
 
-def meets(wish: Wish) -> Meets | None:
-    """What tells whether a plan meets a wish; None for a wish for nothing in particular."""
+def meets(goal: Goal) -> Meets | None:
+    """What tells whether a plan meets a goal; None for a goal for nothing in particular."""
 
     def keeps(graph: Graph, plan: Plan) -> bool:
         cost = None if plan.is_plain else simulate(graph, plan)
-        if wish.max_overhead is not None:
-            return (cost.added_seconds if cost else 0.0) <= wish.max_overhead * graph.step_seconds
+        if goal.max_overhead is not None:
+            return (cost.added_seconds if cost else 0.0) <= goal.max_overhead * graph.step_seconds
         plain = plain_peak(graph)
-        budget = wish.budget_bytes(plain)
+        budget = goal.budget_bytes(plain)
         return budget is None or (cost.peak_bytes if cost else plain) <= budget
 
-    return keeps if wish else None
+    return keeps if goal else None
 
 
 _ADVICE = {
@@ -56,11 +56,11 @@ _ADVICE = {
 
 @dataclass(frozen=True, eq=False)
 class Replanner:
-    """Carries plans over to other sizes and, given ``make``, makes plans for any other call.
+    """Reuses plans to other sizes and, given ``make``, makes plans for any other call.
 
     A budget in bytes stays one, a share is one of that call's own plain peak, and an overhead one of its own time: a
-    plan that does not keep them is not carried over, as ``keeps`` tells. Where a budget cannot be met, the plan is the
-    one with the least peak; one that misses its share is carried over like those without a wish. No plan is made for
+    plan that does not keep them is not reused, as ``keeps`` tells. Where a budget cannot be met, the plan is the
+    one with the least peak; one that misses its share is reused like those without a goal. No plan is made for
     hooks that submodules did not have when the model was optimized (``hooked`` had some): making it would run them
     several times. ``units`` plans a model that was sharded.
     """
@@ -78,8 +78,8 @@ class Replanner:
         log.warning("the model was sharded since it was optimized: its units are planned one by one")
         return self.units(model)
 
-    def carry_over(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
-        """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the wish."""
+    def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
+        """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the goal."""
         is_in_bytes = in_bytes(self.budget)
         inputs = InputSpec.of(call.args, call.kwargs)[0], graph.program.inputs
         sizes, planned = ([spec.shape for spec in given.tensors] for given in inputs)
@@ -91,19 +91,19 @@ class Replanner:
         missed = isinstance(self.budget, float) and plan.budget_bytes is None  # where it was made
         keeps = None if missed else self.keeps
         try:
-            carried = carry_over(model, graph, call, weighed=keeps is not None)
+            reused = reuse(model, graph, call, weighed=keeps is not None)
             if keeps is None:
-                simulate(carried, plan)  # refuses a plan that the graph does not allow
-            elif not keeps(carried, plan):
-                log.info("the plan is not carried over: it would not keep to the wish")
+                simulate(reused, plan)  # refuses a plan that the graph does not allow
+            elif not keeps(reused, plan):
+                log.info("the plan is not reused: it would not keep to the goal")
                 return None
         except Exception as error:  # if the call is broken, so is the plain model's
-            log.info("the plan is not carried over: %s", error)
+            log.info("the plan is not reused: %s", error)
             return None
-        return carried
+        return reused
 
     def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
-        """A graph and a plan for the call, by the wish that the module was optimised for."""
+        """A graph and a plan for the call, by the goal that the module was optimised for."""
         if self.make is None:
             return None
         for name in sorted(hooked_modules(dict(model.named_modules(remove_duplicate=False)))):

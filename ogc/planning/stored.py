@@ -16,7 +16,7 @@ from ..graph import Graph
 from ..parser.weigh.measure import times_kept_in
 from ..plan import Fingerprint, Plan, SavedPlan, plan_on
 from ..plan.saving import PARTS, VERSION
-from ..solver import Wish
+from ..solver import Goal
 from .replan import meets
 
 log = logging.getLogger(__name__)
@@ -113,64 +113,62 @@ class Store:
 NOWHERE = Store()
 
 
-def key_of(kind: str, what: object, wish: Wish, solver: str, *more: object) -> str:
+def key_of(kind: str, what: object, goal: Goal, solver: str, *more: object) -> str:
     """The name of what is kept for a goal; ``what`` tells graphs from others, but not what operations take here."""
-    budget = wish.budget_bytes(1) if wish.is_in_bytes else wish.memory_budget
-    asked = kind, VERSION, wish.is_in_bytes, budget, wish.max_overhead, solver, *more
+    budget = goal.budget_bytes(1) if goal.is_in_bytes else goal.memory_budget
+    asked = kind, VERSION, goal.is_in_bytes, budget, goal.max_overhead, solver, *more
     return f"{kind}-{sha256(repr((what, *asked)).encode()).hexdigest()[:32]}"
 
 
 def taken_up(
     saved: SavedPlan,
     graph: Graph,
-    wish: Wish,
-    slices: int,
-    sliced_along: Callable[[tuple[tuple[str, str], ...]], Graph],
+    goal: Goal,
+    chunks: int,
+    chunked_along: Callable[[tuple[tuple[str, str], ...]], Graph],
 ) -> tuple[Graph, Plan] | None:
     """A plan that was saved, for a graph that it was made for, without a search; and the graph that it runs on.
 
     Args:
         saved: the plan.
-        graph: without slices.
-        wish: that it has to keep.
-        slices: that are allowed.
-        sliced_along: gives the graph with stretches in slices.
+        graph: without chunks.
+        goal: that it has to keep.
+        chunks: that are allowed.
+        sliced_along: gives the graph with regions in chunks.
 
     Returns:
-        None, and a warning in the log, if it does not keep the wish here.
+        None, and a warning in the log, if it does not keep the goal here.
 
     Raises:
-        PlanError: it does not fit the graph, or needs slices that are not allowed.
+        PlanError: it does not fit the graph, or needs chunks that are not allowed.
     """
     if saved.kind == PARTS:
         raise PlanError("the plan is for a model in parts, but this one is planned as a whole")
-    if saved.unsliced is not None:
-        if difference := saved.unsliced.difference(Fingerprint.of(graph)):
+    if saved.unchunked is not None:
+        if difference := saved.unchunked.difference(Fingerprint.of(graph)):
             raise PlanError(f"the plan does not fit the graph, which has {difference}")
-        if saved.slices != slices:
-            raise PlanError(
-                f"the plan runs stretches in {saved.slices} slices of the batch; give batch_slices= so many"
-            )
-        graph = sliced_along(saved.stretches)
+        if saved.chunks != chunks:
+            raise PlanError(f"the plan runs regions in {saved.chunks} chunks of the batch; give chunks= so many")
+        graph = chunked_along(saved.regions)
     plan = plan_on(graph, saved)
-    plan = replace(plan, budget_bytes=wish.budget_bytes(plan.plain_peak_bytes), max_overhead=wish.max_overhead)
-    keeps = meets(tolerant(wish, graph))
+    plan = replace(plan, budget_bytes=goal.budget_bytes(plan.plain_peak_bytes), max_overhead=goal.max_overhead)
+    keeps = meets(tolerant(goal, graph))
     if keeps is None or keeps(graph, plan):
         return graph, plan
-    tell_broken(wish, plan.peak_bytes, plan.overhead)
+    tell_broken(goal, plan.peak_bytes, plan.overhead)
     return None
 
 
-def tolerant(wish: Wish, graph: Graph) -> Wish:
-    """The wish with a little more time than was asked for: sums of it are rounded, or it is measured anew."""
-    share, slack = wish.max_overhead, ROUNDING if graph.profile == "estimate" else NOISE
-    return wish if share is None else replace(wish, max_overhead=slack * share)
+def tolerant(goal: Goal, graph: Graph) -> Goal:
+    """The goal with a little more time than was asked for: sums of it are rounded, or it is measured anew."""
+    share, slack = goal.max_overhead, ROUNDING if graph.profile == "estimate" else NOISE
+    return goal if share is None else replace(goal, max_overhead=slack * share)
 
 
-def tell_broken(wish: Wish, peak_bytes: int, overhead: float) -> None:
-    """Say that a saved plan does not keep the wish."""
-    asked = "memory_budget" if wish.max_overhead is None else "max_overhead"
+def tell_broken(goal: Goal, peak_bytes: int, overhead: float) -> None:
+    """Say that a saved plan does not keep the goal."""
+    asked = "memory_budget" if goal.max_overhead is None else "max_overhead"
     log.warning(
         "a plan is made anew: the saved one peaks here at %.1f MB, with %.1f %% more time, and does not keep %s=%r",
-        *(peak_bytes / 1e6, 100 * overhead, asked, getattr(wish, asked)),
+        *(peak_bytes / 1e6, 100 * overhead, asked, getattr(goal, asked)),
     )

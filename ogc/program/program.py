@@ -27,7 +27,7 @@ Optimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], tor
 
 
 @dataclass(frozen=True)
-class Rest:
+class AfterForward:
     """How the caller goes on."""
 
     loss: Loss | None = None  # from what the backward starts; None to find that out
@@ -80,8 +80,8 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class LowMemoryForm:
-    """The low-memory form of an operation: what runs instead, and what autograd saves then, in order."""
+class LowMemoryVariant:
+    """The low-memory variant of an operation: what runs instead, and what autograd saves then, in order."""
 
     target: Any
     saves: tuple[Saved, ...]
@@ -101,14 +101,14 @@ class Program:
     storages: dict[TensorRef, int]  # the value number of each program tensor that is a value
     differentiable: frozenset[TensorRef]  # the program tensors that a backward through them leads on from
     random: frozenset[int]  # operations that draw random numbers
-    forms: dict[int, LowMemoryForm] = field(default_factory=dict)  # the low-memory forms of operations that have one
+    variants: dict[int, LowMemoryVariant] = field(default_factory=dict)  # low-memory ones, by operation
     # for operations that may take over a value's storage, the operator that does not
     out_of_place: dict[int, Any] = field(default_factory=dict)
     # for an operation and its operator, a function of PyTorch's that calls that sooner than ``torch.ops`` does
     bindings: dict[tuple[int, Any], str] = field(default_factory=dict)
     guards: Guards | None = None  # what Python read out of tensors, if anything
     parse_graph: Any = None  # the function that made the graph by hand, if one did
-    rest: Rest = field(default_factory=Rest)  # how the caller goes on
+    rest: AfterForward = field(default_factory=AfterForward)  # how the caller goes on
     # what Python read outside of tensors; the program holds where that is the same
     reads: Reads = field(default_factory=Reads)
     # what is read in a first call, run plain, that settles what all others read, if there is one

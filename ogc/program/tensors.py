@@ -188,7 +188,7 @@ def made_copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The numbers of tensors in groups, of which those in one lie in the same stretch of a storage."""
+    """The numbers of tensors in groups, of which those in one lie in the same region of a storage."""
     groups: list[list[int]] = []
     by_storage: dict[Any, list[int]] = {}
     for n, t in enumerate(tensors):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from ..operators.registry import low_memory_form, of, out_of_place
+from ..operators.registry import low_memory_variant, of, out_of_place
 from ..program.program import SHAPE
 from ..torch_state.private import OpOverload, schema_of
 from .rules import Along, along, rule_of
@@ -21,7 +21,7 @@ LONGEST = 150
 """Operations of a block; one more would be worth little, as it would run most of a model again."""
 
 HOLDS = 4
-"""So many times what it takes and gives is made inside of a block that is worth its slices."""
+"""So many times what it takes and gives is made inside of a block that is worth its chunks."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def copied_into(body: torch.fx.Graph, node: Node, copies: dict[Node, Node], axis
     new = body.node_copy(node, copies.__getitem__)
     if isinstance(node.target, OpOverload):
         target = out_of_place(node.target) or node.target
-        new.target = low_memory_form(target, device) or target
+        new.target = low_memory_variant(target, device) or target
     if (sizes := rule_of(node.target).sizes) is not None:
         shape = [*shape_of(node)]
         shape[axis] = -1

@@ -1,4 +1,4 @@
-"""Stretches of operators that run as code that torch.compile makes of them, forward and backward."""
+"""Regions of operators that run as code that torch.compile makes of them, forward and backward."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ..plan.decisions import Decisions, Segment, saved
 from ..plan.simulate import plain_peak
 from ..program.leaf import Region
 from ..program.program import SHARED, get_attribute
-from ..solver import Budget, Wish, solve
+from ..solver import Budget, Goal, solve
 from ..torch_state.private import OpOverload, schema_of
 from .blocks import place_of
 from .rules import rule_of
 
 log = logging.getLogger(__name__)
 
-Stretch = tuple[str, ...]
+RegionEnds = tuple[str, ...]
 """Names of operations."""
 
 GRADIENTS = 0.02
@@ -102,13 +102,13 @@ def _text(graph: torch.fx.Graph) -> str:
 class Compilation:
     """A rewrite: which regions are to run compiled, by the names of their operations, and what compiles them."""
 
-    stretches: tuple[Stretch, ...]
+    regions: tuple[RegionEnds, ...]
     compiler: Compiler
 
     def __call__(self, graph: torch.fx.Graph, device: torch.device) -> None:
         """Put a :class:`Compiled` in the place of each region that is there; others come as operators unfold."""
         by_name = {node.name: node for node in graph.nodes}
-        for names in self.stretches:
+        for names in self.regions:
             if by_name.keys() >= set(names):
                 _replace([by_name[name] for name in names], self.compiler)
 
@@ -206,20 +206,20 @@ def compile_plan(
     leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
     compiler, most = Compiler(backend), int(GRADIENTS * plan.peak_bytes)
     # The plain plan here is that of the compiled program; a share is one of the model's own peak.
-    budget = Wish(memory_budget).budget_bytes(plain_peak(graph))
+    budget = Goal(memory_budget).budget_bytes(plain_peak(graph))
 
-    def with_these(stretches: tuple[Stretch, ...]) -> tuple[Graph, Plan]:
-        given = {"rewrite": Compilation(stretches, compiler), "leaf_modules": leaves, **parsing}
+    def with_these(regions: tuple[RegionEnds, ...]) -> tuple[Graph, Plan]:
+        given = {"rewrite": Compilation(regions, compiler), "leaf_modules": leaves, **parsing}
         compiled = parse(model, sample_input, profile=graph.profile, **given)
         found = solve(replace(compiled, plain_peak_bytes=None), memory_budget=budget, max_overhead=max_overhead)
         decisions = Decisions((saved(0, len(compiled)),)) if found.is_plain else found.decisions
         return compiled, replace(make_plan(compiled, decisions, found.solver), budget_bytes=found.budget_bytes)
 
     def between(cuts: Iterable[int]) -> tuple[Graph, Plan]:
-        stretches = tuple(stretches_between(model, graph, cuts, most))
-        compiled, found = with_these(stretches)
-        quicker = tuple(those_that_gain(stretches, graph, compiled))
-        if quicker == stretches:
+        regions = tuple(regions_between(model, graph, cuts, most))
+        compiled, found = with_these(regions)
+        quicker = tuple(those_that_gain(regions, graph, compiled))
+        if quicker == regions:
             return compiled, found
         try:
             fewer, other = with_these(quicker)
@@ -234,18 +234,18 @@ def compile_plan(
             try:
                 return between(some)
             except SolveError as error:
-                log.info("smaller stretches are tried: %s", error)
+                log.info("smaller regions are tried: %s", error)
         return between(graph.cuts)
 
     chosen = between_as_few_as_fit()
     if not _code_of(chosen[0]):
         log.warning(
-            "nothing is compiled: no two operations lie together between cuts that meet the wish, and gain by it"
+            "nothing is compiled: no two operations lie together between cuts that meet the goal, and gain by it"
         )
     return chosen
 
 
-def stretches_between(model: torch.nn.Module, graph: Graph, cuts: Iterable[int], most: int) -> Iterator[Stretch]:
+def regions_between(model: torch.nn.Module, graph: Graph, cuts: Iterable[int], most: int) -> Iterator[RegionEnds]:
     """The names of operations that may be compiled together between two cuts.
 
     A compiled backward returns all gradients at its end: where those of parameters take ``most`` bytes, no operation
@@ -265,10 +265,10 @@ def stretches_between(model: torch.nn.Module, graph: Graph, cuts: Iterable[int],
     yield from [tuple(names)] if len(names) > 1 else []
 
 
-def those_that_gain(stretches: Iterable[Stretch], graph: Graph, compiled: Graph) -> Iterator[Stretch]:
+def those_that_gain(regions: Iterable[RegionEnds], graph: Graph, compiled: Graph) -> Iterator[RegionEnds]:
     """The regions that take less time compiled than their operations take."""
     taken, code = {op.name: op for op in graph.operations}, _code_of(compiled)
-    for names in stretches:
+    for names in regions:
         if (op := code.get(name_of(names))) is None or _seconds(op) < sum(_seconds(taken[name]) for name in names):
             yield names
 

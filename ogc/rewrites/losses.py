@@ -3,8 +3,8 @@
 The widest tensor of a language model is its logits: a row for each token, a column for each word. A loss is a sum over
 rows, so of each slice of rows the logits, the loss and the gradients are made at once: logits never exist whole, and
 nothing runs twice. The gradients of rows and weight are kept until the backward, which multiplies them by the gradient
-of the loss. Sums over rows are added up slice by slice: results differ from PyTorch's in the last bits. In float16
-small gradients would be lost before a scaled loss could help: there the slices are made once more in the backward.
+of the loss. Sums over rows are added up chunk by chunk: results differ from PyTorch's in the last bits. In float16
+small gradients would be lost before a scaled loss could help: there the chunks are made once more in the backward.
 
 What lies between the layer and the loss works row by row. Views that only move rows are made of the rows that go into
 the layer instead; the rest, such as a cast to float32, goes with the loss.
@@ -26,16 +26,16 @@ from ..operators.registry import of
 from ..program.program import SHAPE, call_beside, without_autocast
 from ..torch_state.private import OpOverload, schema_of, untraced
 from .blocks import copied_into, has_shapes, in_parts, may_be_in_parts, place_of, shape_of
+from .chunked import Chunked, Tensors, differentiable, that_need
 from .rules import Summed, rule_of
-from .sliced import Sliced, Tensors, differentiable, that_need
 
 ROWS, TARGETS, WEIGHT, BIAS, CLASSES = range(5)
-"""The arguments: rows and targets, which are sliced; weight and bias of the linear layer, if there is one; weights of
+"""The arguments: rows and targets, which are chunked; weight and bias of the linear layer, if there is one; weights of
 classes; then what else the rest of the region takes."""
 
 
 @dataclass(frozen=True, eq=False)
-class SlicedLoss(Sliced):
+class ChunkedLoss(Chunked):
     """A linear layer, elementwise operators and a cross-entropy as one operator; see above for its arguments.
 
     Attributes:
@@ -148,7 +148,7 @@ class SlicedLoss(Sliced):
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: SlicedLoss, *tensors: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, region: ChunkedLoss, *tensors: torch.Tensor | None) -> torch.Tensor:
         ctx.region, ctx.gradients = region, None
         ctx.save_for_backward(*tensors)
         needs = ctx.needs_input_grad[1:]
@@ -305,7 +305,7 @@ def _factors(node: Node | None) -> tuple[Node, Any, Any, bool] | None:
     return found if len(shape_of(rows)) >= 2 and len(shape_of(weight)) == 2 and len(shape_of(bias)) < 2 else None
 
 
-def put_in_slices(head: LossHead, slices: int, device: torch.device) -> None:
+def put_in_chunks(head: LossHead, chunks: int, device: torch.device) -> None:
     """Replace the calls of a region by one."""
     loss, summed = head.loss, head.summed
     rows, weight, bias, by_columns = _factors(head.product) or (head.rows, None, None, False)
@@ -321,9 +321,9 @@ def put_in_slices(head: LossHead, slices: int, device: torch.device) -> None:
         body, others = _body(head, device)
         axes = (0, 0, *[None] * (3 + len(others)))
         name = f"sliced_{head.nodes[0].name}"
-        region = SlicedLoss(name, body, axes, slices, 0, by_columns, summed.ignored, summed.is_mean)
+        region = ChunkedLoss(name, body, axes, chunks, 0, by_columns, summed.ignored, summed.is_mean)
         new = call_beside(loss, region, rows, targets, weight, bias, summed.classes, *others)
-    new.meta.update(module=place_of(head.nodes), operator="sliced loss")
+    new.meta.update(module=place_of(head.nodes), operator="chunked loss")
     loss.replace_all_uses_with(new)
     for node in reversed(head.nodes):
         loss.graph.erase_node(node)

@@ -55,8 +55,8 @@ def generate(graph: Graph, plan: Plan) -> Generated:
     again = [_RunWriter(layout, number) for number in range(1, len(layout.schedule.runs))]
     source = "\n\n".join([_ForwardWriter(layout).text(), *(writer.text() for writer in again)])
     targets = [node.target for node in graph.program.operations]
-    forms = SimpleNamespace(**{form.__name__: form for form in layout.forms()})
-    names: dict[str, Any] = {"torch": torch, "operator": operator, "low_memory": forms}
+    variants = SimpleNamespace(**{variant.__name__: variant for variant in layout.variants()})
+    names: dict[str, Any] = {"torch": torch, "operator": operator, "low_memory": variants}
     names.update(saved_tensors_hooks=saved_tensors_hooks, unpack=unpack, dropped=dropped)
     names.update(inf=math.inf, nan=math.nan)
     names.update({target.name: target for target in targets if isinstance(target, Opaque)})

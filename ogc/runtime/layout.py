@@ -33,9 +33,10 @@ class Layout:
         self.schedule = schedule = Schedule(graph, decisions)
         self.graph = schedule.graph
         self.program: Program = graph.program
-        self.low_memory = {t for t in decisions.low_memory if t in self.program.forms}
+        self.low_memory = {t for t in decisions.low_memory if t in self.program.variants}
         self.saves = [
-            self.program.forms[t].saves if t in self.low_memory else saves for t, saves in enumerate(self.program.saves)
+            self.program.variants[t].saves if t in self.low_memory else saves
+            for t, saves in enumerate(self.program.saves)
         ]
         self.operations = self.program.operations
         self.position = {node: t for t, node in enumerate(self.operations)}
@@ -160,9 +161,11 @@ class Layout:
 
     def _form(self, t: int, target: Any) -> Any:
         """The low-memory variant of an operation, or of what stands for it out of place."""
-        return self.program.forms[t].target if target is self.operations[t].target else of(target).low_memory or target
+        return (
+            self.program.variants[t].target if target is self.operations[t].target else of(target).low_memory or target
+        )
 
-    def forms(self) -> set[LowMemory]:
+    def variants(self) -> set[LowMemory]:
         """All low-memory variants that may run."""
         targets = ((t, self.operations[t].target) for t in self.low_memory)
         others = ((t, self.program.out_of_place[t]) for t in self.low_memory if t in self.program.out_of_place)

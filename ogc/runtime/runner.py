@@ -58,7 +58,7 @@ CHOOSES_ALGORITHMS = ("cuda",)
 class Planner(Protocol):
     """Makes plans for calls that differ from the sample input. Whatever it raises, the plain model runs."""
 
-    def carry_over(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
+    def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
         """``graph`` for inputs of other sizes, if the plan still holds; None if that is not sure."""
 
     def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
@@ -77,7 +77,7 @@ class Entry:
     graph: Graph | None = None
     plan: Plan | None = None
     code: Generated | None = None
-    is_carried: bool = False  # the plan was made for other sizes or numbers
+    is_reused: bool = False  # the plan was made for other sizes or numbers
     reads: WatchedReads | None = None  # what its program depends on, outside of tensors
     cold: WatchedReads | None = None  # the same before a first call, which runs the plain model and settles it
     problem: str = ""  # why there is no plan
@@ -104,8 +104,8 @@ class Entry:
         """What runs these calls, in words."""
         if self.plan is None or self.code is None:
             return f"plain: {self.problem or 'no plan needs less memory'}"
-        carried = "carried over from a plan of" if self.is_carried else "plan:"
-        return f"{carried} peak {self.plan.peak_bytes / 1e6:.1f} MB, overhead {self.plan.overhead:.1%}"
+        reused = "reused from a plan of" if self.is_reused else "plan:"
+        return f"{reused} peak {self.plan.peak_bytes / 1e6:.1f} MB, overhead {self.plan.overhead:.1%}"
 
 
 class Runner:
@@ -264,8 +264,8 @@ class Runner:
         if entry is None:
             self._tell(f"ogc runs the plain model for calls where {why}" + (f": {problem}" if problem else ""), problem)
             return Entry(kind, why, problem=problem or "no plan is made for such calls")
-        if entry.is_carried:
-            log.info("the plan is carried over to calls where %s, in %.2f s", why, seconds)
+        if entry.is_reused:
+            log.info("the plan is reused for calls where %s, in %.2f s", why, seconds)
         else:
             what = "needs no less memory than the plain model" if entry.code is None else "is ready"
             log.warning("a plan for calls where %s %s, after %.2f s", why, what, seconds)
@@ -274,20 +274,20 @@ class Runner:
     def _planned(self, planner: Planner, model: torch.nn.Module, call: Call, kind: Kind, why: str) -> Entry | None:
         """A plan that is reused from other sizes or numbers, or else one of its own."""
         for origin in self.entries:
-            if origin.graph is None or origin.plan is None or origin.is_carried:
+            if origin.graph is None or origin.plan is None or origin.is_reused:
                 continue
             if origin.kind.fits(kind, size=False):
-                graph = planner.carry_over(model, call, origin.graph, origin.plan)
+                graph = planner.reuse(model, call, origin.graph, origin.plan)
                 if graph is not None:
                     code = origin.code if _runs_the_same(graph, origin.graph) else None
-                    return _entry(model, kind, why, graph, origin.plan, code, is_carried=True)
+                    return _entry(model, kind, why, graph, origin.plan, code, is_reused=True)
         planned = planner.plan(model, call)
         return None if planned is None else _entry(model, kind, why, *planned)
 
     def _put_first(self, entry: Entry) -> None:
         """Note that an entry is used; if it is new, one of its kind may have to make room."""
         entries = [entry, *(v for v in self.entries if v is not entry)]
-        is_like = attrgetter("is_carried", "is_unplanned")
+        is_like = attrgetter("is_reused", "is_unplanned")
         alike = [v for v in entries if is_like(v) == is_like(entry) and v is not self.sample]
         if len(alike) > (PLANS if is_like(entry) == (False, False) else SHAPES):
             entries.remove(alike[-1])
@@ -297,7 +297,7 @@ class Runner:
     def _forget(self, entry: Entry) -> None:
         if entry.is_unplanned:  # as calls that fail are, and none of these makes anybody's plan go
             return
-        if entry.is_carried:
+        if entry.is_reused:
             self._tell(
                 f"ogc meets more than {SHAPES} sizes or numbers of inputs and checks those that it forgot anew; "
                 "pad sizes to a few, and hand numbers in as tensors"
@@ -374,18 +374,18 @@ def _entry(
     graph: Graph,
     plan: Plan,
     code: Generated | None = None,
-    is_carried: bool = False,
+    is_reused: bool = False,
 ) -> Entry:
     if plan.is_plain:
-        return Entry(kind, words, graph, plan, None, is_carried)
+        return Entry(kind, words, graph, plan, None, is_reused)
     reads = WatchedReads(graph.program.reads, model)
     cold = None if graph.program.cold is None else WatchedReads(graph.program.cold, model)
-    return Entry(kind, words, graph, plan, code or generate(graph, plan), is_carried, reads, cold)
+    return Entry(kind, words, graph, plan, code or generate(graph, plan), is_reused, reads, cold)
 
 
 def _runs_the_same(a: Graph, b: Graph) -> bool:
     """Whether the code that runs one program runs the other."""
-    same = ("saves", "forms", "bindings")
+    same = ("saves", "variants", "bindings")
     alike = not a.program.constants and not b.program.constants
     alike = alike and all(getattr(a.program, name) == getattr(b.program, name) for name in same)
     has_leaves = any(isinstance(node.target, Leaf) for node in a.program.operations)

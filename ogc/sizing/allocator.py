@@ -128,7 +128,7 @@ class State(IntEnum):
 
 
 class Block:
-    """A stretch of a segment: its address and its bytes, and the blocks beside it."""
+    """A region of a segment: its address and its bytes, and the blocks beside it."""
 
     __slots__ = ("address", "before", "behind", "pool", "requested", "segment", "size", "state")
 
@@ -161,7 +161,7 @@ class Block:
         if self.behind is not None:
             self.behind.before = self
 
-    def stretch(self) -> Iterator[Block]:
+    def region(self) -> Iterator[Block]:
         """This block and those behind it."""
         block: Block | None = self
         while block is not None:
@@ -382,7 +382,7 @@ class CachingAllocator:
             if block.before is not None and block.before.state is State.FREE:
                 block = block.before
             room = 0
-            for other in block.stretch():
+            for other in block.region():
                 if room >= size or other.state is State.ALLOCATED:
                     break
                 room += other.size

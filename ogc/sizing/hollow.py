@@ -23,7 +23,7 @@ from ..graph import Graph
 from ..operators.gpus import Gpu, gpu_of
 from ..operators.low_memory import counted_here
 from ..plan.plan import Plan
-from ..program.program import Rest, attribute, get_attribute, losses_among, tensor_leaves
+from ..program.program import AfterForward, attribute, get_attribute, losses_among, tensor_leaves
 from ..program.structures import TensorSpec
 from ..program.tensors import ByStorage, LiveBytes, is_dense
 from ..runtime.frame import Step
@@ -77,7 +77,7 @@ def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | N
     return HollowRun(step.allocations.peak, step.allocations.operator)
 
 
-def _start(output: Any, rest: Rest) -> torch.Tensor:
+def _start(output: Any, rest: AfterForward) -> torch.Tensor:
     """Where the backward starts."""
     if callable(rest.loss):
         return rest.loss(output)

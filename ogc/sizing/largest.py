@@ -15,7 +15,7 @@ from ..graph import Graph
 from ..parser import Loss
 from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
-from ..solver import Budget, Wish, solve
+from ..solver import Budget, Goal, solve
 from .graphs import SIZES, Graphs
 from .needs import Estimate, Optimizer, activation_budget, device_bytes, fits, fixed_needs, made_within, used_bytes
 
@@ -139,7 +139,7 @@ def largest_batches(
     if isinstance(max_overheads, (str, bytes)) or not isinstance(max_overheads, Sequence) or not max_overheads:
         raise InputError(f"max_overheads must be a list of shares of a step's time, not {max_overheads!r}")
     for max_overhead in max_overheads:
-        Wish(max_overhead=max_overhead)
+        Goal(max_overhead=max_overhead)
     needs = fixed_needs(model, make_sample(step), optimizer, device, ddp)
     if needs.device == "cpu" and set(max_overheads) == {None}:  # where bytes are all that counts, and not measured
         parsing = {"profile": "estimate", **parsing}

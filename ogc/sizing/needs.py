@@ -33,7 +33,7 @@ from ..program.program import (
 )
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
-from ..solver.wish import bytes_of
+from ..solver.goal import bytes_of
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode
 from .allocator import AllocatorSettings, DeviceFullError
@@ -404,7 +404,7 @@ class _WithoutNumbers(TorchDispatchMode):
 
 
 def moves_of(plan: Plan) -> tuple[Move, ...] | None:
-    """What a plan's step asks the allocator for; None where that is not known: in parts, or plain beside slices."""
+    """What a plan's step asks the allocator for; None where that is not known: in parts, or plain beside chunks."""
     graph = getattr(plan, "graph", None)  # that of a model in parts has none
     if graph is None:
         return None

@@ -176,7 +176,7 @@ class _Gradients:
         self.held: list[tuple[int, int]] = []  # (value that it is the gradient of or -1, block), in order of birth
         self.working: list[int] = []
         self.total = 0
-        self.target = 0  # when the backward at hand is over
+        self.target = 0  # when the backward available is over
 
     def reach(self, total: int, made: dict[int, int] | None = None, let_go: Sequence[int] = ()) -> None:
         """Allocate for values whose gradients are ``made``, or free those ``let_go`` first, until ``total`` bytes
@@ -351,5 +351,5 @@ def memory_peaks(
     plain_peaks = None if plain is None else step(plain).peaks(settings)
     moves = plain if decisions.is_plain else requests(graph, decisions).moves
     if moves is None:
-        raise PlanError("this graph runs slice by slice, so the plain model's requests are not known")
+        raise PlanError("this graph runs chunk by chunk, so the plain model's requests are not known")
     return MemoryPeaks(step(moves).peaks(settings), plain_peaks, settings)

@@ -26,11 +26,11 @@ from ..operators.convolution_parts import Trials, trials_put_off
 from ..operators.gpus import gpu_of
 from ..parser.arguments import Sample, call_arguments, check_tensors
 from ..parser.assemble import graph_of
-from ..parser.carry_over import check_same_program
 from ..parser.faithful import observed, with_expected
 from ..parser.leaves import Leaves
 from ..parser.loss import modules_of, with_step_end
 from ..parser.parse import planned_form, profiler_of, visited
+from ..parser.reuse import check_same_program
 from ..parser.traced import ALIVE, BYTES, CALL, HISTORY, RecordAgain, Traced
 from ..parser.weigh.estimate import Estimator
 from ..parser.weigh.measure import Measurer, Profiler
@@ -152,7 +152,7 @@ def without_content(traced: Traced) -> Traced:
 
 
 def _recorded(sample: Sample, forward: Callable[..., Any] | None, leaves: Leaves) -> Traced:
-    """A program that nobody judges."""
+    """A program that nobody verifies."""
     is_careful = False
     while True:
         try:

@@ -105,8 +105,8 @@ def finest(costs: Replay, best: Candidate) -> Candidate:
     if found.peak_bytes >= best.peak_bytes:
         return best
     for value in values:
-        fates = tuple(fate for fate in found.decisions.fates if fate[0] != value)
-        found = min(found, weigh(costs, replace(found.decisions, fates=fates)))
+        policies = tuple(policy for policy in found.decisions.policies if policy[0] != value)
+        found = min(found, weigh(costs, replace(found.decisions, policies=policies)))
     for number, segment in enumerate(segments):
         others = list(found.decisions.segments)
         others[number] = saved(segment.start, segment.stop)

@@ -1,4 +1,4 @@
-"""Solvers to compare with: what is published or in common use, judged by the same simulator."""
+"""Solvers to compare with: what is published or in common use, verified by the same simulator."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..plan.decisions import cut_into_segments
 from ..plan.fast import Replay
 from ..plan.schedule import Schedule
 from .candidates import weigh
+from .goal import Goal, Solver
 from .nested import MOST_TIMES
-from .wish import Solver, Wish
 
 MAX_TRIES = 64
 """Plans that a solver chooses from at most: each is simulated, and more would differ little."""
@@ -36,7 +36,7 @@ def reference(name: str) -> Callable[[Method], Solver]:
 
     def solver_of(method: Method) -> Solver:
         @wraps(method)
-        def solver(graph: Graph, wish: Wish) -> Plan:
+        def solver(graph: Graph, goal: Goal) -> Plan:
             if not len(graph):
                 return plain_plan(graph)
             costs = Replay(graph)

@@ -1,4 +1,4 @@
-"""From a graph and a wish to a plan: ``solve``, ``frontier``, and the solvers by name."""
+"""From a graph and a goal to a plan: ``solve``, ``frontier``, and the solvers by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
+from .goal import NEGLIGIBLE, Budget, Goal, Solver, bytes_of
 from .references import REFERENCES
 from .search import search_of
-from .wish import NEGLIGIBLE, Budget, Solver, Wish, bytes_of
 
 
 @collecting_new_only()
@@ -23,7 +23,7 @@ def solve(
     max_overhead: float | None = None,
     solver: str = "optimal",
 ) -> Plan:
-    """The plan that is asked for; without a wish, the one with the least peak, and the least recomputed time at it.
+    """The plan that is asked for; without a goal, the one with the least peak, and the least recomputed time at it.
 
     Args:
         graph: the weighted graph, from :func:`ogc.parse` or made by hand.
@@ -31,20 +31,20 @@ def solve(
             text such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain peak.
         max_overhead: the least peak with at most this share of the plain step's time recomputed.
         solver: ``"optimal"`` or, to compare with, ``"none"`` (the plain model) or one of :mod:`ogc.solver.references`:
-            ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a wish.
+            ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a goal.
 
     Returns:
-        The plan. If the plain model meets the wish, or nothing beats it by more than half a percent of its peak, that
+        The plan. If the plain model meets the goal, or nothing beats it by more than half a percent of its peak, that
         is it (``plan.is_plain``). The plan of a reference solver is returned even where the plain model needs less.
 
     Raises:
-        InputError: a wish is of the wrong kind, both are given, the solver is unknown or takes no wish, or this
+        InputError: a goal is of the wrong kind, both are given, the solver is unknown or takes no goal, or this
             is no graph.
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
     _check_graph(graph)
-    wish = Wish(memory_budget, max_overhead)
-    return solver_of(solver, wish)(graph, wish)
+    goal = Goal(memory_budget, max_overhead)
+    return solver_of(solver, goal)(graph, goal)
 
 
 @collecting_new_only()
@@ -81,18 +81,18 @@ def _check_graph(graph: Any) -> None:
         raise InputError(f"graph must be a Graph, as ogc.parse(model, sample_input) returns, not {kind}")
 
 
-def optimal(graph: Graph, wish: Wish) -> Plan:
+def optimal(graph: Graph, goal: Goal) -> Plan:
     """The plan with the least peak, and the least recomputed time at it; or what is asked for instead.
 
-    Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.nested`). For a wish, one that
+    Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.nested`). For a goal, one that
     is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.candidates`).
 
     Raises:
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
     plain = plain_plan(graph)
-    budget = wish.budget_bytes(plain.peak_bytes)
-    plain = replace(plain, budget_bytes=budget, max_overhead=wish.max_overhead)
+    budget = goal.budget_bytes(plain.peak_bytes)
+    plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
     if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
         return plain
     search = search_of(graph)
@@ -101,8 +101,8 @@ def optimal(graph: Graph, wish: Wish) -> Plan:
         if found is None:
             least = plain.deciding(search.least_peak.decisions, "optimal")
             raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
-    elif wish.max_overhead is not None:
-        found = search.within(wish.max_overhead * graph.step_seconds)
+    elif goal.max_overhead is not None:
+        found = search.within(goal.max_overhead * graph.step_seconds)
     else:
         found = search.least_peak
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
@@ -124,18 +124,18 @@ def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
     )
 
 
-SOLVERS: dict[str, Solver] = {"optimal": optimal, "none": lambda graph, wish: plain_plan(graph), **REFERENCES}
-"""All solvers by the names that :func:`ogc.solve` takes; only ``"optimal"`` takes a wish."""
+SOLVERS: dict[str, Solver] = {"optimal": optimal, "none": lambda graph, goal: plain_plan(graph), **REFERENCES}
+"""All solvers by the names that :func:`ogc.solve` takes; only ``"optimal"`` takes a goal."""
 
 
-def solver_of(name: str, wish: Wish) -> Solver:
-    """The solver of this name, for this wish.
+def solver_of(name: str, goal: Goal) -> Solver:
+    """The solver of this name, for this goal.
 
     Raises:
-        InputError: there is none, or it takes no wish.
+        InputError: there is none, or it takes no goal.
     """
     if name not in SOLVERS:
         raise InputError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, not {name!r}")
-    if name != "optimal" and wish:
+    if name != "optimal" and goal:
         raise InputError(f"solver={name!r} takes neither memory_budget nor max_overhead; only 'optimal' does")
     return SOLVERS[name]

@@ -71,7 +71,7 @@ def test_steps_take_turns_after_one_that_does_not_count():
 
 
 def test_rounds_in_which_twins_are_apart_are_replaced():
-    """They are judged by the twins alone; where no round is steady the steadiest count."""
+    """They are verified by the twins alone; where no round is steady the steadiest count."""
     seconds, taken = iter([1.0, 1.3, 0.7, 1.0, 1.02, 1.0, 1.5, 1.0, 1.0]), iter(range(9))
     steps = {"plain": lambda: 1.0, "again": lambda: next(seconds), "ours": lambda: next(taken)}
     found = in_turn(steps, rounds=3, seconds=0.0, twins=("plain", "again"))  # the first of them does not count
@@ -189,7 +189,7 @@ def test_other_experiments(monkeypatch, tmp_path, capsys):
     rows = {found["way"]: Row.read(found) for found in json.loads(path.read_text())["rows"]}
     assert rows.keys() == LOGITS.ways.keys() and rows["ogc"].arch == "60 words"
     assert rows["ogc"].peak_bytes <= rows["ogc"].plain_bytes and not rows["ogc"].differs
-    assert rows["ogc, 8 slices"].deviation < 1e-4
+    assert rows["ogc, 8 chunks"].deviation < 1e-4
 
 
 def test_what_cannot_be_run(monkeypatch, tmp_path, capsys):

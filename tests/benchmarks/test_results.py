@@ -65,7 +65,7 @@ def test_every_file_has_what_its_run_measures():
             for row in data["rows"]:
                 size = PUBLISHED[row["arch"]].batch_size if options.batch_size == "published" else None
                 assert row["input_shape"][0] == (size or options.batch_size or CPU_BATCH_SIZE)
-                assert row.get("batch_slices", 1) == options.batch_slices
+                assert row.get("chunks", 1) == options.chunks
         if " torchvision " in run.arguments:
             named = run.arguments.split(" torchvision ")[1].split()
             assert {row["name"] for row in data["rows"]} == set(named)
@@ -74,7 +74,7 @@ def test_every_file_has_what_its_run_measures():
             if row.predicted_bytes:
                 # what compiles is planned with temporaries of its own
                 assert row.predicted_bytes == pytest.approx(row.peak_bytes, rel=0.1 if "compile" in row.way else 0.03)
-            if row.promised is not None and row.batch_slices == 1 and not re.search("slices|compile", row.way):
+            if row.promised is not None and row.chunks == 1 and not re.search("chunks|compile", row.way):
                 assert (row.deviation, row.differs) == (0.0, ()), (name, row)
 
 
@@ -84,8 +84,8 @@ def test_published_rows():
     for row in rows():
         assert max(row.more_flops, row.promised) <= row.published["overhead"] and of_theirs(row) < 1
     whole = {row.arch: row for row in rows()}
-    sliced = {row.arch: row for row in rows("cpu_sliced*.json")}
-    for found, most, without_cells in ((whole, 0.55, 0.60), (whole | sliced, 0.48, 0.50)):
+    chunked = {row.arch: row for row in rows("cpu_chunked*.json")}
+    for found, most, without_cells in ((whole, 0.55, 0.60), (whole | chunked, 0.48, 0.50)):
         ratios = {name: of_theirs(row) for name, row in found.items()}
         assert geometric_mean(ratios.values()) <= most
         assert geometric_mean(ratio for name, ratio in ratios.items() if name not in NETWORKS) <= without_cells
@@ -94,9 +94,9 @@ def test_published_rows():
     for kind, most in (("overhead", 0.19), ("flops", 0.08)):
         ratios = [max(0.01, getattr(row, f"{kind}_at_theirs")) / row.published["overhead"] for row in rows()]
         assert max(ratios) <= 0.60 and geometric_mean(ratios) <= most
-    page, (found, instead) = " ".join(PLANS.split()), (round(of["vgg16"].peak_bytes / MIB) for of in (sliced, whole))
+    page, (found, instead) = " ".join(PLANS.split()), (round(of["vgg16"].peak_bytes / MIB) for of in (chunked, whole))
     assert f"VGG-16 at batch 64 then peaks at {found} MiB instead of {instead}, within" in page
-    assert "no gradient is off by more than 4e-5 of" in page and sliced["vgg16"].deviation <= 4e-5
+    assert "no gradient is off by more than 4e-5 of" in page and chunked["vgg16"].deviation <= 4e-5
 
 
 def test_comparisons():
@@ -116,7 +116,7 @@ def test_each_part_of_the_search_gains_somewhere():
     by_part = defaultdict(dict)
     for row in BY_FILE["ablation.json"]["rows"]:
         assert row["predicted_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03)
-        by_part[row["without"]][row["arch"], row["wish"]] = row["peak_bytes"]
+        by_part[row["without"]][row["arch"], row["goal"]] = row["peak_bytes"]
     whole = by_part.pop("nothing")
     gains = {part: max(1 - whole[key] / peak for key, peak in found.items()) for part, found in by_part.items()}
     assert gains["nested plans"] > 0.4 and gains["kept values"] > 0.15 and gains["remade values"] > 0.02
@@ -216,9 +216,9 @@ def section(folder, title):
 
 
 def test_what_is_said_of_other_results(tmp_path):
-    sliced = BY_FILE["cpu_sliced.json"]
-    solvers = {**sliced, "failed": [{"name": "vgg19, optimal", "reason": "out of memory", "status": 3}]}
-    solvers["rows"] = [sliced["rows"][0] | {"unrepeatable": ["output 0", "gradient of x"]}]
+    chunked = BY_FILE["cpu_chunked.json"]
+    solvers = {**chunked, "failed": [{"name": "vgg19, optimal", "reason": "out of memory", "status": 3}]}
+    solvers["rows"] = [chunked["rows"][0] | {"unrepeatable": ["output 0", "gradient of x"]}]
     write_json(tmp_path / "cpu_solvers.json", solvers)
     assert "Measured on CPUs; [on a GPU](cuda.md)." in document(tmp_path)
     assert section(tmp_path, "Other tools side by side").rstrip().endswith("Not measured yet.")
@@ -237,7 +237,7 @@ def test_other_tools_have_their_place(tmp_path):
     failed = replace(plain, way="compile", reason="no compiler | here", peak_bytes=0, paid=None)
 
     def said(*found):
-        data = {**BY_FILE["cpu_sliced.json"], "rows": [row.written() for row in found]}
+        data = {**BY_FILE["cpu_chunked.json"], "rows": [row.written() for row in found]}
         write_json(tmp_path / "compare" / "cpu_tiny.json", data)
         return section(tmp_path, "Other tools side by side")
 

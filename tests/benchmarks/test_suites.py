@@ -34,7 +34,7 @@ def test_quick_makes_every_kind_of_result_that_full_makes(tmp_path):
             assert list(tmp_path.glob(pattern)), title
 
 
-ROW = {"arch": "net", "wish": "least peak", "without": "nothing", "peak_bytes": 2, "plain_bytes": 3}
+ROW = {"arch": "net", "goal": "least peak", "without": "nothing", "peak_bytes": 2, "plain_bytes": 3}
 MEASURED = json.dumps({
     **environment(["it"], torch.device("cpu"), 0), "rows": [ROW, {**ROW, "without": "luck", "peak_bytes": 3}]
 })  # fmt: skip

@@ -171,7 +171,7 @@ def test_ours_must_have_the_plain_bits_and_others_may_differ(trial, capsys):
     assert theirs.differs == ("outputs", "gradients") and theirs.deviation == pytest.approx(0.5) and not theirs.failed
     ours = trial.measured("ogc", wrong, is_ours=True)
     assert ours.failed and ours.reason.startswith("CHECK FAILED: output 0 differs by at most")
-    assert not trial.measured("ogc, sliced", wrong, is_ours=True, tolerance=1.0).failed
+    assert not trial.measured("ogc, chunked", wrong, is_ours=True, tolerance=1.0).failed
     assert [failure.status for failure in trial.results.failures] == [1]
     assert ours.reason in printed([ours])
 

@@ -1,4 +1,4 @@
-"""The judge of the zoo: what it calls equal, different, refused and an error."""
+"""The verifier of the zoo: what it calls equal, different, refused and an error."""
 
 import itertools
 

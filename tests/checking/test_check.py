@@ -200,7 +200,7 @@ def test_optimize_verifies_on_request(monkeypatch):
     with pytest.raises(ogc.CheckError, match=r"differ from the plain model's, first gradient of input 0: off by up to"):
         ogc.optimize(model, x, verify=True)
     with pytest.raises(ogc.InputError, match="verify=True compares bit by bit"):
-        ogc.optimize(model, x, verify=True, batch_slices=2)
+        ogc.optimize(model, x, verify=True, chunks=2)
 
 
 def test_verify_finds_gradients_that_a_graph_made_by_hand_gets_wrong():

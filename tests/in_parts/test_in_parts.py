@@ -294,10 +294,10 @@ def test_a_budget_in_bytes_holds_for_as_many_numbers_in_another_shape(shape):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wish", [{"memory_budget": 0.7}, {"max_overhead": 0.1}])
-def test_parts_keep_their_shares_for_other_shapes(wish, free_runtime):
+@pytest.mark.parametrize("goal", [{"memory_budget": 0.7}, {"max_overhead": 0.1}])
+def test_parts_keep_their_shares_for_other_shapes(goal, free_runtime):
     model, sample, x = Attending(), torch.randn(32, 16, 16), torch.randn(2, 128, 16)
-    optimised = ogc.optimize(model, sample, **wish)
+    optimised = ogc.optimize(model, sample, **goal)
     chosen = [part.plan for part in optimised.plan.parts]
     optimised(x).sum().backward()
     assert not all(plan.is_plain for plan in chosen)
@@ -305,7 +305,7 @@ def test_parts_keep_their_shares_for_other_shapes(wish, free_runtime):
         graph = ogc.parse(model.blocks[0], x.clone().requires_grad_(number > 0))
         assert ran is not None or plan.is_plain
         took = ogc.simulate(graph, ran) if ran is not None and not ran.is_plain else None
-        if "max_overhead" in wish:
+        if "max_overhead" in goal:
             assert took is None or took.added_seconds <= 1.001 * plan.overhead * graph.step_seconds
         else:
             share = 1.0 if took is None else took.peak_bytes / ogc.solve(graph, solver="none").peak_bytes
@@ -742,9 +742,9 @@ def test_leaves_in_parts_and_parts_that_are_asked_to_stay():
         ogc.optimize(model, given, leaf_modules=[Chooses, Branches])
 
 
-def test_batch_slices_are_refused_as_before():
+def test_chunks_are_refused_as_before():
     with pytest.raises(ParseError, match="reads numbers out of tensors"):
-        ogc.optimize(Tower(), rows(), batch_slices=2)
+        ogc.optimize(Tower(), rows(), chunks=2)
 
 
 def test_a_model_with_backward_hooks_is_planned_in_parts():
@@ -993,7 +993,7 @@ def test_leaves_are_left_whole_where_that_is_faster_or_they_hold_little():
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("goal", "message"),
     [
         ({"memory_budget": 0.5, "max_overhead": 0.1}, "not both"),
         ({"max_overhead": -1}, "must be a share of the plain step's time"),
@@ -1004,9 +1004,9 @@ def test_leaves_are_left_whole_where_that_is_faster_or_they_hold_little():
         ({"leaf_modules": ["blocks.9"]}, "has no submodule 'blocks.9'"),
     ],
 )
-def test_wrong_wishes_are_told_as_ever(wish, message):
+def test_wrong_goal_are_told_as_ever(goal, message):
     with pytest.raises(InputError, match=message):
-        ogc.optimize(Tower(), rows(), **wish)
+        ogc.optimize(Tower(), rows(), **goal)
 
 
 # -- networks that people train ------------------------------------------------------------------------------
@@ -1076,12 +1076,12 @@ class Aside(Tower):
         return super().forward(x[:2]).mean() + y.mean()
 
 
-@pytest.mark.parametrize("wish", [{}, {"max_overhead": 0.5}])
-def test_parts_run_as_they_are_where_their_plans_save_nothing(wish, caplog):
+@pytest.mark.parametrize("goal", [{}, {"max_overhead": 0.5}])
+def test_parts_run_as_they_are_where_their_plans_save_nothing(goal, caplog):
     model, (given,) = Aside(), rows()
     given = given.repeat(40, *[1] * (given.dim() - 1))
     with caplog.at_level(logging.WARNING):
-        optimised = ogc.optimize(model, given, **wish)
+        optimised = ogc.optimize(model, given, **goal)
     assert optimised.plan.is_plain and not optimised.plan.overhead and not optimised.code
     assert optimised.plan.peak_bytes == optimised.plan.plain_peak_bytes
     assert "no plan of its parts needs less memory than the plain model" in caplog.text

@@ -9,7 +9,7 @@ from helpers import random_graph, random_plans
 import ogc
 from ogc.in_parts import Options
 from ogc.in_parts.joined import BACK, CALL, REGION, REGION_BACK, Chooser, Event, Joined, PartCost, usual_events
-from ogc.solver import Wish
+from ogc.solver import Goal
 
 SEEDS = range(40)
 
@@ -121,14 +121,14 @@ def test_almost_every_choice_is_as_good_as_all_others(calls):
         known = some_choices(step, seed)
         peaks = sorted(map(step.peak, known))
         least, chooser = min(peaks), chooser_of(step)
-        worse["peak"] += step.peak(chooser.chosen(Wish())) > 1.005 * least
+        worse["peak"] += step.peak(chooser.chosen(Goal())) > 1.005 * least
         budget, seconds = peaks[len(peaks) // 2], sum(map(step.seconds, known)) / len(known)
-        found = chooser.chosen(Wish(max(1, budget)))
+        found = chooser.chosen(Goal(max(1, budget)))
         fits = [step.seconds(choice) for choice in known if step.peak(choice) <= budget]
         assert found is None or step.peak(found) <= budget
         worse["time"] += found is None or step.seconds(found) > min(fits)
         share = seconds / step.part_seconds
-        found = chooser.chosen(Wish(max_overhead=share))
+        found = chooser.chosen(Goal(max_overhead=share))
         assert step.seconds(found) <= share * step.part_seconds * (1 + 1e-9)
         best = min(step.peak(choice) for choice in known if step.seconds(choice) <= seconds)
         worse["both"] += step.peak(found) > 1.005 * best
@@ -140,11 +140,11 @@ def test_almost_every_choice_is_as_good_as_all_others(calls):
 def test_with_backwards_inside_a_budget_is_kept(seed):
     step = with_backwards_inside(some_step(seed, calls=4), seed)
     chooser, known = chooser_of(step), some_choices(step, seed)[:30]
-    assert step.peak(chooser.chosen(Wish())) <= step.peak(step.plain)
+    assert step.peak(chooser.chosen(Goal())) <= step.peak(step.plain)
     for budget in sorted(map(step.peak, known))[::10]:
-        found = chooser.chosen(Wish(max(1, budget)))
+        found = chooser.chosen(Goal(max(1, budget)))
         assert found is None or step.peak(found) <= budget
-    assert chooser.chosen(Wish(10**6)) == step.plain
+    assert chooser.chosen(Goal(10**6)) == step.plain
 
 
 def test_a_call_more_is_like_the_one_beside_it():

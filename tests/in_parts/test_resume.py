@@ -29,7 +29,7 @@ def decisions(plan):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("make", "wish"),
+    ("make", "goal"),
     [
         (Tower, {"max_overhead": 0.3}),
         (Deep, {"memory_budget": 0.7}),
@@ -39,13 +39,13 @@ def decisions(plan):
         (routed, {}),
     ],
 )
-def test_parts_of_all_kinds(tmp_path, unsolved, make, wish):
+def test_parts_of_all_kinds(tmp_path, unsolved, make, goal):
     model, given = make(), rows()
-    optimised = ogc.optimize(model, given, **wish)
+    optimised = ogc.optimize(model, given, **goal)
     assert isinstance(optimised.plan, PartsPlan)
     optimised.plan.save(tmp_path / "plan.json")
     unsolved()
-    again = ogc.optimize(model, given, plan=tmp_path / "plan.json", **wish)
+    again = ogc.optimize(model, given, plan=tmp_path / "plan.json", **goal)
     assert decisions(again.plan) == decisions(optimised.plan) and again.plan.idle == optimised.plan.idle
     assert again.plan.peak_bytes == pytest.approx(optimised.plan.peak_bytes, rel=0.01)
     assert measured_peak(again, given) == pytest.approx(measured_peak(optimised, given), rel=0.02)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ogc.operators import low_memory as holders
 from ogc.operators import normalization, pooling
 from ogc.operators.elementwise import WrittenOver
-from ogc.operators.registry import low_memory_form, registered
+from ogc.operators.registry import low_memory_variant, registered
 from ogc.torch_state.allocator import peak_bytes
 from ogc.torch_state.compare import same_bits
 
@@ -21,8 +21,8 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 
 CONVOLUTIONS = list(itertools.product([1, 3, 5], [1, 2], [0, 2], [1, 4]))
-FORMS = {operator.target: operator.low_memory for operator in registered() if operator.low_memory is not None}
-ELEMENTWISE = [target for target, form in FORMS.items() if isinstance(form, WrittenOver)]
+VARIANTS = {operator.target: operator.low_memory for operator in registered() if operator.low_memory is not None}
+ELEMENTWISE = [target for target, variant in VARIANTS.items() if isinstance(variant, WrittenOver)]
 
 
 def gradients(operator, tensors, *settings, after=lambda y: (y * y).sum()):
@@ -35,7 +35,7 @@ def gradients(operator, tensors, *settings, after=lambda y: (y * y).sum()):
 
 def assert_same_bits(operator, tensors, *settings, **options):
     plain = gradients(operator, tensors, *settings, **options)
-    ours = gradients(FORMS[operator], tensors, *settings, **options)
+    ours = gradients(VARIANTS[operator], tensors, *settings, **options)
     assert all(same_bits(a, b) and a.stride() == b.stride() for a, b in zip(plain, ours, strict=True))
 
 
@@ -56,7 +56,7 @@ def test_elementwise(operator, layout):
 
 def test_keywords_reach_the_backward():
     x = torch.randn(50, requires_grad=True)
-    for function in (aten.gelu.default, FORMS[aten.gelu.default]):
+    for function in (aten.gelu.default, VARIANTS[aten.gelu.default]):
         (found,) = torch.autograd.grad((function(x * 1, approximate="tanh") ** 2).sum(), x)
         expected = torch.autograd.grad((torch.nn.functional.gelu(x, approximate="tanh") ** 2).sum(), x)[0]
         assert torch.equal(found, expected)
@@ -74,7 +74,7 @@ def test_batch_norm(shape, affine):
         x = torch.randn(shape)
         stats = [[t.clone() for t in running] for _ in range(2)]
         plain = gradients(aten.batch_norm.default, [x, *weights], *stats[0], training, 0.1, 1e-5, True)
-        ours = gradients(FORMS[aten.batch_norm.default], [x, *weights], *stats[1], training, 0.1, 1e-5, True)
+        ours = gradients(VARIANTS[aten.batch_norm.default], [x, *weights], *stats[1], training, 0.1, 1e-5, True)
         for a, b in zip([*plain, *stats[0]], [*ours, *stats[1]], strict=True):
             assert torch.equal(a, b)
 
@@ -86,7 +86,7 @@ def test_batch_norm_again_takes_the_statistics_that_it_is_given(shape, affine, d
     monkeypatch.setattr(normalization, "CHUNK_BYTES", 1)
     x = (torch.randn(shape, dtype=dtype) * 5 + 3).requires_grad_()
     weights = [torch.randn(shape[1], dtype=dtype) if has else None for has in affine]
-    operator, saved = FORMS[aten.batch_norm.default], []
+    operator, saved = VARIANTS[aten.batch_norm.default], []
     settings = (torch.zeros(shape[1], dtype=dtype), torch.ones(shape[1], dtype=dtype), True, 0.1, 1e-5, True)
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed):
         first = operator(x, *weights, *settings)
@@ -123,7 +123,7 @@ def test_images_of_one_position_whose_channels_come_last():
     """They are contiguous, but the gradient's strides are those of the images, by which later kernels are chosen."""
     settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     gradients = []
-    for operator in (aten.convolution.default, low_memory_form(aten.convolution.default, torch.device("cpu"))):
+    for operator in (aten.convolution.default, low_memory_variant(aten.convolution.default, torch.device("cpu"))):
         torch.manual_seed(0)
         x = torch.randn(3, 8).as_strided((3, 8, 1, 1), (8, 1, 8, 8)).requires_grad_()
         assert x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
@@ -150,7 +150,7 @@ def test_max_pool2d_saves_places_in_windows(width, kernel, dtype):
     assert_same_bits(aten.max_pool2d.default, [x], *settings)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
-        result = FORMS[aten.max_pool2d.default](x.requires_grad_(), *settings)
+        result = VARIANTS[aten.max_pool2d.default](x.requires_grad_(), *settings)
     assert [(t.dtype, t.shape) for t in saved] == [(dtype, result.shape)]
 
 
@@ -166,7 +166,7 @@ def transposed(y):
 
 
 @pytest.mark.parametrize("after", [concatenated, transposed, lambda y: y.mean((2, 3)).pow(2).sum()])
-@pytest.mark.parametrize("operator", FORMS, ids=str)
+@pytest.mark.parametrize("operator", VARIANTS, ids=str)
 def test_a_gradient_that_is_not_contiguous(operator, after):
     x, settings, weights = torch.randn(4, 12, 16, 16), (), []
     if operator is aten.batch_norm.default:
@@ -205,7 +205,7 @@ def test_a_gradient_that_somebody_holds_is_left_alone(operator):
         return [*found, *kept]
 
     for watch in ("nobody", "the caller's", "retain_grad", "hook", "prehook", "asked for"):
-        plain, ours = results(operator, watch), results(FORMS[operator], watch)
+        plain, ours = results(operator, watch), results(VARIANTS[operator], watch)
         assert len(plain) == len(ours)
         assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)), watch
 
@@ -236,7 +236,7 @@ def test_a_gradient_whose_base_somebody_holds_is_left_alone(watch):
         assert torch.equal(gradient, copy)
         return found
 
-    plain, ours = results(aten.relu.default), results(FORMS[aten.relu.default])
+    plain, ours = results(aten.relu.default), results(VARIANTS[aten.relu.default])
     assert len(plain) == len(ours)
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
@@ -252,7 +252,7 @@ def test_the_backward_needs_less_behind_a_view_too():
         del hidden
         return peak_bytes(lambda: torch.autograd.grad(loss, start), CPU)
 
-    ours, plain = FORMS[aten.relu.default], aten.relu.default
+    ours, plain = VARIANTS[aten.relu.default], aten.relu.default
     flat = x.flatten(0, 1)
     assert peak(ours, x) == peak(ours, flat) < peak(plain, flat)
 
@@ -266,7 +266,7 @@ def test_double_backward(operator):
         (first,) = torch.autograd.grad((function(x * 1, *settings) ** 3).sum(), x, create_graph=True)
         return torch.autograd.grad((first**2).sum(), x)[0]
 
-    assert torch.equal(second(operator), second(FORMS[operator]))
+    assert torch.equal(second(operator), second(VARIANTS[operator]))
 
 
 def test_second_gradients_of_convolution_and_pooling():
@@ -279,7 +279,7 @@ def test_second_gradients_of_convolution_and_pooling():
         return torch.autograd.grad(sum((t**2).sum() for t in first), [x, weight])
 
     plain = second(aten.convolution.default, aten.max_pool2d.default)
-    ours = second(FORMS[aten.convolution.default], FORMS[aten.max_pool2d.default])
+    ours = second(VARIANTS[aten.convolution.default], VARIANTS[aten.max_pool2d.default])
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
 
 
@@ -298,7 +298,7 @@ def test_the_backward_needs_less():
 
     plain = [aten.convolution.default, aten.batch_norm.default, aten.relu.default]
     expected = peak(*plain)
-    assert peak(*(FORMS[op] for op in plain)) < expected - 0.9 * size
+    assert peak(*(VARIANTS[op] for op in plain)) < expected - 0.9 * size
 
 
 @pytest.mark.parametrize("operator", ELEMENTWISE, ids=str)
@@ -306,7 +306,7 @@ def test_autograd_still_adds_to_the_gradient_in_place(operator):
     """A backward that asks who holds its gradient must not itself become a holder."""
     x = torch.randn(4, 5, requires_grad=True)
     start = x * 1.0
-    loss = (FORMS[operator](start + torch.cos(start)) * 3).sum()
+    loss = (VARIANTS[operator](start + torch.cos(start)) * 3).sum()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as seen:
         loss.backward()
     names = [event.name for event in seen.events()]
@@ -328,7 +328,7 @@ def test_a_gradient_of_another_layout_is_not_written_over(operator, shape):
         result = (run(middle).contiguous().view(shape) * torch.arange(360.0).view(shape)).sum()
         return torch.autograd.grad(result, start)[0], strides
 
-    (plain, plain_strides), (ours, our_strides) = found(operator), found(FORMS[operator])
+    (plain, plain_strides), (ours, our_strides) = found(operator), found(VARIANTS[operator])
     assert torch.equal(plain, ours)
     assert our_strides == plain_strides
 
@@ -385,15 +385,15 @@ def test_who_holds_gradients_when_they_are_first_counted_does_not_make_shared_on
     monkeypatch.setattr(holders, "_when_ours", set())
     with holder():
         assert holders.holders_when_ours() in (expected, set())
-        low_memory_relu = low_memory_form(aten.relu.default, CPU)
+        low_memory_relu = low_memory_variant(aten.relu.default, CPU)
         assert (low_memory_relu is None) == (not holders._when_ours)
 
     x = torch.randn(4, 8, requires_grad=True)
     for wrapped in (lambda gradient: gradient, torch.detach):
         kept = []
-        y = FORMS[aten.relu.default](x * 1)
+        y = VARIANTS[aten.relu.default](x * 1)
         y.grad_fn.register_prehook(lambda given, kept=kept, wrapped=wrapped: kept.append(wrapped(given[0])))
         torch.autograd.grad((y * 3).sum(), x)
         assert torch.equal(kept[0], torch.full_like(x, 3))
-    assert low_memory_form(aten.relu.default, CPU) is FORMS[aten.relu.default]  # counted anew once they are gone
+    assert low_memory_variant(aten.relu.default, CPU) is VARIANTS[aten.relu.default]  # counted anew once they are gone
     assert holders.holders_when_ours() == expected

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import ogc
 from ogc.errors import InputError
 from ogc.operators.low_memory import LowMemory, is_ours, plain_operator
-from ogc.operators.registry import Operator, live_arguments, low_memory_form, of, register, registered, unregister
+from ogc.operators.registry import Operator, live_arguments, low_memory_variant, of, register, registered, unregister
 from ogc.operators.weights import InputGradient, Use, Weights
 from ogc.program.program import WithoutGrad
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 ROOT = Path(ogc.__file__).parent
 
 FAMILIES = ("operators/", "sizing/cuda/", "rewrites/rules.py")
-"""Where operators are told by their families: what is special about them, what CUDA runs, how they are sliced."""
+"""Where operators are told by their families: what is special about them, what CUDA runs, how they are chunked."""
 
 ELSEWHERE = {
     "sizing/hollow.py": {"add"},  # what autograd's engine calls by itself
@@ -33,7 +33,7 @@ ELSEWHERE = {
     "parser/passes/writes.py": {"clone"},
     "rewrites/losses.py": {"reshape"},
 }
-"""Operators that are named in other rooms, where they are the room's own subject."""
+"""Operators that are named in other packages, where they are the room's own subject."""
 
 
 def names_in(path):
@@ -70,16 +70,16 @@ def test_nobody_outside_asks_which_operator_it_is():
 
 def test_every_form_says_what_it_takes():
     for operator in registered():
-        form = operator.low_memory
-        if form is not None:
-            assert form.operator is operator.target
-            assert of(form) is operator
-            assert plain_operator(form) is operator.target
+        variant = operator.low_memory
+        if variant is not None:
+            assert variant.operator is operator.target
+            assert of(variant) is operator
+            assert plain_operator(variant) is operator.target
 
 
 def test_what_is_not_registered_is_ordinary():
     assert of(aten.addcmul.default) is of(len)
-    assert low_memory_form(aten.addcmul.default, torch.device("cpu")) is None
+    assert low_memory_variant(aten.addcmul.default, torch.device("cpu")) is None
     assert live_arguments(aten.addcmul.default, (1, 2)) == []
 
 
@@ -162,9 +162,9 @@ def test_an_operator_with_a_low_memory_form_is_added_by_registering_it(threshold
 def test_both_forms_of_a_use_can_be_weighed(threshold):
     x = torch.empty(10, 10)
     use = Use((x, 0.1, 0.0), 400, Weights(working_bytes=400, gradients=(InputGradient(0, 400, None),)))
-    plain, form = of(threshold).weigh(use), of(threshold).low_memory
+    plain, variant = of(threshold).weigh(use), of(threshold).low_memory
     assert plain is use.weights
-    assert form.weights(use, plain).gradients[0].reuses == 0
+    assert variant.weights(use, plain).gradients[0].reuses == 0
 
 
 def test_an_operator_that_is_taken_back_is_ordinary_again():

@@ -64,7 +64,7 @@ def test_a_forward_sees_what_it_sees_in_eager():
     model(X)
     ogc.parse(model, X)
     seen = [queue.get() for _ in range(queue.qsize())]
-    recorded = [entry for entry in seen[1:] if not entry[0]["modes of dispatch"]]  # all but the judge's log
+    recorded = [entry for entry in seen[1:] if not entry[0]["modes of dispatch"]]  # all but the verifier's log
     assert recorded and len(seen) > len(recorded)
     assert all(entry == seen[0] for entry in recorded)
 

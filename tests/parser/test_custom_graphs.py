@@ -56,11 +56,11 @@ def by_networkx(model, x):
     return graph, "images", 6
 
 
-FORMS = [by_module, by_graph, by_export, by_exported_module, by_builder, by_networkx]
+VARIANTS = [by_module, by_graph, by_export, by_exported_module, by_builder, by_networkx]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", VARIANTS)
 def test_every_form_trains_like_the_plain_model_in_less_memory(form):
     model, x = Residual(inplace=False), torch.randn(64, 3, 8, 8)
     optimised = forced(model, x, parse_graph=form)
@@ -69,7 +69,7 @@ def test_every_form_trains_like_the_plain_model_in_less_memory(form):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", VARIANTS)
 def test_every_form_weighs_what_the_forward_weighs(form):
     def weights(graph):
         return ogc.make_plan(graph, [ogc.saved(0, len(graph))]).peak_bytes, graph.step_flops
@@ -169,8 +169,8 @@ def test_parameters_and_constants_may_be_arguments():
 def test_sliced_batches_use_the_graph_too():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(12544, 2))
     x = torch.randn(8, 3, 32, 32)
-    optimised = ogc.optimize(model, x, parse_graph=by_module, batch_slices=4)
-    assert any(op.target == "sliced" for op in optimised.graph.operations)
+    optimised = ogc.optimize(model, x, parse_graph=by_module, chunks=4)
+    assert any(op.target == "chunked" for op in optimised.graph.operations)
     torch.testing.assert_close(optimised(x), model(x))
 
 

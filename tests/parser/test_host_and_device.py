@@ -52,9 +52,9 @@ def test_operations_add_up_to_the_step(pairs):
 
 
 def test_where_the_host_is_slower_an_operation_takes_what_it_takes():
-    form = Variant(forward_seconds=2.0, backward_seconds=200.0, repeat_seconds=1.0)
+    variant = Variant(forward_seconds=2.0, backward_seconds=200.0, repeat_seconds=1.0)
     trained, other = operations((1.0, 30.0), (1.0, 0.0))
-    (a, b), costs = beside_device((replace(trained, low_memory=form), replace(other, backward_bytes=0)), COSTS, 1.0)
+    (a, b), costs = beside_device((replace(trained, low_memory=variant), replace(other, backward_bytes=0)), COSTS, 1.0)
     assert [a.forward_seconds, a.backward_seconds] == [OF_FORWARD, 30.0]
     assert [b.forward_seconds, b.backward_seconds] == [OF_FORWARD, 0.0]
     assert a.low_memory == Variant(forward_seconds=OF_FORWARD, backward_seconds=200.0, repeat_seconds=OF_FORWARD)

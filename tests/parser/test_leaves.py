@@ -770,7 +770,7 @@ def test_the_allocator_agrees(profile):
 
 def test_slicing_the_batch_beside_a_leaf():
     model, x = Wide(), torch.randn(4, 1, 64, 64)
-    optimised = ogc.optimize(model, x, batch_slices=2, leaf_modules=["leaf"])
+    optimised = ogc.optimize(model, x, chunks=2, leaf_modules=["leaf"])
     assert [op.module for op in leaves(optimised.graph)] == ["leaf"]
     loss_of(optimised(x)).backward()
 

@@ -76,7 +76,7 @@ def test_a_plan_with_a_leaf_is_carried_over_where_the_program_is_the_same(name, 
     with caplog.at_level(logging.INFO, logger="ogc.runtime.runner"):
         for size in (3, 8, 5, 3):
             assert_same_training(model, optimised, (batch(size),), steps=1)
-    assert caplog.text.count("carried over to") == 2 or "size" in name
+    assert caplog.text.count("reused for") == 2 or "size" in name
 
 
 def test_another_size_is_planned_for_with_its_leaves(opened):

@@ -113,13 +113,13 @@ def blocks(*widths, last):
 
 def test_both_steps_of_an_adversarial_training_peak_as_simulated():
     made = blocks(8, 32, 32, 32, last=[nn.Conv2d(32, 3, 3, padding=1)])
-    judge = blocks(3, 32, 32, 32, last=[nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 1)])
+    verify = blocks(3, 32, 32, 32, last=[nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 1)])
     steps = [
-        (judge, torch.randn(4, 3, 32, 32), lambda score: F.softplus(score).mean()),
-        (made, torch.randn(4, 8, 32, 32), lambda images: F.softplus(-judge(images)).mean()),
+        (verify, torch.randn(4, 3, 32, 32), lambda score: F.softplus(score).mean()),
+        (made, torch.randn(4, 8, 32, 32), lambda images: F.softplus(-verify(images)).mean()),
     ]
     for model, x, loss in steps:
-        judge.requires_grad_(model is judge)
+        verify.requires_grad_(model is verify)
         optimised = ogc.optimize(model, x, loss=loss)
         assert optimised.plan.peak_bytes < 0.7 * optimised.plan.plain_peak_bytes
         for run, promised in ((model, optimised.plan.plain_peak_bytes), (optimised, optimised.plan.peak_bytes)):
@@ -241,7 +241,7 @@ def test_a_plan_with_a_loss_is_carried_over_where_the_loss_takes_the_output(capl
     optimised = ogc.optimize(model, IDS, loss=lambda logits: logits.square().mean(), memory_budget=0.7)
     with caplog.at_level(logging.INFO, "ogc"):
         optimised(IDS[:1]).square().mean().backward()
-    assert re.search(r"carried over to calls where \w+ is int64 \[1, 64\]", caplog.text)
+    assert re.search(r"reused for calls where \w+ is int64 \[1, 64\]", caplog.text)
 
 
 @pytest.mark.full
@@ -251,7 +251,7 @@ def test_a_plan_is_carried_over_where_the_loss_does_not_take_the_output(caplog):
     small, loss = (IDS[:1],), lambda logits: cross_entropy(logits, IDS[:1])
     with caplog.at_level(logging.INFO, "ogc"):
         peak = measured_peak(optimised, small, loss, True)
-    assert re.search(r"carried over to calls where \w+ is int64 \[1, 64\]", caplog.text)
+    assert re.search(r"reused for calls where \w+ is int64 \[1, 64\]", caplog.text)
     plain = plain_peak(ogc.parse(model, IDS[:1], loss=loss))
     assert peak <= 0.71 * plain
     ogc.check(model, optimised, IDS).raise_if_different()

@@ -1,4 +1,4 @@
-"""Times that are measured on the device at hand."""
+"""Times that are measured on the device available."""
 
 import copy
 import sys
@@ -68,8 +68,8 @@ def test_a_view_is_measured_once_wherever_it_lies(monkeypatch):
 
 def test_plans_by_measured_times_train_bitwise():
     model = Residual()
-    for wish in ({}, {"memory_budget": 0.8}, {"max_overhead": 0.5}):
-        assert_same_training(model, ogc.optimize(model, images(), **wish), (images(),))
+    for goal in ({}, {"memory_budget": 0.8}, {"max_overhead": 0.5}):
+        assert_same_training(model, ogc.optimize(model, images(), **goal), (images(),))
 
 
 def test_what_runs_without_gradients_has_no_backward():

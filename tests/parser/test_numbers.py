@@ -53,7 +53,7 @@ USES = {  # with whether one forward is enough
 def looks(monkeypatch):
     """How often the memory of a program is looked at."""
     seen = []
-    module = importlib.import_module("ogc.parser.carry_over")
+    module = importlib.import_module("ogc.parser.reuse")
     lower = module.lower
     monkeypatch.setattr(module, "lower", lambda *args: seen.append(args) or lower(*args))
     return seen

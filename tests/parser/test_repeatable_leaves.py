@@ -461,7 +461,7 @@ def test_slicing_the_batch_beside_a_repeatable_leaf():
     model, x = Wide(), torch.randn(4, 1, 64, 64)
     model.leaf[0][0] = nn.GroupNorm(2, 16)
     chosen = {"leaf_modules": ["leaf"], "repeatable_leaves": ["leaf"]}
-    optimised = ogc.optimize(model, x, batch_slices=2, **chosen)
+    optimised = ogc.optimize(model, x, chunks=2, **chosen)
     assert [op.replayable for op in leaves(optimised.graph)] == [True]
     loss_of(optimised(x)).backward()
 

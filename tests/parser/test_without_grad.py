@@ -210,7 +210,7 @@ def test_convolutions_under_no_grad_are_not_taken_for_others(name):
 
 @pytest.mark.parametrize("name", ["same", "same, dilated", "valid", "of one dimension"])
 def test_padding_by_name_is_padding_by_number(name):
-    """Which has a low-memory form, and a rule for what it allocates."""
+    """Which has a low-memory variant, and a rule for what it allocates."""
     graph = ogc.parse(Convolutions(CONVOLUTIONS[name]), torch.randn(2, 4, 8, 8))
     assert [op.target for op in graph.operations if "conv" in op.target] == ["aten.convolution.default"] * 3
 

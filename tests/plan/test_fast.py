@@ -57,7 +57,7 @@ def test_ten_thousand_random_plans_cost_what_the_simulator_says():
         ((ogc.saved(0, 4), ogc.saved(5, 8)), ()),
         ((ogc.saved(0, 9),), ()),
         ((ogc.recomputed(0, 8, ogc.saved(0, 4)),), ()),
-        ((ogc.saved(0, 8),), ((99, ogc.Fate.REMADE),)),
+        ((ogc.saved(0, 8),), ((99, ogc.Policy.RECOMPUTED),)),
     ],
 )
 def test_what_is_no_plan_is_refused_in_the_words_of_the_simulator(segments, policies):

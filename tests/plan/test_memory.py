@@ -21,7 +21,7 @@ def assert_as_simulated(model, inputs, rel=0.01, shares=(0.7,), **settings):
 
 
 class InOneMatrix(nn.Module):
-    """A linear layer whose weights are slices of one parameter, as in attention: these get gradients of their own."""
+    """A linear layer whose weights are chunks of one parameter, as in attention: these get gradients of their own."""
 
     def __init__(self):
         super().__init__()
@@ -384,7 +384,7 @@ def test_what_the_plain_forward_makes_and_nothing_uses_counts_there_alone(has_hi
 
 
 class SavesSlices(nn.Module):
-    """Saves slices of what is wider; comparing them with those of another call takes a copy."""
+    """Saves chunks of what is wider; comparing them with those of another call takes a copy."""
 
     def forward(self, x):
         if x.tolist():  # so that it is no part of any program

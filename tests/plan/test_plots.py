@@ -118,9 +118,9 @@ def test_a_plain_plan_has_the_plain_models_timeline(resnet):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wish", [{}, {"max_overhead": 0.3}, {"memory_budget": 0.6}])
-def test_the_timeline_peaks_where_the_allocator_says(resnet, wish):
-    plan = ogc.solve(resnet.graph, **wish)
+@pytest.mark.parametrize("goal", [{}, {"max_overhead": 0.3}, {"memory_budget": 0.6}])
+def test_the_timeline_peaks_where_the_allocator_says(resnet, goal):
+    plan = ogc.solve(resnet.graph, **goal)
     timeline = timeline_of(plan)
     assert timeline.total.max() == plan.peak_bytes
     optimised = ogc.apply(resnet.model, resnet.graph, plan)
@@ -130,13 +130,13 @@ def test_the_timeline_peaks_where_the_allocator_says(resnet, wish):
 
 def test_a_sliced_graph_shows_the_plain_peak_alone():
     model, x = Wide(), torch.randn(10, 3, 32, 32)
-    graph, plan = ogc.slice_batch(model, x, ogc.parse(model, x), slices=4)
+    graph, plan = ogc.chunk_batch(model, x, ogc.parse(model, x), chunks=4)
     assert graph.plain_peak_bytes
     timeline = timeline_of(plan)
     assert timeline.plain is None
     assert timeline.total.max() == plan.peak_bytes
     assert f"plain model, peak {mib(plan.plain_peak_bytes)}" in texts(plan.plot())
-    with pytest.raises(ogc.PlanError, match="runs slice by slice"):
+    with pytest.raises(ogc.PlanError, match="runs chunk by chunk"):
         trace(graph, ogc.solve(graph, solver="none"))
 
 

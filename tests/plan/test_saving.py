@@ -36,8 +36,8 @@ def test_random_plans_come_back_whole(kind):
         again = plan_from_text(text_of(plan), graph)
         assert again == plan and again.graph is graph
     assert max(map(depth, plans)) > 2
-    assert any(plan.decisions.fates for plan in plans)
-    assert {fate for plan in plans for segment in plan.segments for _, fate in segment.fates} == {*ogc.Fate}
+    assert any(plan.decisions.policies for plan in plans)
+    assert {policy for plan in plans for segment in plan.segments for _, policy in segment.policies} == {*ogc.Policy}
 
 
 def test_low_memory_operators_come_back():
@@ -47,14 +47,14 @@ def test_low_memory_operators_come_back():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wish", [{}, {"memory_budget": 0.7}, {"max_overhead": 0.6}, {"memory_budget": 1.0}])
-def test_plans_of_the_solver_are_loaded_for_the_same_graph_parsed_again(tmp_path, wish):
-    plan = ogc.solve(graph_of("residual"), **wish)
+@pytest.mark.parametrize("goal", [{}, {"memory_budget": 0.7}, {"max_overhead": 0.6}, {"memory_budget": 1.0}])
+def test_plans_of_the_solver_are_loaded_for_the_same_graph_parsed_again(tmp_path, goal):
+    plan = ogc.solve(graph_of("residual"), **goal)
     plan.save(tmp_path / "plan.json")
     again = ogc.load_plan(tmp_path / "plan.json", graph_of("residual"))
     weighed = replace(again, recomputed_seconds=pytest.approx(plan.recomputed_seconds))  # rounded otherwise
-    assert weighed == plan and again.max_overhead == wish.get("max_overhead")
-    assert again.is_plain == (wish == {"memory_budget": 1.0})
+    assert weighed == plan and again.max_overhead == goal.get("max_overhead")
+    assert again.is_plain == (goal == {"memory_budget": 1.0})
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -140,12 +140,12 @@ def changed(text, **fields):
         (lambda text: changed(text, plans=[]), "damaged plan.*0 plans of kind 'plan'"),
         (lambda text: changed(text, kind="leaf"), "damaged plan"),
         (lambda text: changed(text, solver=None), "damaged plan.*None is no text"),
-        (lambda text: changed(text, slices="2"), "damaged plan"),
-        (lambda text: changed(text, stretches=[["one"]]), "damaged plan"),
+        (lambda text: changed(text, chunks="2"), "damaged plan"),
+        (lambda text: changed(text, regions=[["one"]]), "damaged plan"),
         (lambda text: text.replace('"segments"', '"sediments"'), "damaged plan.*segments"),
         (lambda text: text.replace('"operations": "', '"operators": "'), "damaged plan.*operators"),
-        (lambda text: text.replace('"fates": {}', '"fates": {"0": "forgotten"}', 1), "damaged plan.*FORGOTTEN"),
-        (lambda text: text.replace('"fates": {}', '"fates": {"9999": "kept"}', 1), "which the graph lacks"),
+        (lambda text: text.replace('"policies": {}', '"policies": {"0": "forgotten"}', 1), "damaged plan.*FORGOTTEN"),
+        (lambda text: text.replace('"policies": {}', '"policies": {"9999": "kept"}', 1), "which the graph lacks"),
         (lambda text: text.replace('"low_memory": []', '"low_memory": [9999]'), "which the graph lacks"),
     ],
 )

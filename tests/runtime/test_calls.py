@@ -123,10 +123,10 @@ def test_numbers_that_change_each_step_need_no_search(tall, monkeypatch):
     assert measured_peak(optimised, (x, 0.1)) < 0.7 * measured_peak(tall, (x, 0.1))
 
 
-@pytest.mark.parametrize("wish", [{"max_overhead": 0.5}, {"memory_budget": 0.6}, {"memory_budget": 60_000}])
-def test_numbers_keep_the_wish(tall, wish, monkeypatch):
+@pytest.mark.parametrize("goal", [{"max_overhead": 0.5}, {"memory_budget": 0.6}, {"memory_budget": 60_000}])
+def test_numbers_keep_the_goal(tall, goal, monkeypatch):
     x = torch.randn(128, 16)
-    optimised = ogc.optimize(tall, (x, 0.5), **wish)
+    optimised = ogc.optimize(tall, (x, 0.5), **goal)
     monkeypatch.setattr("ogc.planned.solve", lambda *_, **__: pytest.fail("planned anew"))
     for scale in (0.3, 0.7):
         assert_equal(optimised(x, scale), tall(x, scale))

@@ -183,7 +183,7 @@ def test_a_model_in_parts_keeps_its_plans(caplog):
 
 
 def low_memory():
-    """Every operator that has a low-memory form runs in it."""
+    """Every operator that has a low-memory variant runs in it."""
     return nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4)))
 
 

@@ -327,21 +327,21 @@ def test_a_rank_that_plans_talks_to_nobody(ranks):
 # -- Equal plans -------------------------------------------------------------------------------------------
 
 
-def decisions_of_ranks(rank, kind, wish, unequal):
+def decisions_of_ranks(rank, kind, goal, unequal):
     """The decisions of a plan on each rank, where operations take other times on each."""
     from ogc.parser.weigh import meter
 
     torch.manual_seed(0)
     model, rates = kind(), meter.Rates.seconds
     if unequal:
-        noise = torch.Generator().manual_seed(rank + (1000 if wish else 0))
+        noise = torch.Generator().manual_seed(rank + (1000 if goal else 0))
 
         def seconds(self, *args):
             return rates(self, *args) * (0.1 + 20 * float(torch.rand((), generator=noise)))
 
         meter.Rates.seconds = seconds
     try:
-        plan = ogc.optimize(model, batch(rank, 0), **wish).plan
+        plan = ogc.optimize(model, batch(rank, 0), **goal).plan
     finally:
         meter.Rates.seconds = rates
     if isinstance(plan, ogc.PartsPlan):

@@ -282,13 +282,13 @@ def test_a_check_between_forward_and_backward_disturbs_no_step():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("carried", [False, True])
-def test_inputs_of_any_strides(carried, opened):
+@pytest.mark.parametrize("reused", [False, True])
+def test_inputs_of_any_strides(reused, opened):
     strided = torch.randn(4, 8, 16, 3)[..., ::2, :].permute(0, 3, 1, 2)
     expanded = torch.randn(1, 3, 8, 8).expand(4, 3, 8, 8)
     model = Net(lambda x: x.reshape(-1, 6, 8, 8).contiguous().tanh())
     for x in (strided, expanded, images().to(memory_format=torch.channels_last)):
-        optimised = (ogc.optimize if carried else forced)(model, images(5) if carried else x)
+        optimised = (ogc.optimize if reused else forced)(model, images(5) if reused else x)
         opened.clear()
         assert_same_training(model, optimised, (x,))
         assert opened
@@ -393,23 +393,23 @@ def test_a_plain_plan_is_not_run_beyond_a_budget_in_bytes():
 
 @pytest.mark.full
 @pytest.mark.parametrize("shape", [(8, 64, 16), (2, 128, 16), (64, 8, 16), (3, 5, 16), (1, 300, 16)])
-@pytest.mark.parametrize("wish", [{"memory_budget": 0.5}, {"memory_budget": 0.8}, {"max_overhead": 0.1}])
-def test_shares_hold_for_other_shapes(shape, wish, free_runtime):
+@pytest.mark.parametrize("goal", [{"memory_budget": 0.5}, {"memory_budget": 0.8}, {"max_overhead": 0.1}])
+def test_shares_hold_for_other_shapes(shape, goal, free_runtime):
     model, sample, x = towers(4), torch.randn(32, 16, 16), torch.randn(shape)
-    optimised = ogc.optimize(model, sample, **wish)
+    optimised = ogc.optimize(model, sample, **goal)
     plan = plan_of_call(optimised, x)
-    assert plan.peak_bytes <= wish.get("memory_budget", 1.0) * plan.plain_peak_bytes
-    assert plan.overhead <= wish.get("max_overhead", 1.0)
+    assert plan.peak_bytes <= goal.get("memory_budget", 1.0) * plan.plain_peak_bytes
+    assert plan.overhead <= goal.get("max_overhead", 1.0)
     assert_same_step(model, optimised, x)
 
 
-def test_a_plan_that_keeps_the_wish_elsewhere_is_carried_over(parses):
+def test_a_plan_that_keeps_the_goal_elsewhere_is_carried_over(parses):
     model, sample = towers(), torch.randn(32, 16, 16)
     optimised = ogc.optimize(model, sample, memory_budget=0.5)
     for length in (14, 12, 16):
         optimised(torch.randn(32, length, 16)).sum().backward()
     assert len(parses) <= 2
-    assert sum(variant.is_carried for variant in runner_of(optimised).entries) >= 1
+    assert sum(variant.is_reused for variant in runner_of(optimised).entries) >= 1
 
 
 @pytest.mark.full

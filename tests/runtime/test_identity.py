@@ -245,4 +245,4 @@ def test_carried_over_to_other_sizes():
     x, (y, z) = new(), (torch.randn(2, 8, requires_grad=True) for _ in range(2))
     optimised = ogc.optimize(copy.deepcopy(model), (x, x))
     assert_same(model, optimised, [((y, y), {}), ((y, z), {}), ((x, x), {})])
-    assert [variant.is_carried for variant in runner_of(optimised).entries].count(True) == 1
+    assert [variant.is_reused for variant in runner_of(optimised).entries].count(True) == 1

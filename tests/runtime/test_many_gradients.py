@@ -11,7 +11,7 @@ X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 class Network(nn.Sequential):
-    """Its low-memory forms write over gradients and split the batch, and its dropout is run again."""
+    """Its low-memory variants write over gradients and split the batch, and its dropout is run again."""
 
     def __init__(self):
         super().__init__(

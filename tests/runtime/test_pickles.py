@@ -27,7 +27,7 @@ def saved():
     return model, ogc.optimize(model, images(), memory_budget=0.7)
 
 
-def test_what_is_loaded_is_planned_by_the_same_wish(saved, opened):
+def test_what_is_loaded_is_planned_by_the_same_goal(saved, opened):
     model, optimised = saved
     again = pickle.loads(pickle.dumps(optimised))
     assert type(again).__name__ == "Residual" and isinstance(again, Residual)
@@ -86,22 +86,22 @@ class Between(torch.nn.Module):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("make", "given", "wish"),
+    ("make", "given", "goal"),
     [
         (Residual, images(), {"memory_budget": 0.7}),
-        (Residual, images(16, 32), {"batch_slices": 4}),
+        (Residual, images(16, 32), {"chunks": 4}),
         (Between, torch.randn(64, 16), {}),
     ],
 )
-def test_what_is_loaded_starts_from_the_plan(unsolved, make, given, wish):
-    if "batch_slices" in wish:
+def test_what_is_loaded_starts_from_the_plan(unsolved, make, given, goal):
+    if "chunks" in goal:
         layers = [torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3), torch.nn.ReLU()]
         make = lambda: torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1))  # noqa: E731
-    optimised = ogc.optimize(make(), given, **wish)
+    optimised = ogc.optimize(make(), given, **goal)
     again = pickle.loads(pickle.dumps(optimised))
     unsolved()
     again(given).square().sum().backward()
-    assert "batch_slices" not in wish or any(op.target == "sliced" for op in again.graph.operations)
+    assert "chunks" not in goal or any(op.target == "chunked" for op in again.graph.operations)
     assert again.plan.peak_bytes == pytest.approx(optimised.plan.peak_bytes, rel=0.01)
     once_more = pickle.loads(pickle.dumps(again))
     once_more(given).square().sum().backward()

@@ -96,7 +96,7 @@ def test_a_report_counts_what_ran_and_why(net, x):
     assert (report.planned, report.plain) == (4, 3)
     assert [calls.count for calls in report.calls] == [3, 1, 1, 1, 1]
     assert report.calls[0].kind == "like the sample" and report.calls[0].runs.startswith("plan: peak")
-    assert report.calls[1].runs.startswith("carried over")
+    assert report.calls[1].runs.startswith("reused")
     assert report.calls[2].is_plain and report.calls[2].runs == "plain: gradients are off"
     assert str(report).endswith("4 calls by a plan, 3 plain")
 

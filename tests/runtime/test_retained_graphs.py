@@ -38,11 +38,11 @@ def gradients(run, model, x):
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("wish", [{}, {"memory_budget": 0.4}, {"max_overhead": 0.1}], ids=str)
-def test_gradients_are_the_plain_models(wish):
+@pytest.mark.parametrize("goal", [{}, {"memory_budget": 0.4}, {"max_overhead": 0.1}], ids=str)
+def test_gradients_are_the_plain_models(goal):
     model, x = stack(drop=0.2), torch.randn(256, 64)
-    optimised = ogc.optimize(model, x, **wish)
-    assert any(segment.parts for segment in optimised.plan.segments) or wish
+    optimised = ogc.optimize(model, x, **goal)
+    assert any(segment.parts for segment in optimised.plan.segments) or goal
     assert all(map(torch.equal, gradients(optimised, model, x), gradients(model, model, x)))
 
 

@@ -103,13 +103,13 @@ def test_fully_sharded_with_another_size(ranks):
     ranks.run(sharding, "after", "default", (32, 24, 32, 24))
 
 
-def memory(rank, how, wish):
+def memory(rank, how, goal):
     """Peak bytes of a step, plain and optimized, and what was said."""
     torch.manual_seed(0)
     plain = Network(blocks=6, width=WIDTH, norm=nn.LayerNorm(WIDTH))
     other, rows, peaks = copy.deepcopy(plain), 512, []
     with Told() as told:
-        for one in (sharded(plain, how, {}), sharded(other, how, {}, lambda m, x: ogc.optimize(m, x, **wish), rows)):
+        for one in (sharded(plain, how, {}), sharded(other, how, {}, lambda m, x: ogc.optimize(m, x, **goal), rows)):
             x = batch(rank, 0, rows, WIDTH)
 
             def step(one=one, x=x):
@@ -126,9 +126,9 @@ def test_memory_of_a_sharded_model(ranks, how):
         assert ours < (0.6 if how == "units after" else 0.5) * plain, (ours, plain)  # what is around units is plain
 
 
-def test_wishes_of_a_sharded_model(ranks):
+def test_goal_of_a_sharded_model(ranks):
     """A share is kept by each unit: less is run again, and more kept, than without."""
-    (least, _), (share, _) = (ranks.run(memory, "after", wish)[0] for wish in ({}, {"memory_budget": 0.5}))
+    (least, _), (share, _) = (ranks.run(memory, "after", goal)[0] for goal in ({}, {"memory_budget": 0.5}))
     (quick, _) = ranks.run(memory, "after", {"max_overhead": 0.05})[0]
     assert least[1] < share[1] < 0.75 * share[0]
     assert least[1] < quick[1]
@@ -208,10 +208,10 @@ def test_units_that_were_compiled_stay_compiled(ranks):
 
 
 def refused(rank):
-    wishes = ({"memory_budget": "1MB"}, "a budget in bytes"), ({"batch_slices": 2}, "batch_slices does not go with it")
-    for wish, what in (*wishes, ({"verify": True}, "verify="), ({"device_memory": "1GB"}, "device_memory=")):
+    goals = ({"memory_budget": "1MB"}, "a budget in bytes"), ({"chunks": 2}, "chunks does not go with it")
+    for goal, what in (*goals, ({"verify": True}, "verify="), ({"device_memory": "1GB"}, "device_memory=")):
         with pytest.raises(ogc.InputError, match=what):
-            sharded(Network(width=WIDTH), "after", {}, lambda module, x, wish=wish: ogc.optimize(module, x, **wish))
+            sharded(Network(width=WIDTH), "after", {}, lambda module, x, goal=goal: ogc.optimize(module, x, **goal))
 
 
 def parses(rank):

@@ -15,7 +15,7 @@ EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 def blocks_of(allocator):
     """Of each segment, by address, the size and the state of each block."""
-    return [[(b.size, b.state.name.lower()) for b in head.stretch()] for _, head in sorted(allocator.segments.items())]
+    return [[(b.size, b.state.name.lower()) for b in head.region()] for _, head in sorted(allocator.segments.items())]
 
 
 def address_of(allocator, handle):
@@ -327,7 +327,7 @@ def assert_sound(allocator, requested):
     free, unmapped = set(), set()
     for start, head in allocator.segments.items():
         place, before = start, None
-        for block in head.stretch():
+        for block in head.region():
             assert block.address == place and block.segment == start and block.size > 0 and block.before is before
             assert before is None or not before.state == block.state != State.ALLOCATED  # else they would be merged
             place, before = place + block.size, block

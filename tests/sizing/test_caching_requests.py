@@ -46,7 +46,7 @@ def assert_as_simulated(graph, plan):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("decide", [tree_and_values, random_decisions], ids=["trees", "fates"])
+@pytest.mark.parametrize("decide", [tree_and_values, random_decisions], ids=["trees", "policies"])
 def test_random_plans_request_what_is_simulated(decide):
     number = 0
     for seed in range(80):
@@ -203,7 +203,7 @@ def test_a_plan_without_a_graph_or_with_wrong_settings_is_refused():
 def test_the_plain_model_beside_slices_is_not_known():
     graph = ogc.Graph(chain([1, 2, 3]).operations, chain([1, 2, 3]).values, plain_peak_bytes=100)
     plain = ogc.solve(graph, solver="none")
-    with pytest.raises(PlanError, match="runs slice by slice"):
+    with pytest.raises(PlanError, match="runs chunk by chunk"):
         plain.memory()
     assert ogc.make_plan(graph, [ogc.recomputed(0, 3)]).memory().plain is None
 

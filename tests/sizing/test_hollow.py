@@ -58,7 +58,7 @@ NETWORKS = {
     "words": (Words, torch.zeros(4, 64, dtype=torch.long)),
     "many words": (Words, torch.zeros(64, 64, dtype=torch.long)),  # whose gradient is sorted
 }
-WISHES = {"plain": {"solver": "none"}, "least": {}, "quick": {"max_overhead": 0.1}}
+GOALS = {"plain": {"solver": "none"}, "least": {}, "quick": {"max_overhead": 0.1}}
 
 
 @cache
@@ -69,12 +69,12 @@ def parsed(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_plans_for_cuda_peak_as_promised(name, wish):
+def test_plans_for_cuda_peak_as_promised(name, goal):
     model, graph = parsed(name)
-    plan = ogc.solve(graph, **WISHES[wish])
-    assert wish == "plain" or plan.segments
+    plan = ogc.solve(graph, **GOALS[goal])
+    assert goal == "plain" or plan.segments
     assert hollow_run(model, graph, plan, gpu=GPU).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)
 
 

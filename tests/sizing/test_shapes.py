@@ -134,7 +134,7 @@ NETWORKS = {
 
 
 def numbers_of(graph):
-    return [asdict(op) for op in graph.operations], graph.values, graph.outside, len(graph.stretches)
+    return [asdict(op) for op in graph.operations], graph.values, graph.outside, len(graph.regions)
 
 
 def looked_at(make, sample, make_loss, sizes=SIZES, **parsing):
@@ -297,10 +297,10 @@ def test_trials_are_put_off_and_count_where_they_fail(monkeypatch, request):
     assert len(tried) == 1
     parsed = ogc.parse(model, images(40), loss=labels_for(40), profile="estimate")
     assert numbers_of(shapes.weighed(images(40), program, puts_off=False).graph) == numbers_of(parsed)
-    forms = [(a.low_memory, b.low_memory) for a, b in zip(graph.operations, parsed.operations, strict=True)]
+    variants = [(a.low_memory, b.low_memory) for a, b in zip(graph.operations, parsed.operations, strict=True)]
     for field in ("scratch_bytes", "backward_bytes", "late_bytes"):
-        assert all(getattr(ours, field) <= getattr(theirs, field) for ours, theirs in forms if ours)
-    assert any(ours.scratch_bytes < theirs.scratch_bytes for ours, theirs in forms if ours)
+        assert all(getattr(ours, field) <= getattr(theirs, field) for ours, theirs in variants if ours)
+    assert any(ours.scratch_bytes < theirs.scratch_bytes for ours, theirs in variants if ours)
 
 
 def test_a_stand_in_is_laid_out_as_what_it_stands_for():

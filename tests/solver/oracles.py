@@ -15,7 +15,7 @@ from interval_oracle import all_flat_plans
 from ogc.errors import InputError, SolveError
 from ogc.graph import Graph
 from ogc.plan import Segment, recomputed, saved, simulate
-from ogc.solver import Wish
+from ogc.solver import Goal
 
 
 class Found(NamedTuple):
@@ -25,7 +25,7 @@ class Found(NamedTuple):
     recomputed_seconds: float = float("nan")
 
 
-Oracle = Callable[[Graph, Wish], Found]
+Oracle = Callable[[Graph, Goal], Found]
 """The signature of a solver.
 
 Raises:
@@ -34,17 +34,17 @@ Raises:
 """
 
 
-def every_flat_plan(graph: Graph, wish: Wish) -> Found:
+def every_flat_plan(graph: Graph, goal: Goal) -> Found:
     """The best plan of one level, by the rule that cuts keep their boundary."""
-    return _best(_flat_plans(graph), graph, wish)
+    return _best(_flat_plans(graph), graph, goal)
 
 
-def every_tree(graph: Graph, wish: Wish) -> Found:
+def every_tree(graph: Graph, goal: Goal) -> Found:
     """The best tree of segments, by the simulator."""
-    return _best(_all_trees(graph), graph, wish)
+    return _best(_all_trees(graph), graph, goal)
 
 
-@lru_cache(maxsize=4)  # of one graph several wishes are asked, one after the other
+@lru_cache(maxsize=4)  # of one graph several goals are asked, one after the other
 def _flat_plans(graph: Graph) -> tuple[Found, ...]:
     return tuple(itertools.starmap(Found, all_flat_plans(graph)))
 
@@ -55,11 +55,11 @@ def _all_trees(graph: Graph) -> tuple[Found, ...]:
     return tuple(Found(cost.peak_bytes, cost.recomputed_seconds) for cost in costs)
 
 
-def _exact(peak_of: Callable[[Graph], int], graph: Graph, wish: Wish) -> Found:
+def _exact(peak_of: Callable[[Graph], int], graph: Graph, goal: Goal) -> Found:
     """The best schedule of all."""
-    if wish.max_overhead is not None:
+    if goal.max_overhead is not None:
         raise InputError("the time of an exact schedule is not known")
-    return _best([Found(peak_of(graph))], graph, wish)
+    return _best([Found(peak_of(graph))], graph, goal)
 
 
 ORACLES: dict[str, Oracle] = {
@@ -70,11 +70,11 @@ ORACLES: dict[str, Oracle] = {
 }
 
 
-def _best(found: Iterable[Found], graph: Graph, wish: Wish) -> Found:
+def _best(found: Iterable[Found], graph: Graph, goal: Goal) -> Found:
     found = list(found)
-    if wish.max_overhead is not None:
-        found = [f for f in found if f.recomputed_seconds <= wish.max_overhead * graph.step_seconds]
-    budget = wish.budget_bytes(int(simulate(graph, [saved(0, len(graph))]).peak_bytes))
+    if goal.max_overhead is not None:
+        found = [f for f in found if f.recomputed_seconds <= goal.max_overhead * graph.step_seconds]
+    budget = goal.budget_bytes(int(simulate(graph, [saved(0, len(graph))]).peak_bytes))
     if budget is None:
         return min(found)
     fitting = [f for f in found if f.peak_bytes <= budget]

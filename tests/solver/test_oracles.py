@@ -8,7 +8,7 @@ from oracles import ORACLES, every_flat_plan, every_tree
 
 from ogc.errors import InputError, SolveError
 from ogc.plan.simulate import lower_bound
-from ogc.solver import LEAST_PEAK, SOLVERS, Wish
+from ogc.solver import LEAST_PEAK, SOLVERS, Goal
 
 ALL = {"optimal": SOLVERS["optimal"], **ORACLES}
 OF_CHAINS = [name for name in ALL if name != "every flat plan"]
@@ -36,9 +36,9 @@ def test_the_least_peak_is_a_budget_that_is_met_and_a_byte_less_is_refused(seed,
     least = ALL[solver](graph, LEAST_PEAK).peak_bytes
     assert lower_bound(graph) <= least
     if least > 1:  # no budget is less than a byte
-        assert ALL[solver](graph, Wish(memory_budget=least)).peak_bytes == least
+        assert ALL[solver](graph, Goal(memory_budget=least)).peak_bytes == least
         with pytest.raises(SolveError):
-            ALL[solver](graph, Wish(memory_budget=least - 1))
+            ALL[solver](graph, Goal(memory_budget=least - 1))
 
 
 @pytest.mark.full
@@ -49,7 +49,7 @@ def test_the_optimum_is_no_worse_than_brute_force(seed, brute_force):
     least, most = brute_force(graph, LEAST_PEAK), ALL["optimal"](graph, LEAST_PEAK).plain_peak_bytes
     assert ALL["optimal"](graph, LEAST_PEAK).peak_bytes <= least.peak_bytes
     for budget in {max(1, least.peak_bytes + (most - least.peak_bytes) * n // 4) for n in range(5)}:
-        ours, theirs = (solve(graph, Wish(memory_budget=budget)) for solve in (ALL["optimal"], brute_force))
+        ours, theirs = (solve(graph, Goal(memory_budget=budget)) for solve in (ALL["optimal"], brute_force))
         assert ours.peak_bytes <= budget
         assert ours.recomputed_seconds <= theirs.recomputed_seconds * (1 + 1e-12)
 
@@ -58,11 +58,11 @@ def test_the_optimum_is_no_worse_than_brute_force(seed, brute_force):
 def test_time_is_bounded_as_asked(solver, peaks):
     """Of a chain whose two levels pay: one of them, and the optimum as far as brute force goes."""
     graph, shares = chain([5, 8, 3, 13, 2]), (0.0, 0.1, 0.3, 10.0)
-    assert [ALL[solver](graph, Wish(max_overhead=share)).peak_bytes for share in shares] == peaks
-    assert all(ALL["optimal"](graph, Wish(max_overhead=s)).peak_bytes <= p for s, p in zip(shares, peaks, strict=True))
+    assert [ALL[solver](graph, Goal(max_overhead=share)).peak_bytes for share in shares] == peaks
+    assert all(ALL["optimal"](graph, Goal(max_overhead=s)).peak_bytes <= p for s, p in zip(shares, peaks, strict=True))
 
 
 @pytest.mark.parametrize("solver", ["mixed-integer program", "search over states"])
 def test_exact_schedules_are_not_asked_for_time(solver):
     with pytest.raises(InputError, match="time of an exact schedule"):
-        ORACLES[solver](chain([1, 2]), Wish(max_overhead=0.1))
+        ORACLES[solver](chain([1, 2]), Goal(max_overhead=0.1))

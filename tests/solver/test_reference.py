@@ -154,8 +154,8 @@ def test_an_unknown_solver_is_refused_with_those_there_are():
         ogc.optimize(torch.nn.Linear(2, 2), torch.randn(2, 2), solver=None)
 
 
-@pytest.mark.parametrize("wish", [{"memory_budget": 0.5}, {"max_overhead": 0.1}])
+@pytest.mark.parametrize("goal", [{"memory_budget": 0.5}, {"max_overhead": 0.1}])
 @pytest.mark.parametrize("solver", ["none", "feng-huang"])
-def test_a_wish_with_another_solver_than_ours_is_refused(solver, wish):
+def test_a_goal_with_another_solver_than_ours_is_refused(solver, goal):
     with pytest.raises(InputError, match=f"'{solver}' takes neither memory_budget nor max_overhead"):
-        ogc.solve(chain([1] * 4), solver=solver, **wish)
+        ogc.solve(chain([1] * 4), solver=solver, **goal)

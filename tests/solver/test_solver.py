@@ -16,7 +16,7 @@ from stacks import with_views
 import ogc
 from ogc.errors import InputError, PlanError, SolveError
 from ogc.graph import Graph, Operation, Value
-from ogc.plan.decisions import Decisions, Fate, Segment, cut_into_segments, recomputed, saved
+from ogc.plan.decisions import Decisions, Policy, Segment, cut_into_segments, recomputed, saved
 from ogc.plan.schedule import Schedule
 from ogc.plan.simulate import Memory, lower_bound, plain_peak, replay, simulate
 from ogc.solver import LEAST_PEAK, search
@@ -367,7 +367,7 @@ def test_what_is_decided_around_a_segment_goes_before_what_is_decided_in_it():
     graph, segments = chain([1] * 5), [recomputed(0, 4, kept=[1]), saved(4, 5)]
     assert Schedule(graph, Decisions.of(segments)).runs[1].program == (0, 2)
     assert Schedule(graph, Decisions.of(segments).remaking([1])).runs[1].program == (0, 1, 2)
-    kept = Decisions(cut_into_segments([0, 4, 5], [True, False]), ((1, Fate.KEPT),))
+    kept = Decisions(cut_into_segments([0, 4, 5], [True, False]), ((1, Policy.SAVED),))
     assert Schedule(graph, kept).runs[1].program == (0, 2)
 
 
@@ -556,7 +556,7 @@ def test_overhead_is_bounded(share):
         ({"memory_budget": 0.5, "max_overhead": 0.1}, "not both"),
     ],
 )
-def test_wrong_wishes_are_refused(options, message):
+def test_wrong_goal_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         ogc.solve(GIB, **options)
 

@@ -619,18 +619,18 @@ def conditional_gan_with_spectral_norm(training):
             return (self.body(x) * self.kinds(y)).sum(1)
 
     x, y = data(1)[0]
-    make, judge = training.optimize(layers(out=32), x), training.optimize(Judge(), (x, y))
-    optimizers = [torch.optim.Adam(one.parameters(), 0.001, betas=(0.0, 0.9)) for one in (make, judge)]
+    make, verify = training.optimize(layers(out=32), x), training.optimize(Judge(), (x, y))
+    optimizers = [torch.optim.Adam(one.parameters(), 0.001, betas=(0.0, 0.9)) for one in (make, verify)]
     for x, y in data(3):
         fake = make(torch.randn_like(x))
         optimizers[1].zero_grad()
-        (F.relu(1 - judge(x, y)).mean() + F.relu(1 + judge(fake.detach(), y)).mean()).backward()
+        (F.relu(1 - verify(x, y)).mean() + F.relu(1 + verify(fake.detach(), y)).mean()).backward()
         optimizers[1].step()
-        judge.requires_grad_(False)
+        verify.requires_grad_(False)
         optimizers[0].zero_grad()
-        (-judge(fake, y).mean()).backward()
+        (-verify(fake, y).mean()).backward()
         optimizers[0].step()
-        judge.requires_grad_(True)
+        verify.requires_grad_(True)
 
 
 @way()

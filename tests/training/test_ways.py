@@ -111,9 +111,9 @@ def a_frozen_teacher_behind_the_student(training):
 @way(0.8)
 def gan(training):
     """A GAN: two optimizers, the discriminator runs on real and made images, the generator through it."""
-    make, judge = layers(out=32), layers(out=1)
+    make, verify = layers(out=32), layers(out=1)
     x = torch.randn(BATCH, 32)
-    G, D = training.optimize(make, x), training.optimize(judge, x)
+    G, D = training.optimize(make, x), training.optimize(verify, x)
     of_make, of_judge = torch.optim.Adam(G.parameters(), 0.01), torch.optim.Adam(D.parameters(), 0.01)
     bce = nn.BCEWithLogitsLoss()
 
@@ -132,9 +132,9 @@ def gan(training):
 
 @way()
 def gan_with_a_gradient_penalty(training):
-    make, judge = layers(4, out=32), layers(4, out=1, drop=0.0)
+    make, verify = layers(4, out=32), layers(4, out=1, drop=0.0)
     x = torch.randn(BATCH, 32)
-    G, D = training.optimize(make, x), training.optimize(judge, x)
+    G, D = training.optimize(make, x), training.optimize(verify, x)
     of_make, of_judge = torch.optim.Adam(G.parameters(), 0.01), torch.optim.Adam(D.parameters(), 0.01)
     for real, _ in data(3):
         fake = G(torch.randn_like(real)).detach()

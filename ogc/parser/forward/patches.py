@@ -1,4 +1,4 @@
-"""Patches of torch's own functions while a forward is recorded or judged."""
+"""Patches of torch's own functions while a forward is recorded or verified."""
 
 from __future__ import annotations
 

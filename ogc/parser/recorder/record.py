@@ -171,12 +171,12 @@ def guards_of(recorder: Recorder, outputs: Sequence[torch.fx.Node]) -> Guards | 
 
     OpaqueError names the modules that hide reads of what depends on activations, parameters or random numbers.
     """
-    slices = [_Slice(recorder, read) for read in recorder.reads]
-    _refuse(recorder, [s for s in slices if s.obstacle], outputs)
-    if not slices:
+    chunks = [_Chunk(recorder, read) for read in recorder.reads]
+    _refuse(recorder, [s for s in chunks if s.obstacle], outputs)
+    if not chunks:
         return None
-    nodes = set().union(*(one.nodes for one in slices))
-    reads = [one.read for one in slices]
+    nodes = set().union(*(one.nodes for one in chunks))
+    reads = [one.read for one in chunks]
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     values: list[torch.fx.Node] = []
@@ -217,7 +217,7 @@ def _lengths(node: torch.fx.Node) -> torch.fx.Node:
     return packed.args[1] if is_packed else node  # type: ignore[union-attr, return-value]
 
 
-class _Slice:
+class _Chunk:
     """The calls that decide on what was read, and what stands in the way of making them by themselves, if anything."""
 
     def __init__(self, recorder: Recorder, read: Read) -> None:
@@ -259,8 +259,8 @@ class _Slice:
         return "random numbers" if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) else ""
 
 
-def _refuse(recorder: Recorder, slices: Sequence[_Slice], outputs: Sequence[torch.fx.Node]) -> None:
-    shapes = [one for one in slices if one.read.deciding]
+def _refuse(recorder: Recorder, chunks: Sequence[_Chunk], outputs: Sequence[torch.fx.Node]) -> None:
+    shapes = [one for one in chunks if one.read.deciding]
     if shapes:
         first = shapes[0].read
         message = (
@@ -271,15 +271,15 @@ def _refuse(recorder: Recorder, slices: Sequence[_Slice], outputs: Sequence[torc
         raise OpaqueError(
             message, {_around(_spread(recorder, one.read.node, outputs)): one.read.what for one in shapes}
         )
-    if slices:
-        reasons = "; ".join(dict.fromkeys(f"{one.read.what}, which depends on {one.obstacle}" for one in slices))
+    if chunks:
+        reasons = "; ".join(dict.fromkeys(f"{one.read.what}, which depends on {one.obstacle}" for one in chunks))
         raise OpaqueError(
             f"the forward reads numbers out of tensors: {reasons}. What it "
             "computes then depends on the data, and a plan for the sample input would be wrong for other "
             "data. Replace the branch or loop by tensor operations (torch.where, masks), put it into a "
             "submodule of its own, optimize the submodules around it instead, or write down what is computed "
             "with parse_graph=.",
-            {one.read.module: one.read.what for one in reversed(slices)},
+            {one.read.module: one.read.what for one in reversed(chunks)},
         )
 
 

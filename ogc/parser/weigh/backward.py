@@ -353,9 +353,9 @@ class Relaid:
         target, args, kwargs: the call; content is not held.
         usual: layouts of gradients of its results.
         run: weighs the call on shapes alone, for gradients of some layouts.
-        measure: runs the backward of the call, or of its low-memory form, for gradients of some layouts, held by others
-            or not; gives the bytes that it allocates, those until it asks for what was saved, and the layouts of its
-            results. None: it is weighed on shapes alone.
+        measure: runs the backward of the call, or of its low-memory variant, for gradients of some layouts,
+            shared or not; gives the bytes that it allocates, those until it asks for what was saved, and its
+            results' layouts. None: it is weighed on shapes alone.
     """
 
     def __init__(

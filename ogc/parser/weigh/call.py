@@ -321,7 +321,7 @@ def backward_measured(
     record: Record, device: torch.device, args: Any, kwargs: Any, layouts: Layouts, is_low_memory: bool, are_held: bool
 ) -> tuple[int, int, Mapping[int, Layout]]:
     """The bytes of the backward of a recorded call, and the layouts of its results; see :class:`.backward.Relaid`."""
-    call = Call(record, args, kwargs, record.form.target if is_low_memory and record.form else None)
+    call = Call(record, args, kwargs, record.variant.target if is_low_memory and record.variant else None)
     with torch.random.fork_rng(cuda_devices()):
         most, first = call.backward_bytes(device, layouts, are_held)
     return most, first, {number: Layout.of(gradient) for number, gradient in call.found}

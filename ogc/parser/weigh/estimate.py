@@ -20,7 +20,7 @@ from torch.fx.node import map_aggregate
 
 from ...operators.gpus import gpu_of
 from ...operators.low_memory import Extra
-from ...operators.registry import Operator, is_elementwise, like, low_memory_form, of, ones_like
+from ...operators.registry import Operator, is_elementwise, like, low_memory_variant, of, ones_like
 from ...operators.weights import InputGradient, Place, Use, Weights
 from ...optional import optional
 from ...program.leaf import Region, runs_once
@@ -35,7 +35,7 @@ from ..passes.writes import COPIES, REBASED
 from .backward import LONG_FLOPS, Layouts, Relaid
 from .call import Call, backward_measured, call_key, own_argument, with_measured_bytes
 from .meter import HiddenBytes, Meter, rates_of
-from .record import Record, SeenForm, alike, saved_at
+from .record import Record, SeenVariant, alike, saved_at
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Estimator:
         target = record.node.target
         if not isinstance(target, OpOverload):
             return None
-        key = call_key(target, args, kwargs), record.form is None
+        key = call_key(target, args, kwargs), record.variant is None
         if key not in self.backwards:
             in_place = record.in_place  # now: its result may become a value of its own
 
@@ -100,7 +100,7 @@ class Estimator:
         kernel = operator.operator if isinstance(operator, WithoutGrad) else operator
         if not record.outputs or not isinstance(kernel, OpOverload):
             return Weights(gradients=_pass_through(record))
-        key = call_key(operator, args, kwargs), record.form is None
+        key = call_key(operator, args, kwargs), record.variant is None
         if key not in self.seen:
             weights = self._by_kernel(record, args, kwargs)
             gradients = of(kernel).to_run_with
@@ -110,7 +110,7 @@ class Estimator:
             if gradients:
                 weights = self._measured(weights, record, args, kwargs, gradients)
             use = Use(args, record.outputs[0].bytes, weights, self._can_measure())
-            self.seen[key] = self._in_both_forms(record.form, use, of(kernel))
+            self.seen[key] = self._in_both_variants(record.variant, use, of(kernel))
         weights = self.seen[key]
         if REBASED not in record.node.meta or record.in_place or not weights.gradients:
             return weights
@@ -118,13 +118,13 @@ class Estimator:
             weights, plain_working_bytes=COPIES * record.outputs[0].bytes
         )  # which runs it in place on a view
 
-    def _in_both_forms(self, form: SeenForm | None, use: Use, operator: Operator) -> Weights:
-        """What the registry says of a use, as PyTorch runs it and in its low-memory form."""
+    def _in_both_variants(self, variant: SeenVariant | None, use: Use, operator: Operator) -> Weights:
+        """What the registry says of a use, as PyTorch runs it and in its low-memory variant."""
         plain = operator.weigh(use) if self.device.type == "cpu" else use.weights
-        if form is None:
+        if variant is None:
             return plain
-        found = form.target.weights(use, plain)
-        forward, backward = (self._more_seconds(extra) for extra in form.target.extra(use))
+        found = variant.target.weights(use, plain)
+        forward, backward = (self._more_seconds(extra) for extra in variant.target.extra(use))
         found = replace(
             found,
             forward_seconds=found.forward_seconds + forward,
@@ -291,23 +291,23 @@ def _pass_through(record: Record) -> tuple[InputGradient, ...]:
     return ()
 
 
-class Forms:
-    """Finds the low-memory forms of operations on a device, and what each saves, seen on tensors without data."""
+class Variants:
+    """Finds the low-memory variants of operations on a device, and what each saves, seen on tensors without data."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seen: dict[Any, tuple[tuple[Place | None, ...], int]] = {}
 
-    def of(self, record: Record, args: Any, kwargs: Any) -> SeenForm | None:
+    def of(self, record: Record, args: Any, kwargs: Any) -> SeenVariant | None:
         """The form of a recorded call, if it has one that pays for these arguments."""
-        form = low_memory_form(record.node.target, self.device)
-        if form is None or not form.pays(*args):
+        variant = low_memory_variant(record.node.target, self.device)
+        if variant is None or not variant.pays(*args):
             return None
-        key = call_key(form, args, kwargs)
+        key = call_key(variant, args, kwargs)
         if key not in self.seen:
-            self.seen[key] = _saved_places(form, args, kwargs, record.in_place)
+            self.seen[key] = _saved_places(variant, args, kwargs, record.in_place)
         places, internal_bytes = self.seen[key]
-        return SeenForm(form, saved_at(record, places), internal_bytes)
+        return SeenVariant(variant, saved_at(record, places), internal_bytes)
 
 
 def _saved_places(

@@ -218,8 +218,8 @@ def _in_order(seconds: Sequence[_Seconds]) -> list[float]:
 
 def _at_least(operation: Operation, host: _Seconds) -> Operation:
     """The operation, which takes no less than its host, in either form."""
-    form = operation.low_memory
-    return replace(_raised(operation, host), low_memory=form and _raised(form, host))
+    variant = operation.low_memory
+    return replace(_raised(operation, host), low_memory=variant and _raised(variant, host))
 
 
 def _raised(weights: T, host: _Seconds) -> T:

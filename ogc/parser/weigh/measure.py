@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ...during_step import bytes_at_hand
+from ...during_step import available_bytes
 from ...operators.weights import Weights
 from ...plan.saving import write_at_once
 from ...program.leaf import Leaf, Region
@@ -121,27 +121,27 @@ class Measurer:
         binding = record.bindings.get(target) if target is kernel else None  # which would run with gradients
         function = target if binding is None else attrgetter(binding.removeprefix("torch."))(torch)
         weights = self._timed(record, function, args, kwargs, weights)
-        if record.form is not None and weights.low_memory is not None:
-            form = self._timed(record, record.form.target, args, kwargs, weights.low_memory)
-            weights = replace(weights, low_memory=form)
+        if record.variant is not None and weights.low_memory is not None:
+            variant = self._timed(record, record.variant.target, args, kwargs, weights.low_memory)
+            weights = replace(weights, low_memory=variant)
         if COPIED in record.node.meta:
             weights = replace(weights, plain_seconds=self._copying(record, function, args, kwargs))
         return weights
 
     def _with_bytes(self, record: Record, args: Any, kwargs: Any, estimate: Weights) -> Weights:
         meta = record.node.meta
-        key = call_key(record.node.target, args, kwargs), REBASED in meta, COPIED in meta, record.form is None
+        key = call_key(record.node.target, args, kwargs), REBASED in meta, COPIED in meta, record.variant is None
         if key not in self.seen:
             weights = with_measured_bytes(estimate, Call(record, args, kwargs), self.device)
-            if record.form is not None and (form := estimate.low_memory) is not None:
-                call = Call(record, args, kwargs, record.form.target)
-                found = with_measured_bytes(form, call, self.device)
-                peak, late = found.working_bytes, form.late_bytes
+            if record.variant is not None and (variant := estimate.low_memory) is not None:
+                call = Call(record, args, kwargs, record.variant.target)
+                found = with_measured_bytes(variant, call, self.device)
+                peak, late = found.working_bytes, variant.late_bytes
                 # It is measured as one, in circumstances that it may not meet: only more than was estimated is news.
-                working = form.working_bytes if peak <= max(form.working_bytes, late) else peak
-                if record.form.target.has_two_phases:
+                working = variant.working_bytes if peak <= max(variant.working_bytes, late) else peak
+                if record.variant.target.has_two_phases:
                     working, late = min(working, peak), min(late, peak)
-                found = replace(found, working_bytes=working, late_bytes=late, first_bytes=form.first_bytes)
+                found = replace(found, working_bytes=working, late_bytes=late, first_bytes=variant.first_bytes)
                 weights = replace(weights, low_memory=found)
             self.seen[key] = weights
         return self.seen[key]
@@ -199,7 +199,7 @@ class Measurer:
         settings = torch.get_num_threads(), str(self.device), torch.are_deterministic_algorithms_enabled()
         key = _key_of((call, settings))
         if key not in _known:
-            if self.spent > AFFORDABLE_SECONDS or needed_bytes > bytes_at_hand():
+            if self.spent > AFFORDABLE_SECONDS or needed_bytes > available_bytes():
                 return None
             start = time.perf_counter()
             with torch.random.fork_rng(cuda_devices()), torch.enable_grad():
@@ -360,7 +360,7 @@ class _TimedCall(Call):
         if not self.is_cpu:
             return one
         overheads = _overheads(str(self.measurer.device))
-        if one > SHORT_SECONDS / 10 or math.isfinite(bytes_at_hand()):  # several at once take more memory
+        if one > SHORT_SECONDS / 10 or math.isfinite(available_bytes()):  # several at once take more memory
             return one - overheads.once
         several = self.measurer.seconds(self.backward, partial(self.fresh_backward, 1 + MORE_BACKWARDS))
         found = (several - one) / MORE_BACKWARDS
@@ -458,7 +458,7 @@ def _aged(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _at_most(size: int) -> int:
-    return int(min(size, bytes_at_hand() / SHARE_OF_STEP))
+    return int(min(size, available_bytes() / SHARE_OF_STEP))
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class SavedTensors:
 
 
 @dataclass(frozen=True)
-class SeenForm:
-    """The low-memory form of an operation, and what it saves in the operator's place."""
+class SeenVariant:
+    """The low-memory variant of an operation, and what it saves in the operator's place."""
 
     target: LowMemory
     saves: tuple[Saved, ...]
@@ -81,7 +81,7 @@ class Record:
     saved: SavedTensors = field(default_factory=SavedTensors)
     rebase: Rebase | None = None
     random: bool = False
-    form: SeenForm | None = None
+    variant: SeenVariant | None = None
     bindings: dict[Any, str] = field(default_factory=dict)  # see Program
     weights: Weights = field(default_factory=Weights)
     aside: list[TensorRef] = field(default_factory=list)  # arguments that it holds without telling autograd
@@ -104,16 +104,16 @@ class Record:
         """Nothing that it saves outlives its results, as no backward comes to it."""
         self.weights = replace(self.weights, internal_bytes=None, saves=None, low_memory=None)
         self.saved = SavedTensors([s if s.external else Saved(unneeded=True) for s in self.saved.tensors])
-        self.form = None
+        self.variant = None
 
     def backward(self, weights: Weights | None = None) -> Backward:
         """Its backward by these weights, or else by those of PyTorch's operator."""
         weights = weights or self.weights
-        form = self.form.target if self.form and weights is self.weights.low_memory else None
-        copies_strided = copies_strided_gradients(form or self.node.target)
+        variant = self.variant.target if self.variant and weights is self.weights.low_memory else None
+        copies_strided = copies_strided_gradients(variant or self.node.target)
 
         def relaid(layouts: Layouts, are_held: bool) -> tuple[Weights, bool] | None:
-            found = None if self.relaid is None else self.relaid(layouts, form is not None, are_held)
+            found = None if self.relaid is None else self.relaid(layouts, variant is not None, are_held)
             return None if found is None else (found.weights(weights), copies_strided and not found.has_copies)
 
         is_start = of(self.node.target).begins_graph
@@ -321,7 +321,7 @@ class _Memory:
         self.values: ByStorage[int] = ByStorage()
         self.externals: dict[int, int] = {}
         self.views: dict[int, list[TensorRef]] = {}  # the program tensors in each value
-        self.views_of_externals: set[TensorRef] = set()  # such as slices of a parameter, with gradients of their own
+        self.views_of_externals: set[TensorRef] = set()  # such as chunks of a parameter, with gradients of their own
         self.saved: dict[int, list[tuple[Record, torch.Tensor, int]]] = {}  # by value: who saved it, at which version
         self.result = Observation()  # what was seen so far
 

@@ -82,7 +82,7 @@ def _order(gpu: Gpu) -> tuple[int, ...]:
     order = tuple(number for number in sdp_order() if number in range(4))
     version = torch.backends.cudnn.version()
     is_preferred = gpu.capability[0] in (9, 10) and (version is None or version > 91500)
-    # On a GPU at hand that prefers cuDNN, PyTorch itself puts it first when attention first runs.
+    # On a GPU available that prefers cuDNN, PyTorch itself puts it first when attention first runs.
     is_default = order == _DEFAULT_ORDER or (order == _CUDNN_FIRST and torch.cuda.is_available())
     return (_CUDNN_FIRST if is_preferred else _DEFAULT_ORDER) if is_default else order
 

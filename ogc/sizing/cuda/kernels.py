@@ -114,8 +114,8 @@ def rms_norm_on_cuda(args: Sequence[Any], kwargs: dict[str, Any], gpu: Gpu) -> C
 
 
 def _has_channels_last(x: torch.Tensor) -> bool:
-    forms = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.dim() in forms and x.is_contiguous(memory_format=forms[x.dim()]) and not x.is_contiguous()
+    variants = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in variants and x.is_contiguous(memory_format=variants[x.dim()]) and not x.is_contiguous()
 
 
 def _rms_norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None = None, eps: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Low-memory forms on CUDA: in parts as there, with the bits of the whole, and taken where they lower the peak."""
+"""Low-memory variants on CUDA: in parts as there, with the bits of the whole, and taken where they lower the peak."""
 
 import pytest
 import torch
@@ -163,12 +163,12 @@ WIDE = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", WIDE)
-@pytest.mark.parametrize("wish", [{}, {"max_overhead": 0.5}])
-def test_where_one_operation_bounds_the_peak_it_runs_in_its_form(name, wish):
+@pytest.mark.parametrize("goal", [{}, {"max_overhead": 0.5}])
+def test_where_one_operation_bounds_the_peak_it_runs_in_its_form(name, goal):
     with torch.device("meta"):
         model = WIDE[name]()
     graph = ogc.parse(model, torch.empty(64, 3, 128, 128, device="meta"), device="cuda", profile="estimate", gpu=GPU)
-    plan = ogc.solve(graph, **wish)
+    plan = ogc.solve(graph, **goal)
     assert f"aten.{name}.default" in {graph.operations[t].target for t in plan.low_memory}
     assert plan.peak_bytes < max(graph.with_variants(()).operation_bounds)
     assert hollow_run(model, graph, plan, gpu=GPU).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)

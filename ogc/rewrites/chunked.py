@@ -1,8 +1,8 @@
 """Regions that work sample by sample, run forward and backward a part of the batch at a time.
 
 Of what is made and saved inside, only one slice's share is alive at once; between forward and backward the inputs are
-held. Gradients of parameters are sums over the samples: added up slice by slice they differ from PyTorch's in the last
-bits, and a kernel chosen for a smaller batch may round otherwise too. So nothing is sliced unless the user asks for it.
+held. Gradients of parameters are sums over the samples: added up chunk by chunk they differ from PyTorch's in the last
+bits, and a kernel chosen for a smaller batch may round otherwise too. Nothing is chunked unless the user asks for it.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from .rules import rule_of
 Tensors = Sequence[torch.Tensor | None]
 
 _SMALL_FLOPS = 1e9
-"""Below this, what the kernels inside copy is measured: small slices are convolved in many ways."""
+"""Below this, what the kernels inside copy is measured: small chunks are convolved in many ways."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sliced(Region):
-    """A region that runs slice by slice.
+class Chunked(Region):
+    """A region that runs chunk by chunk.
 
     Attributes:
         graph: a placeholder for each argument, one tensor as output.
-        axes: for each argument, the axis along which it is sliced; None where it is whole.
-        slices: into how many slices, if there are as many entries along the shortest of these axes.
-        axis: that of the result along which its slices lie.
+        axes: for each argument, the axis along which it is chunked; None where it is whole.
+        chunks: into how many chunks, if there are as many entries along the shortest of these axes.
+        axis: that of the result along which its chunks lie.
     """
 
     name: str
     graph: torch.fx.Graph
     axes: tuple[int | None, ...]
-    slices: int
+    chunks: int
     axis: int = 0
 
     @property
     def __name__(self) -> str:
-        return "sliced"
+        return "chunked"
 
     def __call__(self, *tensors: torch.Tensor | None) -> torch.Tensor:
-        result: torch.Tensor = _Slices.apply(self, *tensors)
+        result: torch.Tensor = _Chunks.apply(self, *tensors)
         return result
 
     live = ()
@@ -56,7 +56,7 @@ class Sliced(Region):
     @property
     def key(self) -> Any:
         """There is a new one each time."""
-        return "sliced", str(self.graph), self.axes, self.slices, self.axis
+        return "chunked", str(self.graph), self.axes, self.chunks, self.axis
 
     def hidden_bytes(self, operator: Any, args: Any, results: list[torch.Tensor]) -> int:
         return rule_of(operator).hidden_bytes(args, results)
@@ -76,19 +76,19 @@ class Sliced(Region):
         )
 
     def parts(self, entries: int) -> tuple[slice, ...]:
-        """The slices of so many entries."""
-        return even_parts(entries, min(self.slices, entries))
+        """The chunks of so many entries."""
+        return even_parts(entries, min(self.chunks, entries))
 
     def cut(self, tensors: Tensors, part: slice, entries: int) -> list[torch.Tensor | None]:
         """A slice of the arguments."""
         pairs = zip(tensors, self.axes, strict=True)
-        return [t if t is None or axis is None else slice_of(t, axis, part, entries) for t, axis in pairs]
+        return [t if t is None or axis is None else chunk_of(t, axis, part, entries) for t, axis in pairs]
 
     def whole(self, tensors: Tensors) -> torch.Tensor:
         """The result for all of the arguments at once."""
         return self.run_all([*tensors])
 
-    def to_weigh(self) -> Sliced:
+    def to_weigh(self) -> Chunked:
         """The same region of PyTorch's own operators, but for those that save less."""
         graph = torch.fx.Graph()
         output = graph.graph_copy(self.graph, {})
@@ -99,9 +99,9 @@ class Sliced(Region):
         return replace(self, graph=graph)
 
 
-class _Slices(torch.autograd.Function):
+class _Chunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: Sliced, *tensors: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, region: Chunked, *tensors: torch.Tensor | None) -> torch.Tensor:
         ctx.region = region
         ctx.save_for_backward(*tensors)
         entries, result = region.entries(tensors), None
@@ -113,7 +113,7 @@ class _Slices(torch.autograd.Function):
                 shape = [*found.shape]
                 shape[region.axis] = shape[region.axis] // (part.stop - part.start) * entries
                 result = found.new_empty(shape)
-            slice_of(result, region.axis, part, entries).copy_(found)
+            chunk_of(result, region.axis, part, entries).copy_(found)
             del found
         assert result is not None
         return result
@@ -137,7 +137,7 @@ class _Slices(torch.autograd.Function):
             with torch.enable_grad(), without_autocast():
                 result = region.run_all([*given])
             found = torch.autograd.grad(
-                result, [given[k] for k in wanted], slice_of(gradient, region.axis, part, entries)
+                result, [given[k] for k in wanted], chunk_of(gradient, region.axis, part, entries)
             )
             del result, given
             for k, of_argument in zip(wanted, found, strict=True):
@@ -147,12 +147,12 @@ class _Slices(torch.autograd.Function):
                 elif axis is None:
                     total.add_(of_argument)
                 else:
-                    slice_of(total, axis, part, entries).copy_(of_argument)
+                    chunk_of(total, axis, part, entries).copy_(of_argument)
             del found, of_argument
         return None, *totals
 
 
-def slice_of(tensor: torch.Tensor, axis: int, part: slice, entries: int) -> torch.Tensor:
+def chunk_of(tensor: torch.Tensor, axis: int, part: slice, entries: int) -> torch.Tensor:
     """A part of a tensor that has so many entries along an axis, or so many times more."""
     each = tensor.shape[axis] // entries
     return tensor.narrow(axis, each * part.start, each * (part.stop - part.start))
@@ -164,7 +164,7 @@ def that_need(tensors: Tensors, needs: Sequence[bool]) -> list[Any]:
 
 
 def differentiable(
-    region: Sliced, tensors: Tensors, needs: Sequence[bool], gradient: torch.Tensor
+    region: Chunked, tensors: Tensors, needs: Sequence[bool], gradient: torch.Tensor
 ) -> list[torch.Tensor | None]:
     """The gradients as functions of the arguments, of all of them at once."""
     found = iter(torch.autograd.grad(region.whole(tensors), that_need(tensors, needs), gradient, create_graph=True))

@@ -36,7 +36,7 @@ from .weigh.record import Record
 
 @plainly()
 @alone()
-def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool = False) -> Graph:
+def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool = False) -> Graph:
     """``graph`` as it is for another call.
 
     The forward runs as often as in :func:`ogc.parse`, with the memory of inference; once where nothing but numbers has
@@ -55,7 +55,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
     """
     program: Program = graph.program
     if any(isinstance(node.target, Region) for node in program.operations):
-        raise ParseError("a plan in slices, or compiled, is not carried over")
+        raise ParseError("a plan in chunks, or compiled, is not reused")
     refuse_root_hooks(model)
     sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
     home = check_tensors(sample)
@@ -76,7 +76,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
         check_same_program(program.graph, again.graph)
         seen = memory_of(observation, taken)
         known, outside = (graph.operations, graph.outside) if has_loss else (graph.operations[: graph.end], 0)
-        operations = tuple(_carried(op, fields) for op, fields in zip(known, seen, strict=True))
+        operations = tuple(_reused(op, fields) for op, fields in zip(known, seen, strict=True))
         values = values_of(traced, observation)
         found = replace(graph, operations=operations, values=values, program=again, outside=outside)
     found = replace(found, program=replace(found.program, parse_graph=program.parse_graph))
@@ -86,7 +86,7 @@ def carry_over(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed:
 def _with_other_numbers(sample: Sample, graph: Graph) -> Graph | None:
     """The graph for a call in which Python's numbers alone are others, if that takes no look at its memory.
 
-    It takes one forward: the program was judged for other numbers, and what it saves does not depend on them.
+    It takes one forward: the program was verified for other numbers, and what it saves does not depend on them.
     """
     program: Program = graph.program
     known: Traced | None = program.recorded
@@ -146,11 +146,11 @@ def _with_outside_of(known: Graph, found: Graph) -> Graph:
     )
 
 
-def _carried(op: Operation, seen: dict[str, Any]) -> Operation:
+def _reused(op: Operation, seen: dict[str, Any]) -> Operation:
     """The operation as it was seen for the other call, with the weights that it had."""
     now: Variant | None = seen.pop("low_memory")
-    form = now and op.low_memory and replace(op.low_memory, saves=now.saves, internal_bytes=now.internal_bytes)
-    return replace(op, low_memory=form, **seen)
+    variant = now and op.low_memory and replace(op.low_memory, saves=now.saves, internal_bytes=now.internal_bytes)
+    return replace(op, low_memory=variant, **seen)
 
 
 def _visit(

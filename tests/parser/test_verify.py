@@ -1,4 +1,4 @@
-"""Eager is the judge of what was recorded: a program that is changed in one place is refused, and the place named."""
+"""Eager verifies what was recorded: a program that is changed in one place is refused, and the place named."""
 
 import random
 from dataclasses import replace
@@ -12,9 +12,9 @@ import ogc
 from ogc.errors import ParseError
 from ogc.parser.arguments import Sample
 from ogc.parser.faithful import faithful_program
-from ogc.parser.judge import judge
 from ogc.parser.leaves import Leaves
 from ogc.parser.traced import OpaqueError
+from ogc.parser.verify import verify
 from ogc.program.program import WithoutGrad
 from ogc.program.structures import InputSpec
 
@@ -219,8 +219,8 @@ MUTATIONS = [
 
 def test_the_program_as_it_was_recorded_is_accepted(recorded):
     sample, traced = recorded
-    judge(sample, traced)
-    judge(sample, copied(traced))
+    verify(sample, traced)
+    verify(sample, copied(traced))
 
 
 @pytest.mark.full
@@ -233,7 +233,7 @@ def test_a_program_that_is_changed_in_one_place_is_refused(recorded, seed):
     state = {name: tensor.clone() for name, tensor in sample.model.state_dict().items()}
     random_state = torch.get_rng_state()
     with pytest.raises(OpaqueError):
-        judge(sample, changed)
+        verify(sample, changed)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in sample.model.state_dict().items())
 
@@ -247,9 +247,9 @@ def test_the_first_difference_is_named_with_its_place(recorded):
     node.target = aten.silu.default
     node.kwargs = {}
     with pytest.raises(
-        OpaqueError, match=r"module 'blocks.1.mix.1', test_judge.py:\d+.*aten.silu.default.*aten.gelu"
+        OpaqueError, match=r"module 'blocks.1.mix.1', test_verify.py:\d+.*aten.silu.default.*aten.gelu"
     ) as caught:
-        judge(sample, changed)
+        verify(sample, changed)
     assert set(caught.value.modules) == {"blocks.1.mix.1"}
 
 
@@ -265,7 +265,7 @@ class Moody(nn.Linear):
 
 
 def test_a_forward_that_differs_from_time_to_time_is_refused():
-    with pytest.raises(ParseError, match=r"not what the forward runs by itself.*test_judge.py:\d+"):
+    with pytest.raises(ParseError, match=r"not what the forward runs by itself.*test_verify.py:\d+"):
         ogc.parse(Moody(4, 4), torch.randn(3, 4))
 
 

@@ -1,4 +1,4 @@
-"""Stretches run slice by slice: the numbers are the model's up to rounding, the memory is a slice's."""
+"""Regions run chunk by chunk: the numbers are the model's up to rounding, the memory is a slice's."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from torch import nn
 
 import ogc
 from ogc.rewrites import slicing
+from ogc.rewrites.chunked import Chunked
+from ogc.rewrites.chunking import Chunks
 from ogc.rewrites.rules import Along, along
-from ogc.rewrites.sliced import Sliced
-from ogc.rewrites.slicing import Slices
 
 aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ def gradients(run, model, x):
 
 def test_stretches_end_where_the_data_narrow_and_without_convolutions_at_the_end(wide):
     graph = ogc.parse(*wide)
-    assert graph.stretches == (
+    assert graph.regions == (
         ("convolution_default", "max_pool2d_default"),
         ("convolution_default_2", "silu_default"),
     )
@@ -55,8 +55,8 @@ def test_stretches_end_where_the_data_narrow_and_without_convolutions_at_the_end
 
 def test_sliced_training_is_the_plain_models_up_to_rounding(wide):
     model, x = wide
-    optimised = ogc.optimize(model, x, batch_slices=4)
-    assert any(op.target == "sliced" for op in optimised.graph.operations)
+    optimised = ogc.optimize(model, x, chunks=4)
+    assert any(op.target == "chunked" for op in optimised.graph.operations)
     plain = gradients(model, model, x)
     statistics = model.two[4].running_var.clone()
     model.two[4].reset_running_stats()
@@ -68,14 +68,14 @@ def test_sliced_training_is_the_plain_models_up_to_rounding(wide):
     assert "sliced_convolution_default(" in optimised.code
 
 
-@pytest.mark.parametrize("slices", [2, 3, 5])
-def test_the_peak_is_as_simulated_and_lower(wide, slices):
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+def test_the_peak_is_as_simulated_and_lower(wide, chunks):
     model, x = wide
     graph = ogc.parse(model, x)
-    sliced, plan = ogc.slice_batch(model, x, graph, slices=slices)
+    chunked, plan = ogc.chunk_batch(model, x, graph, chunks=chunks)
     assert plan.peak_bytes < ogc.solve(graph).peak_bytes
     assert plan.plain_peak_bytes == ogc.solve(graph).plain_peak_bytes
-    measured = measured_peak(ogc.apply(model, sliced, plan), (x,))
+    measured = measured_peak(ogc.apply(model, chunked, plan), (x,))
     assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
 
 
@@ -84,8 +84,8 @@ def test_what_pooling_keeps_of_a_slice_is_as_simulated():
     layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
     layers += [nn.MaxPool2d(3, 1, 1), nn.Conv2d(16, 16, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     model, x = nn.Sequential(*layers, nn.Linear(16, 4)), torch.randn(16, 3, 128, 128)
-    optimised = ogc.optimize(model, x, batch_slices=8)
-    assert "sliced" in optimised.code
+    optimised = ogc.optimize(model, x, chunks=8)
+    assert "chunked" in optimised.code
     assert optimised.plan.peak_bytes == pytest.approx(measured_peak(optimised, (x,)), rel=0.02)
 
 
@@ -95,20 +95,20 @@ def test_slices_take_the_kernels_of_small_batches(threads):
     layers = [nn.Conv2d(3, 32, 1), nn.Conv2d(32, 32, 1), nn.MaxPool2d(8), nn.Flatten()]
     model, x = nn.Sequential(*layers, nn.Linear(32 * 16, 4)), torch.randn(16, 3, 32, 32)
     graph = ogc.parse(model, x)
-    sliced = ogc.parse(model, x, rewrite=Slices(graph.stretches[:1], 2))
-    plan = ogc.make_plan(sliced, [ogc.saved(0, len(sliced))])
-    measured = measured_peak(ogc.apply(model, sliced, plan), (x,))
+    chunked = ogc.parse(model, x, rewrite=Chunks(graph.regions[:1], 2))
+    plan = ogc.make_plan(chunked, [ogc.saved(0, len(chunked))])
+    measured = measured_peak(ogc.apply(model, chunked, plan), (x,))
     assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
 
 
 def test_the_forward_inside_the_backward_is_counted_as_overhead(wide):
     model, x = wide
     graph = ogc.parse(model, x)
-    sliced = ogc.parse(model, x, rewrite=Slices(graph.stretches[:1], 2))
+    chunked = ogc.parse(model, x, rewrite=Chunks(graph.regions[:1], 2))
     again = sum(op.forward_flops for op in graph.operations[:5])
-    assert [op.again_flops for op in sliced.operations if op.again_flops] == [again]
-    assert sliced.step_flops == graph.step_flops
-    plan = ogc.make_plan(sliced, [ogc.saved(0, len(sliced))])
+    assert [op.again_flops for op in chunked.operations if op.again_flops] == [again]
+    assert chunked.step_flops == graph.step_flops
+    plan = ogc.make_plan(chunked, [ogc.saved(0, len(chunked))])
     assert plan.recomputed_flops == again
     assert plan.recomputed_seconds > 0
 
@@ -116,9 +116,9 @@ def test_the_forward_inside_the_backward_is_counted_as_overhead(wide):
 def test_a_measured_profile_plans_on_measured_slices(wide):
     model, x = wide
     graph = ogc.parse(model, x, profile="measure")
-    sliced, plan = ogc.slice_batch(model, x, graph, slices=5)
-    assert sliced.profile == "measure"
-    measured = measured_peak(ogc.apply(model, sliced, plan), (x,))
+    chunked, plan = ogc.chunk_batch(model, x, graph, chunks=5)
+    assert chunked.profile == "measure"
+    measured = measured_peak(ogc.apply(model, chunked, plan), (x,))
     assert plan.peak_bytes == pytest.approx(measured, rel=0.03)
 
 
@@ -127,21 +127,21 @@ def test_a_budget_that_needs_slices(wide):
     budget = ogc.solve(ogc.parse(model, x)).peak_bytes * 4 // 5
     with pytest.raises(ogc.SolveError, match="no plan found"):
         ogc.optimize(model, x, memory_budget=budget)
-    optimised = ogc.optimize(model, x, memory_budget=budget, batch_slices=10)
+    optimised = ogc.optimize(model, x, memory_budget=budget, chunks=10)
     assert measured_peak(optimised, (x,)) <= budget * 1.001
     with pytest.raises(ogc.SolveError, match="no plan found"):
-        ogc.optimize(model, x, memory_budget=1000, batch_slices=10)
+        ogc.optimize(model, x, memory_budget=1000, chunks=10)
 
 
 def test_no_slices_where_the_overhead_is_not_allowed(wide):
     model, x = wide
-    assert not any(op.again_seconds for op in ogc.optimize(model, x, max_overhead=0.0, batch_slices=4).graph.operations)
+    assert not any(op.again_seconds for op in ogc.optimize(model, x, max_overhead=0.0, chunks=4).graph.operations)
 
 
 def test_a_model_without_stretches_is_planned_as_ever():
     model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), torch.randn(4, 3, 8, 8)
-    assert ogc.parse(model, x).stretches == ()
-    assert ogc.optimize(model, x, batch_slices=4).plan == ogc.optimize(model, x).plan
+    assert ogc.parse(model, x).regions == ()
+    assert ogc.optimize(model, x, chunks=4).plan == ogc.optimize(model, x).plan
 
 
 @pytest.mark.full
@@ -155,11 +155,11 @@ def test_a_model_without_stretches_is_planned_as_ever():
 def test_gradients_and_their_gradients_are_right(layers):
     model, x = nn.Sequential(*layers).double(), torch.randn(3, 2, 4, 4, dtype=torch.double, requires_grad=True)
     graph = ogc.parse(model, x)
-    program = ogc.parse(model, x, rewrite=Slices(graph.stretches, 2)).program.graph
-    (stretch,) = (n for n in program.nodes if isinstance(n.target, Sliced))
-    parameters = [model.get_parameter(str(n.target)) for n in stretch.args[1:]]
-    assert torch.autograd.gradcheck(stretch.target, (x, *parameters))
-    assert torch.autograd.gradgradcheck(stretch.target, (x, *parameters))
+    program = ogc.parse(model, x, rewrite=Chunks(graph.regions, 2)).program.graph
+    (region,) = (n for n in program.nodes if isinstance(n.target, Chunked))
+    parameters = [model.get_parameter(str(n.target)) for n in region.args[1:]]
+    assert torch.autograd.gradcheck(region.target, (x, *parameters))
+    assert torch.autograd.gradgradcheck(region.target, (x, *parameters))
 
 
 SETTINGS = None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
@@ -270,13 +270,13 @@ def test_blocks_of_a_decoder_are_sliced_along_samples_or_tokens():
     model, ids = Decoder(), torch.randint(20, (4, 12))
     graph = ogc.parse(model, ids)
     by_name = {op.name: op for op in graph.operations}
-    assert [by_name[first].module for first, _ in graph.stretches] == ["attention.norm", "gated"]
-    sliced = ogc.parse(model, ids, rewrite=Slices(graph.stretches, 3))
-    attention, gated = (node.target for node in sliced.program.operations if isinstance(node.target, Sliced))
+    assert [by_name[first].module for first, _ in graph.regions] == ["attention.norm", "gated"]
+    chunked = ogc.parse(model, ids, rewrite=Chunks(graph.regions, 3))
+    attention, gated = (node.target for node in chunked.program.operations if isinstance(node.target, Chunked))
     assert attention.axis == 0 and gated.axis == 1  # tokens look at one another in attention alone
-    plan = ogc.make_plan(sliced, [ogc.saved(0, len(sliced))])
+    plan = ogc.make_plan(chunked, [ogc.saved(0, len(chunked))])
     plain = gradients(model, model, ids)
-    optimised = ogc.apply(model, sliced, plan)
+    optimised = ogc.apply(model, chunked, plan)
     torch.testing.assert_close(gradients(optimised, model, ids), plain)
     assert plan.peak_bytes == pytest.approx(measured_peak(optimised, (ids,)), rel=0.03)
 
@@ -285,28 +285,28 @@ def test_what_draws_is_in_no_block():
     model, ids = Decoder(), torch.randint(20, (4, 12))
     model.gated.gate = nn.Sequential(model.gated.gate, nn.Dropout(0.5))
     modules = {op.name: op.module for op in ogc.parse(model, ids).operations}
-    assert "gated" not in [modules[first] for first, _ in ogc.parse(model, ids).stretches]
+    assert "gated" not in [modules[first] for first, _ in ogc.parse(model, ids).regions]
 
 
 def test_a_plan_that_saves_everything_runs_its_slices():
     """It is not that of the plain model, though nothing in it runs again by itself."""
     model, ids = Decoder(), torch.randint(20, (4, 12))
-    stretches = ogc.parse(model, ids).stretches
-    sliced = ogc.parse(model, ids, rewrite=Slices(stretches, 3))
-    plan = ogc.solve(sliced)
+    regions = ogc.parse(model, ids).regions
+    chunked = ogc.parse(model, ids, rewrite=Chunks(regions, 3))
+    plan = ogc.solve(chunked)
     assert not plan.is_plain and plan.plain_peak_bytes == ogc.solve(ogc.parse(model, ids)).plain_peak_bytes
-    assert plan.peak_bytes == pytest.approx(measured_peak(ogc.apply(model, sliced, plan), (ids,)), rel=0.03)
+    assert plan.peak_bytes == pytest.approx(measured_peak(ogc.apply(model, chunked, plan), (ids,)), rel=0.03)
 
 
 def test_bad_input(wide):
     model, x = wide
-    for slices in (0, -1, True, 2.5, "2"):
-        with pytest.raises(ogc.InputError, match="batch_slices must be a number of slices"):
-            ogc.optimize(model, x, batch_slices=slices)
-    with pytest.raises(ogc.InputError, match="no stretch from nowhere to relu"):
-        ogc.parse(model, x, rewrite=Slices([("nowhere", "relu")], 2))
-    with pytest.raises(ogc.InputError, match="slices must be"):
-        ogc.parse(model, x, rewrite=Slices(ogc.parse(model, x).stretches, 0))
+    for chunks in (0, -1, True, 2.5, "2"):
+        with pytest.raises(ogc.InputError, match="chunks must be a number of chunks"):
+            ogc.optimize(model, x, chunks=chunks)
+    with pytest.raises(ogc.InputError, match="no region from nowhere to relu"):
+        ogc.parse(model, x, rewrite=Chunks([("nowhere", "relu")], 2))
+    with pytest.raises(ogc.InputError, match="chunks must be"):
+        ogc.parse(model, x, rewrite=Chunks(ogc.parse(model, x).regions, 0))
 
 
 def test_slice_stretches_leaves_other_operations_alone():
@@ -315,8 +315,8 @@ def test_slice_stretches_leaves_other_operations_alone():
     one = graph.call_function(aten.relu.default, (x,))
     two = graph.call_function(aten.tanh.default, (one,))
     graph.output(graph.call_function(aten.mean.default, (two,)))
-    Slices([(one.name, two.name)], 2)(graph, torch.device("cpu"))
-    assert [n.name for n in graph.nodes if n.op == "call_function"] == ["sliced", "mean_default"]
+    Chunks([(one.name, two.name)], 2)(graph, torch.device("cpu"))
+    assert [n.name for n in graph.nodes if n.op == "call_function"] == ["chunked", "mean_default"]
 
 
 @pytest.mark.full
@@ -332,6 +332,6 @@ def test_equal_layers_are_sliced_together(monkeypatch):
     parsed = []
     monkeypatch.setattr(slicing, "parse", lambda *args, **kwargs: (parsed.append(1), ogc.parse(*args, **kwargs))[1])
     model, ids = Stack(), torch.randint(20, (4, 64))
-    optimised = ogc.optimize(model, ids, batch_slices=8)
-    assert len(parsed) <= 2 < sum(op.target == "sliced" for op in optimised.graph.operations)
+    optimised = ogc.optimize(model, ids, chunks=8)
+    assert len(parsed) <= 2 < sum(op.target == "chunked" for op in optimised.graph.operations)
     assert optimised.plan.peak_bytes < ogc.optimize(model, ids).plan.peak_bytes

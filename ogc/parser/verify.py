@@ -31,7 +31,7 @@ from .traced import ON_CONSTANTS, READS, SIZED, OpaqueError, Traced
 from .weigh.record import layout_of
 
 
-def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> CallCounter:
+def verify(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = None) -> CallCounter:
     """Do nothing if the program, every call in it, is what the model's forward runs, or ``forward`` if that is given.
 
     It takes a run of each, with the memory of inference, and returns what the forward's own code calls. OpaqueError
@@ -54,7 +54,7 @@ def judge(sample: Sample, traced: Traced, forward: Callable[..., Any] | None = N
     return calls
 
 
-def judge_on_other_inputs(sample: Sample, traced: Traced, is_own: bool = True) -> None:
+def verify_on_other_inputs(sample: Sample, traced: Traced, is_own: bool = True) -> None:
     """The same on other inputs that the guards let pass: sizes that data decide may have been baked in.
 
     A program made by hand (``is_own`` is False) and a model without content are left to the sample.
@@ -67,7 +67,7 @@ def judge_on_other_inputs(sample: Sample, traced: Traced, is_own: bool = True) -
         with untouched(sample.model):
             passes = traced.guards is None or not traced.guards.difference(sample.model, other.copies())
         if passes and (outputs := _outputs(other)) is not None:
-            judge(other, replace(traced, outputs=outputs))
+            verify(other, replace(traced, outputs=outputs))
 
 
 def _outputs(sample: Sample) -> list[torch.Tensor] | None:

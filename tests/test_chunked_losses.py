@@ -1,4 +1,4 @@
-"""Losses over many classes in slices of the rows: numbers are the plain model's up to rounding, logits never whole."""
+"""Losses over many classes in chunks of the rows: numbers are the plain model's up to rounding, logits never whole."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import ogc
-from ogc.rewrites.losses import SlicedLoss
-from ogc.rewrites.slicing import Slices
+from ogc.rewrites.chunking import Chunks
+from ogc.rewrites.losses import ChunkedLoss
 
 CLASSES, WIDTH = 600, 8
 
@@ -65,7 +65,7 @@ def shares(labels):
     return F.one_hot(labels.clamp(min=0), CLASSES).float().mul(0.9).add(0.1 / CLASSES)
 
 
-FORMS = {
+VARIANTS = {
     "view": lambda m, x, y: F.cross_entropy(x.view(-1, CLASSES), y.view(-1)),
     "flatten": lambda m, x, y: nn.CrossEntropyLoss(ignore_index=3)(x.flatten(0, 1), y.clamp(min=0).flatten()),
     "shifted": lambda m, x, y: F.cross_entropy(*shifted(x, y)),
@@ -102,17 +102,17 @@ def peak(run, batch):
     return measured_peak(run, batch, loss=lambda out: out["loss"], holds_outputs=True)
 
 
-def sliced(model):
-    return [node.target for node in model.graph.program.operations if isinstance(node.target, SlicedLoss)]
+def chunked(model):
+    return [node.target for node in model.graph.program.operations if isinstance(node.target, ChunkedLoss)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", VARIANTS)
 def test_every_form_of_the_loss_is_found_and_right(form, batch):
-    model = Language(FORMS[form])
+    model = Language(VARIANTS[form])
     plain = step(model, model, batch)
-    optimised = ogc.optimize(model, batch, batch_slices=4, outputs="loss")
-    (_,) = sliced(optimised)
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    (_,) = chunked(optimised)
     torch.testing.assert_close(step(optimised, model, batch), plain)
     assert optimised(*batch)["logits"] is None
     plan, ours, theirs = optimised.plan, peak(optimised, batch), peak(model, batch)
@@ -127,31 +127,31 @@ def test_every_form_of_the_loss_is_found_and_right(form, batch):
 
 @pytest.mark.parametrize("head", [nn.Linear(WIDTH, CLASSES, bias=False), Column(), Product()])
 def test_every_form_of_the_layer_is_found(head, batch):
-    model = Language(FORMS["shifted"], head)
+    model = Language(VARIANTS["shifted"], head)
     plain = step(model, model, batch)
-    optimised = ogc.optimize(model, batch, batch_slices=5, outputs="loss")
-    assert len(sliced(optimised)) == 1
+    optimised = ogc.optimize(model, batch, chunks=5, outputs="loss")
+    assert len(chunked(optimised)) == 1
     torch.testing.assert_close(step(optimised, model, batch), plain)
     assert optimised.plan.peak_bytes == pytest.approx(peak(optimised, batch), rel=0.01)
 
 
 def test_nothing_runs_twice(batch):
-    model = Language(FORMS["view"])
+    model = Language(VARIANTS["view"])
     graph = ogc.parse(model, batch, outputs="loss")
-    stretch = graph.stretches[-1]
-    assert stretch == ("linear_default_1", "cross_entropy_loss_default")
-    again = ogc.parse(model, batch, outputs="loss", rewrite=Slices([stretch], 4))
+    region = graph.regions[-1]
+    assert region == ("linear_default_1", "cross_entropy_loss_default")
+    again = ogc.parse(model, batch, outputs="loss", rewrite=Chunks([region], 4))
     assert not any(op.again_flops or op.again_seconds for op in again.operations)
     assert again.step_flops == graph.step_flops
 
 
 def test_logits_that_somebody_wants_stay(batch):
-    model = Language(FORMS["view"])
+    model = Language(VARIANTS["view"])
     plain = step(model, model, batch)
     graph = ogc.parse(model, batch)
-    assert graph.stretches[-1] == ("view_default", "cross_entropy_loss_default")  # without the layer
-    optimised = ogc.optimize(model, batch, batch_slices=4)
-    assert len(sliced(optimised)) == 1
+    assert graph.regions[-1] == ("view_default", "cross_entropy_loss_default")  # without the layer
+    optimised = ogc.optimize(model, batch, chunks=4)
+    assert len(chunked(optimised)) == 1
     torch.testing.assert_close(step(optimised, model, batch), plain)
     torch.testing.assert_close(optimised(*batch)["logits"], model(*batch)["logits"])
     assert optimised.plan.peak_bytes == pytest.approx(peak(optimised, batch), rel=0.01)
@@ -159,16 +159,16 @@ def test_logits_that_somebody_wants_stay(batch):
 
 
 def test_logits_that_the_forward_goes_on_with_stay(batch):
-    model = Language(lambda m, x, y: FORMS["view"](m, x, y) + x.square().mean())
+    model = Language(lambda m, x, y: VARIANTS["view"](m, x, y) + x.square().mean())
     plain = step(model, model, batch)
-    optimised = ogc.optimize(model, batch, batch_slices=4, outputs="loss")
-    assert not any(loss.name.startswith("sliced_linear") for loss in sliced(optimised))
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    assert not any(loss.name.startswith("sliced_linear") for loss in chunked(optimised))
     torch.testing.assert_close(step(optimised, model, batch), plain)
 
 
 def test_training_goes_on_where_no_plan_runs(batch):
-    model = Language(FORMS["view"])
-    optimised = ogc.optimize(model, batch, batch_slices=4, outputs="loss")
+    model = Language(VARIANTS["view"])
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
     with torch.no_grad():
         assert optimised(*batch)["logits"] is not None
     shorter = tuple(t[:, :17].contiguous() for t in batch)
@@ -178,7 +178,7 @@ def test_training_goes_on_where_no_plan_runs(batch):
 
 
 def test_outputs_that_nobody_wants_without_slices(batch):
-    model = Language(FORMS["view"])
+    model = Language(VARIANTS["view"])
     plain = step(model, model, batch)
     optimised = ogc.optimize(model, batch, outputs="loss")
     assert all(map(torch.equal, step(optimised, model, batch), plain))
@@ -193,10 +193,10 @@ def test_outputs_that_nobody_wants_without_slices(batch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype, batch):
-    model = Language(FORMS["cast"], dtype=dtype)
+    model = Language(VARIANTS["cast"], dtype=dtype)
     plain = step(model, model, batch)
-    optimised = ogc.optimize(model, batch, batch_slices=4, outputs="loss")
-    (_,) = sliced(optimised)
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    (_,) = chunked(optimised)
     rounding = 8 * torch.finfo(dtype).eps
     for ours, theirs in zip(step(optimised, model, batch), plain, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding * float(theirs.abs().max()))
@@ -214,14 +214,14 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16(batch):
         return model.head.weight.grad.float()
 
     plain = gradient(model)
-    optimised = ogc.optimize(model, batch, batch_slices=4, outputs="loss")
-    (_,) = sliced(optimised)
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    (_,) = chunked(optimised)
     torch.testing.assert_close(gradient(optimised), plain, rtol=0.02, atol=0.01 * float(plain.abs().max()))
 
 
 def test_the_graph_may_be_used_again(batch):
-    model = Language(FORMS["smooth"])
-    optimised = ogc.optimize(model, batch, batch_slices=4, outputs="loss")
+    model = Language(VARIANTS["smooth"])
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
     found = []
     for run in (model, optimised):
         model.zero_grad()
@@ -233,10 +233,10 @@ def test_the_graph_may_be_used_again(batch):
 
 
 def test_frozen_layers_get_no_gradient(batch):
-    model = Language(FORMS["view"])
+    model = Language(VARIANTS["view"])
     model.head.requires_grad_(False)
-    optimised = ogc.optimize(model, batch, batch_slices=4, outputs="loss")
-    (_,) = sliced(optimised)
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    (_,) = chunked(optimised)
     found = []
     for run in (model, optimised):
         model.zero_grad()
@@ -250,12 +250,12 @@ def test_frozen_layers_get_no_gradient(batch):
 @pytest.mark.full
 @pytest.mark.parametrize("form", ["smooth", "weights", "capped", "sum"])
 def test_gradients_and_their_gradients_are_right(form):
-    model = Language(FORMS[form], nn.Linear(3, CLASSES)).double()
+    model = Language(VARIANTS[form], nn.Linear(3, CLASSES)).double()
     model.layer = nn.Linear(WIDTH, 3).double()
     batch = torch.randint(CLASSES, (2, 3)), torch.randint(CLASSES, (2, 3))
     graph = ogc.parse(model, batch, outputs="loss")
-    program = ogc.parse(model, batch, outputs="loss", rewrite=Slices(graph.stretches[-1:], 2)).program
-    (node,) = (n for n in program.operations if isinstance(n.target, SlicedLoss))
+    program = ogc.parse(model, batch, outputs="loss", rewrite=Chunks(graph.regions[-1:], 2)).program
+    (node,) = (n for n in program.operations if isinstance(n.target, ChunkedLoss))
     rows = torch.randn(6, 3, dtype=torch.double, requires_grad=True)
     targets = torch.tensor([5, 1, -100, 7, 0, 2])
     weight = torch.randn(9, 3, dtype=torch.double, requires_grad=True)
@@ -295,8 +295,8 @@ def of_words(scores, labels):
 def test_a_loss_outside_is_taken_into_the_model(batch):
     ids, labels = batch
     model = Scores()
-    optimised = ogc.optimize(model, ids, loss=of_words, targets=labels, outputs="loss", batch_slices=4)
-    (_,) = sliced(optimised)
+    optimised = ogc.optimize(model, ids, loss=of_words, targets=labels, outputs="loss", chunks=4)
+    (_,) = chunked(optimised)
     assert type(optimised).__name__ == "Scores" and optimised.state_dict().keys() == model.state_dict().keys()
     for given in (labels, labels.roll(3), labels[:, :11]):
         inputs = ids[:, : given.shape[1]]
@@ -334,9 +334,9 @@ def test_targets_without_slices_are_bitwise_the_plain_models(batch):
 
 
 def test_check_compares_the_loss_of_what_returns_that_alone(batch):
-    model = Language(FORMS["view"])
+    model = Language(VARIANTS["view"])
     assert ogc.optimize(model, batch, outputs="loss", verify=True) is not None
-    report = ogc.check(model, ogc.optimize(model, batch, batch_slices=4, outputs="loss"), *batch)
+    report = ogc.check(model, ogc.optimize(model, batch, chunks=4, outputs="loss"), *batch)
     assert not report.ok and all(difference.distance < 1e-5 for difference in report.differences)
 
 

@@ -1,4 +1,4 @@
-"""The wish that a plan is to meet, and the one signature of all solvers."""
+"""The goal that a plan is to meet, and the one signature of all solvers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Budget = int | float | str
 
 
 @dataclass(frozen=True)
-class Wish:
-    """A wish for a plan: the least peak, unless one of the two is given.
+class Goal:
+    """A goal for a plan: the least peak, unless one of the two is given.
 
     Attributes:
         memory_budget, max_overhead: as for :func:`ogc.solve`.
@@ -54,14 +54,14 @@ class Wish:
         return None if self.memory_budget is None else bytes_of(self.memory_budget, plain)
 
 
-LEAST_PEAK = Wish()
-"""The wish for nothing in particular."""
+LEAST_PEAK = Goal()
+"""The goal for nothing in particular."""
 
-Solver = Callable[[Graph, Wish], Plan]
+Solver = Callable[[Graph, Goal], Plan]
 """Finds a plan for a graph.
 
 Raises:
-    InputError: it does not take this wish.
+    InputError: it does not take this goal.
     SolveError: nothing fits the budget; the message says what would.
 """
 
@@ -89,5 +89,5 @@ def bytes_of(budget: Budget, plain: int) -> int:
     )
 
 
-def _is_number(wish: Any) -> bool:
-    return isinstance(wish, (int, float)) and not isinstance(wish, bool)
+def _is_number(goal: Any) -> bool:
+    return isinstance(goal, (int, float)) and not isinstance(goal, bool)

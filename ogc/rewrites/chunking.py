@@ -1,4 +1,4 @@
-"""Batches in slices: finds regions of a program that can run slice by slice, and chooses those that bound the peak.
+"""Batches in chunks: finds regions of a program that can run chunk by chunk, and chooses those that bound the peak.
 
 Each then becomes one operation.
 """
@@ -22,33 +22,33 @@ from ..plan.simulate import plain_peak
 from ..solver import Budget, solve
 from ..torch_state.private import schema_of
 from .blocks import Block, Blocks, copied_into, in_parts, place_of, shape_of
-from .losses import loss_head, put_in_slices
+from .chunked import Chunked
+from .losses import loss_head, put_in_chunks
 from .rules import Along, rule_of
-from .sliced import Sliced
 
-Stretch = tuple[str, str]
+RegionEnds = tuple[str, str]
 """A region: names of its first and its last operation."""
 
 
 @dataclass(frozen=True)
-class Slices:
-    """A rewrite: each of some regions becomes one operation that runs so many ``slices`` one by one."""
+class Chunks:
+    """A rewrite: each of some regions becomes one operation that runs so many ``chunks`` one by one."""
 
-    stretches: Sequence[Stretch]
-    slices: int
+    regions: Sequence[RegionEnds]
+    chunks: int
 
     def __call__(self, graph: torch.fx.Graph, device: torch.device) -> None:
-        """Put a :class:`Sliced`, of low-memory operators where the device has them, in the place of each region."""
-        if self.slices < 1:
-            raise InputError(f"slices must be at least 1, not {self.slices}")
-        for first, last in self.stretches:
+        """Put a :class:`Chunked`, of low-memory operators where the device has them, in the place of each region."""
+        if self.chunks < 1:
+            raise InputError(f"chunks must be at least 1, not {self.chunks}")
+        for first, last in self.regions:
             by_name = {node.name: node for node in graph.nodes}
             if first not in by_name or last not in by_name:
-                raise InputError(f"the graph has no stretch from {first} to {last}; choose among graph.stretches")
+                raise InputError(f"the graph has no region from {first} to {last}; choose among graph.regions")
             if (head := loss_head(by_name[last])) is not None and head.nodes[0] is by_name[first]:
-                put_in_slices(head, self.slices, device)
+                put_in_chunks(head, self.chunks, device)
             else:
-                _replace(_block(by_name[first], by_name[last]), self.slices, device)
+                _replace(_block(by_name[first], by_name[last]), self.chunks, device)
 
 
 def _block(first: torch.fx.Node, last: torch.fx.Node) -> Block:
@@ -66,7 +66,7 @@ def _block(first: torch.fx.Node, last: torch.fx.Node) -> Block:
     return Block(tuple(nodes), dict.fromkeys((first.args[0], *nodes), 0))
 
 
-def _replace(block: Block, slices: int, device: torch.device) -> None:
+def _replace(block: Block, chunks: int, device: torch.device) -> None:
     inside, last = set(block.nodes), block.nodes[-1]
     outside = dict.fromkeys(n for node in block.nodes for n in node.all_input_nodes if n not in inside)
     body = torch.fx.Graph()
@@ -77,10 +77,10 @@ def _replace(block: Block, slices: int, device: torch.device) -> None:
     axes = tuple(block.axes.get(node) for node in outside)
     graph = last.graph
     with graph.inserting_after(last):
-        call = Sliced(f"sliced_{block.nodes[0].name}", body, axes, slices, block.axes[last])
+        call = Chunked(f"sliced_{block.nodes[0].name}", body, axes, chunks, block.axes[last])
         new = graph.call_function(call, tuple(outside))
     last.replace_all_uses_with(new)
-    new.meta.update(last.meta, module=place_of(block.nodes), operator="sliced")
+    new.meta.update(last.meta, module=place_of(block.nodes), operator="chunked")
     for node in reversed(block.nodes):
         graph.erase_node(node)
 
@@ -88,8 +88,8 @@ def _replace(block: Block, slices: int, device: torch.device) -> None:
 # -- which regions there are -----------------------------------------------------------------------------------
 
 
-def stretches_of(graph: Graph) -> tuple[Stretch, ...]:
-    """The regions of the model's forward that are worth slicing, in program order.
+def regions_of(graph: Graph) -> tuple[RegionEnds, ...]:
+    """The regions of the model's forward that are worth chunking, in program order.
 
     They are losses with the layer before them, blocks, and chains: from one tensor to another, where nothing in between
     is used elsewhere. A chain ends where the data get narrower: cut at a wide place, all of it would have to be there.
@@ -111,7 +111,7 @@ def stretches_of(graph: Graph) -> tuple[Stretch, ...]:
                 found.append(chain)
         start = max(stop, start + 1)
     place = {node.name: t for t, node in enumerate(nodes)}
-    return tuple(sorted(found, key=lambda stretch: place[stretch[0]]))
+    return tuple(sorted(found, key=lambda region: place[region[0]]))
 
 
 def _may_be_next(nodes: Sequence[torch.fx.Node], start: int, t: int, taken: set[torch.fx.Node]) -> bool:
@@ -153,10 +153,10 @@ def _ends(sizes: Sequence[float], start: int, stop: int) -> list[int]:
     return ends
 
 
-def _trimmed(nodes: Sequence[torch.fx.Node], first: int, last: int) -> Stretch | None:
+def _trimmed(nodes: Sequence[torch.fx.Node], first: int, last: int) -> RegionEnds | None:
     """Without an operation at its start that writes to what it is given, and heavy ones at its end.
 
-    Those need not be run again for their own backward, but would be. One operation and views are worth no slices.
+    Those need not be run again for their own backward, but would be. One operation and views are worth no chunks.
     """
     while first < last and schema_of(nodes[first].target).is_mutable:
         first += 1
@@ -173,50 +173,50 @@ def _trimmed(nodes: Sequence[torch.fx.Node], first: int, last: int) -> Stretch |
 
 @dataclass(frozen=True)
 class _Choice:
-    """A graph with ``stretches`` sliced, and the plan that the goal gets on it, if any."""
+    """A graph with ``regions`` chunked, and the plan that the goal gets on it, if any."""
 
     graph: Graph
-    stretches: tuple[Stretch, ...]
+    regions: tuple[RegionEnds, ...]
     plan: Plan | None
 
 
-def slice_batch(
+def chunk_batch(
     model: torch.nn.Module,
     sample_input: Any,
     graph: Graph,
     *,
-    slices: int,
+    chunks: int,
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
     **parsing: Any,
 ) -> tuple[Graph, Plan]:
-    """The graph and the plan with those stretches run slice by slice that make the plan better.
+    """The graph and the plan with those regions run chunk by chunk that make the plan better.
 
-    The stretch that holds most at the peak is sliced, with those like it, and the plan made anew, until none holds
-    anything there. Stretches are chosen by estimated weights; the plan is made on weights found like those of
+    The region that holds most at the peak is chunked, with those like it, and the plan made anew, until none holds
+    anything there. Regions are chosen by estimated weights; the plan is made on weights found like those of
     ``graph``.
 
     Args:
-        model, sample_input, graph, parsing: what ``graph`` was parsed from, without slices, and how; see
+        model, sample_input, graph, parsing: what ``graph`` was parsed from, without chunks, and how; see
             :func:`ogc.parse`.
-        slices: into how many parts a stretch divides the batch.
+        chunks: into how many parts a region divides the batch.
         memory_budget, max_overhead: as for :func:`ogc.solve`.
 
     Raises:
-        SolveError: nothing fits the budget, with slices or without; the message is that of the last try.
+        SolveError: nothing fits the budget, with chunks or without; the message is that of the last try.
     """
     failure: SolveError | None = None
 
-    def choose(stretches: tuple[Stretch, ...], profile: str) -> _Choice:
+    def choose(regions: tuple[RegionEnds, ...], profile: str) -> _Choice:
         nonlocal failure
-        sliced = graph
-        if stretches:
-            sliced = sliced_along(stretches, model, sample_input, graph, slices=slices, profile=profile, **parsing)
+        chunked = graph
+        if regions:
+            chunked = chunked_along(regions, model, sample_input, graph, chunks=chunks, profile=profile, **parsing)
         try:
-            return _Choice(sliced, stretches, solve(sliced, memory_budget=memory_budget, max_overhead=max_overhead))
+            return _Choice(chunked, regions, solve(chunked, memory_budget=memory_budget, max_overhead=max_overhead))
         except SolveError as error:
             failure = error
-            return _Choice(sliced, stretches, None)
+            return _Choice(chunked, regions, None)
 
     def rank(choice: _Choice) -> tuple[bool, float, float]:
         if choice.plan is None:
@@ -225,59 +225,59 @@ def slice_batch(
         return False, *(costs if memory_budget is None else costs[::-1])
 
     choices = [choose((), graph.profile)]
-    while hot := _hot_stretches(choices[-1]):
-        choices.append(choose((*choices[-1].stretches, *hot), "estimate"))
+    while hot := _hot_regions(choices[-1]):
+        choices.append(choose((*choices[-1].regions, *hot), "estimate"))
     best = min(choices, key=rank)
-    if best.stretches and graph.profile != "estimate":
-        best = min(choices[0], choose(best.stretches, graph.profile), key=rank)
+    if best.regions and graph.profile != "estimate":
+        best = min(choices[0], choose(best.regions, graph.profile), key=rank)
     if best.plan is None:
         assert failure is not None
         raise failure
     return best.graph, best.plan
 
 
-def sliced_along(
-    stretches: tuple[Stretch, ...],
+def chunked_along(
+    regions: tuple[RegionEnds, ...],
     model: torch.nn.Module,
     sample_input: Any,
     graph: Graph,
     *,
-    slices: int,
+    chunks: int,
     profile: str,
     **parsing: Any,
 ) -> Graph:
-    """The graph with these stretches in slices; raises InputError where it has no such stretch."""
+    """The graph with these regions in chunks; raises InputError where it has no such region."""
     leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
     given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "leaf_modules": leaves, **parsing}
-    sliced = parse(model, sample_input, rewrite=Slices(stretches, slices), **given)
-    return replace(sliced, slices=slices, sliced=stretches, unsliced=replace(graph, program=None))
+    chunked = parse(model, sample_input, rewrite=Chunks(regions, chunks), **given)
+    return replace(chunked, chunks=chunks, chunked=regions, unchunked=replace(graph, program=None))
 
 
-def _hot_stretches(choice: _Choice) -> tuple[Stretch, ...]:
-    """The stretch that holds most of what is alive at the peak, if one holds anything and slicing may still help.
+def _hot_regions(choice: _Choice) -> tuple[RegionEnds, ...]:
+    """The region that holds most of what is alive at the peak, if one holds anything and chunking may still help.
 
     With it those that do the same, such as the same block of every other layer, which would be the next ones.
     """
     graph, plan = choice.graph, choice.plan or solve(choice.graph)
-    if plan.is_plain and choice.stretches:
+    if plan.is_plain and choice.regions:
         return ()
     cost = simulate(graph, plan)
     position = {op.name: t for t, op in enumerate(graph.operations)}
     held = {}
-    for stretch in graph.stretches:
-        first, last = (position[name] for name in stretch)
+    for region in graph.regions:
+        first, last = (position[name] for name in region)
         inside = [v for v in cost.peak_values if first <= graph.producers[v] < last]
-        held[stretch] = sum(graph.values[v].bytes for v in inside)
+        held[region] = sum(graph.values[v].bytes for v in inside)
         if first <= cost.peak_event.operation <= last:
             op = graph.operations[cost.peak_event.operation]
-            held[stretch] += op.backward_bytes if cost.peak_event.phase == "backward" else op.scratch_bytes
+            held[region] += op.backward_bytes if cost.peak_event.phase == "backward" else op.scratch_bytes
     hot = max(held, key=held.__getitem__, default=None)
     if hot is None or not held[hot]:
         return ()
 
-    def described(stretch: Stretch) -> list[tuple[str, tuple[int, ...]]]:
-        first, last = (position[name] for name in stretch)
+    def described(region: RegionEnds) -> list[tuple[str, tuple[int, ...]]]:
+        first, last = (position[name] for name in region)
         operations = graph.operations[first : last + 1]
         return [(op.target, tuple(graph.values[v].bytes for v in op.writes)) for op in operations]
 
-    return tuple(stretch for stretch in graph.stretches if described(stretch) == described(hot))
+    return tuple(region for region in graph.regions if described(region) == described(hot))
