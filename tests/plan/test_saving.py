@@ -136,7 +136,7 @@ def changed(text, **fields):
         (lambda text: 100_000 * "[", "the text is no plan"),
         (lambda text: "[]", "the text is no plan, as plan.save"),
         (lambda text: '{"format": "another"}', "the text is no plan, as plan.save"),
-        (lambda text: changed(text, version=2), "of version 2, and this ogc reads version 1; plan again"),
+        (lambda text: changed(text, version=1), "of version 1, and this ogc reads version 2; plan again"),
         (lambda text: changed(text, plans=[]), "damaged plan.*0 plans of kind 'plan'"),
         (lambda text: changed(text, kind="leaf"), "damaged plan"),
         (lambda text: changed(text, solver=None), "damaged plan.*None is no text"),
