@@ -145,7 +145,7 @@ def changed(text, **fields):
         (lambda text: text.replace('"segments"', '"sediments"'), "damaged plan.*segments"),
         (lambda text: text.replace('"operations": "', '"operators": "'), "damaged plan.*operators"),
         (lambda text: text.replace('"policies": {}', '"policies": {"0": "forgotten"}', 1), "damaged plan.*FORGOTTEN"),
-        (lambda text: text.replace('"policies": {}', '"policies": {"9999": "kept"}', 1), "which the graph lacks"),
+        (lambda text: text.replace('"policies": {}', '"policies": {"9999": "saved"}', 1), "which the graph lacks"),
         (lambda text: text.replace('"low_memory": []', '"low_memory": [9999]'), "which the graph lacks"),
     ],
 )
