@@ -13,7 +13,7 @@ from .checking.check import check_two_steps
 from .errors import InputError
 from .in_parts import PartsPlan
 from .optional import optional
-from .parser import LeafModules, Loss, ParseGraph
+from .parser import Loss, OpaqueModules, ParseGraph
 from .parser.arguments import call_arguments, check_model
 from .parser.loss import modules_of, tensors_of
 from .plan.plan import Plan
@@ -48,8 +48,8 @@ def optimize(
     profile: str = "auto",
     chunks: int = 1,
     compile: bool | str = False,
-    leaf_modules: LeafModules = (),
-    repeatable_leaves: LeafModules | bool | None = None,
+    opaque_modules: OpaqueModules = (),
+    recompute_opaque: OpaqueModules | bool | None = None,
     plan: str | PathLike[str] | Plan | PartsPlan | SavedPlan | None = None,
     cache_dir: str | PathLike[str] | None = None,
     verify: bool = False,
@@ -85,8 +85,8 @@ def optimize(
             the plain model's by rounding: sums over the batch are added up in another order.
         compile: run the regions between the cuts of the plan as torch.compile makes them, with its backend
             ``"inductor"`` or the one named. Results then differ from the plain model's by rounding.
-        leaf_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
-        repeatable_leaves: names and types of submodules such that leaves in them may be called again for their
+        opaque_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
+        recompute_opaque: names and types of submodules such that leaves in them may be called again for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
         plan: a file that ``result.plan.save(path)`` wrote, or such a plan, to start from without a search. It has to
             fit the model and the sample input. One that does not keep the goal here is told in the log, and made anew.
@@ -132,12 +132,12 @@ def optimize(
         "holds_outputs": holds_outputs,
         "outputs": outputs,
         "parse_graph": parse_graph,
-        "repeatable_leaves": repeatable_leaves,
+        "recompute_opaque": recompute_opaque,
     }
 
     def within(budget: Budget | None) -> torch.nn.Module:
         goal = Goal(budget, max_overhead)
-        planning = Planning(parsing, profile, leaf_modules, goal, solver, chunks, store, saved, backend=backend)
+        planning = Planning(parsing, profile, opaque_modules, goal, solver, chunks, store, saved, backend=backend)
         return planning.optimized(model, sample_input)
 
     if device_memory is None:

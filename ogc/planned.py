@@ -23,7 +23,7 @@ from .in_parts import (
     optimize_units,
 )
 from .optional import optional
-from .parser import LeafModules, hooked_modules, parse
+from .parser import OpaqueModules, hooked_modules, parse
 from .parser.custom import parse_graph_of
 from .plan.plan import Plan
 from .plan.saving import PARTS, SavedPlan, structure_of
@@ -53,7 +53,7 @@ class Planning:
 
     parsing: dict[str, Any]
     profile: str
-    leaf_modules: LeafModules
+    opaque_modules: OpaqueModules
     goal: Goal
     solver: str
     chunks: int
@@ -76,9 +76,9 @@ class Planning:
     @property
     def options(self) -> Options:
         """Those of parts."""
-        own_graph, leaves = self.parsing["parse_graph"], self.parsing["repeatable_leaves"]
+        own_graph, leaves = self.parsing["parse_graph"], self.parsing["recompute_opaque"]
         own = own_graph is None
-        return Options(self.goal, self.solver, self.profile, self.leaf_modules, leaves, own, self.store)
+        return Options(self.goal, self.solver, self.profile, self.opaque_modules, leaves, own, self.store)
 
     def now(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model planned as it stands, without what unpickles it."""
@@ -135,7 +135,7 @@ class Planning:
     def graph_of(self, model: torch.nn.Module, sample_input: Any, **other: Any) -> Graph:
         """The graph of a call."""
         given = {**self.parsing, **other}
-        return parse(model, sample_input, profile=self.profile, leaf_modules=self.leaf_modules, **given)
+        return parse(model, sample_input, profile=self.profile, opaque_modules=self.opaque_modules, **given)
 
     def plan(
         self, model: torch.nn.Module, sample_input: Any, graph: Graph, budget: Budget | None

@@ -9,7 +9,7 @@ import torch
 
 from ..errors import PlanError
 from ..graph import Graph
-from ..parser import LeafModules, parse
+from ..parser import OpaqueModules, parse
 from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, recomputed
 from ..planning.stored import NOWHERE, Store
 from ..program.structures import Call
@@ -27,8 +27,8 @@ class Options:
     goal: Goal = LEAST_PEAK
     solver: str = "optimal"
     profile: str = "auto"
-    leaf_modules: LeafModules = ()
-    repeatable_leaves: LeafModules | bool | None = None
+    opaque_modules: OpaqueModules = ()
+    recompute_opaque: OpaqueModules | bool | None = None
     follows_own_graphs: bool = True
     store: Store = NOWHERE
 
@@ -55,17 +55,17 @@ class Options:
                 loss="outputs",  # of a part, not of the model
                 parse_graph=None if self.follows_own_graphs else False,
                 profile=self.profile,
-                leaf_modules=_inside(self.leaf_modules, name, module),
-                repeatable_leaves=self._repeatable(name, module),
+                opaque_modules=_inside(self.opaque_modules, name, module),
+                recompute_opaque=self._repeatable(name, module),
             )
 
     def asked_for(self, model: torch.nn.Module) -> list[str]:
         """The names of the submodules that are to be called as they are."""
-        names, types = _names_and_types(self.leaf_modules)
+        names, types = _names_and_types(self.opaque_modules)
         return [n for n, m in model.named_modules(remove_duplicate=False) if n and (n in names or isinstance(m, types))]
 
-    def _repeatable(self, name: str, module: torch.nn.Module) -> LeafModules | bool | None:
-        wanted = self.repeatable_leaves
+    def _repeatable(self, name: str, module: torch.nn.Module) -> OpaqueModules | bool | None:
+        wanted = self.recompute_opaque
         if wanted is None or isinstance(wanted, bool):
             return wanted
         names, types = _names_and_types(wanted)
@@ -73,11 +73,11 @@ class Options:
         return True if is_around or isinstance(module, types) else _inside(wanted, name, module)
 
 
-def _names_and_types(wanted: LeafModules) -> tuple[list[str], tuple[type[torch.nn.Module], ...]]:
+def _names_and_types(wanted: OpaqueModules) -> tuple[list[str], tuple[type[torch.nn.Module], ...]]:
     return [w for w in wanted if isinstance(w, str)], tuple(w for w in wanted if isinstance(w, type))
 
 
-def _inside(wanted: LeafModules, name: str, module: torch.nn.Module) -> list[str | type[torch.nn.Module]]:
+def _inside(wanted: OpaqueModules, name: str, module: torch.nn.Module) -> list[str | type[torch.nn.Module]]:
     """Of these names and types, those that mean something within a submodule, with names as seen from there."""
     names, types = _names_and_types(wanted)
     children = [child for child in module.modules() if child is not module]

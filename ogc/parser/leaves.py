@@ -29,7 +29,7 @@ from .weigh.record import Record
 
 log = logging.getLogger(__name__)
 
-LeafModules = Iterable[str | type[torch.nn.Module]]
+OpaqueModules = Iterable[str | type[torch.nn.Module]]
 
 
 class Leaves:
@@ -42,14 +42,14 @@ class Leaves:
     """
 
     def __init__(
-        self, model: torch.nn.Module, asked_for: LeafModules, repeatable: LeafModules | bool | None = None
+        self, model: torch.nn.Module, asked_for: OpaqueModules, repeatable: OpaqueModules | bool | None = None
     ) -> None:
         refuse_root_hooks(model)
         self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         self.reasons: dict[str, str] = {}  # of leaves that nobody asked for
         self.obstacles: dict[str, str] = {}  # why leaves that were said to be repeatable are not
-        self.names = set(_resolve(self.modules, asked_for, "leaf_modules"))
-        chosen = self.modules if repeatable is True else _resolve(self.modules, repeatable or (), "repeatable_leaves")
+        self.names = set(_resolve(self.modules, asked_for, "opaque_modules"))
+        chosen = self.modules if repeatable is True else _resolve(self.modules, repeatable or (), "recompute_opaque")
         self.repeatable = set(chosen)
         self.finds_repeatable = repeatable is None
         self.repeated: set[str] = set()

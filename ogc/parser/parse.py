@@ -30,7 +30,7 @@ from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
-from .leaves import LeafModules, Leaves, refuse_chance, why_not_repeatable
+from .leaves import Leaves, OpaqueModules, refuse_chance, why_not_repeatable
 from .loss import modules_of, with_step_end
 from .passes.calls import Bindings, Unfolding, share_casts
 from .passes.lifetimes import unused_memory
@@ -62,8 +62,8 @@ def parse(
     rewrite: Rewrite | None = None,
     plain_peak_bytes: int | None = None,
     gpu: str | None = None,
-    leaf_modules: LeafModules = (),
-    repeatable_leaves: LeafModules | bool | None = None,
+    opaque_modules: OpaqueModules = (),
+    recompute_opaque: OpaqueModules | bool | None = None,
 ) -> Graph:
     """Turn ``model`` into a weighted graph over an executable program.
 
@@ -96,10 +96,10 @@ def parse(
             differ in the last bits. ``ogc.rewrites.chunking.Chunks(regions, chunks)`` is one, which runs some of
             ``graph.regions`` of the same model, forward and backward, in so many chunks of the batch.
         plain_peak_bytes: of the plain model; where the graph is another program, it is found anew unless it is given.
-        leaf_modules: names and types of submodules to call as they are, hooks and all, each call one operation. What
+        opaque_modules: names and types of submodules to call as they are, hooks and all, each call one operation. What
             cannot be replayed by operators (control flow on data, custom autograd functions, hooks, scripted code)
             becomes part of the smallest such module by itself, with a warning in the log.
-        repeatable_leaves: names and types of submodules that may be called again for their backward, True for all,
+        recompute_opaque: names and types of submodules that may be called again for their backward, True for all,
             False for none. By default those that are seen to depend on their arguments, parameters and torch's random
             state alone, without hooks or changes of buffers and attributes. What obstructs a named one is told in the
             log, and it is called once. A second call that saves or returns other bits raises ReplayError.
@@ -120,7 +120,7 @@ def parse(
     kind = profile_kind(profile, home, target)
     check_gpu(gpu, target)
     make = parse_graph_of(model, parse_graph)
-    leaves = Leaves(model, leaf_modules, repeatable_leaves)
+    leaves = Leaves(model, opaque_modules, recompute_opaque)
     rest = AfterForward(loss, holds_outputs, outputs)
     visit = partial(visited, model, profiler_of(kind, target, home, gpu), leaves)
     is_elsewhere = contents is not None or home.type != target.type

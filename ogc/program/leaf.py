@@ -200,7 +200,7 @@ class Leaf(Opaque):
             raise ReplayError(
                 f"the leaf module {self.module} returned {returned} where it returned {self.returned} when the "
                 "model was optimized, and a plan holds for that alone; make a module around it the leaf "
-                "(leaf_modules=), one whose results are always alike"
+                "(opaque_modules=), one whose results are always alike"
             )
         new = [tensors[number] for number in self.new]
         return new[0] if len(new) == 1 else tuple(new)

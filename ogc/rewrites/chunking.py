@@ -248,7 +248,7 @@ def chunked_along(
 ) -> Graph:
     """The graph with these regions in chunks; raises InputError where it has no such region."""
     leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
-    given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "leaf_modules": leaves, **parsing}
+    given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "opaque_modules": leaves, **parsing}
     chunked = parse(model, sample_input, rewrite=Chunks(regions, chunks), **given)
     return replace(chunked, chunks=chunks, chunked=regions, unchunked=replace(graph, program=None))
 

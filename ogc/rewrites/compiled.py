@@ -79,7 +79,7 @@ class Compiled(Region):
             raise ParseError(
                 f"the operations from {calls[0]} to {calls[-1]}, in module {calls[0].meta.get('module', '')!r}, cannot "
                 f"be compiled: {str(error).strip().partition(chr(10))[0]}; leave out compile=, or name the module in "
-                "leaf_modules"
+                "opaque_modules"
             ) from error
         self.code = code
         return result
@@ -209,7 +209,7 @@ def compile_plan(
     budget = Goal(memory_budget).budget_bytes(plain_peak(graph))
 
     def with_these(regions: tuple[RegionEnds, ...]) -> tuple[Graph, Plan]:
-        given = {"rewrite": Compilation(regions, compiler), "leaf_modules": leaves, **parsing}
+        given = {"rewrite": Compilation(regions, compiler), "opaque_modules": leaves, **parsing}
         compiled = parse(model, sample_input, profile=graph.profile, **given)
         found = solve(replace(compiled, plain_peak_bytes=None), memory_budget=budget, max_overhead=max_overhead)
         decisions = Decisions((saved(0, len(compiled)),)) if found.is_plain else found.decisions

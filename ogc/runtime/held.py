@@ -294,7 +294,7 @@ class RepeatedCall:
         return ReplayError(
             f"the leaf module {self.leaf.module} saved or returned something else when it was called again for its "
             "backward: it depends on more than its arguments, its parameters and torch's random state, or not all "
-            "of its kernels are deterministic. Take it out of repeatable_leaves, or set these to False"
+            "of its kernels are deterministic. Take it out of recompute_opaque, or set these to False"
         )
 
     def let_go(self) -> None:

@@ -733,13 +733,13 @@ def test_leaves_in_parts_and_parts_that_are_asked_to_stay():
     optimised = ogc.optimize(model, given)
     assert optimised.plan.parts[0].leaves == ("blocks.0.choose",)
     assert_same_training(model, optimised, given)
-    optimised = ogc.optimize(model, given, leaf_modules=["blocks.0", "blocks.1.up"], repeatable_leaves=["blocks.2"])
+    optimised = ogc.optimize(model, given, opaque_modules=["blocks.0", "blocks.1.up"], recompute_opaque=["blocks.2"])
     assert "blocks.0" not in optimised.graph
     assert "was asked to be called as it is" in str(optimised.plan)
     assert optimised.plan.parts[0].leaves == ("blocks.1.up", "blocks.1.choose")
     assert_same_training(model, optimised, given)
     with pytest.raises(ParseError, match="Nothing in it can be planned either"):
-        ogc.optimize(model, given, leaf_modules=[Chooses, Branches])
+        ogc.optimize(model, given, opaque_modules=[Chooses, Branches])
 
 
 def test_chunks_are_refused_as_before():
@@ -1001,7 +1001,7 @@ def test_leaves_are_left_whole_where_that_is_faster_or_they_hold_little():
         ({"solver": "chen", "memory_budget": 0.5}, "takes neither"),
         ({"solver": "best"}, "solver must be one of"),
         ({"profile": "guess"}, "profile must be"),
-        ({"leaf_modules": ["blocks.9"]}, "has no submodule 'blocks.9'"),
+        ({"opaque_modules": ["blocks.9"]}, "has no submodule 'blocks.9'"),
     ],
 )
 def test_wrong_goal_are_told_as_ever(goal, message):

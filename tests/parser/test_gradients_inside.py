@@ -199,7 +199,7 @@ def test_a_custom_function_that_takes_gradients_beside_parts(way):
 def test_a_leaf_that_takes_no_hooks_is_never_called_again(caplog):
     model, plain = made(lambda: nn.Sequential(Block(), Inside(by_grad), Block()))
     with caplog.at_level(logging.WARNING, "ogc"):
-        optimized = ogc.optimize(model, X, repeatable_leaves=["1"])
+        optimized = ogc.optimize(model, X, recompute_opaque=["1"])
     assert "1 (differentiates by torch.func, and keeps what it saves for that)" in caplog.text
     assert_same(plain, model, optimized)
 

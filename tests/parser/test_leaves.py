@@ -237,7 +237,7 @@ class TakesPytrees(nn.Module):
 
 def test_arguments_and_results_may_be_nested():
     model = TakesPytrees()
-    graph = ogc.parse(model, X, leaf_modules=["part"])
+    graph = ogc.parse(model, X, opaque_modules=["part"])
     assert [op.module for op in leaves(graph)] == ["part"]
     for plan in plans(graph, 4):
         assert_same_training(model, ogc.apply(model, graph, plan), (X,))
@@ -619,7 +619,7 @@ def test_a_result_of_another_kind_is_an_error_and_not_a_wrong_number():
 @pytest.mark.parametrize("chosen", [["body.0"], [nn.Sequential], ["first", nn.Linear]])
 def test_leaves_by_name_and_by_type(chosen, caplog):
     model = Net(nn.Tanh())
-    optimised = ogc.optimize(model, X, leaf_modules=chosen)
+    optimised = ogc.optimize(model, X, opaque_modules=chosen)
     names = {op.module for op in leaves(optimised.graph)}
     expected = {"body.0": {"body.0"}}.get(chosen[0], {"first", "body.0", "last"})
     if len(chosen) == 2:
@@ -709,7 +709,7 @@ def test_a_list_or_dict_with_a_forward_is_a_leaf_like_any_other(experts):
     optimised = forced(model, X)
     assert {op.module for op in leaves(optimised.graph)} == {"body.0.1.experts"}
     assert_same_training(model, optimised, (X,))
-    asked = ogc.optimize(model, X, leaf_modules=[experts])
+    asked = ogc.optimize(model, X, opaque_modules=[experts])
     assert {op.module for op in leaves(asked.graph)} == {"body.0.1.experts"}
 
 
@@ -725,7 +725,7 @@ def test_a_list_or_dict_with_a_forward_is_a_leaf_like_any_other(experts):
         (7, "must be a list"),
     ],
 )
-@pytest.mark.parametrize("argument", ["leaf_modules", "repeatable_leaves"])
+@pytest.mark.parametrize("argument", ["opaque_modules", "recompute_opaque"])
 def test_bad_choices_of_leaves(argument, chosen, message):
     with pytest.raises(InputError, match=f"^{argument}.* {message}"):
         ogc.optimize(Net(nn.Tanh()), X, **{argument: chosen})
@@ -758,7 +758,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_the_allocator_agrees(profile):
     model, x = Wide(), torch.randn(4, 1, 64, 64)
-    graph = ogc.parse(model, x, profile=profile, leaf_modules=["leaf"])
+    graph = ogc.parse(model, x, profile=profile, opaque_modules=["leaf"])
     plain = ogc.solve(graph, solver="none")
     assert measured_peak(model, (x,)) == pytest.approx(plain.peak_bytes, rel=0.03)
     plan = ogc.solve(graph)
@@ -770,7 +770,7 @@ def test_the_allocator_agrees(profile):
 
 def test_slicing_the_batch_beside_a_leaf():
     model, x = Wide(), torch.randn(4, 1, 64, 64)
-    optimised = ogc.optimize(model, x, chunks=2, leaf_modules=["leaf"])
+    optimised = ogc.optimize(model, x, chunks=2, opaque_modules=["leaf"])
     assert [op.module for op in leaves(optimised.graph)] == ["leaf"]
     loss_of(optimised(x)).backward()
 

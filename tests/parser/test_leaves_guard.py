@@ -71,7 +71,7 @@ GUARDED = {
 @pytest.mark.parametrize("name", GUARDED)
 def test_a_plan_with_a_leaf_is_carried_over_where_the_program_is_the_same(name, make, caplog):
     model = Net(GUARDED[name]())
-    kwargs = {"leaf_modules": ["body.0.1"]} if make is ogc.optimize and name == "by size" else {}
+    kwargs = {"opaque_modules": ["body.0.1"]} if make is ogc.optimize and name == "by size" else {}
     optimised = make(model, X, **kwargs)
     with caplog.at_level(logging.INFO, logger="ogc.runtime.runner"):
         for size in (3, 8, 5, 3):
@@ -165,7 +165,7 @@ def test_shapes_of_data_that_leave_every_submodule_are_refused():
 def test_a_leaf_by_hand_whose_result_changes_its_shape_is_found_before_training():
     """Other inputs than the sample's show it."""
     with pytest.raises(ParseError, match=r"leaf module picks returned .* where it returned"):
-        forced(PicksAtRoot(), X, leaf_modules=["picks"])
+        forced(PicksAtRoot(), X, opaque_modules=["picks"])
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ WIDE = torch.rand(20, 8)
 @pytest.mark.parametrize("rows", [0, 5, 10])
 def test_a_part_of_the_input_is_handed_on_wherever_the_input_lies(sample, rows):
     model = nn.Sequential(HandsOn(lambda x: x[:, 1:]), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
-    optimised = forced(model, sample, leaf_modules=["0"])
+    optimised = forced(model, sample, opaque_modules=["0"])
     given = WIDE[rows : rows + 5, :7] if sample.stride(0) == 8 else torch.rand(20, 7)[rows : rows + 5]
     assert_same_training(model, optimised, (given,))
 
@@ -233,7 +233,7 @@ class Complex(nn.Module):
 @pytest.mark.parametrize("seen_as", [torch.conj, torch.view_as_real, lambda x: x.T], ids=["conj", "real", "transposed"])
 def test_memory_that_is_taken_for_something_else_is_not_handed_on_as_it_is(seen_as):
     model, x = Complex(seen_as), torch.rand(6, 6)
-    graph = ogc.parse(model, x, leaf_modules=["handed"])
+    graph = ogc.parse(model, x, opaque_modules=["handed"])
     plan = ogc.make_plan(graph, [ogc.recomputed(0, len(graph))])
     assert_same_training(model, ogc.apply(model, graph, plan), (x,))
 
@@ -269,7 +269,7 @@ def wide_layers():
 
 def test_what_is_given_as_a_whole_and_as_a_part_of_it_is_so_in_planning():
     model = Handed()
-    assert_same_training(model, forced(model, torch.rand(5, 8), leaf_modules=["leaf"]), (torch.rand(20, 8)[5:10],))
+    assert_same_training(model, forced(model, torch.rand(5, 8), opaque_modules=["leaf"]), (torch.rand(20, 8)[5:10],))
 
 
 def overlapping(kind):

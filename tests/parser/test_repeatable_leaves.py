@@ -61,8 +61,8 @@ def plans_that_call_again(model, graph, count):
 @pytest.mark.parametrize("name", PARTS)
 def test_training_is_bitwise_the_plain_models(name, twice, caplog):
     model = Net(PARTS[name](), twice)
-    graph = ogc.parse(model, X, repeatable_leaves=True)
-    assert_same_training(model, ogc.optimize(model, X, repeatable_leaves=True), (X,))
+    graph = ogc.parse(model, X, recompute_opaque=True)
+    assert_same_training(model, ogc.optimize(model, X, recompute_opaque=True), (X,))
     if name in CALLED_ONCE:
         assert not any(op.replayable for op in leaves(graph))
         assert f"cannot call these leaves again for their backward: body.0.1 ({CALLED_ONCE[name]})" in caplog.text
@@ -101,7 +101,7 @@ class Scales(nn.Module):
 def test_the_data_may_take_another_way_in_each_step():
     x = X.abs().requires_grad_()
     model = nn.Sequential(Scales(), OneWayOrTheOther(), nn.Linear(6, 6), nn.Tanh(), Branch())
-    optimised = wholly(model, x, repeatable_leaves=["1"])
+    optimised = wholly(model, x, recompute_opaque=["1"])
     assert called_again(optimised)
     for _ in range(2):
         for given in (x, (-X.abs()).requires_grad_(), 3 * x.detach()):
@@ -130,11 +130,11 @@ class ReturnsResults(nn.Module):
 
 def test_results_that_stay_in_memory_are_not_made_twice():
     model = ReturnsResults()
-    optimised = wholly(model, X, repeatable_leaves=[Ends])
+    optimised = wholly(model, X, recompute_opaque=[Ends])
     assert "results=[0]" in optimised.code
     assert_same_training(model, optimised, (X,))
     wide = torch.randn(1000, 6)
-    optimised = wholly(model, wide, repeatable_leaves=[Ends])
+    optimised = wholly(model, wide, recompute_opaque=[Ends])
     returned = []
 
     def step():
@@ -148,7 +148,7 @@ def test_results_that_stay_in_memory_are_not_made_twice():
 
 def test_arguments_and_results_may_be_nested():
     model = TakesPytrees()
-    graph = ogc.parse(model, X, leaf_modules=[Pytrees], repeatable_leaves=["part"])
+    graph = ogc.parse(model, X, opaque_modules=[Pytrees], recompute_opaque=["part"])
     for optimised in plans_that_call_again(model, graph, 4):
         assert_same_training(model, optimised, (X,))
 
@@ -156,14 +156,14 @@ def test_arguments_and_results_may_be_nested():
 def test_double_backward_and_a_graph_that_is_kept():
     model = Net(Branch())
     x = X.clone().requires_grad_()
-    graph = ogc.parse(model, x, repeatable_leaves=True)
+    graph = ogc.parse(model, x, recompute_opaque=True)
     for optimised in plans_that_call_again(model, graph, 4):
         assert_same_higher_gradients(model, optimised, x)
 
 
 def test_a_step_leaves_nothing_behind():
     model = Net(Branch())
-    optimised = wholly(model, X, repeatable_leaves=True)
+    optimised = wholly(model, X, recompute_opaque=True)
     gc.disable()
     try:
         for backward in (True, False):
@@ -187,7 +187,7 @@ class DrawsRarely(nn.Module):
 def test_random_numbers_that_only_some_data_call_for():
     model = nn.Sequential(DrawsRarely(), nn.Linear(6, 6), nn.Tanh(), Drops())
     x = X.abs().requires_grad_()
-    optimised = wholly(model, x, repeatable_leaves=True)
+    optimised = wholly(model, x, recompute_opaque=True)
     assert called_again(optimised)
     for given in (x, (-X.abs()).requires_grad_()):
         assert_same_training(model, optimised, (given,), steps=2)
@@ -227,7 +227,7 @@ def test_leaves_that_draw_torchs_random_numbers_are_called_again_unasked(leaf, c
     weights = [model.first[0].weight, model.body[0][0].weight]
     first, again = (torch.autograd.grad(loss, weights, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, again))
-    assert not any(op.replayable for op in leaves(ogc.parse(model, X, repeatable_leaves=False)))
+    assert not any(op.replayable for op in leaves(ogc.parse(model, X, recompute_opaque=False)))
 
 
 @pytest.mark.full
@@ -241,15 +241,15 @@ def test_autocast_and_no_grad_around_a_leaf(inside):
             return self.last((y + x).sin())
 
     model = Within(Branch())
-    graph = ogc.parse(model, X, repeatable_leaves=True)
-    assert_same_training(model, wholly(model, X, repeatable_leaves=True), (X,))
+    graph = ogc.parse(model, X, recompute_opaque=True)
+    assert_same_training(model, wholly(model, X, recompute_opaque=True), (X,))
     for optimised in plans_that_call_again(model, graph, 3):
         assert_same_training(model, optimised, (X,), steps=2)
 
 
 def test_another_size_is_planned_for():
     model = Net(Branch())
-    optimised = ogc.optimize(model, X, repeatable_leaves=True)
+    optimised = ogc.optimize(model, X, recompute_opaque=True)
     assert called_again(optimised)
     for size in (5, 3, 8):
         assert_same_training(model, optimised, (torch.randn(size, 6),), steps=1)
@@ -297,7 +297,7 @@ class Leans(nn.Module):
 )
 def test_a_call_that_differs_from_the_first_is_an_error(on, change):
     model = Net(Leans(on))
-    optimised = wholly(model, X, repeatable_leaves=True)
+    optimised = wholly(model, X, recompute_opaque=True)
     assert_same_training(model, optimised, (X,))
     loss = loss_of(optimised(X))
     outside(**change)
@@ -307,7 +307,7 @@ def test_a_call_that_differs_from_the_first_is_an_error(on, change):
 
 def test_a_parameter_that_changes_before_the_backward_is_an_error():
     model = Net(Branch())
-    optimised = wholly(model, X, repeatable_leaves=True)
+    optimised = wholly(model, X, recompute_opaque=True)
     loss = loss_of(optimised(X))
     with torch.no_grad():
         model.body[0][1].layer.weight.mul_(2)
@@ -362,7 +362,7 @@ class HoldsPastAutograd(nn.Module):
 )
 def test_what_is_seen_not_to_be_repeatable_is_called_once(part, why, caplog):
     model = nn.Sequential(nn.Tanh(), nn.Linear(6, 6), part(), nn.Linear(6, 6))
-    graph = ogc.parse(model, torch.randn(1000, 6), leaf_modules=[part], repeatable_leaves=[part])
+    graph = ogc.parse(model, torch.randn(1000, 6), opaque_modules=[part], recompute_opaque=[part])
     assert [op.replayable for op in leaves(graph)] == [False]
     assert re.search(rf"ogc cannot call these leaves again for their backward: 2 \({why}\)", caplog.text)
 
@@ -376,14 +376,14 @@ def test_a_second_call_that_computes_something_else_is_seen(monkeypatch, caplog)
 
     monkeypatch.setattr(chosen_leaves, "python_random_state", and_change)
     model = Net(nn.Sequential(nn.Tanh(), nn.Linear(6, 6), Leans("scale")))
-    graph = ogc.parse(model, X, leaf_modules=[Leans], repeatable_leaves=[Leans])
+    graph = ogc.parse(model, X, opaque_modules=[Leans], recompute_opaque=[Leans])
     assert not any(op.replayable for op in leaves(graph))
     assert "computes something else when it is called again" in caplog.text
 
 
 def test_a_leaf_that_returns_a_view_is_called_once(caplog):
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Flatten(0))
-    graph = ogc.parse(model, X, leaf_modules=["2"], repeatable_leaves=["2"])
+    graph = ogc.parse(model, X, opaque_modules=["2"], recompute_opaque=["2"])
     assert [op.replayable for op in leaves(graph)] == [False]
     assert "2 (returns a view of what it is given)" in caplog.text
 
@@ -391,7 +391,7 @@ def test_a_leaf_that_returns_a_view_is_called_once(caplog):
 def test_the_model_is_as_before_a_leaf_was_tried():
     model = nn.Sequential(nn.Linear(6, 6), Remembers(), Drops())
     state = torch.get_rng_state()
-    ogc.parse(model, X, leaf_modules=["1"], repeatable_leaves=True)
+    ogc.parse(model, X, opaque_modules=["1"], recompute_opaque=True)
     assert model[1].calls == 0
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -413,7 +413,7 @@ def test_the_model_is_as_before_a_leaf_was_tried():
 )
 def test_leaves_are_chosen_by_name_and_by_type_with_what_is_in_them(chosen, expected):
     model = nn.Sequential(nn.Linear(6, 6), Branch(), nn.Sequential(nn.Tanh(), Branch()))
-    graph = ogc.parse(model, X, repeatable_leaves=chosen)
+    graph = ogc.parse(model, X, recompute_opaque=chosen)
     assert [op.replayable for op in leaves(graph)] == expected
 
 
@@ -437,7 +437,7 @@ def test_calling_again_saves_what_leaves_keep_and_the_allocator_agrees(profile):
     model, x = nn.Sequential(*(Routes() for _ in range(8)), nn.Linear(64, 1)), torch.randn(2000, 64)
     peaks = []
     for chosen in ((), [Routes]):
-        graph = ogc.parse(model, x, profile=profile, repeatable_leaves=chosen)
+        graph = ogc.parse(model, x, profile=profile, recompute_opaque=chosen)
         plan = ogc.solve(graph)
         optimised = ogc.apply(model, graph, plan)
         assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
@@ -451,7 +451,7 @@ def test_calling_again_saves_what_leaves_keep_and_the_allocator_agrees(profile):
 def test_the_allocator_agrees_on_random_plans(profile):
     model, x = Wide(), torch.randn(4, 1, 64, 64)
     model.leaf[0][0] = nn.GroupNorm(2, 16)
-    graph = ogc.parse(model, x, profile=profile, leaf_modules=["leaf"], repeatable_leaves=["leaf"])
+    graph = ogc.parse(model, x, profile=profile, opaque_modules=["leaf"], recompute_opaque=["leaf"])
     assert [op.replayable for op in leaves(graph)] == [True]
     for optimised in plans_that_call_again(model, graph, 6):
         assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.03)
@@ -460,7 +460,7 @@ def test_the_allocator_agrees_on_random_plans(profile):
 def test_slicing_the_batch_beside_a_repeatable_leaf():
     model, x = Wide(), torch.randn(4, 1, 64, 64)
     model.leaf[0][0] = nn.GroupNorm(2, 16)
-    chosen = {"leaf_modules": ["leaf"], "repeatable_leaves": ["leaf"]}
+    chosen = {"opaque_modules": ["leaf"], "recompute_opaque": ["leaf"]}
     optimised = ogc.optimize(model, x, chunks=2, **chosen)
     assert [op.replayable for op in leaves(optimised.graph)] == [True]
     loss_of(optimised(x)).backward()
@@ -509,7 +509,7 @@ def test_a_custom_function_whose_result_is_saved():
             return Cube.apply(Cube.apply(x.sin()))
 
     model = nn.Sequential(nn.Linear(6, 6), Saves(), nn.Linear(6, 6))
-    assert_same_training(model, wholly(model, X, repeatable_leaves=True), (X,))
+    assert_same_training(model, wholly(model, X, recompute_opaque=True), (X,))
 
 
 class HandedOn(nn.Module):
@@ -534,5 +534,5 @@ class HandedOn(nn.Module):
 
 def test_parts_of_tensors_are_handed_on_as_they_lie():
     model, x = HandedOn(), torch.randn(4, 8)
-    optimised = ogc.optimize(model, x, leaf_modules=["layer"])
+    optimised = ogc.optimize(model, x, opaque_modules=["layer"])
     assert_same_training(model, optimised, (x,))

@@ -213,7 +213,7 @@ BACKWARDS = {
 def test_what_they_hold_and_take_is_promised(name, again):
     torch.manual_seed(0)
     model, x = Stack(BACKWARDS[name]), torch.randn(16, 16, 32)
-    optimised = ogc.optimize(model, x, profile="estimate", repeatable_leaves=again)
+    optimised = ogc.optimize(model, x, profile="estimate", recompute_opaque=again)
     assert measured_peak(model, (x,)) == pytest.approx(optimised.plan.plain_peak_bytes, rel=0.002)
     assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.002)
     assert_same_training(model, optimised, (x,))
@@ -225,7 +225,7 @@ def test_what_they_hold_and_take_is_promised(name, again):
 def test_jagged_leaves_are_called_again(make):
     torch.manual_seed(0)
     model, x = Stack(make), torch.randn(16, 16, 32)
-    once, again = (ogc.optimize(model, x, repeatable_leaves=repeatable) for repeatable in (False, None))
+    once, again = (ogc.optimize(model, x, recompute_opaque=repeatable) for repeatable in (False, None))
     assert again.plan.peak_bytes < 0.7 * once.plan.peak_bytes
     loss = again(x)
     (before,) = torch.autograd.grad(loss, model.blocks[0].up.weight, retain_graph=True)
@@ -238,5 +238,5 @@ def test_jagged_leaves_are_called_again(make):
 @pytest.mark.full
 def test_leaves_that_are_asked_for_may_compute_with_them():
     model, x = Stack(FrozenLinear), torch.randn(16, 16, 32)
-    optimised = ogc.optimize(model, x, leaf_modules=["blocks.1", FrozenLinear])
+    optimised = ogc.optimize(model, x, opaque_modules=["blocks.1", FrozenLinear])
     assert_same_training(model, optimised, (x,))

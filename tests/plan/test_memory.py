@@ -395,7 +395,7 @@ class SavesSlices(nn.Module):
 def test_what_comparing_the_calls_of_a_leaf_takes_counts():
     torch.manual_seed(0)
     model, inputs = nn.Sequential(nn.Linear(16, 256), SavesSlices(), nn.Linear(128, 8)), (torch.randn(256, 16),)
-    graph = ogc.parse(model, inputs, leaf_modules=["1"], repeatable_leaves=["1"])
+    graph = ogc.parse(model, inputs, opaque_modules=["1"], recompute_opaque=["1"])
     plain = ogc.solve(graph, solver="none")
     assert plain.peak_bytes == pytest.approx(measured_peak(model, inputs, holds_outputs=True), rel=0.001)
     plan = ogc.make_plan(graph, [ogc.recomputed(0, len(graph))])

@@ -40,7 +40,7 @@ def blocks():
 @pytest.mark.parametrize("repeatable", [None, False], ids=["called again", "called once"])
 def test_what_was_saved_may_be_asked_for_again(repeatable, opened):
     model, x = blocks(), torch.randn(128, 32, requires_grad=True)
-    optimised = ogc.optimize(model, x, repeatable_leaves=repeatable)
+    optimised = ogc.optimize(model, x, recompute_opaque=repeatable)
     assert_same_training(model, optimised, (x,))
     assert opened
 

@@ -200,7 +200,7 @@ def test_attention_of_one_tensor_or_of_several():
 def test_attention_that_is_a_leaf():
     x, y = (torch.randn(2, 6, 8, requires_grad=True) for _ in range(2))
     model = Attends()
-    optimised = ogc.optimize(copy.deepcopy(model), (x, x, x), leaf_modules=["attention"])
+    optimised = ogc.optimize(copy.deepcopy(model), (x, x, x), opaque_modules=["attention"])
     assert_same(model, optimised, [((x, x, x), {}), ((x, y, y), {}), ((x, x, x), {})])
 
 

@@ -119,7 +119,7 @@ def generator():
         lambda: map(abs, [1.0]),
     ],
 )
-@pytest.mark.parametrize("options", [{}, {"leaf_modules": ["layers"]}, {"max_overhead": 0.2}])
+@pytest.mark.parametrize("options", [{}, {"opaque_modules": ["layers"]}, {"max_overhead": 0.2}])
 def test_iterators_are_refused_before_they_are_used_up(make, options):
     model = Net(make(), next)
     before = dict(vars(model))

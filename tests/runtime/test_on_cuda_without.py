@@ -69,7 +69,7 @@ def on_a_device(monkeypatch):
 
 def test_what_is_called_again_is_compared_without_waiting(gated, on_a_device, monkeypatch):
     model, x = gated
-    optimised = ogc.optimize(model, x, leaf_modules=[Gate], repeatable_leaves=[Gate])
+    optimised = ogc.optimize(model, x, opaque_modules=[Gate], recompute_opaque=[Gate])
     assert any(segment.parts for segment in optimised.plan.segments)
     monkeypatch.setattr(Gate, "positive", staticmethod(lambda x: True))
     with Reading() as mode:

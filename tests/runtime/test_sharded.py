@@ -170,7 +170,7 @@ def without_anything_to_plan(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     fully_shard(model[0], mesh=mesh)
-    model = ogc.optimize(fully_shard(model, mesh=mesh), batch(rank, 0, 4, WIDTH), leaf_modules=["0"])
+    model = ogc.optimize(fully_shard(model, mesh=mesh), batch(rank, 0, 4, WIDTH), opaque_modules=["0"])
     for _ in range(2):
         model(batch(rank, 0, 4, WIDTH)).sum().backward()
     return model.plan, model.report().plain, str(model.report())

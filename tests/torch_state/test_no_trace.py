@@ -221,7 +221,7 @@ def test_a_leaf_that_draws_from_a_generator_of_its_own_is_not_called_again():
     leaf = Drops()
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), leaf, nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     x, state = torch.randn(6, 8), leaf.generator.get_state()
-    optimised = ogc.optimize(model, x, leaf_modules=[Drops])
+    optimised = ogc.optimize(model, x, opaque_modules=[Drops])
     assert torch.equal(leaf.generator.get_state(), state)
     assert ogc.check(model, optimised, x)
     assert torch.equal(leaf.generator.get_state(), state)
