@@ -34,3 +34,23 @@ def test_every_public_function_says_what_it_takes_and_raises():
         if name[0].islower() and name not in ("saved", "recomputed"):
             assert "Args:" in section, name
             assert "Raises:" in section or name in ("frontier",), name
+
+
+REPLACED = {
+    "wish": "goal", "fate": "policy", "stretch": "region", "slices": "chunks", "twin": "copy", "foretell": "predict",
+    "carried over": "reused", "carry over": "reuse", "storey": "layer", "at hand": "available", "judge": "verifier",
+    "batch_slices": "chunks", "leaf_modules": "opaque_modules", "repeatable_leaves": "recompute_opaque",
+}  # fmt: skip
+"""Words of earlier releases that the field has others for."""
+
+
+def test_pages_use_the_fields_words():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [
+        f"{path.name}:{number}: {word}, say {REPLACED[word]}"
+        for path in pages
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        for word in REPLACED
+        if re.search(rf"\b{word}(s|es|ed)?\b", line)
+    ]
+    assert not found, "\n".join(found)

@@ -201,7 +201,7 @@ def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
 
 def _plan_so_far(parts: Parts, names: dict[int, str], options: Options) -> PartsPlan:
     """The plans of the units that were called, as if each was called once in a step."""
-    planned = [(names[key], twin.runner.sample) for key, twin in parts.twins.items()]
+    planned = [(names[key], member.runner.sample) for key, member in parts.members.items()]
     found = [(name, one.graph, replace(one.plan, graph=one.graph)) for name, one in planned if one.graph and one.plan]
     choice, calls = tuple(plan for *_, plan in found), tuple(range(len(found)))
     step = Joined(

@@ -32,7 +32,7 @@ from .find import FoundParts, Part, find_parts, is_alike
 from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, PartCost, usual_events
 from .late import LatePlanner, Share
 from .measure import AfterForward, measure, rest_of_step
-from .module import Parts, Twin, module_in_parts, twin_of
+from .module import Parts, PlannedPart, module_in_parts, planned_part_of
 from .options import Options
 from .plan import PartPlan, PartsPlan, PlainRest
 
@@ -235,7 +235,7 @@ class _Planned:
     ) -> None:
         self.planning, self.options, found = planning, planning.options, planning.found
         self.solver = solver or self.options.solver
-        self.twins: dict[Any, Twin] = {}
+        self.members: dict[Any, PlannedPart] = {}
         self.idle = [part for part, is_idle in zip(found.parts, idle, strict=True) if is_idle]
         stay = [n for n, is_idle in enumerate(idle) if not is_idle]
         self.parts = [found.parts[n] for n in stay]
@@ -393,7 +393,7 @@ class _Planned:
         found = self.planning.found
         parts = self._running(found.late, self.options.goal.is_in_bytes)
         names = {id(part.module): part.name for part in self.parts}
-        code = {names[key]: twin.runner.generated.source for key, twin in parts.twins.items()}
+        code = {names[key]: member.runner.generated.source for key, member in parts.members.items()}
         graphs: dict[str, Graph] = {}  # by name, where one is called with several kinds of inputs with numbers
         seen = Counter[str]()
         for part in self.parts[: len(self.parts) - len(self.late)]:
@@ -406,19 +406,25 @@ class _Planned:
         numbers: dict[torch.nn.Module, list[int]] = {}
         for number in range(len(self.parts) - len(self.late)):
             numbers.setdefault(self.parts[number].module, []).append(number)
-        twins = [self._twin(of_module) for of_module in numbers.values()]
+        members = [self._planned_part(of_module) for of_module in numbers.values()]
         examples = [(self.parts[number], self._share(number)) for number in self.late]
         planner = LatePlanner(self.options, examples)
-        return Parts([twin for twin in twins if with_plain or not twin.runner.is_plain], late, planner)
+        return Parts(
+            [member for member in members if with_plain or not member.runner.is_plain],
+            late,
+            planner,
+        )
 
-    def _twin(self, numbers: Sequence[int]) -> Twin:
+    def _planned_part(self, numbers: Sequence[int]) -> PlannedPart:
         """What runs a module, of which the numbers are those of its parts: one for each kind of calls."""
         key = numbers[0], tuple(self.choice[number].decisions for number in numbers)
-        if key not in self.twins:
+        if key not in self.members:
             part = self.parts[numbers[0]]
             plans = [(self.parts[number].graph, self.choice[number]) for number in numbers]
-            self.twins[key] = twin_of(part.module, plans, self._share(numbers[0]).planner(part.name, part.module))
-        return self.twins[key]
+            self.members[key] = planned_part_of(
+                part.module, plans, self._share(numbers[0]).planner(part.name, part.module)
+            )
+        return self.members[key]
 
     def _share(self, number: int) -> Share:
         graph, plan = self.parts[number].graph, self.choice[number]

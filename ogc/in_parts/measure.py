@@ -24,7 +24,7 @@ from ..torch_state.no_trace import cut_history, untouched
 from ..torch_state.private import current_backward, keeps_graph
 from ..torch_state.ranks import alone, own_parameters
 from .joined import BACK, CALL, REGION, REGION_BACK, Choice, Event, Joined
-from .module import Parts, Twin
+from .module import Parts, PlannedPart
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class _Marking:
     mark: Callable[[str], None]
     calls: int = 0
 
-    def call(self, twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, member: PlannedPart, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, self.calls = self.calls, self.calls + 1
         spec, tensors = InputSpec.of(args, kwargs)
         marked = spec.rebuild([self._marked(tensor, f"done {number}") for tensor in tensors])
         given = Given(*marked)
         self.mark(f"enter {number}")
-        result = twin.call(*marked)
+        result = member.call(*marked)
         self.mark(f"leave {number}")
         outputs, tensors = OutputSpec.of(result, given)
         result = outputs.deliver(tensors, args, kwargs)
@@ -100,7 +100,7 @@ class _Marking:
         for tensor in made:
             self._mark_backward(tensor, f"back {number}")
         if not any(tensor.requires_grad for tensor in tensor_leaves(marked)):
-            for node in _nodes_of_parameters(made, twin.module):
+            for node in _nodes_of_parameters(made, member.module):
                 self._mark_backward(node, f"done {number}")
         return result
 

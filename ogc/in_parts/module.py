@@ -2,7 +2,7 @@
 
 Each part is called by its parent, which knows nothing of plans. So the part's module gets something to call in the
 place of its own call (``torch.nn.Module`` looks for that first, and leaves it out of copies and pickles), which looks
-whether an optimized model that has planned this part is running in this thread. Only then the planned twin runs, an
+whether an optimized model that has planned this part is running in this thread. Only then the planned copy runs, an
 instance that shares everything with the part. In any other case the part is called as it is.
 """
 
@@ -33,7 +33,7 @@ PlanLate = Callable[[torch.nn.Module, str, Call], tuple[Graph, Plan, Planner | N
 """Plans a call of a submodule, which has a name, the first time; gives what plans other calls of it, too."""
 
 
-class Twin:
+class PlannedPart:
     """A part, the module that runs it planned, and its plans."""
 
     def __init__(self, module: torch.nn.Module, planned: torch.nn.Module, runner: Runner) -> None:
@@ -70,8 +70,10 @@ def _behind_hooks(
         attributes.pop("forward", None)
 
 
-def twin_of(module: torch.nn.Module, plans: Sequence[tuple[Graph, Plan]], planner: Planner | None) -> Twin:
-    """The planned twin of a part; the first plan is that of its sample, the others are for other kinds of calls.
+def planned_part_of(
+    module: torch.nn.Module, plans: Sequence[tuple[Graph, Plan]], planner: Planner | None
+) -> PlannedPart:
+    """The planned copy of a part; the first plan is that of its sample, the others are for other kinds of calls.
 
     Raises:
         InputError: the forward of the part was replaced on the instance.
@@ -79,39 +81,46 @@ def twin_of(module: torch.nn.Module, plans: Sequence[tuple[Graph, Plan]], planne
     runner = Runner(module, *plans[0], planner)
     for graph, plan in plans[1:]:
         runner.add(module, graph, plan)
-    return _twin(module, runner)
+    return _planned_part(module, runner)
 
 
-def _twin(module: torch.nn.Module, runner: Runner, like: torch.nn.Module | None = None) -> Twin:
+def _planned_part(module: torch.nn.Module, runner: Runner, like: torch.nn.Module | None = None) -> PlannedPart:
     name = f"Planned{original_class(module).__name__}"
     planned = instance_around(module, name, {"forward": planned_forward(runner)}, {})
     runner.watch(planned, like=like or module)
-    return Twin(module, planned, runner)
+    return PlannedPart(module, planned, runner)
 
 
 class Parts:
     """The planned parts of one optimized model.
 
     Args:
-        twins: the parts.
+        members: the parts.
         late: by name, submodules that are planned when they are first called.
         plan_late: plans those.
     """
 
-    def __init__(self, twins: Sequence[Twin], late: Mapping[str, torch.nn.Module], plan_late: PlanLate) -> None:
-        self.twins = {id(twin.module): twin for twin in twins}  # which keep the modules, and with them the numbers
+    def __init__(
+        self, members: Sequence[PlannedPart], late: Mapping[str, torch.nn.Module], plan_late: PlanLate
+    ) -> None:
+        self.members = {
+            id(member.module): member for member in members
+        }  # which keep the modules, and with them the numbers
         self.late = {id(module): (name, module) for name, module in late.items()}
         self.plan_late = plan_late
         self.lock = threading.RLock()
         self.uninstall: Callable[[], object] = lambda: None
-        self.run_part: Callable[[Twin, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.run_part: Callable[[PlannedPart, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.told: set[str] = set()  # one for all parts
-        for twin in twins:
-            twin.runner.told = self.told
+        for member in members:
+            member.runner.told = self.told
 
     def install(self) -> None:
         """Have the calls of the parts look here, until ``uninstall()`` or as long as this lives."""
-        modules = [*(twin.module for twin in self.twins.values()), *(module for _, module in self.late.values())]
+        modules = [
+            *(member.module for member in self.members.values()),
+            *(module for _, module in self.late.values()),
+        ]
         for module in modules:
             found = vars(module).get(CALL)
             if not isinstance(found, PartCall):
@@ -121,11 +130,13 @@ class Parts:
 
     def copy(self, memo: Mapping[int, Any]) -> Parts:
         """The same for a deep copy of the model, whose copied modules are in ``memo``."""
-        twins = [
-            _twin(memo[id(t.module)], t.runner, like=t.planned) for t in self.twins.values() if id(t.module) in memo
+        members = [
+            _planned_part(memo[id(t.module)], t.runner, like=t.planned)
+            for t in self.members.values()
+            if id(t.module) in memo
         ]
         late = {name: memo[id(module)] for name, module in self.late.values() if id(module) in memo}
-        return Parts(twins, late, self.plan_late)
+        return Parts(members, late, self.plan_late)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -138,15 +149,15 @@ class Parts:
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a part."""
-        twin = self.twins.get(id(module))
-        if twin is not None:
-            return (self.run_part or Twin.call)(twin, args, kwargs)
+        member = self.members.get(id(module))
+        if member is not None:
+            return (self.run_part or PlannedPart.call)(member, args, kwargs)
         if not self._is_late(module):
             return own_call(module)(*args, **kwargs)
 
         def forward(*given: Any, **named: Any) -> Any:
-            twin = self._planned_late(module, given, named)
-            return (original_class(module).forward.__get__(module) if twin is None else twin.planned.forward)(
+            member = self._planned_late(module, given, named)
+            return (original_class(module).forward.__get__(module) if member is None else member.planned.forward)(
                 *given, **named
             )
 
@@ -154,30 +165,32 @@ class Parts:
 
     def has(self, module: torch.nn.Module) -> bool:
         """Whether a module is one of the parts."""
-        return id(module) in self.twins or id(module) in self.late
+        return id(module) in self.members or id(module) in self.late
 
     def _is_late(self, module: torch.nn.Module) -> bool:
         """Whether a part is to be planned with this call."""
         is_trained = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and module.training
         return is_trained and id(module) in self.late and "forward" not in vars(module)
 
-    def _planned_late(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Twin | None:
-        """The twin of a part that is called for the first time, if it can be planned."""
+    def _planned_late(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PlannedPart | None:
+        """The copy of a part that is called for the first time, if it can be planned."""
         with self.lock:
             if id(module) not in self.late:
-                return self.twins.get(id(module))
+                return self.members.get(id(module))
             name, _ = self.late[id(module)]
             del self.late[id(module)]
             try:
                 with plainly():
                     graph, plan, planner = self.plan_late(module, name, Call(args, kwargs))
-                twin = twin_of(module, [(graph, plan)], planner)
+                member = planned_part_of(module, [(graph, plan)], planner)
             except Exception as error:  # if the call is broken, it raises the same from the plain module
                 log.warning("ogc runs %s as it is: %s", name, str(error).partition("\n")[0])
                 return None
-            twin.runner.told = self.told
-            self.twins[id(module)] = twin
-            return twin
+            member.runner.told = self.told
+            self.members[id(module)] = member
+            return member
 
 
 class _Running(threading.local):
@@ -210,8 +223,8 @@ class PartCall:
                 # A call under hooks of others may be repeated in the backward, where no model runs.
                 if hooks == saved_tensors_hooks_in_use():
                     return parts.call(module, args, kwargs)
-                if id(module) in parts.twins:
-                    parts.twins[id(module)].runner.ran_plain(UNDER_HOOKS, is_told=True)
+                if id(module) in parts.members:
+                    parts.members[id(module)].runner.ran_plain(UNDER_HOOKS, is_told=True)
                 break
         return own_call(module)(*args, **kwargs)
 
@@ -260,14 +273,14 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
             return original.forward(self, *args, **kwargs)
 
     def deep_copy(self: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-        twin = copied(self, memo)
-        of[twin] = of[self].copy(memo)
-        of[twin].install()
-        return twin
+        member = copied(self, memo)
+        of[member] = of[self].copy(memo)
+        of[member].install()
+        return member
 
     def report(self: torch.nn.Module) -> Report:
         names = {id(module): name for name, module in self.named_modules()}
-        of_parts = [twin.runner.report().of(names.get(id(twin.module), "")) for twin in of[self].twins.values()]
+        of_parts = [member.runner.report().of(names.get(id(member.module), "")) for member in of[self].members.values()]
         whole = (Calls("", f"plain: {why}", count) for why, count in plain.items())
         return Report((*chain.from_iterable(found.calls for found in of_parts), *whole))
 
@@ -277,7 +290,7 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
     members = {"forward": kept_from_compiling(forward), "__deepcopy__": deep_copy, REPLICATE: refuse_replicas}
     result = instance_around(model, original.__name__, members, {**shown, "report": report})
     of[result] = parts
-    for twin in parts.twins.values():
-        twin.runner.calls.clear()  # those that were measured
+    for member in parts.members.values():
+        member.runner.calls.clear()  # those that were measured
     parts.install()
     return result

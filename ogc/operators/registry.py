@@ -142,18 +142,18 @@ def is_elementwise(target: Any) -> bool:
 
 
 def out_of_place(target: Any) -> Any:
-    """The operator without its underscore; None if it has none, or no such twin."""
+    """The operator without its underscore; None if it has none, or no such functional."""
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return None
     name, overload = schema_of(target).name.split("::")[1], overload_name(target)
     packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
     if not name.endswith("_") or packet is None or overload not in packet.overloads():
         return None
-    twin = getattr(packet, overload)
-    kinds = [[str(argument.type) for argument in schema_of(one).arguments] for one in (twin, target)]
+    functional = getattr(packet, overload)
+    kinds = [[str(argument.type) for argument in schema_of(one).arguments] for one in (functional, target)]
     if kinds[0] != kinds[1]:  # pow_(Tensor, Scalar) and pow(Scalar, Tensor) are both called Scalar
         return None
-    return twin
+    return functional
 
 
 def ones_like(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -144,7 +144,7 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         storages=observation.storages,
         differentiable=frozenset(out.ref for r in records for out in r.outputs if out.differentiable),
         random=frozenset(t for t, record in enumerate(records) if record.random),
-        out_of_place={t: twin for t, (_, twin) in taken.items()},
+        out_of_place={t: functional for t, (_, functional) in taken.items()},
         bindings={(t, target): name for t, r in enumerate(records) for target, name in r.bindings.items()},
         guards=traced.guards,
         rest=end.rest,

@@ -47,15 +47,15 @@ def optimized_module(
     original = original_class(model)
 
     def deep_copy(self: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-        twin = copied(self, memo)
-        runner.watch(twin, like=self)
-        return twin
+        made = copied(self, memo)
+        runner.watch(made, like=self)
+        return made
 
     def shallow_copy(self: torch.nn.Module) -> torch.nn.Module:
-        twin = type(self).__new__(type(self))
-        vars(twin).update(vars(self))
-        runner.watch(twin, like=self)
-        return twin
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self))
+        runner.watch(made, like=self)
+        return made
 
     def now(name: str, own: Any) -> property:
         """What runs a module by itself has, where it was sharded since."""
@@ -142,10 +142,10 @@ def _recompile(self: torch.nn.Module) -> Any:
 def copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     """A deep copy of a module that :func:`instance_around` made, without what else its kind may need."""
     kind = _with_own_code(type(module)) if isinstance(module, torch.fx.GraphModule) else type(module)
-    twin: torch.nn.Module = object.__new__(kind)
-    memo[id(module)] = twin
-    vars(twin).update(copy.deepcopy(vars(module), memo))
-    return twin
+    made: torch.nn.Module = object.__new__(kind)
+    memo[id(module)] = made
+    vars(made).update(copy.deepcopy(vars(module), memo))
+    return made
 
 
 def _with_own_code(kind: type) -> type:

@@ -244,7 +244,7 @@ class _Curve:
     def _number(self, known: Sequence[int]) -> int:
         found = sum(share * number for share, number in zip(self.shares, known, strict=True))
         if found != int(found):
-            raise ParseError(f"numbers of the program are {list(known)} for the sizes known, which foretells no others")
+            raise ParseError(f"numbers of the program are {list(known)} for the sizes known, which predicts no others")
         return int(found)
 
 

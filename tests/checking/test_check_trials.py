@@ -20,7 +20,7 @@ ALL = ("seed 1", "seed 2", "seed 3", "another input", "a smaller batch", "after 
 
 def twin(model, forward):
     """A module with the same parameters and buffers, and a forward of its own."""
-    found = object.__new__(type("Twin", (type(model),), {"forward": forward}))
+    found = object.__new__(type("PlannedPart", (type(model),), {"forward": forward}))
     object.__setattr__(found, "__dict__", vars(model))
     return found
 

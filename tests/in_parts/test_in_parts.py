@@ -278,7 +278,7 @@ def plans_of_parts(model):
     for block in model.blocks:
         found = vars(block).get(CALL)
         (parts,) = found.part_of if found is not None else [None]
-        yield parts and parts.twins[id(block)].runner.entries[0].plan
+        yield parts and parts.members[id(block)].runner.entries[0].plan
 
 
 @pytest.mark.full

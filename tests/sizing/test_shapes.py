@@ -256,7 +256,7 @@ def test_numbers_on_no_curve_foretell_no_others():
     sizes = (2, 4, 6)
     _, _, known = looked_at(Halves, lambda length: torch.randn(2, length, 8), lambda number: None, sizes)
     assert len(extrapolated_program(known, sizes, 8).graph.nodes) == len(known[0].graph.nodes)
-    with pytest.raises(ParseError, match="foretells no others"):
+    with pytest.raises(ParseError, match="predicts no others"):
         extrapolated_program(known, sizes, 5)
 
 
