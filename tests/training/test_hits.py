@@ -68,7 +68,10 @@ def rows(hits, seed):
     return {"x": x, "known": known(hits, seed)}
 
 
-@pytest.mark.parametrize("name", HEADS)
+LONG = {"suppression of given boxes", "split by frames"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in HEADS])
 def test_of_rows(name):
     optimised = train_beside_plain(Net(HEADS[name]), rows, OTHERS)
     assert isinstance(optimised.plan, ogc.PartsPlan) or not optimised.plan.is_plain
