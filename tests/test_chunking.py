@@ -6,7 +6,7 @@ from helpers import measured_peak
 from torch import nn
 
 import ogc
-from ogc.rewrites import slicing
+from ogc.rewrites import chunking
 from ogc.rewrites.chunked import Chunked
 from ogc.rewrites.chunking import Chunks
 from ogc.rewrites.rules import Along, along
@@ -330,7 +330,7 @@ def test_equal_layers_are_sliced_together(monkeypatch):
             return self.layers(self.words(ids))
 
     parsed = []
-    monkeypatch.setattr(slicing, "parse", lambda *args, **kwargs: (parsed.append(1), ogc.parse(*args, **kwargs))[1])
+    monkeypatch.setattr(chunking, "parse", lambda *args, **kwargs: (parsed.append(1), ogc.parse(*args, **kwargs))[1])
     model, ids = Stack(), torch.randint(20, (4, 64))
     optimised = ogc.optimize(model, ids, chunks=8)
     assert len(parsed) <= 2 < sum(op.target == "chunked" for op in optimised.graph.operations)

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from helpers import chain, measured_peak, random_graph, random_plans
-from test_slicing import Wide
+from test_chunking import Wide
 
 import benchmark
 import ogc
