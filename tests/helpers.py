@@ -152,12 +152,12 @@ def random_decisions(graph: ogc.Graph, rng: random.Random) -> Decisions:
         inside = (v for v, t in enumerate(graph.producers) if start <= t < stop)
         return tuple((v, rng.choice(list(Policy))) for v in inside if rng.random() < 0.3)
 
-    def fated(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    def decided(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
         return tuple(
-            replace(s, parts=fated(s.parts), policies=some(s.start, s.stop)) if s.parts else s for s in segments
+            replace(s, parts=decided(s.parts), policies=some(s.start, s.stop)) if s.parts else s for s in segments
         )
 
-    return Decisions(fated(random_tree(graph, rng)), some(0, len(graph)))
+    return Decisions(decided(random_tree(graph, rng)), some(0, len(graph)))
 
 
 def tree_and_values(graph: ogc.Graph, rng: random.Random) -> Decisions:

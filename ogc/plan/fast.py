@@ -52,6 +52,8 @@ class Replay:
         self._again = sum(op.again_seconds for op in graph.operations)
         self._arrays = _arrays_of(graph, variants)  # the library has their addresses
         self._state = self._library.ogc_new(self._arrays[0].ctypes.data)
+        if self._state is None:
+            raise MemoryError("there is no memory to weigh plans in")
         weakref.finalize(self, self._library.ogc_delete, self._state)
         self._cost = array("q", bytes(48))
 
@@ -98,6 +100,8 @@ class Replay:
         flatten(with_saved_end(graph, decisions.segments), -1)
         is_low = array("B", bytes(len(graph)))
         for t in decisions.low_memory:
+            if not 0 <= t < len(graph):
+                return False
             is_low[t] = graph.operations[t].low_memory is not None
         addresses = (column.buffer_info()[0] for column in (*columns, segment, value, kind, is_low))
         plan = array("q", (len(start), len(segment), *addresses))

@@ -72,6 +72,14 @@ def test_what_is_no_plan_is_refused_in_the_words_of_the_simulator(segments, poli
     assert str(found.value) == str(expected.value)
 
 
+@needs_compiled
+@pytest.mark.parametrize("operation", [-1, 99])
+def test_variants_of_operations_that_there_are_not_are_refused(operation):
+    graph = random_graph(3)
+    with pytest.raises(ogc.PlanError, match="which the graph lacks"):
+        Replay(graph)(Decisions((ogc.saved(0, len(graph)),), low_memory=(operation,)))
+
+
 def test_without_a_compiler_the_simulator_is_asked(monkeypatch):
     monkeypatch.setattr(fast, "library", lambda: None)
     graph = random_graph(3)
