@@ -25,6 +25,10 @@ Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 """An optimizer of a model, or a class or function that makes one of parameters."""
 
+Gradients = Literal["kept", "none"] | float
+"""Where parameters' gradients are: there all the time, none before the backward makes them, or gone as soon as they are
+made, as a hook steps the optimizer, which takes so many times a gradient's bytes beside it."""
+
 
 @dataclass(frozen=True)
 class AfterForward:
@@ -33,6 +37,7 @@ class AfterForward:
     loss: Loss | None = None  # from what the backward starts; None to find that out
     holds_outputs: bool = True  # all outputs are held through the backward
     outputs: str = "all"  # ``"all"`` of them are wanted, or the ``"loss"`` alone
+    gradients: Gradients = "kept"
 
 
 def losses_among(output: Any, tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> list[int]:
