@@ -147,15 +147,16 @@ class Estimate:
         left = (self.gradients if self.when == "none" else 0) if left_bytes is None else left_bytes
         first = self.fixed - self.optimizer + max(peak_bytes, left + self.first_step)
         later = self.fixed + max(peak_bytes, left + self.optimizer_step)
-        if isinstance(self.when, float):  # what the optimizer holds is made within the first backward
-            first = later
+        first = later if isinstance(self.when, float) else first  # as the state is made within the backward
         return max(first, later) if is_first is None else (first if is_first else later)
 
     def bytes_of(self, plan: Plan, is_first: bool | None = None) -> int:
-        """The same of a step by a plan, or by the plain one; that of a model in parts knows no gradients."""
+        """The same of a step by a plan; one of a model in parts knows no gradients of parameters, so all count."""
         graph = getattr(plan, "graph", None)
         if graph is None:
-            return self.with_activations(plan.peak_bytes + (self.gradients if self.when == "none" else 0), None, is_first)
+            made = self.optimizer_step if isinstance(self.when, float) else 0
+            made += self.gradients if self.when == "none" else 0
+            return self.with_activations(plan.peak_bytes + made, is_first=is_first)
         outputs = sum(value.bytes for value in graph.values if value.is_output)
         return self.with_activations(plan.peak_bytes, graph.left_bytes + outputs, is_first)
 
@@ -185,7 +186,10 @@ class Estimate:
         return self.with_activations(0) if self.least is None else needed_bytes(self, self.least)
 
     def __str__(self) -> str:
-        rows = [[name.replace("_", " "), f"{getattr(self, name) / 2**20:.1f}"] for name in KINDS if getattr(self, name)]
+        names = {name: name.replace("_", " ") for name in KINDS if getattr(self, name)}
+        if self.gradients:
+            names["gradients"] += " (kept)" if self.when == "kept" else " (none before the backward)"
+        rows = [[text, f"{getattr(self, name) / 2**20:.1f}"] for name, text in names.items()]
         if self.least is not None:
             rows += [
                 ["activations, plain", f"{(self.plain or 0) / 2**20:.1f}"],
@@ -267,8 +271,8 @@ def fixed_needs(
         buffers=sum(held[1]),
         gradients=sum(sizes) if gradients != "freed" else 0,
         optimizer=found.state,
-        optimizer_step=found.working if gradients != "freed" else 0,
-        first_step=found.first if gradients != "freed" else 0,
+        optimizer_step=found.one_by_one if gradients == "freed" else found.working,
+        first_step=found.first,
         when=when,
         inputs=input_bytes(sample_input),
         context=CONTEXT_BYTES.get(target.type, 0),
@@ -407,6 +411,10 @@ def made_within(needs: Estimate, room: int, budget: int, plan: Callable[[int], T
     """
     found = plan(budget)
     if needs.device not in CACHING:
+        if (beyond := needs.bytes_of(plan_of(found)) - room) > 0:  # such as gradients, of which parts know nothing
+            found = plan(max(1, budget - beyond))
+        if not fits(needs, plan_of(found), room):
+            raise SolveError(f"no plan fits on a device of {room / 1e6:.1f} MB, where the optimizer's step does not")
         return found
     for number in range(TRIES + 1):
         if fits(needs, plan_of(found), room):

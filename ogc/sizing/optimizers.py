@@ -28,13 +28,15 @@ class OptimizerBytes(NamedTuple):
         working: the most that a step takes beside that.
         tensors: of each tensor of the state.
         first: the most that the first step takes, which makes the state.
-        share: of a gradient's bytes, what a step for one parameter alone takes beside the state.
+        one_by_one: what a step for the largest parameter alone takes beside the state.
+        share: that over its bytes.
     """
 
     state: int = 0
     working: int = 0
     tensors: tuple[int, ...] = ()
     first: int = 0
+    one_by_one: int = 0
     share: float = 0.0
 
 
@@ -47,14 +49,17 @@ def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device:
     if optimizer is None:
         return OptimizerBytes()
     optimizer = _instance(model, optimizer)
-    state, first, working = _two_steps(_on_meta(optimizer, device))
-    one_by_one = _two_steps(_on_meta(optimizer, device, is_one_by_one=True))[2]
-    if all(group.get("fused") for group in optimizer.param_groups):  # writes over what it holds, takes nothing beside
+    groups = optimizer.param_groups
+    if not any(group["params"] for group in groups):
+        return OptimizerBytes()
+    state, first, working = _two_steps(_on_meta(optimizer, groups, device))
+    largest, group = max(((p, group) for group in groups for p in group["params"]), key=lambda pair: pair[0].nbytes)
+    one_by_one = _two_steps(_on_meta(optimizer, [{**group, "params": [largest]}], device))[2]
+    if all(group.get("fused") for group in groups):  # writes over what it holds, and takes nothing beside
         first, working, one_by_one = sum(state), 0, 0
     if optimizer.state:  # the first step is over
         first = sum(state) + working
-    largest = max((p.nbytes for group in optimizer.param_groups for p in group["params"]), default=0)
-    return OptimizerBytes(sum(state), working, state, first, one_by_one / max(1, largest))
+    return OptimizerBytes(sum(state), working, state, first, one_by_one, one_by_one / max(1, largest.nbytes))
 
 
 def _two_steps(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], int, int]:
@@ -86,13 +91,13 @@ def _instance(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _on_meta(
-    optimizer: torch.optim.Optimizer, device: torch.device, is_one_by_one: bool = False
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], device: torch.device
 ) -> torch.optim.Optimizer:
     """The same optimizer for parameters without content, with gradients and its state, and without hooks."""
     copied = copy.copy(optimizer)
-    copied.param_groups = [_group(group, device, is_one_by_one) for group in optimizer.param_groups]
+    copied.param_groups = [_group(group, device) for group in groups]
     copied.state = defaultdict(dict)
-    for group, of_twin in zip(optimizer.param_groups, copied.param_groups, strict=True):
+    for group, of_twin in zip(groups, copied.param_groups, strict=True):
         for parameter, meta in zip(group["params"], of_twin["params"], strict=True):
             if parameter in optimizer.state:
                 copied.state[meta] = {key: _without_content(one) for key, one in optimizer.state[parameter].items()}
@@ -107,16 +112,15 @@ def _without_content(held: Any) -> Any:
     return torch.empty_like(held, device="meta") if is_large else copy.deepcopy(held)
 
 
-def _group(group: dict[str, Any], device: torch.device, is_one_by_one: bool) -> dict[str, Any]:
+def _group(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
     parameters = []
     for parameter in group["params"]:
         meta = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         meta.grad = torch.empty_like(meta) if parameter.requires_grad else None
         parameters.append(meta)
     chosen: dict[str, Any] = {"params": parameters}
-    if group.get("fused") or (is_one_by_one and "foreach" in group):
-        chosen["foreach"] = False
-        chosen |= {"fused": False} if "fused" in group else {}
+    if group.get("fused"):  # meta tensors have no such kernel
+        chosen |= {"fused": False, "foreach": False}
     elif "foreach" in group and group["foreach"] is None:
         chosen["foreach"] = device.type in FOREACH
     return {**group, **chosen}
