@@ -41,6 +41,7 @@ def with_step_end(
     loss = rest.loss
     if rest.outputs not in ("all", "loss"):
         raise InputError(f'outputs must be "all" or "loss", not {rest.outputs!r}')
+    _check_gradients(rest.gradients)
     if loss is None or isinstance(loss, str):
         if loss not in (None, "outputs"):
             raise InputError(f'loss must be a function of the model\'s output, or "outputs", not {loss!r}')
@@ -60,6 +61,14 @@ def with_step_end(
         _check(root, spec, given)
         found = record(Sample(root, spec, given), None, Leaves(root, ()))
     return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), rest))
+
+
+def _check_gradients(given: Any) -> None:
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    if not (given >= 0 if is_number else given in ("kept", "none")):
+        raise InputError(
+            f'gradients must be "kept", "none", or how many times its bytes a step takes that frees one, not {given!r}'
+        )
 
 
 def _with_the_loss_alone(traced: Traced) -> Traced:

@@ -191,10 +191,12 @@ class Estimate:
             names["gradients"] += " (kept)" if self.when == "kept" else " (none before the backward)"
         rows = [[text, f"{getattr(self, name) / 2**20:.1f}"] for name, text in names.items()]
         if self.least is not None:
+            counted = "activations and gradients" if self.when == "none" else "activations"
             rows += [
-                ["activations, plain", f"{(self.plain or 0) / 2**20:.1f}"],
-                ["activations, least", f"{self.least.peak_bytes / 2**20:.1f}"],
+                [f"{counted}, plain", f"{(self.plain or 0) / 2**20:.1f}"],
+                [f"{counted}, least", f"{self.least.peak_bytes / 2**20:.1f}"],
             ]
+        graph = None if self.least is None else self.least.graph
         if self.autocast:
             rows.append(["of these autocast's weights", f"{self.autocast / 2**20:.1f}"])
         lines = [table([f"on {self.device}", "MiB"], rows)]
@@ -202,6 +204,9 @@ class Estimate:
             plain, least = self.plain_bytes / 2**20, self.least_bytes / 2**20
             others = f"at least {least:.1f} MiB at +{self.least.overhead:.0%} time" if least < plain else "no plan less"
             lines.append(f"a plain step needs {plain:.1f} MiB, {others}")
+            if self.optimizer and graph is not None:
+                first = self.bytes_of(plain_plan(graph), is_first=True) / 2**20
+                lines.append(f"the first one, before which the optimizer holds nothing, needs {first:.1f} MiB")
             if self.device in CACHING and (memory := self.memory()) is not None:
                 lines.append(f"{memory}, {ROOMY}")
         return "\n".join(lines)
@@ -262,7 +267,9 @@ def fixed_needs(
     target = device_of_model(model, tensors) if device is None else device_of(device)
     found, trained = optimizer_bytes(model, optimizer, target), [p for p in model.parameters() if p.requires_grad]
     sizes, buckets = [p.numel() * p.element_size() for p in trained], bucket_bytes(trained) if ddp else ()
-    when: Gradients = "kept" if ddp == "views" else found.share if gradients == "freed" else gradients
+    if ddp == "views":
+        gradients = "kept"  # buckets are there throughout, and gradients are parts of them
+    when: Gradients = found.share if gradients == "freed" else "none" if gradients == "none" else "kept"
     libraries, cudnn = cublas_bytes(target), cudnn_bytes(model, target)
     held = each_storage_bytes(model.parameters()), each_storage_bytes(model.buffers())
     apart = sizes if when == "kept" and ddp != "views" else ()  # else they are parts of buckets
@@ -394,9 +401,8 @@ def within_device(needs: Estimate, device_memory: Budget, plan: Callable[[int], 
     except SolveError as error:
         if error.least_peak_bytes is None:
             raise
-        least, which = needs.with_activations(error.least_peak_bytes), "the smallest that would do has"
-        if needs.device in CACHING:
-            least, which = needed_bytes(needs, plan_of(plan(error.least_peak_bytes))), "one that would do has"
+        least = needed_bytes(needs, plan_of(plan(error.least_peak_bytes)))
+        which = "one that would do has" if needs.device in CACHING else "the smallest that would do has"
         raise SolveError(
             f"no plan fits on a device of {room / 1e6:.1f} MB; {which} "
             f"{least / 1e6:.1f} MB, of which activations take {error.least_peak_bytes / 1e6:.1f} MB:\n{needs}"
@@ -412,7 +418,7 @@ def made_within(needs: Estimate, room: int, budget: int, plan: Callable[[int], T
     found = plan(budget)
     if needs.device not in CACHING:
         if (beyond := needs.bytes_of(plan_of(found)) - room) > 0:  # such as gradients, of which parts know nothing
-            found = plan(max(1, budget - beyond))
+            found = plan(max(1, plan_of(found).peak_bytes - beyond))
         if not fits(needs, plan_of(found), room):
             raise SolveError(f"no plan fits on a device of {room / 1e6:.1f} MB, where the optimizer's step does not")
         return found

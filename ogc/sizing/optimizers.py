@@ -55,11 +55,18 @@ def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device:
     state, first, working = _two_steps(_on_meta(optimizer, groups, device))
     largest, group = max(((p, group) for group in groups for p in group["params"]), key=lambda pair: pair[0].nbytes)
     one_by_one = _two_steps(_on_meta(optimizer, [{**group, "params": [largest]}], device))[2]
-    if all(group.get("fused") for group in groups):  # writes over what it holds, and takes nothing beside
-        first, working, one_by_one = sum(state), 0, 0
+    if all(group.get("fused") for group in groups):  # writes over what it holds
+        working = one_by_one = _laid_out_bytes(groups) if device.type == "cpu" else 0
+        first = sum(state) + working
     if optimizer.state:  # the first step is over
         first = sum(state) + working
     return OptimizerBytes(sum(state), working, state, first, one_by_one, one_by_one / max(1, largest.nbytes))
+
+
+def _laid_out_bytes(groups: list[dict[str, Any]]) -> int:
+    """Bytes that fused steps take on a CPU, which copy one gradient of another layout, such as channels last."""
+    parameters = (p for group in groups for p in group["params"] if not p.is_contiguous())
+    return max((p.nbytes for p in parameters), default=0)
 
 
 def _two_steps(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], int, int]:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import ogc
 from ogc.errors import InputError, SolveError
+from ogc.plan import plain_plan
 from ogc.sizing.optimizers import optimizer_bytes
 from ogc.torch_state.allocator import allocated_bytes, peak_bytes
 
@@ -132,13 +133,14 @@ def test_the_table_says_what_a_step_needs():
     needs = ogc.estimate(Network(), IMAGES, loss=loss, optimizer=torch.optim.Adam)
     text = str(needs)
     assert f"{needs.plain_bytes / 2**20:.1f} MiB" in text
-    assert "optimizer step" in text and "activations, least" in text
+    assert "optimizer step" in text and "activations and gradients, least" in text
+    assert f"holds nothing, needs {needs.bytes_of(plain_plan(needs.least.graph), is_first=True) / 2**20:.1f}" in text
     assert needs.plain_bytes == needs.with_activations(needs.plain)
     assert "gradients (none before the backward)" in text
     kept = ogc.estimate(Network(), IMAGES, loss=loss, optimizer=torch.optim.Adam, gradients="kept")
     assert kept.plain_bytes == kept.fixed + max(kept.plain, kept.optimizer_step) > needs.plain_bytes
     assert kept.fixed == needs.fixed + needs.gradients
-    assert "gradients (kept)" in str(kept)
+    assert "gradients (kept)" in str(kept) and "activations, least" in str(kept)
 
 
 def test_a_device_that_is_not_there_has_allowances():

@@ -208,6 +208,8 @@ class _Engine:
             return self._keep(op.outputs[0].bytes, incoming[0], before)
         op, is_exact = self._as_given(op, incoming)
         weights = op.weights
+        if self.gradients == "none" and weights.own_gradient_bytes:
+            weights = replace(weights, working_bytes=weights.own_working_bytes)
         strided = sum(op.outputs[n].bytes for n, g in incoming.items() if not g.dense) if op.copies_strided else 0
         reused = {g.argument: mine for g in weights.gradients if (mine := self._written_over(incoming, g)) is not None}
         spared = sum(self.bytes[g.storage] for g in reused.values())
@@ -222,6 +224,8 @@ class _Engine:
             if (receiver := op.arguments[argument].receiver) is not None:
                 self.receive(receiver, gradient, self.sizes[receiver])
         self._hand_to_parameters(op, handed)
+        if weights.own_gradient_bytes and self.gradients != "kept":
+            self._stay(_Gradient(self.allocate(weights.own_gradient_bytes)))
         first = before + weights.first_bytes
         if weights.late_bytes:
             return LiveGradients(first, max(first, early), self.most)
@@ -289,7 +293,11 @@ class _Engine:
             copied = _Gradient(self.allocate(prod(shape) * dtype.itemsize))
             self.release(gradient)
             gradient = copied
-        if self.gradients == "none":
+        self._stay(gradient)
+
+    def _stay(self, gradient: _Gradient) -> None:
+        """A gradient is a ``.grad``, until the optimizer's step where hooks do not make that at once."""
+        if isinstance(self.gradients, str):
             self.left.add(gradient.storage)
         else:
             self.release(_Gradient(self.allocate(int(self.gradients * self.bytes[gradient.storage]))))
