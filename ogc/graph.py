@@ -6,11 +6,11 @@ pass are not values, because they stay in memory whatever the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import ParseError
 from .operation import Operation, Value, Variant
@@ -19,7 +19,23 @@ from .optional import optional
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["SMALL_INTERNALS", "Graph", "Operation", "RuntimeCosts", "Value", "Variant", "table"]
+__all__ = [
+    "MIB",
+    "SMALL_INTERNALS",
+    "Graph",
+    "Operation",
+    "RuntimeCosts",
+    "Value",
+    "Variant",
+    "fold",
+    "price",
+    "table",
+]
+
+T = TypeVar("T")
+
+MIB = 2**20
+"""Bytes of the unit in which sizes are printed."""
 
 SMALL_INTERNALS = 64
 """Internal tensors this many times smaller than the largest value of their operation are always kept."""
@@ -329,7 +345,7 @@ class Graph:
 
     def __str__(self) -> str:
         return table(
-            ["#", "operation", "operator", "module", "source", "MB", "saved MB", "forward ms", "backward ms"],
+            ["#", "operation", "operator", "module", "source", "MiB", "saved MiB", "forward ms", "backward ms"],
             [self._row(position) for position in range(len(self))],
         )
 
@@ -337,8 +353,37 @@ class Graph:
         op = self.operations[position]
         made = sum(self.values[v].bytes for v in op.writes if self.producers[v] == position)
         saved = op.internal_bytes + sum(self.values[v].bytes for v in op.saves)
-        numbers = (made / 1e6, saved / 1e6, op.forward_seconds * 1e3, op.backward_seconds * 1e3)
+        numbers = (made / MIB, saved / MIB, op.forward_seconds * 1e3, op.backward_seconds * 1e3)
         return [str(position), op.name, op.target, op.module, op.source, *(f"{number:.3f}" for number in numbers)]
+
+
+def price(peak: int, plain: int, overhead: float, floor: tuple[int, float] | None) -> str:
+    """A plan in one line: its peak and the plain model's in bytes, its overhead; peak and overhead of the floor."""
+    text = f"peak {peak / MIB:.1f} of {plain / MIB:.1f} MiB, {overhead:+.0%} time"
+    if floor is None or floor[0] >= peak:
+        return text
+    return f"{text}; floor {floor[0] / MIB:.1f} MiB at {floor[1]:+.0%}"
+
+
+def fold(rows: Sequence[T], key: Callable[[T], object], most: int = 64) -> Iterator[tuple[Sequence[T], int]]:
+    """Rows as stretches, and how often each follows itself: equal layers of a model are one stretch.
+
+    Args:
+        rows: in order.
+        key: equal for rows that say the same.
+        most: rows of a stretch.
+    """
+    keys, start = [key(row) for row in rows], 0
+    while start < len(rows):
+        length, times = 1, 1
+        for size in range(1, min(most, (len(rows) - start) // 2) + 1):
+            again = 1
+            while keys[start : start + size] == keys[start + again * size : start + (again + 1) * size]:
+                again += 1
+            if again > 1 and again * size > length * times:
+                length, times = size, again
+        yield rows[start : start + length], times
+        start += length * times
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -234,7 +234,9 @@ def _as_a_whole(
         raise found
     graph, plan = found
     if plan.is_plain and plan.budget_bytes is None and planner is not None:
-        log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
+        log.warning("no plan needs less memory than the plain model: %s", plan.summary)
+    else:
+        log.info("ogc plans the model: %s", plan.summary)
     return _apply(model, graph, plan, planner)
 
 

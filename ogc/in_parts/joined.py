@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 from ..errors import SolveError
@@ -23,7 +23,7 @@ from ..graph import Graph, Operation, RuntimeCosts, Value
 from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, saved
 from ..plan.schedule import FORWARD, Schedule
 from ..plan.simulate import Memory
-from ..solver import NEGLIGIBLE, Goal, solve
+from ..solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Goal, optimal
 
 Choice = tuple[Plan, ...]
 """The plan of each part."""
@@ -363,12 +363,16 @@ class Chooser:
         if budget is not None:
             best = self._best(budget, step.peak, lambda c: (step.seconds(c), step.peak(c)), self._within_bytes)
             return best if step.peak(best) <= budget else None
-        if share is not None:
-            limit = share * step.part_seconds
-            best = self._best(limit, step.seconds, lambda c: (step.peak(c), step.seconds(c)), self._within_seconds)
+
+        def by_peak(choice: Choice) -> tuple[float, ...]:
+            return step.peak(choice), step.seconds(choice)
+
+        if goal.is_least:
+            best = self._best(0, lambda c: 0, by_peak, lambda _, rank: self._of_goal(goal, rank))
         else:
+            limit = (FAIR_OVERHEAD if share is None else share) * step.part_seconds
             best = self._best(
-                0, lambda c: 0, lambda c: (step.peak(c), step.seconds(c)), lambda _, rank: self._least(rank)
+                limit, step.seconds, by_peak, partial(self._within_seconds, limit if share is None else None)
             )
         return best if (1 + NEGLIGIBLE) * step.peak(best) < step.peak(plain) else plain
 
@@ -385,7 +389,7 @@ class Chooser:
             try:
                 found.append(search(asked, rank))
             except SolveError:
-                found.append(self._least(rank))
+                found.append(self._of_goal(LEAST_PEAK, rank))
                 break
             if takes(found[-1]) <= limit:
                 break
@@ -395,13 +399,15 @@ class Chooser:
     def _within_bytes(self, budget: float, rank: Rank) -> Choice:
         if budget < 1:
             raise SolveError("")
-        return self._of_calls(solve(self.graph, memory_budget=int(budget)), rank)
+        return self._of_goal(Goal(int(budget)), rank)
 
-    def _within_seconds(self, seconds: float, rank: Rank) -> Choice:
-        return self._of_calls(solve(self.graph, max_overhead=max(0.0, seconds / self.graph.step_seconds)), rank)
+    def _within_seconds(self, fair: float | None, seconds: float, rank: Rank) -> Choice:
+        """A plan within so many seconds; where these are what is ``fair``, the one that is taken without a goal."""
+        goal = FAIR if seconds == fair else Goal(max_overhead=max(0.0, seconds / self.graph.step_seconds))
+        return self._of_goal(goal, rank)
 
-    def _least(self, rank: Rank) -> Choice:
-        return self._of_calls(solve(self.graph), rank)
+    def _of_goal(self, goal: Goal, rank: Rank) -> Choice:
+        return self._of_calls(optimal(self.graph, goal), rank)
 
     @cached_property
     def graph(self) -> Graph:

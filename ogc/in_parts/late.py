@@ -50,7 +50,7 @@ class Share:
     @property
     def meets(self) -> Meets | None:
         """What tells whether a plan keeps to the share; None without a goal."""
-        return self._keeps if self.options.goal else None
+        return self._keeps if self.options.goal.is_bounded else None
 
     def _keeps(self, graph: Graph, plan: Plan) -> bool:
         if self.options.goal.max_overhead is not None:
@@ -161,7 +161,7 @@ def _frugal(options: Options, graph: Graph) -> Plan:
     with suppress(SolveError):
         if isinstance(share, float):
             return _solved(options, graph, plain.most, Goal(int(plain.most + share * plain.kept_bytes)))
-        if options.goal.max_overhead is not None:
+        if not share:
             return _solved(options, graph, plain.most, options.goal)
     return options.frugal(graph)
 

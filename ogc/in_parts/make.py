@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import ParseError, PlanError, SolveError
-from ..graph import Graph
+from ..graph import MIB, Graph
 from ..plan import Fingerprint, Plan, SavedPlan, plain_plan, restored
 from ..plan.saving import PARTS, saved_decisions
 from ..plan.simulate import plain_peak
@@ -127,7 +127,8 @@ def in_parts_if_better(
     def is_better(plan: PartsPlan) -> bool:
         if isinstance(found, SolveError):
             return True
-        cost = attrgetter("peak_bytes" if options.goal.memory_budget is None else "added_seconds")
+        is_for_bytes = options.goal.is_bounded and options.goal.max_overhead is None
+        cost = attrgetter("added_seconds" if is_for_bytes else "peak_bytes")
         return bool(cost(plan) < cost(found[1]))
 
     if not heavy:
@@ -236,6 +237,7 @@ class _Planned:
         self.planning, self.options, found = planning, planning.options, planning.found
         self.solver = solver or self.options.solver
         self.members: dict[Any, PlannedPart] = {}
+        self.floor: tuple[int, float] | None = None
         self.idle = [part for part, is_idle in zip(found.parts, idle, strict=True) if is_idle]
         stay = [n for n, is_idle in enumerate(idle) if not is_idle]
         self.parts = [found.parts[n] for n in stay]
@@ -311,6 +313,10 @@ class _Planned:
             if budget is not None and over > 0:
                 goal = Goal(max(1, (goal.budget_bytes(self.step.peak(self.step.plain)) or 0) - over))
 
+        if not self.options.goal:
+            floor = Chooser(self.step, self.choice).chosen(LEAST_PEAK)
+            self.floor = None if floor is None else (self.step.peak(floor), self.step.seconds(floor))
+
     def _take(self, choice: Choice) -> bool:
         """Take plans, and measure a step with them unless they are those that were measured, or the plain model."""
         decisions = [[plan.decisions for plan in plans] for plans in (self.choice, choice, self.step.plain)]
@@ -331,9 +337,9 @@ class _Planned:
         overhead = step.seconds(self.choice) / step.part_seconds if step.part_seconds else 0.0
         plain = ", ".join(_named(self.planning.found.plain))
         return (
-            f"no plan found peaks at or below {budget / 1e6:.1f} MB ({budget} bytes); the smallest peak is "
-            f"{peak / 1e6:.1f} MB ({peak} bytes) at {overhead:.1%} overhead. The model is planned in parts, and what "
-            f"stays plain ({plain}) takes up to {floor / 1e6:.1f} MB by itself"
+            f"no plan found peaks at or below {budget / MIB:.1f} MiB ({budget} bytes); the smallest peak is "
+            f"{peak / MIB:.1f} MiB ({peak} bytes) at {overhead:.1%} overhead. The model is planned in parts, and what "
+            f"stays plain ({plain}) takes up to {floor / MIB:.1f} MiB by itself"
         )
 
     def keeps_goal(self) -> bool:
@@ -365,6 +371,7 @@ class _Planned:
             is_measured=rest is not None,
             solver=self.solver,
             max_overhead=self.options.goal.max_overhead,
+            floor=self.floor,
             idle=tuple(saved_decisions(part.graph, plain_plan(part.graph).decisions, part.name) for part in self.idle),
         )
 
@@ -494,15 +501,14 @@ def _few(names: Sequence[str]) -> str:
 def _tell(plan: PartsPlan) -> None:
     """One warning that names what stays plain and what it costs."""
     if plan.is_plain and plan.budget_bytes is None and plan.solver != "none":
-        log.warning("no plan of its parts needs less memory than the plain model (%.1f MB)", plan.peak_bytes / 1e6)
+        log.warning("no plan of its parts needs less memory than the plain model: %s", plan.summary)
         return
-    rests = {f"{rest.name or 'the model itself'} {rest.saved_bytes / 1e6:.1f} MB": rest.why for rest in plan.plain}
+    rests = {f"{rest.name or 'the model itself'} {rest.saved_bytes / MIB:.1f} MiB": rest.why for rest in plan.plain}
     share = f"{plan.rest_seconds / plan.step_seconds:.0%} of the time" if plan.is_measured else "unmeasured time"
     log.warning(
-        "ogc plans the model in %d parts, with a peak of %.1f MB (plain %.1f MB). Plain stay, with %.1f MB and %s: %s",
-        len(plan.parts), plan.peak_bytes / 1e6, plan.plain_peak_bytes / 1e6, plan.rest_bytes / 1e6, share,
-        _listed(rests),
-    )  # fmt: skip
+        "ogc plans the model in %d parts: %s. Plain stay, with %.1f MiB and %s: %s",
+        *(len(plan.parts), plan.summary, plan.rest_bytes / MIB, share, _listed(rests)),
+    )
 
 
 @contextmanager

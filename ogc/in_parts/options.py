@@ -13,7 +13,7 @@ from ..parser import OpaqueModules, parse
 from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, recomputed
 from ..planning.stored import NOWHERE, Store
 from ..program.structures import Call
-from ..solver import LEAST_PEAK, Goal, solve
+from ..solver import FAIR, LEAST_PEAK, Goal, solver_of
 from .joined import PartCost
 
 
@@ -24,7 +24,7 @@ class Options:
     ``follows_own_graphs`` says whether submodules may say themselves what they compute, by ``parse_graph``.
     """
 
-    goal: Goal = LEAST_PEAK
+    goal: Goal = FAIR
     solver: str = "optimal"
     profile: str = "auto"
     opaque_modules: OpaqueModules = ()
@@ -34,7 +34,7 @@ class Options:
 
     def frugal(self, graph: Graph) -> Plan:
         """A plan of a part that keeps little until its backward; the plain one if none keeps less or peaks lower."""
-        least, plain = solve(graph, solver=self.solver), plain_plan(graph)
+        least, plain = solver_of(self.solver, self.goal)(graph, LEAST_PEAK), plain_plan(graph)
         if self.solver != "optimal":
             return least
         plans = [least]

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from os import PathLike
 
-from ..graph import table
+from ..graph import MIB, price, table
 from ..plan import SavedPlan
 from ..plan.plan import Plan
 from ..plan.saving import PARTS, SavedDecisions
 from .joined import PartCost
 
-COLUMNS = ("part", "calls", "operations", "kept MB", "its peak MB", "plain MB", "of time", "recomputed", "leaves")
+COLUMNS = ("part", "calls", "operations", "kept MiB", "its peak MiB", "plain MiB", "of time", "recomputed", "leaves")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class PartsPlan:
         recomputed_seconds: what the plan adds to it, the runtime's own work included.
         budget_bytes: the memory budget that was asked for, if one was.
         max_overhead: the overhead that was asked for, if one was.
+        floor: peak and added seconds of the plans with the least peak, where they were looked for.
         idle: submodules that could be planned, but for which no plan is better than the plain one.
         is_measured: whether what the rest takes was measured; else it is not among the bytes.
         solver: the name of the solver that chose the plans.
@@ -85,6 +86,7 @@ class PartsPlan:
     solver: str = "optimal"
     max_overhead: float | None = field(default=None, compare=False)
     idle: tuple[SavedDecisions, ...] = ()
+    floor: tuple[int, float] | None = field(default=None, compare=False)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a JSON file, for ``ogc.optimize(..., plan=path)``.
@@ -124,18 +126,20 @@ class PartsPlan:
         return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
+    def summary(self) -> str:
+        """Its price in one line; see :attr:`ogc.Plan.summary`."""
+        floor = self.floor and (self.floor[0], self.floor[1] / self.step_seconds if self.step_seconds else 0.0)
+        return price(self.peak_bytes, self.plain_peak_bytes, self.overhead, floor)
+
+    @property
     def is_plain(self) -> bool:
         """Whether every part runs as it is."""
         return all(part.plan.is_plain for part in self.parts)
 
     def __str__(self) -> str:
-        summary = (
-            f"peak {self.peak_bytes / 1e6:.1f} MB (plain {self.plain_peak_bytes / 1e6:.1f} MB), "
-            f"overhead {self.overhead:.1%}, {len(self.parts)} parts"
-        )
         note = "" if self.is_measured else "; what is outside of the parts could not be measured and comes on top"
-        plain = table(["plain", "saved MB", "why"], self._plain_rows())
-        return f"{table(COLUMNS, list(self._part_rows()))}\n{plain}\n{summary}{note}"
+        plain = table(["plain", "saved MiB", "why"], self._plain_rows())
+        return f"{self.summary}{note}\n{table(COLUMNS, list(self._part_rows()))}\n{plain}\n{len(self.parts)} parts"
 
     def _part_rows(self) -> Iterator[list[str]]:
         """A row for each run of parts with the same plan."""
@@ -146,17 +150,17 @@ class PartsPlan:
                 first.name if len(parts) == 1 else f"{first.name} … {parts[-1].name}",
                 f"{calls}{' (left out by the sample)' if first.is_late else ''}",
                 str(len(first.plan.graph) if first.plan.graph is not None else 0),
-                f"{first.cost.kept_bytes * calls / 1e6:.2f}",
-                f"{max(first.cost.forward_bytes, first.cost.backward_bytes) / 1e6:.2f}",
-                f"{first.plan.plain_peak_bytes / 1e6:.2f}",
+                f"{first.cost.kept_bytes * calls / MIB:.2f}",
+                f"{max(first.cost.forward_bytes, first.cost.backward_bytes) / MIB:.2f}",
+                f"{first.plan.plain_peak_bytes / MIB:.2f}",
                 self._share(first.plan.step_seconds * calls),
                 "plain" if first.plan.is_plain else f"{first.plan.overhead:.0%}",
                 ", ".join(first.leaves) or "-",
             ]
 
     def _plain_rows(self) -> list[list[str]]:
-        rows = [[rest.name or "the model", f"{rest.saved_bytes / 1e6:.2f}", rest.why] for rest in self.plain]
-        total, share = f"{self.rest_bytes / 1e6:.2f}", self._share(self.rest_seconds)
+        rows = [[rest.name or "the model", f"{rest.saved_bytes / MIB:.2f}", rest.why] for rest in self.plain]
+        total, share = f"{self.rest_bytes / MIB:.2f}", self._share(self.rest_seconds)
         return [*rows, ["all of these", total, f"{share} of time"]]
 
     def _share(self, seconds: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParseError, ReplayError
-from ..graph import SMALL_INTERNALS
+from ..graph import MIB, SMALL_INTERNALS
 from ..program.leaf import Leaf
 from ..program.program import device_of_model, storage_bytes, tensor_leaves
 from ..program.tensors import contents
@@ -244,9 +244,9 @@ def _difference(
         _, held = allocated_bytes(lambda: results.extend(_call(leaf, module, given)[1]), home)
         others = held - storage_bytes(results)
         if others > FEW and others * SMALL_INTERNALS > storage_bytes([*first[0], *first[1]]):
-            return f"keeps {others / 1e6:.3g} MB for its backward that autograd does not know of"
+            return f"keeps {others / MIB:.3g} MiB for its backward that autograd does not know of"
     if aside := held_aside(leaf, module, given):
-        return f"keeps {storage_bytes([given[n] for n in aside]) / 1e6:.3g} MB that it is given past autograd"
+        return f"keeps {storage_bytes([given[n] for n in aside]) / MIB:.3g} MiB that it is given past autograd"
     return None
 
 

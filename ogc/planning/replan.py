@@ -20,7 +20,7 @@ from ..plan.plan import Plan
 from ..plan.simulate import plain_peak
 from ..program.structures import Call, InputSpec
 from ..solver import Budget, Goal
-from ..solver.goal import in_bytes
+from ..solver.goal import LEAST, in_bytes
 from ..torch_state.ranks import has_inner_units
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def meets(goal: Goal) -> Meets | None:
         budget = goal.budget_bytes(plain)
         return budget is None or (cost.peak_bytes if cost else plain) <= budget
 
-    return keeps if goal else None
+    return keeps if goal.is_bounded else None
 
 
 _ADVICE = {
@@ -116,4 +116,4 @@ class Replanner:
             return self.make(model, call, self.budget)
         except SolveError as error:
             log.warning("taking the least peak instead: %s", error)
-            return self.make(model, call, None)
+            return self.make(model, call, LEAST)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import InputError, PlanError
-from ..graph import Graph
+from ..graph import MIB, Graph
 from ..parser.weigh.measure import times_kept_in
 from ..plan import Fingerprint, Plan, SavedPlan, plan_on
 from ..plan.saving import PARTS, VERSION
@@ -169,6 +169,6 @@ def tell_broken(goal: Goal, peak_bytes: int, overhead: float) -> None:
     """Say that a saved plan does not keep the goal."""
     asked = "memory_budget" if goal.max_overhead is None else "max_overhead"
     log.warning(
-        "a plan is made anew: the saved one peaks here at %.1f MB, with %.1f %% more time, and does not keep %s=%r",
-        *(peak_bytes / 1e6, 100 * overhead, asked, getattr(goal, asked)),
+        "a plan is made anew: the saved one peaks here at %.1f MiB, with %.1f %% more time, and does not keep %s=%r",
+        *(peak_bytes / MIB, 100 * overhead, asked, getattr(goal, asked)),
     )

@@ -19,7 +19,7 @@ from ..operators.registry import of
 from ..parser import parse
 from ..plan import Plan, simulate
 from ..plan.simulate import plain_peak
-from ..solver import Budget, solve
+from ..solver import LEAST, Budget, solve
 from ..torch_state.private import schema_of
 from .blocks import Block, Blocks, copied_into, in_parts, place_of, shape_of
 from .chunked import Chunked
@@ -222,7 +222,7 @@ def chunk_batch(
         if choice.plan is None:
             return True, 0.0, 0.0
         costs = choice.plan.peak_bytes, choice.plan.overhead
-        return False, *(costs if memory_budget is None else costs[::-1])
+        return False, *(costs if memory_budget in (None, LEAST) else costs[::-1])
 
     choices = [choose((), graph.profile)]
     while hot := _hot_regions(choices[-1]):
@@ -258,7 +258,7 @@ def _hot_regions(choice: _Choice) -> tuple[RegionEnds, ...]:
 
     With it those that do the same, such as the same block of every other layer, which would be the next ones.
     """
-    graph, plan = choice.graph, choice.plan or solve(choice.graph)
+    graph, plan = choice.graph, choice.plan or solve(choice.graph, memory_budget=LEAST)
     if plan.is_plain and choice.regions:
         return ()
     cost = simulate(graph, plan)

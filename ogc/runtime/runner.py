@@ -105,7 +105,7 @@ class Entry:
         if self.plan is None or self.code is None:
             return f"plain: {self.problem or 'no plan needs less memory'}"
         reused = "reused from a plan of" if self.is_reused else "plan:"
-        return f"{reused} peak {self.plan.peak_bytes / 1e6:.1f} MB, overhead {self.plan.overhead:.1%}"
+        return f"{reused} {self.plan.summary}"
 
 
 class Runner:
