@@ -23,7 +23,7 @@ GRAPH = chain([10] * 6)
 
 
 def test_the_first_plan_is_taken(other_rank):
-    plan = ogc.solve(GRAPH)
+    plan = ogc.solve(GRAPH, memory_budget="least")
     other_rank(plan.decisions)
     assert agreement.agreed_plan(GRAPH, "least", lambda: pytest.fail("it is planned again")) == plan
 
@@ -31,7 +31,7 @@ def test_the_first_plan_is_taken(other_rank):
 @pytest.mark.parametrize("decisions, budget", [((ogc.saved(0, 3),), None), ((ogc.saved(0, 6),), 1)])
 def test_a_plan_that_does_not_fit_is_made_anew(other_rank, decisions, budget):
     other_rank(ogc.plan.Decisions(decisions), budget)
-    plan = ogc.solve(GRAPH)
+    plan = ogc.solve(GRAPH, memory_budget="least")
     assert agreement.agreed_plan(GRAPH, "least", lambda: plan) is plan
 
 

@@ -159,7 +159,7 @@ def test_where_only_smaller_stretches_fit_less_is_compiled(caplog):
 @pytest.mark.parametrize("make", MODELS)
 def test_nothing_is_compiled_while_it_trains(make):
     model, x = make()
-    optimised = ogc.optimize(model, x, compile="aot_eager")
+    optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget="least")
     expected = steps(optimised, model, x)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert_equal(steps(optimised, model, x), expected)
@@ -168,14 +168,14 @@ def test_nothing_is_compiled_while_it_trains(make):
 
 def test_equal_stretches_are_compiled_once():
     model, x = blocks()
-    found = regions(ogc.optimize(model, x, compile="aot_eager"))
+    found = regions(ogc.optimize(model, x, compile="aot_eager", memory_budget="least"))
     assert len({region.code for region in found}) <= len(found) / 2
 
 
 @pytest.mark.full
 def test_what_draws_or_is_a_leaf_runs_as_it_is():
     model, x = convolutions()
-    optimised = ogc.optimize(model, x, compile="aot_eager")
+    optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget="least")
     inside = {str(node.target) for region in regions(optimised) for node in region.graph.nodes}
     outside = {op.target for op in optimised.graph.operations}
     assert {"aten.dropout.default", "leaf Sequential"} <= outside
@@ -194,7 +194,7 @@ def test_gradients_of_parameters_are_kept_few():
 @pytest.mark.full
 def test_other_calls_are_planned_for_and_what_is_loaded_too():
     model, x = blocks(3)
-    optimised = ogc.optimize(model, x, compile="aot_eager")
+    optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget="least")
     for run in (optimised, pickle.loads(pickle.dumps(optimised)), copy.deepcopy(optimised)):
         again = [step(run, run, rows) for rows in (x, x[:512])]
         assert_equal(again, [step(model, model, rows) for rows in (x, x[:512])])
@@ -219,7 +219,7 @@ def backward_through_gradients(run, model, x):
 )
 def test_a_second_backward_is_right_or_an_error(make, backward, refused):
     model, x = make()
-    optimised, found = ogc.optimize(model, x, compile="aot_eager"), []
+    optimised, found = ogc.optimize(model, x, compile="aot_eager", memory_budget="least"), []
     for run in (model, optimised):
         torch.manual_seed(3)
         model.zero_grad()
@@ -234,7 +234,7 @@ def test_a_second_backward_is_right_or_an_error(make, backward, refused):
 
 def test_in_evaluation_nothing_is_compiled():
     model, x = blocks(2)
-    optimised = ogc.optimize(model, x, compile="aot_eager")
+    optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget="least")
     with torch.no_grad():
         assert torch.equal(optimised(x), model(x))
 
@@ -248,14 +248,14 @@ def refused():
     model, x = blocks(2)
     before = set(vars(model)), {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     with pytest.raises(ogc.InputError, match=r"backend of torch.compile, not 'nonsense': .*inductor"):
-        ogc.optimize(model, x, compile="nonsense")
+        ogc.optimize(model, x, compile="nonsense", memory_budget="least")
     with pytest.raises(ogc.DependencyError, match=r"(?s)cannot compile with backend 'failing' here .*a C\+\+ compiler"):
-        ogc.optimize(model, x, compile="failing")
+        ogc.optimize(model, x, compile="failing", memory_budget="least")
     with (
         patch("ogc.rewrites.compiled.check_backend", lambda *args: None),
         pytest.raises(ogc.ParseError, match=r"(?s)operations from .* cannot be compiled: .*leave out compile="),
     ):
-        ogc.optimize(model, x, compile="failing")
+        ogc.optimize(model, x, compile="failing", memory_budget="least")
     assert before == (set(vars(model)), {n: id(tensor) for n, tensor in model.state_dict(keep_vars=True).items()})
 
 

@@ -172,7 +172,7 @@ def test_a_module_that_takes_gradients_is_a_leaf(way, plan):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_that_takes_gradients_is_planned_in_parts(way):
     model, plain = made(lambda: Root(way))
-    optimized = ogc.optimize(model, X)
+    optimized = ogc.optimize(model, X, memory_budget="least")
     assert {part.name for part in optimized.plan.parts} == {"block"}
     assert_same(plain, model, optimized)
 
@@ -191,7 +191,7 @@ def test_a_custom_function_that_takes_gradients_is_a_leaf(way, kind, plan):
 @pytest.mark.parametrize("way", ["func", "autograd"])
 def test_a_custom_function_that_takes_gradients_beside_parts(way):
     model, plain = made(lambda: RootWithLoss(way))
-    optimized = ogc.optimize(model, X)
+    optimized = ogc.optimize(model, X, memory_budget="least")
     assert {part.name for part in optimized.plan.parts} == {"block"}
     assert_same(plain, model, optimized)
 
@@ -199,7 +199,7 @@ def test_a_custom_function_that_takes_gradients_beside_parts(way):
 def test_a_leaf_that_takes_no_hooks_is_never_called_again(caplog):
     model, plain = made(lambda: nn.Sequential(Block(), Inside(by_grad), Block()))
     with caplog.at_level(logging.WARNING, "ogc"):
-        optimized = ogc.optimize(model, X, recompute_opaque=["1"])
+        optimized = ogc.optimize(model, X, recompute_opaque=["1"], memory_budget="least")
     assert "1 (differentiates by torch.func, and keeps what it saves for that)" in caplog.text
     assert_same(plain, model, optimized)
 
@@ -230,16 +230,16 @@ def test_an_error_is_the_models_own_only_where_the_plain_forward_raises_it():
     model, plain = made(lambda: OnlyByItself(under_hooks))
     plain(X)
     with pytest.raises(ogc.ParseError, match=r"fails while it is.*somebody looks") as caught:
-        ogc.optimize(model, X)
+        ogc.optimize(model, X, memory_budget="least")
     assert not getattr(caught.value, "__notes__", [])
     model, _ = made(lambda: OnlyByItself(lambda: True))
     with pytest.raises(RuntimeError, match="somebody looks") as caught:
-        ogc.optimize(model, X)
+        ogc.optimize(model, X, memory_budget="least")
     assert caught.value.__notes__ == ["ogc: this error was raised by the model's own forward on the sample input."]
 
 
 def test_what_fails_only_while_it_is_watched_is_planned_in_parts():
     model, plain = made(lambda: OnlyByItself(under_a_mode))
-    optimized = ogc.optimize(model, X)
+    optimized = ogc.optimize(model, X, memory_budget="least")
     assert {part.name for part in optimized.plan.parts} == {"block"}
     assert_same(plain, model, optimized)

@@ -137,7 +137,7 @@ class Counts(Summarises):
 @pytest.mark.parametrize("make", [Fills, Averages, Summarises, Counts])
 def test_the_smallest_module_whose_results_have_fixed_shapes_is_the_leaf(make, caplog):
     model = Net(make())
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert {op.module for op in leaves(optimised.graph)} == {"body.0.1"}
     (record,) = (r for r in caplog.records if "as they are" in r.getMessage())
     assert "whose result has a shape that depends on the data, at test_leaves_guard.py:" in record.getMessage()
@@ -159,7 +159,7 @@ def test_shapes_of_data_that_leave_every_submodule_are_refused():
     with pytest.raises(
         ParseError, match=r"aten::index, whose result has a shape that depends on the data.*fixed shapes"
     ):
-        ogc.optimize(PicksAtRoot(), X)
+        ogc.optimize(PicksAtRoot(), X, memory_budget="least")
 
 
 def test_a_leaf_by_hand_whose_result_changes_its_shape_is_found_before_training():
@@ -188,7 +188,7 @@ def test_a_hook_that_comes_later_runs_the_plain_model_and_once(opened, caplog):
 def test_a_hook_that_goes_is_not_missed(opened):
     model = Net(nn.Tanh())
     handle = model.body[0][1].register_forward_hook(lambda module, given, result: result * 1.5)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     handle.remove()
     assert_same_training(model, optimised, (X,), steps=1)
 
@@ -286,7 +286,7 @@ def overlapping(kind):
 @pytest.mark.parametrize("sample", ["apart", "views"])
 def test_inputs_that_are_written_may_share_memory_in_some_calls(sample):
     model = WritesOne()
-    optimised = ogc.optimize(model, overlapping(sample))
+    optimised = ogc.optimize(model, overlapping(sample), memory_budget="least")
     assert hasattr(optimised, "report")
     for kind in ("apart", "views", "the same", "numpy's"):
         losses = [loss_of(run(*overlapping(kind))) for run in (model, optimised)]

@@ -140,7 +140,9 @@ def told(rank, how):
     torch.manual_seed(0)
     model, x = Network(width=WIDTH), batch(rank, 0, 32, WIDTH)
     if how == "root after":
-        model = ogc.optimize(fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), x)
+        model = ogc.optimize(
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), x, memory_budget="least"
+        )
     else:
         model = sharded(model, how, {}, ogc.optimize)
     one = model.blocks[0] if how.startswith("units") else model
@@ -170,7 +172,9 @@ def without_anything_to_plan(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     fully_shard(model[0], mesh=mesh)
-    model = ogc.optimize(fully_shard(model, mesh=mesh), batch(rank, 0, 4, WIDTH), opaque_modules=["0"])
+    model = ogc.optimize(
+        fully_shard(model, mesh=mesh), batch(rank, 0, 4, WIDTH), opaque_modules=["0"], memory_budget="least"
+    )
     for _ in range(2):
         model(batch(rank, 0, 4, WIDTH)).sum().backward()
     return model.plan, model.report().plain, str(model.report())
@@ -270,13 +274,13 @@ def wrapped(rank, how, orig):
         warnings.simplefilter("ignore")  # torch's, of a CPU
         expected = flat_steps(rank, FSDP(plain, **options))
         if how == "before":
-            optimized = FSDP(ogc.optimize(other, x), **options)
+            optimized = FSDP(ogc.optimize(other, x, memory_budget="least"), **options)
         elif how == "after":
-            optimized = ogc.optimize(FSDP(other, **options), x)
+            optimized = ogc.optimize(FSDP(other, **options), x, memory_budget="least")
         else:
             for number, block in enumerate(other.blocks):
-                other.blocks[number] = ogc.optimize(block, x)
-            other.head = ogc.optimize(other.head, x)  # whose parameters are in one with others'
+                other.blocks[number] = ogc.optimize(block, x, memory_budget="least")
+            other.head = ogc.optimize(other.head, x, memory_budget="least")  # whose parameters are in one with others'
             optimized = FSDP(other, **options)
         with Opened() as opened, Told() as told:
             ours = flat_steps(rank, optimized)
@@ -321,16 +325,16 @@ def tensor_parallel(rank, how):
     in_parallel(plain)
     with Told() as told:
         if how == "before":
-            other = in_parallel(ogc.optimize(other, x))
+            other = in_parallel(ogc.optimize(other, x, memory_budget="least"))
         elif how == "units before":
             for number, block in enumerate(other.blocks):
-                other.blocks[number] = ogc.optimize(block, x)
+                other.blocks[number] = ogc.optimize(block, x, memory_budget="least")
             in_parallel(other)
         else:
             in_parallel(other)
             with pytest.raises(ogc.InputError, match=r"blocks\.0\.wide\.weight is a DTensor"):
-                ogc.optimize(other, x)
-            other.head = ogc.optimize(other.head, x)  # which holds no part of anything
+                ogc.optimize(other, x, memory_budget="least")
+            other.head = ogc.optimize(other.head, x, memory_budget="least")  # which holds no part of anything
         runs = []
         for one in (plain, other):
             torch.manual_seed(3)
@@ -360,7 +364,7 @@ def with_tensors_of_all_ranks(rank):
     mesh, runs = init_device_mesh("cpu", (2,)), []
     plain = Block(WIDTH)
     other = copy.deepcopy(plain)
-    for one in (plain, ogc.optimize(other, batch(0, 0, 32, WIDTH))):
+    for one in (plain, ogc.optimize(other, batch(0, 0, 32, WIDTH), memory_budget="least")):
         one = distribute_module(one, mesh)
         one(distribute_tensor(batch(0, 0, 32, WIDTH), mesh, [Shard(0)])).square().mean().backward()
         runs.append([whole(p.grad).clone() for p in one.parameters()])
