@@ -463,17 +463,16 @@ def search_of(graph: Graph, nested: bool = True) -> VariantSearch | Search:
     return VariantSearch(graph, nested) if graph.low_memory else Search(graph, nested)
 
 
-def fair(graph: Graph, seconds: float) -> Candidate | None:
-    """The least peak that no operation running more than twice and so many ``seconds`` can buy, or a better bargain.
+def fair(search: VariantSearch | Search, seconds: float) -> Candidate | None:
+    """The least peak that so many ``seconds`` can buy, or a better bargain.
 
     A plan that peaks up to ``NEAR_KNEE`` higher is one where it saves a larger share of the step than that.
     """
-    search = search_of(graph, nested=False)
     least = search.within(seconds)
     quicker = least and search.fastest(int(NEAR_KNEE * least.peak_bytes))
 
     def price(candidate: Candidate) -> float:
-        return candidate.peak_bytes * (graph.step_seconds + candidate.seconds)
+        return candidate.peak_bytes * (search.graph.step_seconds + candidate.seconds)
 
     return min(filter(None, (least, quicker)), key=price, default=None)
 

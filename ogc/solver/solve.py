@@ -108,10 +108,11 @@ def optimal(graph: Graph, goal: Goal) -> Plan:
     elif goal.max_overhead is not None:
         found = search.within(goal.max_overhead * graph.step_seconds)
     else:
-        found = search.least_peak
+        of_one_level = search_of(graph, nested=False)
+        found = min(search.least_peak, of_one_level.least_peak)
         plain = replace(plain, floor=(found.peak_bytes, found.seconds))
         if not goal:
-            found = fair(graph, FAIR_OVERHEAD * graph.step_seconds)
+            found = fair(of_one_level, FAIR_OVERHEAD * graph.step_seconds)
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
     if found is None or found.peak_bytes >= plain.peak_bytes - slack:
         return plain

@@ -12,7 +12,7 @@ import ogc
 from ogc.errors import InputError
 from ogc.plan.schedule import Schedule
 from ogc.solver import FAIR_OVERHEAD, NEGLIGIBLE
-from ogc.solver.search import NEAR_KNEE
+from ogc.solver.search import NEAR_KNEE, search_of
 
 
 def assert_is_fair(graph):
@@ -21,7 +21,7 @@ def assert_is_fair(graph):
     assert max(Counter(t for run in runs for t in run.program).values()) <= 2
     assert plan.overhead <= FAIR_OVERHEAD + 1e-9
     assert plan.floor == least.floor
-    assert min(plan.floor[0], plan.plain_peak_bytes) <= plan.peak_bytes <= plan.plain_peak_bytes
+    assert plan.floor[0] <= plan.peak_bytes <= plan.plain_peak_bytes
     assert least.is_plain or (least.peak_bytes, least.added_seconds) == least.floor
     return plan
 
@@ -48,12 +48,13 @@ def test_equal_layers_cost_what_a_checkpoint_around_each_costs_at_most():
         assert assert_is_fair(graph).peak_bytes < 0.9 * ogc.solve(graph, solver="none").peak_bytes
 
 
-@pytest.mark.parametrize("seed", [1, 7, 10])
+@pytest.mark.parametrize("seed", [1, 7, 13])
 def test_a_little_more_memory_that_saves_much_time_is_taken(seed):
     graph = random_graph(seed, most=30)
-    least, plan = ogc.solve(graph, max_overhead=FAIR_OVERHEAD), ogc.solve(graph)
+    least = search_of(graph, nested=False).within(FAIR_OVERHEAD * graph.step_seconds)
+    plan = ogc.solve(graph)
     assert least.peak_bytes < plan.peak_bytes <= NEAR_KNEE * least.peak_bytes
-    assert 1 + plan.overhead < 0.97 * (1 + least.overhead)
+    assert plan.overhead < least.seconds / graph.step_seconds - 0.05
 
 
 def test_nothing_is_bought_at_more_than_a_third():
