@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ import ogc
 from ogc.torch_state.allocator import peak_bytes
 
 WIDTH = 32
+
+frugally = partial(ogc.optimize, memory_budget="least")
 
 
 def sharded(model, how, options, optimize=lambda module, x: module, rows=32):
@@ -81,7 +84,7 @@ def sharding(rank, how, options, sizes):
     plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH) if options == "bf16" else None)
     other = copy.deepcopy(plain)
     expected, gathers = steps_of(rank, sharded(plain, how, OPTIONS[options]), sizes)
-    optimized = sharded(other, how, OPTIONS[options], ogc.optimize)
+    optimized = sharded(other, how, OPTIONS[options], frugally)
     assert isinstance(optimized, FSDPModule)
     with Opened() as opened, Told() as told:
         ours, ours_gathers = steps_of(rank, optimized, sizes)
@@ -128,7 +131,9 @@ def test_memory_of_a_sharded_model(ranks, how):
 
 def test_goal_of_a_sharded_model(ranks):
     """A share is kept by each unit: less is run again, and more kept, than without."""
-    (least, _), (share, _) = (ranks.run(memory, "after", goal)[0] for goal in ({}, {"memory_budget": 0.5}))
+    (least, _), (share, _) = (
+        ranks.run(memory, "after", goal)[0] for goal in ({"memory_budget": "least"}, {"memory_budget": 0.5})
+    )
     (quick, _) = ranks.run(memory, "after", {"max_overhead": 0.05})[0]
     assert least[1] < share[1] < 0.75 * share[0]
     assert least[1] < quick[1]
@@ -144,7 +149,7 @@ def told(rank, how):
             fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), x, memory_budget="least"
         )
     else:
-        model = sharded(model, how, {}, ogc.optimize)
+        model = sharded(model, how, {}, frugally)
     one = model.blocks[0] if how.startswith("units") else model
     is_planned = how in ("before", "units before")
     assert (one.plan is not None, one.graph is not None, one.code is not None) == (is_planned,) * 3
@@ -222,15 +227,19 @@ def parses(rank):
     """How many units of each kind are searched for plans."""
     from ogc.in_parts import options
 
-    found, solve = [], options.solve
-    options.solve = lambda graph, **goal: (found.append(len(graph)), solve(graph, **goal))[1]
+    found, solver_of = [], options.solver_of
+
+    def solver(name, goal):
+        return lambda graph, goal: (found.append(len(graph)), solver_of(name, goal)(graph, goal))[1]
+
+    options.solver_of = solver
     try:
         torch.manual_seed(0)
-        model = sharded(Network(blocks=4, width=WIDTH), "after", {}, ogc.optimize)
+        model = sharded(Network(blocks=4, width=WIDTH), "after", {}, frugally)
         for _ in range(2):
             model(batch(rank, 0, 44, WIDTH)).square().mean().backward()  # of a size that no other test has planned for
     finally:
-        options.solve = solve
+        options.solver_of = solver_of
     plan = model.plan
     assert {part.name for part in plan.parts} >= {"blocks.0", "blocks.3", "head"}
     assert plan.peak_bytes < plan.plain_peak_bytes and "blocks.3" in str(plan), str(plan)
