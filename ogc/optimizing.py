@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from .checking.check import check_two_steps
-from .errors import InputError
+from .errors import InputError, optional
 from .in_parts import PartsPlan
-from .optional import optional
 from .parser import Loss, OpaqueModules, ParseGraph
 from .parser.arguments import call_arguments, check_model
 from .parser.loss import modules_of, tensors_of
 from .plan.plan import Plan
 from .plan.saving import SavedPlan
 from .planned import Planning
-from .planning.stored import Store, saved_plan
+from .planning import Store, saved_plan
 from .program.program import Optimizer, device_of_model
 from .program.structures import Call
 from .runtime.module import OWN_PLAN, TARGETS, with_loss

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .errors import InputError, OgcError, ParseError, PlanError, SolveError
+from .errors import InputError, OgcError, ParseError, PlanError, SolveError, optional
 from .graph import Graph
 from .in_parts import (
     Options,
@@ -22,14 +22,11 @@ from .in_parts import (
     optimize_in_parts,
     optimize_units,
 )
-from .optional import optional
 from .parser import OpaqueModules, hooked_modules, parse
 from .parser.custom import parse_graph_of
 from .plan.plan import Plan
 from .plan.saving import PARTS, SavedPlan, structure_of
-from .planning.agreement import agreed_plan
-from .planning.replan import Replanner, meets
-from .planning.stored import NOWHERE, Store, key_of, taken_up
+from .planning import NOWHERE, Replanner, Store, agreed_plan, key_of, meets, taken_up
 from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module

@@ -7,8 +7,7 @@ solver for a plan, ``module`` runs the parts; ``late`` plans calls that nobody p
 
 from .late import check_goal_of_units, optimize_units
 from .make import heavy_leaves, in_parts_if_better, in_parts_instead, optimize_in_parts
-from .options import Options
-from .plan import PartPlan, PartsPlan, PlainRest
+from .plan import Options, PartPlan, PartsPlan, PlainRest
 
 __all__ = [
     "Options", "PartPlan", "PartsPlan", "PlainRest", "check_goal_of_units", "heavy_leaves", "in_parts_if_better",

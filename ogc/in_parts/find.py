@@ -41,7 +41,7 @@ from ..torch_state.private import (
 )
 from ..torch_state.ranks import alone
 from ..torch_state.reads.objects import changes, watched_attributes
-from .options import Options
+from .plan import Options
 
 
 @dataclass(frozen=True, eq=False)

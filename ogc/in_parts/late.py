@@ -19,9 +19,7 @@ from ..parser import hooked_modules, reuse
 from ..plan import Plan, plain_plan, plan_on, simulate
 from ..plan.saving import structure_of
 from ..plan.simulate import plain_peak
-from ..planning.agreement import agreed_plan
-from ..planning.replan import Meets, Replanner
-from ..planning.stored import key_of
+from ..planning import Meets, Replanner, agreed_plan, key_of
 from ..program.structures import Call
 from ..solver import Budget, Goal, solve
 from ..torch_state.forwards import is_compiled
@@ -29,8 +27,7 @@ from ..torch_state.ranks import planned_apart
 from .find import Part, is_alike, look_of
 from .joined import REGION_BACK, Joined, PartCost, usual_events
 from .module import Parts, module_in_parts
-from .options import Options
-from .plan import PartPlan, PartsPlan, PlainRest
+from .plan import Options, PartPlan, PartsPlan, PlainRest
 
 SLACK = 1.001
 """What a part may take more than its share: sizes are whole numbers of elements."""

@@ -19,8 +19,7 @@ from ..graph import Graph
 from ..plan import Fingerprint, Plan, SavedPlan, plain_plan, restored
 from ..plan.saving import PARTS, saved_decisions
 from ..plan.simulate import plain_peak
-from ..planning.agreement import question
-from ..planning.stored import key_of, tell_broken, tolerant
+from ..planning import key_of, question, tell_broken, tolerant
 from ..program.leaf import Leaf
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
@@ -33,8 +32,7 @@ from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, PartCost, usua
 from .late import LatePlanner, Share
 from .measure import AfterForward, measure, rest_of_step
 from .module import Parts, PlannedPart, module_in_parts, planned_part_of
-from .options import Options
-from .plan import PartPlan, PartsPlan, PlainRest
+from .plan import Options, PartPlan, PartsPlan, PlainRest
 
 log = logging.getLogger(__name__)
 

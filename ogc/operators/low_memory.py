@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..on_thread import OnThread
+from ..process import OnThread
 from ..torch_state.private import (
     OpOverload,
     base_of,

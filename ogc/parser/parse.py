@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from ..collecting import collecting_new_only
-from ..errors import ParseError
+from ..errors import ParseError, optional
 from ..graph import Graph
 from ..operators.gpus import gpu_of
 from ..operators.registry import out_of_place
-from ..optional import optional
 from ..plan.simulate import plain_peak
+from ..process import collecting_new_only
 from ..program.leaf import Leaf
 from ..program.program import OUTSIDE, AfterForward, Loss
 from ..program.structures import autocast_state

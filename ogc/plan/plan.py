@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, PlanError
+from ..errors import InputError, PlanError, optional
 from ..graph import Graph, table
-from ..optional import optional
 from .decisions import Decisions, Segment, saved
 from .saving import WHOLE, Fingerprint, SavedDecisions, SavedPlan, saved_decisions, torch_version
 from .schedule import Schedule

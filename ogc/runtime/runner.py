@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..during_step import during_step
 from ..errors import OgcError
 from ..graph import Graph
 from ..plan.plan import Plan
+from ..process import during_step
 from ..program.leaf import Leaf
 from ..program.program import Program, attribute, get_attribute, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors

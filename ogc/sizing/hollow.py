@@ -2,7 +2,7 @@
 
 The runtime, autograd and every allocation that the dispatcher sees are real, the backward has a thread of its own as on
 a GPU, and no kernel runs: tensors are meta tensors, on which operators save what those on CUDA save. What a kernel
-allocates by itself is added where a rule is known (:mod:`ogc.sizing.cuda.hidden`).
+allocates by itself is added where a rule is known (:mod:`ogc.sizing.cuda.kernels`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from ..runtime.generate import generate
 from ..torch_state.forwards import plain_forward
 from ..torch_state.private import TorchDispatchMode
 from ..torch_state.settings import flags
-from .cuda.hidden import hidden_in_backward
-from .cuda.kernels import as_on_cuda
+from .cuda.kernels import as_on_cuda, hidden_in_backward
 
 _ADD = torch.ops.aten.add.Tensor
 _TORCH, _ENGINE = str(Path(torch.__file__).parent), "_engine_run_backward"

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_aggregate, map_arg
 
-from ..collecting import collecting_new_only
 from ..errors import ParseError
 from ..graph import Graph
 from ..operators.convolution_parts import Trials, trials_put_off
@@ -35,6 +34,7 @@ from ..parser.traced import ALIVE, BYTES, CALL, HISTORY, RecordAgain, Traced
 from ..parser.weigh.estimate import Estimator
 from ..parser.weigh.measure import Measurer, Profiler
 from ..parser.weigh.record import Observation, Record, Visit, observe
+from ..process import collecting_new_only
 from ..program.leaf import Leaf
 from ..program.program import SHAPE, Loss, Program
 from ..program.structures import InputSpec

@@ -16,7 +16,7 @@ from ..plan.fast import Replay
 from ..plan.schedule import Schedule
 from .candidates import weigh
 from .goal import Goal, Solver
-from .nested import MOST_TIMES
+from .levels import MOST_TIMES
 
 MAX_TRIES = 64
 """Plans that a solver chooses from at most: each is simulated, and more would differ little."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
+from ..process import collecting_new_only
 from .goal import NEGLIGIBLE, Budget, Goal, Solver, bytes_of
 from .references import REFERENCES
 from .search import search_of
@@ -84,7 +84,7 @@ def _check_graph(graph: Any) -> None:
 def optimal(graph: Graph, goal: Goal) -> Plan:
     """The plan with the least peak, and the least recomputed time at it; or what is asked for instead.
 
-    Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.nested`). For a goal, one that
+    Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.levels`). For a goal, one that
     is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.candidates`).
 
     Raises:

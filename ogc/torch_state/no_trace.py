@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..on_thread import OnThread
+from ..process import OnThread
 from .compare import identical, same_bits
 from .private import buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
 from .reads.objects import TABLES, Before, held_by

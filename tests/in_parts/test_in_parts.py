@@ -349,9 +349,9 @@ def test_the_plan_shows_parts_and_what_stays_plain(caplog):
 
 def test_equal_blocks_are_parsed_once(monkeypatch):
     seen = []
-    original = ogc.in_parts.options.parse
+    original = ogc.in_parts.plan.parse
     monkeypatch.setattr(
-        ogc.in_parts.options, "parse", lambda module, *a, **k: seen.append(module) or original(module, *a, **k)
+        ogc.in_parts.plan, "parse", lambda module, *a, **k: seen.append(module) or original(module, *a, **k)
     )
     ogc.optimize(Tower(8), rows())
     assert sum(isinstance(module, Block) for module in seen) == 1

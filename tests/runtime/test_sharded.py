@@ -216,17 +216,17 @@ def refused(rank):
 
 def parses(rank):
     """How many units of each kind are searched for plans."""
-    from ogc.in_parts import options
+    from ogc.in_parts import plan as module
 
-    found, solve = [], options.solve
-    options.solve = lambda graph, **goal: (found.append(len(graph)), solve(graph, **goal))[1]
+    found, solve = [], module.solve
+    module.solve = lambda graph, **goal: (found.append(len(graph)), solve(graph, **goal))[1]
     try:
         torch.manual_seed(0)
         model = sharded(Network(blocks=4, width=WIDTH), "after", {}, ogc.optimize)
         for _ in range(2):
             model(batch(rank, 0, 44, WIDTH)).square().mean().backward()  # of a size that no other test has planned for
     finally:
-        options.solve = solve
+        module.solve = solve
     plan = model.plan
     assert {part.name for part in plan.parts} >= {"blocks.0", "blocks.3", "head"}
     assert plan.peak_bytes < plan.plain_peak_bytes and "blocks.3" in str(plan), str(plan)

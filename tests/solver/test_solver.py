@@ -22,8 +22,7 @@ from ogc.plan.simulate import Memory, lower_bound, plain_peak, replay, simulate
 from ogc.solver import LEAST_PEAK, search
 from ogc.solver.costs import NEVER, SegmentCosts, boundary_bytes
 from ogc.solver.cuts import CutGrid, choose_grids, distinct, narrowest
-from ogc.solver.nested import NestedTable
-from ogc.solver.outer_level import OuterLevel
+from ogc.solver.levels import NestedTable, OuterLevel
 
 SEEDS = range(500)
 

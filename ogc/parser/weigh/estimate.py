@@ -18,11 +18,11 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_aggregate
 
+from ...errors import optional
 from ...operators.gpus import gpu_of
 from ...operators.low_memory import Extra
 from ...operators.registry import Operator, is_elementwise, like, low_memory_variant, of, ones_like
 from ...operators.weights import InputGradient, Place, Use, Weights
-from ...optional import optional
 from ...program.leaf import Region, runs_once
 from ...program.program import WithoutGrad, has_backward, storage_bytes, tensor_leaves
 from ...program.tensors import Layout, is_dense

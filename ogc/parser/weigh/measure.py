@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ...during_step import available_bytes
 from ...operators.weights import Weights
 from ...plan.saving import write_at_once
+from ...process import available_bytes
 from ...program.leaf import Leaf, Region
 from ...program.program import WithoutGrad, device_of_model, has_backward, storage_bytes, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from ...during_step import progress
 from ...operators.low_memory import LowMemory
 from ...operators.registry import copies_strided_gradients, live_arguments, of, said_to_be_written
 from ...operators.weights import Place, Weights
+from ...process import progress
 from ...program.leaf import Leaf
 from ...program.program import (
     Saved,

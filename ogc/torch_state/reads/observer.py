@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import InputError
-from ...on_thread import OnThread
+from ...process import OnThread
 from ..forwards import original_class
 from ..private import MEMBERS
 from ..ranks import has_flat_parameters, views_of_flat
