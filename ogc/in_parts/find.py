@@ -292,7 +292,7 @@ class _Forward:
         for changed, key in changes(before, now):
             if not f"{changed}.".startswith(f"{name}."):
                 self.unfit[name] = f"sets the attribute {key} of {changed or 'the model'}"
-            elif changed in self.attributes:  # a leaf's, which it may change
+            elif changed in self.attributes:  # an opaque module's, which it may change
                 self.attributes[changed] = now[changed]
 
     def _run_plain(self, module: torch.nn.Module, name: str, why: str, args: Any, kwargs: Any, run: Any = None) -> Any:

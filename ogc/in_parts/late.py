@@ -188,7 +188,7 @@ def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
     late = {
         name: module
         for name, module in planned_apart(model)
-        if not is_compiled(module) and not any(f"{name}.".startswith(f"{leaf}.") for leaf in closed)
+        if not is_compiled(module) and not any(f"{name}.".startswith(f"{one}.") for one in closed)
     }
     if not late:
         raise ParseError("no submodule of the sharded model is trained and called with all its parameters available")

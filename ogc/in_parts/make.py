@@ -20,7 +20,7 @@ from ..plan import Fingerprint, Plan, SavedPlan, plain_plan, restored
 from ..plan.saving import PARTS, saved_decisions
 from ..plan.simulate import plain_peak
 from ..planning import key_of, question, tell_broken, tolerant
-from ..program.leaf import Leaf
+from ..program.opaque import OpaqueCall
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
 from ..solver import LEAST_PEAK, Goal, solver_of
@@ -40,7 +40,7 @@ ROUNDS = 3
 """How often plans are chosen where a step with them takes more than a budget, or runs backwards inside the forward."""
 
 HEAVY = 1 / 3
-"""Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
+"""Share of the plain peak that opaque modules hold from which on it is tried to plan what is in them."""
 
 EXCESS = 1.01
 """By how much a saved plan may miss a budget where what is around the parts is measured in another step."""
@@ -75,7 +75,7 @@ def optimize_in_parts(
     """
     refuse_replaced_forward(model)
     solver_of(options.solver, options.goal)  # refuses a name that is none
-    with _quiet_about_leaves():
+    with _quiet_about_opaque():
         found = find_parts(model, sample_input, options, plain)
         planning = _Planning(model, sample_input, options, found)
         planned = planning.agreed() if saved is None else planning.taken_up(saved)
@@ -86,20 +86,20 @@ def optimize_in_parts(
     return result
 
 
-def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
-    """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
+def heavy_opaque(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
+    """The modules that have to stay Python if opaque ones are to be planned inside, by name, and why.
 
-    Nothing unless leaves that nobody asked for hold a good part of the plain peak.
+    Nothing unless opaque modules that nobody asked for hold a good part of the plain peak.
     """
     asked = set(options.asked_for(model))
     nodes = zip(graph.operations[: graph.end], graph.program.operations, strict=True)
-    leaves = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, Leaf)]
-    held = [(op.internal_bytes, name) for op, name in leaves if name is not None and name not in asked]
+    opaque = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, OpaqueCall)]
+    held = [(op.internal_bytes, name) for op, name in opaque if name is not None and name not in asked]
     if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
         return {}
     around = chain.from_iterable(list(accumulate(name.split("."), "{}.{}".format))[:-1] for _, name in held)
     names = ["", *(name for name in around if not only_holds(model.get_submodule(name)))]
-    return dict.fromkeys(names, "leaves in it would hold much of the memory")
+    return dict.fromkeys(names, "opaque modules in it would hold much of the memory")
 
 
 def in_parts_instead(
@@ -120,7 +120,7 @@ def in_parts_if_better(
     heavy: dict[str, str],
     found: tuple[Graph, Plan] | SolveError,
 ) -> torch.nn.Module | None:
-    """The model in parts, where that meets the goal better than one plan whose leaves hold much; else None."""
+    """The model in parts, where that meets the goal better than one plan whose opaque modules hold much; else None."""
 
     def is_better(plan: PartsPlan) -> bool:
         if isinstance(found, SolveError):
@@ -133,7 +133,7 @@ def in_parts_if_better(
     try:
         return optimize_in_parts(model, sample_input, options, heavy, is_better)
     except (ParseError, SolveError) as error:
-        log.info("what is in leaves is not planned: %s", error)
+        log.info("what is in opaque modules is not planned: %s", error)
         return None
 
 
@@ -382,9 +382,9 @@ class _Planned:
     def _part(self, number: int) -> PartPlan:
         part, is_late, plan = self.parts[number], number in self.late, self.choice[number]
         targets = [] if is_late else [node.target for node in part.graph.program.operations]
-        leaves = dict.fromkeys(f"{part.name}.{target.module}" for target in targets if isinstance(target, Leaf))
+        opaque = dict.fromkeys(f"{part.name}.{target.module}" for target in targets if isinstance(target, OpaqueCall))
         calls = self.step.calls.count(number)
-        return PartPlan(part.name, calls, plan, PartCost.of(part.graph, plan), tuple(leaves), is_late)
+        return PartPlan(part.name, calls, plan, PartCost.of(part.graph, plan), tuple(opaque), is_late)
 
     def module(self) -> torch.nn.Module:
         """The model with its parts run by their plans."""
@@ -504,9 +504,9 @@ def _tell(plan: PartsPlan) -> None:
 
 
 @contextmanager
-def _quiet_about_leaves() -> Iterator[None]:
-    """What leaves there are in parts is said by the plan, not part by part."""
-    logger = logging.getLogger("ogc.parser.leaves")
+def _quiet_about_opaque() -> Iterator[None]:
+    """What opaque modules there are in parts is said by the plan, not part by part."""
+    logger = logging.getLogger("ogc.parser.opaque")
     before, logger.disabled = logger.disabled, True
     try:
         yield

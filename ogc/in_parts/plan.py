@@ -12,7 +12,7 @@ import torch
 
 from ..errors import PlanError
 from ..graph import Graph, table
-from ..parser import OpaqueModules, parse
+from ..parser import NamesAndTypes, parse
 from ..plan import Decisions, Plan, SavedPlan, Segment, make_plan, plain_plan, recomputed
 from ..plan.saving import PARTS, SavedDecisions
 from ..planning import NOWHERE, Store
@@ -31,8 +31,8 @@ class Options:
     goal: Goal = LEAST_PEAK
     solver: str = "optimal"
     profile: str = "auto"
-    opaque_modules: OpaqueModules = ()
-    recompute_opaque: OpaqueModules | bool | None = None
+    opaque_modules: NamesAndTypes = ()
+    recompute_opaque: NamesAndTypes | bool | None = None
     follows_own_graphs: bool = True
     store: Store = NOWHERE
 
@@ -68,7 +68,7 @@ class Options:
         names, types = _names_and_types(self.opaque_modules)
         return [n for n, m in model.named_modules(remove_duplicate=False) if n and (n in names or isinstance(m, types))]
 
-    def _repeatable(self, name: str, module: torch.nn.Module) -> OpaqueModules | bool | None:
+    def _repeatable(self, name: str, module: torch.nn.Module) -> NamesAndTypes | bool | None:
         wanted = self.recompute_opaque
         if wanted is None or isinstance(wanted, bool):
             return wanted
@@ -77,11 +77,11 @@ class Options:
         return True if is_around or isinstance(module, types) else _inside(wanted, name, module)
 
 
-def _names_and_types(wanted: OpaqueModules) -> tuple[list[str], tuple[type[torch.nn.Module], ...]]:
+def _names_and_types(wanted: NamesAndTypes) -> tuple[list[str], tuple[type[torch.nn.Module], ...]]:
     return [w for w in wanted if isinstance(w, str)], tuple(w for w in wanted if isinstance(w, type))
 
 
-def _inside(wanted: OpaqueModules, name: str, module: torch.nn.Module) -> list[str | type[torch.nn.Module]]:
+def _inside(wanted: NamesAndTypes, name: str, module: torch.nn.Module) -> list[str | type[torch.nn.Module]]:
     """Of these names and types, those that mean something within a submodule, with names as seen from there."""
     names, types = _names_and_types(wanted)
     children = [child for child in module.modules() if child is not module]
@@ -108,7 +108,17 @@ def _joined(group: list[Segment]) -> Segment:
     return recomputed(first.start, last.stop, *group)
 
 
-COLUMNS = ("part", "calls", "operations", "kept MB", "its peak MB", "plain MB", "of time", "recomputed", "leaves")
+COLUMNS = (
+    "part",
+    "calls",
+    "operations",
+    "kept MB",
+    "its peak MB",
+    "plain MB",
+    "of time",
+    "recomputed",
+    "opaque modules",
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,7 @@ class PartPlan:
         calls: how often a step calls it.
         plan: its own plan.
         cost: what that takes of the whole.
-        leaves: the modules in it that are called as they are.
+        opaque_modules: those in it that are called as they are.
         is_late: whether the sample's forward left it out; the plan is then that of an equal part.
     """
 
@@ -128,7 +138,7 @@ class PartPlan:
     calls: int
     plan: Plan
     cost: PartCost
-    leaves: tuple[str, ...] = ()
+    opaque_modules: tuple[str, ...] = ()
     is_late: bool = False
 
 
@@ -246,7 +256,7 @@ class PartsPlan:
                 f"{first.plan.plain_peak_bytes / 1e6:.2f}",
                 self._share(first.plan.step_seconds * calls),
                 "plain" if first.plan.is_plain else f"{first.plan.overhead:.0%}",
-                ", ".join(first.leaves) or "-",
+                ", ".join(first.opaque_modules) or "-",
             ]
 
     def _plain_rows(self) -> list[list[str]]:

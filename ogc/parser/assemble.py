@@ -12,7 +12,7 @@ from ..errors import ParseError
 from ..graph import Graph, Operation, Value, Variant
 from ..operators.registry import of
 from ..operators.weights import Weights
-from ..program.leaf import runs_once
+from ..program.opaque import runs_once
 from ..program.program import OUTSIDE, SHARED, LowMemoryVariant, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
@@ -217,7 +217,7 @@ def _hold_in_frames(records: Sequence[Record], fields: Sequence[dict[str, Any]])
 
 
 def _saves_of_variant(variant: SeenVariant, storages: dict[TensorRef, int]) -> tuple[Saved, ...]:
-    """What a form saves; a result that a leaf has made a buffer of is no value."""
+    """What a form saves; a result that an opaque module has made a buffer of is no value."""
     return tuple(s if s.tensor is None or s.tensor in storages else Saved(external=True) for s in variant.saves)
 
 

@@ -23,7 +23,7 @@ from ..torch_state.no_trace import untouched
 from ..torch_state.settings import cuda_devices
 from .arguments import Sample
 from .faithful import faithful_program
-from .leaves import Leaves
+from .opaque import OpaqueModules
 from .traced import StepEnd, Traced, forget_calls, without_unused
 
 
@@ -31,7 +31,7 @@ def with_step_end(
     sample: Sample,
     traced: Traced,
     rest: AfterForward,
-    record: Callable[[Sample, None, Leaves], Traced] = faithful_program,
+    record: Callable[[Sample, None, OpaqueModules], Traced] = faithful_program,
 ) -> Traced:
     """A forward's program with what the step does beyond it, which ``record`` writes down.
 
@@ -58,7 +58,7 @@ def with_step_end(
     with torch.random.fork_rng(cuda_devices()):
         torch.set_rng_state(traced.state["random state"])
         _check(root, spec, given)
-        found = record(Sample(root, spec, given), None, Leaves(root, ()))
+        found = record(Sample(root, spec, given), None, OpaqueModules(root, ()))
     return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), rest))
 
 

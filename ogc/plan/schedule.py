@@ -30,18 +30,18 @@ class Run:
         start, stop: the region of the program.
         parent: the run around this one; None for the forward.
         policies: policies of values in this run; what is decided around it overrides what is decided inside.
-        leaves: saved segments (start, stop) whose backward this run supplies, in program order.
+        saved: segments (start, stop) whose backward this run supplies, in program order.
         children: the runs of its recomputed parts, in program order.
         program: the operations that are run, in order, without those whose results nobody needs.
         made: values whose final content the program makes, for itself or for runs inside it.
-        needs: values that the program reads or the leaves save, and that it does not make.
+        needs: values that the program reads or these segments save, and that it does not make.
     """
 
     start: int
     stop: int
     parent: int | None = None
     policies: Mapping[int, Policy] = field(default_factory=dict)
-    leaves: list[tuple[int, int]] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=list)
     children: list[int] = field(default_factory=list)
     program: tuple[int, ...] = ()
     made: frozenset[int] = frozenset()
@@ -107,7 +107,7 @@ class Schedule:
                 run.children.insert(0, child)
                 self._visit(child, segment.parts)
             else:
-                run.leaves.insert(0, (segment.start, segment.stop))
+                run.saved.insert(0, (segment.start, segment.stop))
                 self._backwards.append((number, segment.start, segment.stop))
 
     def _write_program(self, run: Run) -> None:
@@ -116,11 +116,11 @@ class Schedule:
         producers, last_writes = graph.producers, graph.last_writes
         is_remade = partial(self._is_remade, run)
 
-        in_leaves = [t for start, stop in run.leaves for t in range(start, stop)]
-        saved = {v for t in in_leaves for v in ops[t].saves}
+        in_saved = [t for start, stop in run.saved for t in range(start, stop)]
+        saved = {v for t in in_saved for v in ops[t].saves}
         needed = saved.union(*(self.runs[child].needs for child in run.children))
         wanted = {v for v in needed if is_remade(v)}
-        alive = {t for t in in_leaves if ops[t].internal_bytes and not self.keeps_internals[t]}
+        alive = {t for t in in_saved if ops[t].internal_bytes and not self.keeps_internals[t]}
         first = min([run.start, *(producers[v] for v in wanted)])
         complete = False
         while not complete:
@@ -172,8 +172,8 @@ class Schedule:
         """For each operation, the run whose internal tensors its backward uses; those without bytes stay anyway."""
         keepers = [FORWARD] * len(self.graph)
         for number, run in enumerate(self.runs):
-            in_leaves = {t for start, stop in run.leaves for t in range(start, stop)}
-            for t in in_leaves.intersection(run.program):
+            in_saved = {t for start, stop in run.saved for t in range(start, stop)}
+            for t in in_saved.intersection(run.program):
                 if self.graph.operations[t].internal_bytes and not self.keeps_internals[t]:
                     keepers[t] = number
         return tuple(keepers)

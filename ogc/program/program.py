@@ -241,7 +241,7 @@ def device_of_model(model: torch.nn.Module, inputs: Iterable[torch.Tensor] = ())
 
 
 def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], target: str) -> Any:
-    """The tensor, or the module of a leaf, that a ``get_attr`` node of a program stands for."""
+    """The tensor, or the module of an opaque module, that a ``get_attr`` node of a program stands for."""
     return constants[target] if target in constants else attribute(model, target)
 
 

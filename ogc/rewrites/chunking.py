@@ -247,8 +247,8 @@ def chunked_along(
     **parsing: Any,
 ) -> Graph:
     """The graph with these regions in chunks; raises InputError where it has no such region."""
-    leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
-    given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "opaque_modules": leaves, **parsing}
+    opaque = {op.module for op in graph.operations[: graph.end] if op.target.startswith("opaque ")}
+    given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "opaque_modules": opaque, **parsing}
     chunked = parse(model, sample_input, rewrite=Chunks(regions, chunks), **given)
     return replace(chunked, chunks=chunks, chunked=regions, unchunked=replace(graph, program=None))
 

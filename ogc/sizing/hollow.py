@@ -53,7 +53,7 @@ def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | N
 
     Args:
         model: what ``graph`` was parsed from; it may be on any device, and its memory is not touched.
-        graph: from :func:`ogc.parse` with ``device="cuda"``, without leaves.
+        graph: from :func:`ogc.parse` with ``device="cuda"``, without opaque modules.
         plan: for ``graph``; a plain one runs the model's own forward.
         gpu: which one is meant, as for :func:`ogc.parse`.
 

@@ -18,7 +18,7 @@ from .reads.objects import TABLES, Before, held_by
 from .settings import modes_put_back, random_put_back
 
 unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Modules that fail where their operators are seen: as leaves they are called without anybody looking."""
+"""Modules that fail where their operators are seen: opaque, they are called without anybody looking."""
 
 writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose forward was seen to write their own parameters: copies are made of these, too."""
