@@ -85,7 +85,7 @@ def optimize(
         compile: run the regions between the cuts of the plan as torch.compile makes them, with its backend
             ``"inductor"`` or the one named. Results then differ from the plain model's by rounding.
         opaque_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
-        recompute_opaque: names and types of submodules such that opaque modules in them may be called again for their
+        recompute_opaque: names and types of submodules such that opaque modules in them may be recomputed for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
         plan: a file that ``result.plan.save(path)`` wrote, or such a plan, to start from without a search. It has to
             fit the model and the sample input. One that does not keep the goal here is told in the log, and made anew.

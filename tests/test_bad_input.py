@@ -331,8 +331,8 @@ CASES = [
             lambda model, segments=segments: ogc.make_plan(GRAPH, segments),
         )
         for name, value, segments in [
-            ("no value", 99, [ogc.recomputed(0, 6, kept=[99])]),
-            ("another segment's value", 0, [ogc.saved(0, 3), ogc.recomputed(3, 6, kept=[0])]),
+            ("no value", 99, [ogc.recomputed(0, 6, saved_values=[99])]),
+            ("another segment's value", 0, [ogc.saved(0, 3), ogc.recomputed(3, 6, saved_values=[0])]),
             ("what is saved", 0, [ogc.Segment(0, 6, policies=((0, ogc.Policy.SAVED),))]),
         ]
     ),
@@ -340,7 +340,7 @@ CASES = [
         "remake no value",
         PlanError,
         "value 99, which the graph lacks",
-        lambda model: ogc.make_plan(GRAPH, [ogc.saved(0, 6)], remade=[99]),
+        lambda model: ogc.make_plan(GRAPH, [ogc.saved(0, 6)], recomputed_values=[99]),
     ),
     Case(
         "apply without program", PlanError, "no program to run", lambda model: ogc.apply(model, GRAPH, ogc.solve(GRAPH))

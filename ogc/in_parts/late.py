@@ -27,7 +27,7 @@ from ..torch_state.ranks import planned_apart
 from .find import Part, is_alike, look_of
 from .joined import REGION_BACK, Joined, PartCost, usual_events
 from .module import Parts, module_in_parts
-from .plan import Options, PartPlan, PartsPlan, PlainRest
+from .plan import Options, PartPlan, PartsPlan, PlainModule
 
 SLACK = 1.001
 """What a part may take more than its share: sizes are whole numbers of elements."""
@@ -54,12 +54,12 @@ class Share:
             seconds = 0.0 if plan.is_plain else simulate(graph, plan).added_seconds
             return seconds <= SLACK * self.plan.overhead * graph.step_seconds
         (kept, most), cost = self._limits(graph), PartCost.of(graph, plan)
-        return cost.kept_bytes <= kept and cost.most <= most
+        return cost.saved_bytes <= kept and cost.most <= most
 
     def _limits(self, graph: Graph) -> tuple[int, int]:
         """The most bytes to be kept, and alive at once."""
         share = 1.0 if self.options.goal.is_in_bytes else plain_peak(graph) / max(1, self.plan.plain_peak_bytes)
-        return int(SLACK * share * self.cost.kept_bytes), max(1, int(SLACK * share * self.cost.most))
+        return int(SLACK * share * self.cost.saved_bytes), max(1, int(SLACK * share * self.cost.most))
 
     def agreed_plan(self, graph: Graph) -> Plan:
         """The fastest plan that keeps to the share, the same on all ranks; a frugal one if none does."""
@@ -157,7 +157,7 @@ def _frugal(options: Options, graph: Graph) -> Plan:
     share, plain = options.goal.memory_budget, PartCost.of(graph, plain_plan(graph))
     with suppress(SolveError):
         if isinstance(share, float):
-            return _solved(options, graph, plain.most, Goal(int(plain.most + share * plain.kept_bytes)))
+            return _solved(options, graph, plain.most, Goal(int(plain.most + share * plain.saved_bytes)))
         if options.goal.max_overhead is not None:
             return _solved(options, graph, plain.most, options.goal)
     return options.frugal(graph)
@@ -210,10 +210,10 @@ def _plan_so_far(parts: Parts, names: dict[int, str], options: Options) -> Parts
     )
     return PartsPlan(
         parts=tuple(PartPlan(name, 1, plan, PartCost.of(graph, plan)) for name, graph, plan in found),
-        plain=(PlainRest("", "is sharded; its units are planned with their first calls"),),
+        plain=(PlainModule("", "is sharded; its units are planned with their first calls"),),
         peak_bytes=step.peak(choice) if found else 0,
         plain_peak_bytes=step.peak(step.plain) if found else 0,
-        rest_bytes=0,
+        outside_bytes=0,
         part_seconds=step.part_seconds,
         recomputed_seconds=step.seconds(choice),
         is_measured=False,

@@ -30,9 +30,9 @@ from ..torch_state.ranks import first_of_all
 from .find import FoundParts, Part, find_parts, is_alike
 from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, PartCost, usual_events
 from .late import LatePlanner, Share
-from .measure import AfterForward, measure, rest_of_step
+from .measure import Outside, measure, outside_of_step
 from .module import Parts, PlannedPart, module_in_parts, planned_part_of
-from .plan import Options, PartPlan, PartsPlan, PlainRest
+from .plan import Options, PartPlan, PartsPlan, PlainModule
 
 log = logging.getLogger(__name__)
 
@@ -256,13 +256,13 @@ class _Planned:
         self._measure()
 
     def _measure(self) -> None:
-        """Find out what the rest takes, in a step with these plans."""
-        self.rest = self._rest() if can_measure(device_of_model(self.planning.model)) else None
-        self.step = self.called if self.rest is None else replace(self.called, events=self.rest.events)
+        """Find out what runs outside of the parts takes, in a step with these plans."""
+        self.outside = self._outside() if can_measure(device_of_model(self.planning.model)) else None
+        self.step = self.called if self.outside is None else replace(self.called, events=self.outside.events)
         for number, beside in self.late.items():
             self.step = self.step.with_call(self.parts[number].name, self.parts[number].graph, beside)
 
-    def _rest(self) -> AfterForward | None:
+    def _outside(self) -> Outside | None:
         model = self.planning.model
         parts = self._running({})
         optimized = module_in_parts(model, parts, {})
@@ -272,7 +272,7 @@ class _Planned:
             raise ParseError(f"In parts, a step of it fails ({type(error).__name__}: {error})") from error
         finally:
             parts.uninstall()
-        return rest_of_step(marks, self.called, self.choice[: len(self.called.parts)])
+        return outside_of_step(marks, self.called, self.choice[: len(self.called.parts)])
 
     def _add_late(self, alike: Mapping[str, Plan]) -> None:
         """Add each part that the sample left out, where the order of the modules has its call."""
@@ -325,7 +325,7 @@ class _Planned:
 
     def _infeasible(self) -> str:
         step, budget, peak = self.step, self.budget or 0, self.step.peak(self.choice)
-        floor = max(event.rest for event in step.events if event.key[0] in (REGION, REGION_BACK))
+        floor = max(event.outside for event in step.events if event.key[0] in (REGION, REGION_BACK))
         overhead = step.seconds(self.choice) / step.part_seconds if step.part_seconds else 0.0
         plain = ", ".join(_named(self.planning.found.plain))
         return (
@@ -347,26 +347,26 @@ class _Planned:
     @cached_property
     def plan(self) -> PartsPlan:
         """What can be looked at."""
-        step, rest = self.step, self.rest
-        plain_peak, saved_bytes = step.peak(step.plain), self._saved_by_rest()
+        step, outside = self.step, self.outside
+        plain_peak, saved_bytes = step.peak(step.plain), self._saved_outside()
         plain = self.planning.found.plain.items()
         return PartsPlan(
             parts=tuple(self._part(number) for number in range(len(self.parts))),
-            plain=tuple(PlainRest(name, why, saved_bytes[name]) for name, why in plain),
+            plain=tuple(PlainModule(name, why, saved_bytes[name]) for name, why in plain),
             peak_bytes=step.peak(self.choice),
             plain_peak_bytes=plain_peak,
-            rest_bytes=rest.kept_bytes if rest else saved_bytes.total(),
+            outside_bytes=outside.saved_bytes if outside else saved_bytes.total(),
             part_seconds=step.part_seconds,
             recomputed_seconds=step.seconds(self.choice),
-            rest_seconds=step.part_seconds * rest.time_share if rest else 0.0,
+            outside_seconds=step.part_seconds * outside.time_share if outside else 0.0,
             budget_bytes=self.budget,
-            is_measured=rest is not None,
+            is_measured=outside is not None,
             solver=self.solver,
             max_overhead=self.options.goal.max_overhead,
             idle=tuple(saved_decisions(part.graph, plain_plan(part.graph).decisions, part.name) for part in self.idle),
         )
 
-    def _saved_by_rest(self) -> Counter[str]:
+    def _saved_outside(self) -> Counter[str]:
         """The bytes that autograd saves in each plain module; idle parts belong to the one around them."""
         found = self.planning.found
         saved = Counter(found.saved_bytes)
@@ -376,7 +376,7 @@ class _Planned:
                 around = part.name
                 while around and around not in found.plain:
                     around = around.rpartition(".")[0]
-                saved[around] += PartCost.of(part.graph, plain_plan(part.graph)).kept_bytes
+                saved[around] += PartCost.of(part.graph, plain_plan(part.graph)).saved_bytes
         return saved
 
     def _part(self, number: int) -> PartPlan:
@@ -494,12 +494,12 @@ def _tell(plan: PartsPlan) -> None:
     if plan.is_plain and plan.budget_bytes is None and plan.solver != "none":
         log.warning("no plan of its parts needs less memory than the plain model (%.1f MB)", plan.peak_bytes / 1e6)
         return
-    rests = {f"{rest.name or 'the model itself'} {rest.saved_bytes / 1e6:.1f} MB": rest.why for rest in plan.plain}
-    share = f"{plan.rest_seconds / plan.step_seconds:.0%} of the time" if plan.is_measured else "unmeasured time"
+    modules = {f"{one.name or 'the model itself'} {one.saved_bytes / 1e6:.1f} MB": one.why for one in plan.plain}
+    share = f"{plan.outside_seconds / plan.step_seconds:.0%} of the time" if plan.is_measured else "unmeasured time"
     log.warning(
         "ogc plans the model in %d parts, with a peak of %.1f MB (plain %.1f MB). Plain stay, with %.1f MB and %s: %s",
-        len(plan.parts), plan.peak_bytes / 1e6, plan.plain_peak_bytes / 1e6, plan.rest_bytes / 1e6, share,
-        _listed(rests),
+        len(plan.parts), plan.peak_bytes / 1e6, plan.plain_peak_bytes / 1e6, plan.outside_bytes / 1e6, share,
+        _listed(modules),
     )  # fmt: skip
 
 

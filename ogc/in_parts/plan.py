@@ -46,8 +46,8 @@ class Options:
             with suppress(PlanError):  # an operation would run twice that must not
                 plans.append(make_plan(graph, decisions, "optimal"))
         costs = [PartCost.of(graph, plan) for plan in (*plans, plain)]
-        cost, found = min(zip(costs, plans, strict=False), key=lambda pair: (pair[0].kept_bytes, pair[0].most))
-        is_better = cost.kept_bytes < costs[-1].kept_bytes or cost.most < costs[-1].most
+        cost, found = min(zip(costs, plans, strict=False), key=lambda pair: (pair[0].saved_bytes, pair[0].most))
+        is_better = cost.saved_bytes < costs[-1].saved_bytes or cost.most < costs[-1].most
         return found if is_better else plain
 
     def parse(self, module: torch.nn.Module, name: str, call: Call) -> Graph:
@@ -103,7 +103,7 @@ def _inside_a_recomputation(graph: Graph, decisions: Decisions) -> Decisions:
 
 def _joined(group: list[Segment]) -> Segment:
     first, last = group[0], group[-1]
-    if len(group) == 1 and ((first.parts and not first.kept) or first.start + 1 == first.stop):
+    if len(group) == 1 and ((first.parts and not first.saved_values) or first.start + 1 == first.stop):
         return first
     return recomputed(first.start, last.stop, *group)
 
@@ -112,7 +112,7 @@ COLUMNS = (
     "part",
     "calls",
     "operations",
-    "kept MB",
+    "saved MB",
     "its peak MB",
     "plain MB",
     "of time",
@@ -143,7 +143,7 @@ class PartPlan:
 
 
 @dataclass(frozen=True)
-class PlainRest:
+class PlainModule:
     """A module whose own Python runs in each step.
 
     Attributes:
@@ -166,25 +166,25 @@ class PartsPlan:
         plain: the modules that stay plain, the model itself first.
         peak_bytes: expected peak of a step with this plan, its forward, its backward and the gradients of its outputs.
         plain_peak_bytes: the same for the plain model.
-        rest_bytes: what the plain modules hold from the forward to the backward.
+        outside_bytes: what the plain modules hold from the forward to the backward.
         part_seconds: of a plain step, in its parts.
-        rest_seconds: the same outside of them; measured, so that it varies.
+        outside_seconds: the same outside of them; measured, so that it varies.
         recomputed_seconds: what the plan adds to it, the runtime's own work included.
         budget_bytes: the memory budget that was asked for, if one was.
         max_overhead: the overhead that was asked for, if one was.
         idle: submodules that could be planned, but for which no plan is better than the plain one.
-        is_measured: whether what the rest takes was measured; else it is not among the bytes.
+        is_measured: whether what is outside of the parts was measured; else it is not among the bytes.
         solver: the name of the solver that chose the plans.
     """
 
     parts: tuple[PartPlan, ...]
-    plain: tuple[PlainRest, ...]
+    plain: tuple[PlainModule, ...]
     peak_bytes: int
     plain_peak_bytes: int
-    rest_bytes: int
+    outside_bytes: int
     part_seconds: float
     recomputed_seconds: float
-    rest_seconds: float = field(default=0.0, compare=False)
+    outside_seconds: float = field(default=0.0, compare=False)
     budget_bytes: int | None = None
     is_measured: bool = True
     solver: str = "optimal"
@@ -202,7 +202,7 @@ class PartsPlan:
     def as_saved(self) -> SavedPlan:
         """What :meth:`save` writes."""
         of_parts = [(part.name, part.plan.as_saved()) for part in self.parts]
-        costs = ("peak_bytes", "plain_peak_bytes", "rest_bytes", "part_seconds", "added_seconds")
+        costs = ("peak_bytes", "plain_peak_bytes", "outside_bytes", "part_seconds", "added_seconds")
         return SavedPlan(
             tuple(replace(plan, name=name) for name, saved in of_parts for plan in saved.plans),
             PARTS,
@@ -216,7 +216,7 @@ class PartsPlan:
     @property
     def step_seconds(self) -> float:
         """The time of the plain step."""
-        return self.part_seconds + self.rest_seconds
+        return self.part_seconds + self.outside_seconds
 
     @property
     def added_seconds(self) -> float:
@@ -251,7 +251,7 @@ class PartsPlan:
                 first.name if len(parts) == 1 else f"{first.name} … {parts[-1].name}",
                 f"{calls}{' (left out by the sample)' if first.is_late else ''}",
                 str(len(first.plan.graph) if first.plan.graph is not None else 0),
-                f"{first.cost.kept_bytes * calls / 1e6:.2f}",
+                f"{first.cost.saved_bytes * calls / 1e6:.2f}",
                 f"{max(first.cost.forward_bytes, first.cost.backward_bytes) / 1e6:.2f}",
                 f"{first.plan.plain_peak_bytes / 1e6:.2f}",
                 self._share(first.plan.step_seconds * calls),
@@ -260,8 +260,8 @@ class PartsPlan:
             ]
 
     def _plain_rows(self) -> list[list[str]]:
-        rows = [[rest.name or "the model", f"{rest.saved_bytes / 1e6:.2f}", rest.why] for rest in self.plain]
-        total, share = f"{self.rest_bytes / 1e6:.2f}", self._share(self.rest_seconds)
+        rows = [[one.name or "the model", f"{one.saved_bytes / 1e6:.2f}", one.why] for one in self.plain]
+        total, share = f"{self.outside_bytes / 1e6:.2f}", self._share(self.outside_seconds)
         return [*rows, ["all of these", total, f"{share} of time"]]
 
     def _share(self, seconds: float) -> str:

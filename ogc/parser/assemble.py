@@ -105,7 +105,9 @@ def _place(node: torch.fx.Node) -> str:
 def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
     """The values of a graph."""
     end, refs = end_of(traced), refs_of_outputs(traced.graph)
-    held = range(len(refs)) if end.rest.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
+    held = (
+        range(len(refs)) if end.after_forward.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
+    )
     outputs = {observation.storages.get(refs[n]) for n in held}
     starts = {v for record in observation.records if of(record.node.target).begins_graph for v in record.reads}
     outputs |= starts  # autograd's graph holds them until it is gone itself
@@ -147,7 +149,7 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         out_of_place={t: functional for t, (_, functional) in taken.items()},
         bindings={(t, target): name for t, r in enumerate(records) for target, name in r.bindings.items()},
         guards=traced.guards,
-        rest=end.rest,
+        after_forward=end.after_forward,
         reads=traced.reads,
         cold=traced.cold,
     )

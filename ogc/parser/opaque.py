@@ -88,7 +88,7 @@ class OpaqueModules:
                 raise ParseError(f"module {name} has forward or backward hooks, and the graph does not call it")
 
     def is_repeatable(self, name: str) -> bool:
-        """Whether the user says that an opaque module computes the same when it is called again."""
+        """Whether the user says that an opaque module computes the same when it is recomputed."""
         return _is_within(name, self.repeatable) or (not name and bool(self.repeatable))
 
     def report(self) -> None:
@@ -237,7 +237,7 @@ def _difference(
     set_random_states(states, devices)
     again = _call(opaque, module, given)
     if not all(len(a) == len(b) and all(map(same_bits, a, b)) for a, b in zip(first, again, strict=True)):
-        return "computes something else when it is called again"
+        return "computes something else when it is recomputed"
     del again
     if can_measure(home):
         results: list[torch.Tensor] = []

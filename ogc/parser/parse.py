@@ -98,7 +98,7 @@ def parse(
         opaque_modules: names and types of submodules to call as they are, hooks and all, each call one operation. What
             cannot be replayed by operators (control flow on data, custom autograd functions, hooks, scripted code)
             becomes part of the smallest such module by itself, with a warning in the log.
-        recompute_opaque: names and types of submodules that may be called again for their backward, True for all,
+        recompute_opaque: names and types of submodules that may be recomputed for their backward, True for all,
             False for none. By default those that are seen to depend on their arguments, parameters and torch's random
             state alone, without hooks or changes of buffers and attributes. What obstructs a named one is told in the
             log, and it is called once. A second call that saves or returns other bits raises ReplayError.
@@ -120,7 +120,7 @@ def parse(
     check_gpu(gpu, target)
     make = parse_graph_of(model, parse_graph)
     opaque = OpaqueModules(model, opaque_modules, recompute_opaque)
-    rest = AfterForward(loss, holds_outputs, outputs)
+    after_forward = AfterForward(loss, holds_outputs, outputs)
     visit = partial(visited, model, profiler_of(kind, target, home, gpu), opaque)
     is_elsewhere = contents is not None or home.type != target.type
     with (
@@ -133,7 +133,7 @@ def parse(
             recorded = record_program(sample, make, opaque)
             try:
                 verify_on_other_inputs(sample, recorded, is_own=make is None and recorded.cold is None)
-                whole = with_step_end(sample, recorded, rest)
+                whole = with_step_end(sample, recorded, after_forward)
                 traced, observation = lower(sample, whole, target, visit, rewrite)
                 break
             except OpaqueError as problem:
@@ -142,7 +142,7 @@ def parse(
         graph = graph_of(sample.spec, traced, observation, str(target), kind, choice)
         is_another = outputs == "loss" or rewrite is not None  # the plain model has all outputs, whole
         if plain_peak_bytes is None and is_another:
-            plain = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)
+            plain = lower(sample, with_step_end(sample, recorded, replace(after_forward, outputs="all")), target, visit)
             plain_peak_bytes = plain_peak(graph_of(sample.spec, *plain, str(target), kind))
     opaque.report()
     bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())  # without tensors
@@ -187,7 +187,7 @@ def lower(
     traced, observation, state = planned_form(sample, recorded, device, visit, rewrite)
     _check_same(traced, observation, state, close if rewrite else same_bits)
     wanted = traced.grad_targets
-    if end_of(traced).rest.outputs == "loss":
+    if end_of(traced).after_forward.outputs == "loss":
         wanted &= observation.grad_targets  # others belong to outputs that nobody wants
     _check_grad_targets("replaying the program", observation.grad_targets, wanted, sample.model)
     return traced, observation

@@ -63,7 +63,7 @@ def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool
         return same
     opaque = {node.target.name: node.target for node in program.operations if isinstance(node.target, OpaqueCall)}
     profiler = profiler_of(graph.profile, home, home) if weighed else None
-    with untouched(*modules_of(program.rest.loss), given=sample.spec.constants), parameters_apart(model):
+    with untouched(*modules_of(program.after_forward.loss), given=sample.spec.constants), parameters_apart(model):
         recorded = record_program(sample, program.parse_graph, OpaqueModules(model, sorted(opaque_in(program.graph))))
         recorded, has_loss = _with_step_end(sample, recorded, program)
         traced, observation = lower(sample, recorded, home, partial(_visit, model, opaque, profiler))
@@ -117,9 +117,9 @@ def _with_step_end(sample: Sample, recorded: Traced, program: Program) -> tuple[
     It may have targets bound in which are right for the first call alone.
     """
     try:
-        return with_step_end(sample, recorded, program.rest), True
+        return with_step_end(sample, recorded, program.after_forward), True
     except InputError:
-        return with_step_end(sample, recorded, replace(program.rest, loss="outputs")), False
+        return with_step_end(sample, recorded, replace(program.after_forward, loss="outputs")), False
 
 
 def _with_outside_of(known: Graph, found: Graph) -> Graph:
@@ -142,7 +142,7 @@ def _with_outside_of(known: Graph, found: Graph) -> Graph:
             *(op.scaled(share) for op in known.operations[known.end :]),
         ),
         values=tuple(values),
-        program=replace(found.program, storages=storages, rest=known.program.rest),
+        program=replace(found.program, storages=storages, after_forward=known.program.after_forward),
     )
 
 

@@ -73,12 +73,12 @@ class StepEnd:
 
     starts: tuple[int, ...]  # the numbers of the outputs at which the backward starts
     # what was said of that; a loss gives one output more, the last, and its calls are part of the program
-    rest: AfterForward = field(default_factory=AfterForward)
+    after_forward: AfterForward = field(default_factory=AfterForward)
 
     @property
     def has_loss(self) -> bool:
         """Whether the program ends with the loss."""
-        return callable(self.rest.loss)
+        return callable(self.after_forward.loss)
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,9 @@ class Plan:
         return self.decisions.segments
 
     @property
-    def remade(self) -> tuple[int, ...]:
+    def recomputed_values(self) -> tuple[int, ...]:
         """The values that are not saved where they cross a cut, but recomputed for what needs them later."""
-        return self.decisions.remade
+        return self.decisions.recomputed_values
 
     @property
     def is_plain(self) -> bool:
@@ -269,7 +269,7 @@ def make_plan(
     decisions: Decisions | Iterable[Segment],
     solver: str = "by hand",
     *,
-    remade: Iterable[int] = (),
+    recomputed_values: Iterable[int] = (),
     low_memory: Iterable[int] = (),
 ) -> Plan:
     """The plan of given decisions, weighed by the simulator.
@@ -279,7 +279,7 @@ def make_plan(
         decisions: or segments alone, which cover the operations in order; see :func:`ogc.saved` and
             :func:`ogc.recomputed`.
         solver: the name of what chose them.
-        remade: values that are not kept where they cross a cut either.
+        recomputed_values: values that are not saved where they cross a cut either.
         low_memory: operations to run as their low-memory variant, as far as they have one, besides those of
             ``decisions``; see :attr:`ogc.Graph.low_memory`.
 
@@ -287,7 +287,7 @@ def make_plan(
         PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
             that must not.
     """
-    decided = Decisions.of(decisions).remaking(remade)
+    decided = Decisions.of(decisions).recomputing(recomputed_values)
     decided = replace(decided, low_memory=tuple(sorted({*decided.low_memory, *low_memory})), is_plain=False)
     return plain_plan(graph).deciding(decided, solver)
 

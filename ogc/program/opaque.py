@@ -30,7 +30,7 @@ class Opaque:
 
     Attributes:
         name: identifies it in generated code.
-        runs_once: it must not be called again for its backward.
+        runs_once: it must not be recomputed for its backward.
         live: the numbers of the arguments that it updates and its own results do not depend on.
         given: how many of its node's arguments a call is given; None for all.
     """
@@ -76,7 +76,7 @@ class Region(Opaque, ABC):
 
 
 def runs_once(target: Any) -> bool:
-    """Whether what a node calls must not be called again."""
+    """Whether what a node calls must not be recomputed."""
     return isinstance(target, Opaque) and target.runs_once
 
 
@@ -155,7 +155,7 @@ class OpaqueCall(Opaque):
     returned: Returned  # what it returned when it was recorded
     grad: bool  # whether gradients were on
     autocast: tuple[tuple[str, torch.dtype], ...]  # device types for which autocast was on, and their dtypes
-    repeatable: bool = False  # may be called again for its backward
+    repeatable: bool = False  # may be recomputed for its backward
     function: type[torch.autograd.Function] | None = None  # the custom function that it is, if no submodule
     talks: bool = False  # runs collectives, which other ranks join once in each step
     takes_no_hooks: bool = False  # differentiates by torch.func, and saves past hooks for saved tensors
@@ -170,7 +170,7 @@ class OpaqueCall(Opaque):
 
     @property
     def runs_once(self) -> bool:  # type: ignore[override]
-        """Whether it must not be called again."""
+        """Whether it must not be recomputed."""
         return not self.repeatable
 
     @property

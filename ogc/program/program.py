@@ -108,7 +108,7 @@ class Program:
     bindings: dict[tuple[int, Any], str] = field(default_factory=dict)
     guards: Guards | None = None  # what Python read out of tensors, if anything
     parse_graph: Any = None  # the function that made the graph by hand, if one did
-    rest: AfterForward = field(default_factory=AfterForward)  # how the caller goes on
+    after_forward: AfterForward = field(default_factory=AfterForward)  # how the caller goes on
     # what Python read outside of tensors; the program holds where that is the same
     reads: Reads = field(default_factory=Reads)
     # what is read in a first call, run plain, that settles what all others read, if there is one

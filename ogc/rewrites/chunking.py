@@ -156,7 +156,7 @@ def _ends(sizes: Sequence[float], start: int, stop: int) -> list[int]:
 def _trimmed(nodes: Sequence[torch.fx.Node], first: int, last: int) -> RegionEnds | None:
     """Without an operation at its start that writes to what it is given, and heavy ones at its end.
 
-    Those need not be run again for their own backward, but would be. One operation and views are worth no chunks.
+    Those need not be recomputed for their own backward, but would be. One operation and views are worth no chunks.
     """
     while first < last and schema_of(nodes[first].target).is_mutable:
         first += 1

@@ -98,7 +98,7 @@ class Step:
         return Frame(self.codes[number], self, parent)
 
     def mark_returned(self, operation: int, result: Any) -> None:
-        """Note what an opaque module returned that is called again."""
+        """Note what an opaque module returned that is recomputed."""
         self.returned[operation] = Marks.of(tensor_leaves(result))
 
     def remember_random(self, operation: int) -> None:
@@ -133,7 +133,7 @@ class Frame:
         self.awaited: list[Frame] = []  # the runs that have to make them again
         self.versions_of_bound: list[int] = []
         self.slots: dict[Any, torch.Tensor] = {}
-        self.calls: dict[int, RepeatedCall] = {}  # of opaque modules that are called again, by operation
+        self.calls: dict[int, RepeatedCall] = {}  # of opaque modules that are recomputed, by operation
         self.expected = iter(code.slots)  # of the tensors that autograd will save
         self.is_done = False
 
@@ -276,7 +276,7 @@ class Frame:
         stays: list[torch.Tensor],
         results: Sequence[int],
     ) -> Any:
-        """Call an opaque module that is called again for its backward, and release what it saves.
+        """Call an opaque module that is recomputed for its backward, and release what it saves.
 
         Its arguments in ``stays`` and its results with the numbers ``results`` stay in memory anyway.
         """
@@ -288,10 +288,10 @@ class Frame:
         call.drop(self, [*stays, *own, *(made[n] for n in results)], made)
         return result
 
-    def call_again(
+    def recompute(
         self, operation: int, opaque: OpaqueCall, module: torch.nn.Module | None, given: list[torch.Tensor]
     ) -> Any:
-        """Call an opaque module again, for the slots of what it saved if its backward waits for this run."""
+        """Recompute an opaque module, for the slots of what it saved if its backward waits for this run."""
         again = RepeatedCall(operation, opaque)
         result = again.run(module, given)
         made = tensor_leaves(result)

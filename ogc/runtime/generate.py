@@ -92,7 +92,7 @@ class _ForwardWriter:
         return _function(f"forward({', '.join(['step', *placeholders, *self.layout.bound])})", lines)
 
     def _segment(self, start: int, stop: int, number: int) -> list[str]:
-        lines = [f"# operations {start}-{stop - 1}" + (f", run again in run {number}" if number else "")]
+        lines = [f"# operations {start}-{stop - 1}" + (f", recomputed in run {number}" if number else "")]
         for n in self.opened.get(start, []):
             parent = self.layout.schedule.runs[n].parent
             lines.append(f"frame_{n} = step.open({n}{f', frame_{parent}' if parent else ''})")
@@ -120,7 +120,7 @@ class _ForwardWriter:
         return [f"step.remember_random({t})", *lines] if t in self.draws else lines
 
     def _repeated(self, t: int, number: int) -> str:
-        """The statement that calls an opaque module which the run calls again."""
+        """The statement that calls an opaque module which the run recomputes."""
         node = self.layout.operations[t]
         given = cast(list[torch.fx.Node], node.args[1])
         stays = [one for one in given if self.layout.stays(number, one)]
@@ -166,7 +166,7 @@ class _RunWriter:
             t = self.layout.position[node]
             text = view_of(node) or self.layout.write(self.number, t)
             if self.layout.is_repeated(self.number, t):
-                text = f"{node.name} = frame.call_again({t}, {call_of(node)})"
+                text = f"{node.name} = frame.recompute({t}, {call_of(node)})"
             frees = let_go(freed.get(node, []))
             if t in self.layout.program.random and t in self.run.program:
                 text, frees = f"with frame.random({t}):\n        {text}", frees.replace("; ", "\n    ", 1)

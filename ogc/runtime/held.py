@@ -292,7 +292,7 @@ class RepeatedCall:
 
     def changed(self) -> ReplayError:
         return ReplayError(
-            f"the opaque module {self.opaque.module} saved or returned something else when it was called again for its "
+            f"the opaque module {self.opaque.module} saved or returned something else when it was recomputed for its "
             "backward: it depends on more than its arguments, its parameters and torch's random state, or not all "
             "of its kernels are deterministic. Take it out of recompute_opaque, or set these to False"
         )

@@ -243,7 +243,7 @@ class Runner:
         if device.type not in CHOOSES_ALGORITHMS or settings == without_benchmark(settings):
             return settings
         self._tell(
-            "torch.backends.cudnn.benchmark is on, which may choose other algorithms where operations run again: what "
+            "torch.backends.cudnn.benchmark is on, which may choose other algorithms in a recomputation: what "
             "is planned runs without it. Its numbers are those of the plain model without it"
         )
         return without_benchmark(settings)

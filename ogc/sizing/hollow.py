@@ -69,19 +69,19 @@ def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | N
     step = _HollowStep(model, graph, plan, gpu_of(device, gpu))
     with step.inside():
         output = step.forward()
-        start = _start(output, graph.program.rest)
-        if not graph.program.rest.holds_outputs:
+        start = _start(output, graph.program.after_forward)
+        if not graph.program.after_forward.holds_outputs:
             del output
     step.on_another_thread(start.backward)
     return HollowRun(step.allocations.peak, step.allocations.operator)
 
 
-def _start(output: Any, rest: AfterForward) -> torch.Tensor:
+def _start(output: Any, after_forward: AfterForward) -> torch.Tensor:
     """Where the backward starts."""
-    if callable(rest.loss):
-        return rest.loss(output)
+    if callable(after_forward.loss):
+        return after_forward.loss(output)
     tensors = tensor_leaves(output)
-    losses = losses_among(output, tensors, [t.requires_grad for t in tensors]) if rest.loss is None else []
+    losses = losses_among(output, tensors, [t.requires_grad for t in tensors]) if after_forward.loss is None else []
     if len(losses) == 1:
         return tensors[losses[0]]
     return torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum()

@@ -69,7 +69,7 @@ class OtherSizes:
             raise ParseError("opaque modules are not called without content")
         if self.program.parse_graph is not None:
             raise ParseError("a graph made by hand is not made anew")
-        if self.program.rest.outputs != "all":
+        if self.program.after_forward.outputs != "all":
             raise ParseError("the plain model has outputs that are not in the graph")
         self.home = torch.device("cpu")
 
@@ -81,7 +81,7 @@ class OtherSizes:
         sample = self._sample(sample_input)
         with untouched(*modules_of(loss), given=sample.spec.constants):
             traced = _recorded(sample, None, OpaqueModules(self.model, ()))
-            traced = with_step_end(sample, traced, replace(self.program.rest, loss=loss), _recorded)
+            traced = with_step_end(sample, traced, replace(self.program.after_forward, loss=loss), _recorded)
         return without_content(traced)
 
     @collecting_new_only()
@@ -142,7 +142,7 @@ def to_be_run(graph: Graph, recorded: Traced, loss: Loss | None) -> Graph:
     program: Program = graph.program
     constants = {name: recorded.constants[name] for name in program.constants}
     found = replace(program, constants=constants, guards=recorded.guards, reads=recorded.reads)
-    return replace(graph, program=replace(found, rest=replace(program.rest, loss=loss)))
+    return replace(graph, program=replace(found, after_forward=replace(program.after_forward, loss=loss)))
 
 
 def without_content(traced: Traced) -> Traced:

@@ -361,4 +361,4 @@ class OuterLevel:
         if mode == RECOMPUTED and self.table is not None and room < self.at_once[j, i]:
             return self.table.segment(i, j, room)
         kept = (v for v, producer in self.kept_values[mode] if start <= producer < stop)
-        return recomputed(start, stop, kept=kept)
+        return recomputed(start, stop, saved_values=kept)

@@ -138,14 +138,14 @@ def without_forbidden(graph: Graph, segments: Iterable[Segment]) -> tuple[Segmen
     """The segments, with the parts of a recomputed one in its place where it must not be recomputed."""
     found: list[Segment] = []
     for segment in segments:
-        if segment.parts and not _may_run_again(graph, segment):
+        if segment.parts and not _may_be_recomputed(graph, segment):
             found += without_forbidden(graph, segment.parts)
         else:
             found.append(segment)
     return tuple(found)
 
 
-def _may_run_again(graph: Graph, segment: Segment) -> bool:
+def _may_be_recomputed(graph: Graph, segment: Segment) -> bool:
     if all(op.replayable for op in graph.operations[segment.start : segment.stop]):
         return True
     around = (saved(0, segment.start), segment, saved(segment.stop, len(graph)))

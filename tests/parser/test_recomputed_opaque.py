@@ -1,4 +1,4 @@
-"""Leaves that the user calls repeatable are called again for their backward, and every such call is verified."""
+"""Opaque modules that the user lets be recomputed are, and every such call is verified."""
 
 import gc
 import json
@@ -44,10 +44,10 @@ CALLED_ONCE = {
 
 
 def called_again(optimised):
-    return "frame.call_again(" in optimised.code
+    return "frame.recompute(" in optimised.code
 
 
-def plans_that_call_again(model, graph, count):
+def plans_that_recompute_it(model, graph, count):
     """Random plans, as modules, that call an opaque module again."""
     rng, found = random.Random(5), []
     while len(found) < count:
@@ -68,8 +68,8 @@ def test_training_is_bitwise_the_plain_models(name, twice, caplog):
         assert f"cannot recompute these opaque modules: body.0.1 ({CALLED_ONCE[name]})" in caplog.text
     elif name != "checkpoint":  # which is no opaque module
         assert all(op.replayable for op in opaque_calls(graph))
-        assert "again for their backward" not in caplog.text
-        for optimised in plans_that_call_again(model, graph, 8):
+        assert "never recomputes" not in caplog.text
+        for optimised in plans_that_recompute_it(model, graph, 8):
             assert_same_training(model, optimised, (X,), steps=2)
 
 
@@ -149,7 +149,7 @@ def test_results_that_stay_in_memory_are_not_made_twice():
 def test_arguments_and_results_may_be_nested():
     model = TakesPytrees()
     graph = ogc.parse(model, X, opaque_modules=[Pytrees], recompute_opaque=["part"])
-    for optimised in plans_that_call_again(model, graph, 4):
+    for optimised in plans_that_recompute_it(model, graph, 4):
         assert_same_training(model, optimised, (X,))
 
 
@@ -157,7 +157,7 @@ def test_double_backward_and_a_graph_that_is_kept():
     model = Net(Branch())
     x = X.clone().requires_grad_()
     graph = ogc.parse(model, x, recompute_opaque=True)
-    for optimised in plans_that_call_again(model, graph, 4):
+    for optimised in plans_that_recompute_it(model, graph, 4):
         assert_same_higher_gradients(model, optimised, x)
 
 
@@ -221,7 +221,7 @@ class SkipsByChance(nn.Module):
 def test_opaque_modules_that_draw_torchs_random_numbers_are_called_again_unasked(make, caplog):
     model = Net(make())
     optimised = wholly(model, X)
-    assert called_again(optimised) and "never again" not in caplog.text
+    assert called_again(optimised) and "never recomputes" not in caplog.text
     assert_same_training(model, optimised, (X,), steps=8)
     loss = loss_of(optimised(X))
     weights = [model.first[0].weight, model.body[0][0].weight]
@@ -243,7 +243,7 @@ def test_autocast_and_no_grad_around_an_opaque_module(inside):
     model = Within(Branch())
     graph = ogc.parse(model, X, recompute_opaque=True)
     assert_same_training(model, wholly(model, X, recompute_opaque=True), (X,))
-    for optimised in plans_that_call_again(model, graph, 3):
+    for optimised in plans_that_recompute_it(model, graph, 3):
         assert_same_training(model, optimised, (X,), steps=2)
 
 
@@ -302,7 +302,7 @@ def test_a_call_that_differs_from_the_first_is_an_error(on, change):
     loss = loss_of(optimised(X))
     outside(**change)
     with pytest.raises(
-        ReplayError, match=r"opaque module body.0.1 saved or returned something else when it was called"
+        ReplayError, match=r"opaque module body.0.1 saved or returned something else when it was recomputed"
     ):
         loss.backward()
 
@@ -380,7 +380,7 @@ def test_a_second_call_that_computes_something_else_is_seen(monkeypatch, caplog)
     model = Net(nn.Sequential(nn.Tanh(), nn.Linear(6, 6), Leans("scale")))
     graph = ogc.parse(model, X, opaque_modules=[Leans], recompute_opaque=[Leans])
     assert not any(op.replayable for op in opaque_calls(graph))
-    assert "computes something else when it is called again" in caplog.text
+    assert "computes something else when it is recomputed" in caplog.text
 
 
 def test_an_opaque_module_that_returns_a_view_is_called_once(caplog):
@@ -455,7 +455,7 @@ def test_the_allocator_agrees_on_random_plans(profile):
     model.opaque[0][0] = nn.GroupNorm(2, 16)
     graph = ogc.parse(model, x, profile=profile, opaque_modules=["opaque"], recompute_opaque=["opaque"])
     assert [op.replayable for op in opaque_calls(graph)] == [True]
-    for optimised in plans_that_call_again(model, graph, 6):
+    for optimised in plans_that_recompute_it(model, graph, 6):
         assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.03)
 
 

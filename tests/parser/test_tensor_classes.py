@@ -222,7 +222,7 @@ def test_what_they_hold_and_take_is_promised(name, again):
 @pytest.mark.full
 @quiet
 @pytest.mark.parametrize("make", [lambda width: Jagged(), JaggedNorm])
-def test_jagged_leaves_are_called_again(make):
+def test_jagged_tensors_in_opaque_modules_are_recomputed(make):
     torch.manual_seed(0)
     model, x = Stack(make), torch.randn(16, 16, 32)
     once, again = (ogc.optimize(model, x, recompute_opaque=repeatable) for repeatable in (False, None))

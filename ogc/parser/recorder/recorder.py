@@ -152,7 +152,7 @@ class Recorder:
 
     @contextmanager
     def _in_operator(self) -> Iterator[None]:
-        """What Python reads inside, a kernel reads: it will again where the operator runs again."""
+        """What Python reads inside, a kernel reads: it will again where the operator is recomputed."""
         before, self.is_in_operator = self.is_in_operator, True
         try:
             yield
