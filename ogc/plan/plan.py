@@ -198,7 +198,7 @@ class Plan:
         )
         known = self.graph is not None
         rows = [*_rows(Schedule(self._known_graph, self.decisions), self.segments)] if known else []
-        texts = [table(["segment", "operations", "modules", "mode", "kept MB", "recomputed"], rows)]
+        texts = [table(["segment", "operations", "modules", "mode", "saved MB", "recomputed"], rows)]
         if known and self.low_memory:
             header = ["low-memory", "operator", "module", "what PyTorch's own would take MB", "of a peak of", "ms more"]
             texts.append(table(header, [*_low_memory_rows(self._known_graph, self.decisions)]))

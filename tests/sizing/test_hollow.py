@@ -132,7 +132,7 @@ def test_a_loss_that_fails_in_the_backward_raises_here():
     graph = ogc.parse(model, torch.zeros(4, 8), device="cuda", profile="estimate", loss=lambda y: y.sum())
     plan = ogc.solve(graph, solver="none")
     after_forward = replace(graph.program.after_forward, loss=Fails.apply)
-    object.__setattr__(graph.program, "rest", after_forward)
+    object.__setattr__(graph.program, "after_forward", after_forward)
     with pytest.raises(ValueError, match="not today"):
         hollow_run(model, graph, plan)
 

@@ -128,7 +128,7 @@ class Memory:
         crossing = {v for s in segments[1:] for v in graph.boundary(s.start)}
         in_saved = {t for s in segments if not s.recompute for t in range(s.start, s.stop)}
         saved = {v for v, t in enumerate(graph.producers) if t in in_saved and graph.first_savers[v] < len(graph)}
-        self.kept = crossing.union(saved, *(s.saved_values for s in segments))  # outlives the forward
+        self.kept = crossing.union(saved, *(s.kept for s in segments))  # outlives the forward
 
     def forward(self, number: int) -> None:
         graph, segment = self.graph, self.segments[number]
@@ -138,7 +138,7 @@ class Memory:
             if op.takes_over is not None and op.takes_over not in self.kept:
                 self.live.discard(op.takes_over)
             self._record(op.internal_bytes + op.scratch_bytes)
-            if not segment.recompute or keeps_internals(graph, t, segment.saved_values):
+            if not segment.recompute or keeps_internals(graph, t, segment.kept):
                 self.internals[t] = op.internal_bytes
             self.live = {v for v in self.live if graph.last_uses[v] > t or v in self.kept}
 
@@ -152,7 +152,7 @@ class Memory:
                 self._record(max(graph.operations[t].backward_bytes, graph.operations[t].late_bytes) - over)
             over += self.internals.get(t, 0)
         read = {v for t in segment.program for v in graph.operations[t].reads}
-        for v in segment.saved_values - read:  # only saved, by those operations
+        for v in segment.kept - read:  # only saved, by those operations
             outlives = graph.values[v].is_output or graph.last_uses[v] >= segment.stop
             if not outlives and graph.producers[v] >= asking and graph.first_savers[v] > asking:
                 over += graph.values[v].bytes
@@ -164,7 +164,7 @@ class Memory:
             if op.takes_over is not None:
                 self.remade.discard(op.takes_over)
             self._record(extra + op.internal_bytes + op.scratch_bytes)
-            if not keeps_internals(graph, t, segment.saved_values):
+            if not keeps_internals(graph, t, segment.kept):
                 self.internals[t] = op.internal_bytes
             self.remade = {v for v in self.remade if last_needed.get(v, -1) > t}
         self.live |= self.remade
@@ -177,7 +177,7 @@ class Memory:
             (
                 t
                 for t in range(segment.start, segment.stop)
-                if (graph.operations[t].internal_bytes and not keeps_internals(graph, t, segment.saved_values))
+                if (graph.operations[t].internal_bytes and not keeps_internals(graph, t, segment.kept))
                 or any(
                     graph.producers[v] >= segment.start and v not in segment.retained for v in graph.operations[t].saves
                 )

@@ -377,11 +377,11 @@ def test_a_value_that_is_remade_is_not_there_between_its_uses():
     segments = [recomputed(0, 2), recomputed(2, 4), saved(4, 6)]
     assert [run.program for run in Schedule(graph, Decisions.of(segments)).runs[1:]] == [(2,), (0,)]
     assert [run.program for run in Schedule(graph, Decisions.of(segments).recomputing([1])).runs[1:]] == [(1, 2), (0,)]
-    kept, recomputed_values = simulate(graph, segments), simulate(graph, Decisions.of(segments).recomputing([1]))
+    kept, dropped = simulate(graph, segments), simulate(graph, Decisions.of(segments).recomputing([1]))
     # Value 1 is gone after operation 3, and value 0 stays in its place, from which it is made again.
     assert [event.bytes for event in kept.timeline[:6]] == [1, 10, 10, 11, 18, 26]
-    assert [event.bytes for event in recomputed_values.timeline[:6]] == [1, 10, 11, 12, 10, 18]
-    assert recomputed_values.recomputed_seconds == kept.recomputed_seconds + graph.operations[1].forward_seconds
+    assert [event.bytes for event in dropped.timeline[:6]] == [1, 10, 11, 12, 10, 18]
+    assert dropped.recomputed_seconds == kept.recomputed_seconds + graph.operations[1].forward_seconds
 
 
 def test_a_uniform_chain_needs_about_the_square_root():
