@@ -45,8 +45,8 @@ def without() -> Iterator[tuple[str, AbstractContextManager[Any]]]:
     """Names of the parts and what leaves them out."""
     yield "nothing", nullcontext()
     yield "nested plans", patch.object(search.CutSearch, "_table", lambda *_: None)
-    yield "kept values", patch.object(search, "worth_keeping", lambda graph: [])
-    yield "remade values", patch.object(candidates, "DROP_SIMULATIONS", 0)
+    yield "saved values", patch.object(search, "worth_keeping", lambda graph: [])
+    yield "recomputed values", patch.object(candidates, "DROP_SIMULATIONS", 0)
 
 
 def add_rows(name: str, results: Results) -> None:

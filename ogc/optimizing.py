@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from .checking.check import check_two_steps
-from .errors import InputError
+from .errors import InputError, optional
 from .in_parts import PartsPlan
-from .optional import optional
-from .parser import Loss, OpaqueModules, ParseGraph
+from .parser import Loss, NamesAndTypes, ParseGraph
 from .parser.arguments import call_arguments, check_model
 from .parser.loss import modules_of, tensors_of
 from .plan.plan import Plan
 from .plan.saving import SavedPlan
 from .planned import Planning
-from .planning.stored import Store, saved_plan
+from .planning import Store, saved_plan
 from .program.program import Optimizer, device_of_model
 from .program.structures import Call
 from .runtime.module import OWN_PLAN, TARGETS, with_loss
@@ -48,8 +47,8 @@ def optimize(
     profile: str = "auto",
     chunks: int = 1,
     compile: bool | str = False,
-    opaque_modules: OpaqueModules = (),
-    recompute_opaque: OpaqueModules | bool | None = None,
+    opaque_modules: NamesAndTypes = (),
+    recompute_opaque: NamesAndTypes | bool | None = None,
     plan: str | PathLike[str] | Plan | PartsPlan | SavedPlan | None = None,
     cache_dir: str | PathLike[str] | None = None,
     verify: bool = False,
@@ -86,7 +85,7 @@ def optimize(
         compile: run the regions between the cuts of the plan as torch.compile makes them, with its backend
             ``"inductor"`` or the one named. Results then differ from the plain model's by rounding.
         opaque_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
-        recompute_opaque: names and types of submodules such that leaves in them may be called again for their
+        recompute_opaque: names and types of submodules such that opaque modules in them may be recomputed for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
         plan: a file that ``result.plan.save(path)`` wrote, or such a plan, to start from without a search. It has to
             fit the model and the sample input. One that does not keep the goal here is told in the log, and made anew.
@@ -100,7 +99,7 @@ def optimize(
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
         ``result.plan``. For inputs of other sizes it is reused where the model computes the same
         program for them; calls that differ otherwise (types, flags, autocast) are planned for when they
-        come, by the same goal. Where the model's own forward cannot be represented, or leaves hold much of the
+        come, by the same goal. Where the model's own forward cannot be represented, or opaque modules hold much of the
         memory, its submodules are planned instead, and ``result.plan`` is an :class:`ogc.PartsPlan`.
         Eval mode and ``torch.no_grad()`` run the original forward. Outputs,
         gradients, buffers and the random stream are bitwise those of the plain model, unless the batch is

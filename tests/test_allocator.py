@@ -151,7 +151,7 @@ def test_gradients_that_share_storage_are_as_simulated():
 
 def random_plan(graph, seed):
     rng = random.Random(seed)
-    return ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
+    return ogc.make_plan(graph, random_tree(graph, rng), recomputed_values=random_values(graph, rng))
 
 
 @pytest.mark.full
@@ -182,7 +182,7 @@ def test_a_segment_that_keeps_a_result_keeps_what_its_operator_saved(part, profi
     graph = ogc.parse(model, x, profile=profile)
     place = next(t for t, op in enumerate(graph.operations) if part in op.target)
     assert graph.operations[place].internal_bytes and not graph.keeps_internals[place]
-    plan = ogc.make_plan(graph, [ogc.recomputed(0, len(graph), kept=graph.operations[place].writes)])
+    plan = ogc.make_plan(graph, [ogc.recomputed(0, len(graph), saved_values=graph.operations[place].writes)])
     assert plan.recomputed_seconds <= sum(graph.repeat_seconds) - graph.repeat_seconds[place]
     optimised = ogc.apply(model, graph, plan)
     assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.01)

@@ -19,7 +19,7 @@ import ogc
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """Thousands of warnings, of leaves and of models too small to save anything in, would hide a failure's text."""
+    """Thousands of warnings, of opaque modules and of models too small to save in, would hide a failure's text."""
     logger = logging.getLogger("ogc")
     logger.setLevel(logging.ERROR)
     yield

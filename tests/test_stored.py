@@ -469,6 +469,6 @@ def test_times_are_no_part_of_what_is_looked_for(tmp_path, unsolved, monkeypatch
 def test_the_log_says_where_a_plan_is_from(tmp_path, caplog, kind):
     model, given, goal = model_of(kind)
     ogc.optimize(model, given, cache_dir=tmp_path, **goal)
-    with caplog.at_level(logging.INFO, "ogc.planning.stored"):
+    with caplog.at_level(logging.INFO, "ogc.planning"):
         ogc.optimize(model, given, cache_dir=tmp_path, **goal)
     assert "the plan is that of" in caplog.text

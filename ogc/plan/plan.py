@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, PlanError
+from ..errors import InputError, PlanError, optional
 from ..graph import MIB, Graph, fold, price, table
-from ..optional import optional
 from .decisions import Decisions, Segment, saved
 from .saving import WHOLE, Fingerprint, SavedDecisions, SavedPlan, saved_decisions, torch_version
 from .schedule import Schedule
@@ -62,9 +61,9 @@ class Plan:
         return self.decisions.segments
 
     @property
-    def remade(self) -> tuple[int, ...]:
+    def recomputed_values(self) -> tuple[int, ...]:
         """The values that are not saved where they cross a cut, but recomputed for what needs them later."""
-        return self.decisions.remade
+        return self.decisions.recomputed_values
 
     @property
     def is_plain(self) -> bool:
@@ -205,7 +204,7 @@ class Plan:
         known = self.graph is not None
         blocks = [*_blocks(Schedule(self._known_graph, self.decisions), self.segments)] if known else []
         rows = [row for stretch, times in fold(blocks, _look) for row in _rows(stretch, times)]
-        texts = [self.summary, table(["segment", "operations", "modules", "mode", "kept MiB", "recomputed"], rows)]
+        texts = [self.summary, table(["segment", "operations", "modules", "mode", "saved MiB", "recomputed"], rows)]
         if known and self.low_memory:
             header = [
                 "low-memory",
@@ -319,7 +318,7 @@ def make_plan(
     decisions: Decisions | Iterable[Segment],
     solver: str = "by hand",
     *,
-    remade: Iterable[int] = (),
+    recomputed_values: Iterable[int] = (),
     low_memory: Iterable[int] = (),
 ) -> Plan:
     """The plan of given decisions, weighed by the simulator.
@@ -329,7 +328,7 @@ def make_plan(
         decisions: or segments alone, which cover the operations in order; see :func:`ogc.saved` and
             :func:`ogc.recomputed`.
         solver: the name of what chose them.
-        remade: values that are not kept where they cross a cut either.
+        recomputed_values: values that are not saved where they cross a cut either.
         low_memory: operations to run as their low-memory variant, as far as they have one, besides those of
             ``decisions``; see :attr:`ogc.Graph.low_memory`.
 
@@ -337,7 +336,7 @@ def make_plan(
         PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
             that must not.
     """
-    decided = Decisions.of(decisions).remaking(remade)
+    decided = Decisions.of(decisions).recomputing(recomputed_values)
     decided = replace(decided, low_memory=tuple(sorted({*decided.low_memory, *low_memory})), is_plain=False)
     return plain_plan(graph).deciding(decided, solver)
 

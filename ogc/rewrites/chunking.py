@@ -156,7 +156,7 @@ def _ends(sizes: Sequence[float], start: int, stop: int) -> list[int]:
 def _trimmed(nodes: Sequence[torch.fx.Node], first: int, last: int) -> RegionEnds | None:
     """Without an operation at its start that writes to what it is given, and heavy ones at its end.
 
-    Those need not be run again for their own backward, but would be. One operation and views are worth no chunks.
+    Those need not be recomputed for their own backward, but would be. One operation and views are worth no chunks.
     """
     while first < last and schema_of(nodes[first].target).is_mutable:
         first += 1
@@ -247,8 +247,8 @@ def chunked_along(
     **parsing: Any,
 ) -> Graph:
     """The graph with these regions in chunks; raises InputError where it has no such region."""
-    leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
-    given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "opaque_modules": leaves, **parsing}
+    opaque = {op.module for op in graph.operations[: graph.end] if op.target.startswith("opaque ")}
+    given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "opaque_modules": opaque, **parsing}
     chunked = parse(model, sample_input, rewrite=Chunks(regions, chunks), **given)
     return replace(chunked, chunks=chunks, chunked=regions, unchunked=replace(graph, program=None))
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..parser import Loss
 from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
+from ..process import collecting_new_only
 from ..solver import LEAST, LEAST_PEAK, Budget, Goal, optimal, solve
 from .graphs import SIZES, Graphs
 from .needs import Estimate, Optimizer, activation_budget, device_bytes, fits, fixed_needs, made_within, used_bytes

@@ -15,16 +15,15 @@ from functools import cached_property
 
 import numpy as np
 
-from ..during_step import progress
 from ..graph import Graph, Operation
 from ..plan.decisions import Decisions, Segment
 from ..plan.fast import Replay
 from ..plan.simulate import lower_bound, simulate
+from ..process import progress
 from .candidates import Candidate, drop_one_by_one, finest, front_of, selective, weigh, worth_keeping
 from .costs import Costs, Ints, SegmentCosts
 from .cuts import alike, choose_grids, distinct, narrowest
-from .nested import NestedTable
-from .outer_level import OuterLevel
+from .levels import NestedTable, OuterLevel
 from .paths import LABELS, NEAR_ENOUGH, SLACK
 
 LEVELS = 160

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
 from ..graph import MIB, Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
+from ..process import collecting_new_only
 from .goal import FAIR_OVERHEAD, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
 from .references import REFERENCES
 from .search import fair, search_of
@@ -88,7 +88,7 @@ def _check_graph(graph: Any) -> None:
 def optimal(graph: Graph, goal: Goal) -> Plan:
     """The plan that is asked for, with the least peak that any has in :attr:`ogc.Plan.floor` where nothing is.
 
-    Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.nested`). For a goal, one that
+    Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.levels`). For a goal, one that
     is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.candidates`).
 
     Raises:

@@ -351,9 +351,9 @@ def test_the_plan_shows_parts_and_what_stays_plain(caplog):
 
 def test_equal_blocks_are_parsed_once(monkeypatch):
     seen = []
-    original = ogc.in_parts.options.parse
+    original = ogc.in_parts.plan.parse
     monkeypatch.setattr(
-        ogc.in_parts.options, "parse", lambda module, *a, **k: seen.append(module) or original(module, *a, **k)
+        ogc.in_parts.plan, "parse", lambda module, *a, **k: seen.append(module) or original(module, *a, **k)
     )
     ogc.optimize(Tower(8), rows(), memory_budget="least")
     assert sum(isinstance(module, Block) for module in seen) == 1
@@ -712,7 +712,7 @@ def test_other_solvers_plan_each_part(solver):
 
 
 @pytest.mark.full
-def test_leaves_in_parts_and_parts_that_are_asked_to_stay():
+def test_opaque_modules_in_parts_and_parts_that_are_asked_to_stay():
     class Branches(Block):
         def forward(self, x):
             return self.choose(super().forward(x))
@@ -733,14 +733,14 @@ def test_leaves_in_parts_and_parts_that_are_asked_to_stay():
     model, given = Tower(), rows()
     model.blocks = nn.ModuleList(Branches() for _ in range(4))
     optimised = ogc.optimize(model, given, memory_budget="least")
-    assert optimised.plan.parts[0].leaves == ("blocks.0.choose",)
+    assert optimised.plan.parts[0].opaque_modules == ("blocks.0.choose",)
     assert_same_training(model, optimised, given)
     optimised = ogc.optimize(
         model, given, opaque_modules=["blocks.0", "blocks.1.up"], recompute_opaque=["blocks.2"], memory_budget="least"
     )
     assert "blocks.0" not in optimised.graph
     assert "was asked to be called as it is" in str(optimised.plan)
-    assert optimised.plan.parts[0].leaves == ("blocks.1.up", "blocks.1.choose")
+    assert optimised.plan.parts[0].opaque_modules == ("blocks.1.up", "blocks.1.choose")
     assert_same_training(model, optimised, given)
     with pytest.raises(ParseError, match="Nothing in it can be planned either"):
         ogc.optimize(model, given, opaque_modules=[Chooses, Branches], memory_budget="least")
@@ -922,7 +922,7 @@ def test_a_part_that_sets_attributes_of_others_is_none():
     assert_same_training(model, optimised, given)
 
 
-def test_what_a_leaf_in_a_part_leaves_behind_is_there():
+def test_what_an_opaque_module_in_a_part_leaves_behind_is_there():
     class Leaves(nn.Module):
         def __init__(self):
             super().__init__()
@@ -949,7 +949,7 @@ def test_what_a_leaf_in_a_part_leaves_behind_is_there():
 
 
 class Routes(nn.Module):
-    """Sends rows on by its data, so that as a leaf it keeps all that its experts save."""
+    """Sends rows on by its data, so that as an opaque module it keeps all that its experts save."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -972,7 +972,7 @@ def routed():
 
 
 @pytest.mark.full
-def test_leaves_that_hold_most_of_the_memory_are_planned_in_parts():
+def test_opaque_modules_that_hold_most_of_the_memory_are_planned_in_parts():
     model, given = routed(), rows()
     optimised = ogc.optimize(model, given, memory_budget="least")
     assert isinstance(optimised.plan, PartsPlan)
@@ -984,7 +984,7 @@ def test_leaves_that_hold_most_of_the_memory_are_planned_in_parts():
 
 
 @pytest.mark.full
-def test_leaves_are_left_whole_where_that_is_faster_or_they_hold_little():
+def test_opaque_modules_are_left_whole_where_that_is_faster_or_they_hold_little():
     model, given = routed(), rows()
     assert isinstance(ogc.optimize(model, given, memory_budget=1.0).plan, ogc.Plan)
     least = ogc.optimize(model, given, memory_budget="least").plan.peak_bytes

@@ -63,9 +63,9 @@ def peaks_one_by_one(step, choice):
     for number, event in enumerate(step.events):
         kind, n = event.key
         if kind == CALL:
-            cost, (kept, beyond) = costs[step.calls[n]], step.kept(choice)[n]
-            assert kept == cost.kept_bytes
-            missing = max(0, step.kept(step.plain)[n][0] - (kept - beyond))
+            cost, (kept, beyond) = costs[step.calls[n]], step.saved(choice)[n]
+            assert kept == cost.saved_bytes
+            missing = max(0, step.saved(step.plain)[n][0] - (kept - beyond))
             found[number] = sum(held.values()) + cost.forward_bytes
             held[n] = kept + sum(min(again, missing) for again in step.saved_again[n])
         elif kind == BACK:
@@ -79,7 +79,7 @@ def peaks_one_by_one(step, choice):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_simulator_and_the_events_give_the_same_peak(seed):
     step = some_step(seed)
-    graph = step.graph({event.key: event.rest for event in step.events})
+    graph = step.graph({event.key: event.outside for event in step.events})
     for choice in some_choices(step, seed)[1:]:
         if not any(plan.is_plain for plan in choice):
             assert step.peak(choice) == ogc.simulate(graph, step.decisions(choice)).peak_bytes
@@ -96,7 +96,7 @@ def test_what_calls_hold_adds_up(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_of_the_graph_is_one_of_each_call_that_takes_no_more(seed):
     step = some_step(seed)
-    graph = step.graph({event.key: event.rest for event in step.events})
+    graph = step.graph({event.key: event.outside for event in step.events})
     for plan in ogc.frontier(graph).plans:
         choice = tuple(step.plan_of_call(n, plan.decisions, "by hand") for n in range(len(step.calls)))
         assert step.peak(choice) <= plan.peak_bytes

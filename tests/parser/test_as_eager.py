@@ -137,10 +137,10 @@ class MaskedInPlace(Masked):
 
 
 @pytest.mark.parametrize("make", [Masked, MaskedInPlace])
-def test_memory_that_is_assigned_past_autograd_makes_a_leaf(make):
+def test_memory_that_is_assigned_past_autograd_makes_an_opaque_module(make):
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), make(), nn.Sigmoid(), nn.Linear(6, 6))
     optimised = ogc.optimize(model, X, memory_budget="least")
-    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("opaque")] == ["2"]
     assert_same_training(model, optimised, (X,))
     with pytest.raises(ParseError, match=r"data.*test_as_eager.py:\d+"):
         ogc.parse(make(), X)
@@ -154,7 +154,7 @@ class ReadsData(nn.Linear):
 def test_memory_that_is_read_past_autograd_has_no_gradient():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), ReadsData(6, 6), nn.Sigmoid(), nn.Linear(6, 6))
     optimised = ogc.optimize(model, X, memory_budget="least")
-    assert not any(target.startswith("leaf") for target in targets(optimised.graph))
+    assert not any(target.startswith("opaque") for target in targets(optimised.graph))
     assert_same_training(model, optimised, (X,))
 
 
@@ -165,10 +165,10 @@ class ReadsStorage(nn.Linear):
         return F.linear(x, weight) + super().forward(x)
 
 
-def test_memory_that_is_reached_through_its_storage_makes_a_leaf():
+def test_memory_that_is_reached_through_its_storage_makes_an_opaque_module():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), ReadsStorage(6, 6), nn.Sigmoid(), nn.Linear(6, 6))
     optimised = ogc.optimize(model, X, memory_budget="least")
-    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("opaque")] == ["2"]
     assert_same_training(model, optimised, (X,))
     twin = copy.deepcopy(optimised)
     with torch.no_grad():
@@ -210,7 +210,7 @@ EVERYDAY = {
 def test_everyday_code_is_planned(name):
     model = Net(EVERYDAY[name])
     for optimised in (ogc.optimize(model, X, memory_budget="least"), forced(model, X)):
-        assert not any(target.startswith("leaf") for target in targets(optimised.graph))
+        assert not any(target.startswith("opaque") for target in targets(optimised.graph))
         for seed in range(2):
             assert_same_training(model, optimised, (X + seed,), steps=2)
 
@@ -268,10 +268,10 @@ def test_a_tensor_may_be_said_to_require_grad(by_method):
     assert_same_training(nn.Sequential(model), ogc.optimize(nn.Sequential(model), X, memory_budget="least"), (X,))
 
 
-def test_a_custom_function_in_the_models_own_forward_is_a_leaf_of_one_call():
+def test_a_custom_function_in_the_models_own_forward_is_an_opaque_module_of_one_call():
     model = Net(lambda x: Cube.apply(x.sin(), 3).exp())
     optimised = ogc.optimize(model, X, verify=True, memory_budget="least")
-    assert targets(optimised.graph).count("leaf Cube") == 1
+    assert targets(optimised.graph).count("opaque Cube") == 1
     assert_same_training(model, optimised, (X,))
     assert_same_training(model, forced(model, X), (X,))
     assert_same_training(model, optimised, (X[:2],), steps=1)
@@ -286,7 +286,7 @@ def test_a_function_that_was_looked_up_before_is_seen_all_the_same():
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_compiled_submodule_is_a_leaf(wrapped):
+def test_a_compiled_submodule_is_an_opaque_module(wrapped):
     torch._dynamo.reset()
     inner = nn.Sequential(nn.Linear(6, 6), nn.GELU())
     if not wrapped:
@@ -294,7 +294,7 @@ def test_a_compiled_submodule_is_a_leaf(wrapped):
     part = torch.compile(inner, backend="eager") if wrapped else inner
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), part, nn.Sigmoid(), nn.Linear(6, 6))
     optimised = forced(model, X)
-    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("opaque")] == ["2"]
     assert_same_training(model, optimised, (X,), steps=2)
 
 
@@ -482,6 +482,6 @@ def test_data_may_be_looked_at(reads_numbers):
     model, x = Shapes(reads_numbers), torch.randn(64, 32)
     optimised = ogc.optimize(model, x, profile="estimate", memory_budget="least")
     graphs = optimised.graph.values() if reads_numbers else [optimised.graph]
-    assert not any(op.target.startswith("leaf") for graph in graphs for op in graph.operations)
+    assert not any(op.target.startswith("opaque") for graph in graphs for op in graph.operations)
     assert optimised.plan.peak_bytes < optimised.plan.plain_peak_bytes
     assert_same_training(model, optimised, (x,))

@@ -172,9 +172,9 @@ def assert_same(make, backend, calls):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_code_makes_its_module_a_leaf(kind, backend):
+def test_compiled_code_makes_its_module_an_opaque_module(kind, backend):
     optimized = assert_same(lambda: Whole(kind, backend), backend, len(XS))
-    assert {op.module for op in optimized.graph.operations if op.target.startswith("leaf")} == {"1"}
+    assert {op.module for op in optimized.graph.operations if op.target.startswith("opaque")} == {"1"}
 
 
 @pytest.mark.full

@@ -68,7 +68,7 @@ def test_training_is_that_of_the_plain_model_under_any_plan(prepare):
     graph = ogc.parse(model, TOKENS)
     for seed in range(4):
         rng = random.Random(seed)
-        plan = ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
+        plan = ogc.make_plan(graph, random_tree(graph, rng), recomputed_values=random_values(graph, rng))
         assert_same_training(model, ogc.apply(model, graph, plan), (TOKENS,), steps=2)
 
 

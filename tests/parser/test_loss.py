@@ -209,7 +209,7 @@ def test_a_loss_that_no_program_can_hold_is_one_operation():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
     assert ogc.parse(model, x, loss=branching).outside
     graph = ogc.parse(model, x, loss=lambda output: Doubled.apply(output).sum())
-    assert any(op.target.startswith("leaf") for op in graph.operations[graph.end :])
+    assert any(op.target.startswith("opaque") for op in graph.operations[graph.end :])
     optimised = ogc.optimize(model, x, loss=lambda output: Doubled.apply(output).sum(), memory_budget="least")
     Doubled.apply(optimised(x)).sum().backward()
 

@@ -1,4 +1,4 @@
-"""Forwards that set torch's random state: the module that does is a leaf, and the stream goes on as in plain."""
+"""Forwards that set torch's random state: the module that does is opaque, and the stream goes on as in plain."""
 
 import copy
 
@@ -48,7 +48,7 @@ WAYS = (forks_and_seeds, forks, seeds, puts_back)
 
 
 @pytest.mark.parametrize("does", WAYS)
-def test_the_module_that_sets_it_is_a_leaf(does, caplog):
+def test_the_module_that_sets_it_is_an_opaque_module(does, caplog):
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(does if n == 2 else None) for n in range(5)))
     x = torch.randn(32, 16)

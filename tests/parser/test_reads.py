@@ -1,4 +1,4 @@
-"""Numbers that Python reads out of tensors: guards where inputs and buffers decide on them, else leaves."""
+"""Numbers that Python reads out of tensors: guards where inputs and buffers decide on them, else opaque modules."""
 
 import logging
 
@@ -210,11 +210,11 @@ NO_GUARDS = [activation, parameter, counter, chance, chance_in_place, bernoulli,
 
 @pytest.mark.full
 @pytest.mark.parametrize("read", NO_GUARDS)
-def test_what_else_decides_makes_a_leaf(read):
+def test_what_else_decides_makes_an_opaque_module(read):
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Part(read), nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6))
     optimised = ogc.optimize(model, X, memory_budget="least")
     assert optimised.graph.program.guards is None
-    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("opaque")] == ["2"]
     for _ in range(2):
         assert_same_training(model, optimised, (X,), steps=3)
         assert_same_training(model, optimised, (-X,), steps=3)

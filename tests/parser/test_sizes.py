@@ -1,4 +1,4 @@
-"""Sizes that data decide: seen whatever the operator, and a guard, or the reason for a leaf or for parts."""
+"""Sizes that data decide: seen whatever the operator, and a guard, or the reason for an opaque module or for parts."""
 
 import logging
 
@@ -166,7 +166,7 @@ def test_activations_that_decide_leave_the_model_to_its_parts(loss, caplog):
 
 
 class Hits(torch.autograd.Function):
-    """A leaf whose result is as long as there are hits."""
+    """An opaque module whose result is as long as there are hits."""
 
     @staticmethod
     def forward(ctx, x, y):
@@ -186,7 +186,7 @@ class Head(nn.Module):
         return Hits.apply(h, y).sum() / max(1, len(Hits.apply(h, y)))
 
 
-def test_a_leaf_that_gives_other_sizes_for_other_data_is_found_before_training():
+def test_an_opaque_module_that_gives_other_sizes_for_other_data_is_found_before_training():
     model = Net(Head())
     optimised = ogc.optimize(model, given(6), memory_budget="least")
     for seed, above in enumerate((6, 2, 0, 16)):
@@ -210,7 +210,7 @@ def bits(y):
 
 @pytest.mark.full
 def test_a_size_that_nobody_sees_is_found_on_other_inputs():
-    """It leaves the module to itself, a leaf."""
+    """It leaves the module to itself, an opaque module."""
     model = WithHidden()
     optimised = ogc.optimize(model, given(6), memory_budget="least")
     for seed, above in enumerate((6, 2, 16)):

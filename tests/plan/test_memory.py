@@ -392,7 +392,7 @@ class SavesSlices(nn.Module):
             return wide[:, :128].t() @ wide[:, :128]
 
 
-def test_what_comparing_the_calls_of_a_leaf_takes_counts():
+def test_what_comparing_the_calls_of_an_opaque_module_takes_counts():
     torch.manual_seed(0)
     model, inputs = nn.Sequential(nn.Linear(16, 256), SavesSlices(), nn.Linear(128, 8)), (torch.randn(256, 16),)
     graph = ogc.parse(model, inputs, opaque_modules=["1"], recompute_opaque=["1"])

@@ -365,7 +365,7 @@ def plan_of_call(optimised, x):
     plan = runner_of(optimised).entries[0].plan if variant is None else variant.plan
     graph = ogc.parse(optimised, x)
     plain = ogc.solve(graph, solver="none")
-    return plain if plan.is_plain else ogc.make_plan(graph, plan.segments, remade=plan.remade)
+    return plain if plan.is_plain else ogc.make_plan(graph, plan.segments, recomputed_values=plan.recomputed_values)
 
 
 @pytest.mark.full

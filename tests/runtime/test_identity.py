@@ -197,7 +197,7 @@ def test_attention_of_one_tensor_or_of_several():
         assert_same(model, optimised, [((x, x, x), {}), ((x, y, y), {}), ((x, y, x), {})])
 
 
-def test_attention_that_is_a_leaf():
+def test_attention_that_is_an_opaque_module():
     x, y = (torch.randn(2, 6, 8, requires_grad=True) for _ in range(2))
     model = Attends()
     optimised = ogc.optimize(copy.deepcopy(model), (x, x, x), opaque_modules=["attention"], memory_budget="least")

@@ -53,7 +53,7 @@ def test_gradients_are_those_of_the_plain_model_under_any_plan(norm, name):
     graph = ogc.parse(model, X)
     for seed in range(6):
         rng = random.Random(seed)
-        plan = ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
+        plan = ogc.make_plan(graph, random_tree(graph, rng), recomputed_values=random_values(graph, rng))
         assert_same_training(model, ogc.apply(model, graph, plan), (X,), steps=1)
 
 
@@ -80,7 +80,7 @@ class Branches(nn.Module):
 def test_views_of_norms_that_others_use(seed):
     model, rng = Branches(), random.Random(seed)
     graph = ogc.parse(model, X)
-    plan = ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
+    plan = ogc.make_plan(graph, random_tree(graph, rng), recomputed_values=random_values(graph, rng))
     assert_same_training(model, ogc.apply(model, graph, plan), (X,), steps=2)
 
 

@@ -240,11 +240,11 @@ def test_what_is_settled_in_a_first_call_costs_no_plan(written, opened):
     for _ in range(4):
         step(other, optimised)
     assert optimised.report().plain <= 1 and optimised.report().planned >= 3
-    assert not any("leaf" in op.target for op in optimised.graph.operations)
+    assert not any("opaque" in op.target for op in optimised.graph.operations)
 
 
 class Counts(nn.Module):
-    """A leaf, as it reads a number out of an activation, which it leaves for others."""
+    """An opaque module, as it reads a number out of an activation, which it leaves for others."""
 
     def __init__(self, board):
         super().__init__()
@@ -264,7 +264,7 @@ class Scales(nn.Module):
         return x * self.board["positive"]
 
 
-def test_a_module_that_reads_what_a_leaf_writes_is_one_too():
+def test_a_module_that_reads_what_an_opaque_module_writes_is_one_too():
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -273,7 +273,10 @@ def test_a_module_that_reads_what_a_leaf_writes_is_one_too():
         models.append(nn.Sequential(*layers, nn.Linear(8, 8)))
     plain, other = models
     optimised = ogc.optimize(other, IMAGES, profile="estimate", memory_budget="least")
-    assert [op.target for op in optimised.graph.operations if "leaf" in op.target] == ["leaf Counts", "leaf Scales"]
+    assert [op.target for op in optimised.graph.operations if "opaque" in op.target] == [
+        "opaque Counts",
+        "opaque Scales",
+    ]
     for scale in (1.0, -1.0, 0.5):
         for model, run in ((plain, plain), (other, optimised)):
             run(IMAGES * scale).square().mean().backward()

@@ -34,7 +34,7 @@ class Reading(TorchDispatchMode):
 
 
 class Gate(nn.Module):
-    """A leaf: its forward depends on what it computes."""
+    """An opaque module: its forward depends on what it computes."""
 
     def __init__(self):
         super().__init__()

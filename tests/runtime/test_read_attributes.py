@@ -9,7 +9,7 @@ from models import Doubled
 from torch import nn
 
 import ogc
-from ogc.torch_state.reads import Observer, WatchedReads, leaf_call
+from ogc.torch_state.reads import Observer, WatchedReads, opaque_call
 
 
 class Config:
@@ -76,7 +76,7 @@ def test_a_change_is_noticed_and_planned_for(change, opened):
 
 
 class Around(Net):
-    """Calls a custom function, which is a leaf by itself; all around it is replayed."""
+    """Calls a custom function, which is an opaque module by itself; all around it is replayed."""
 
     def forward(self, x):
         return Doubled.apply(super().forward(x)) * getattr(self, "late", 1.0)
@@ -118,16 +118,16 @@ def test_a_copy_has_attributes_of_its_own():
     assert all(map(torch.equal, step(shallow, net, x), step(net, net, x))) and shallow.plan is optimised.plan
 
 
-def watched(net, leaf=None):
-    """What is read by a forward of a net, one of whose modules may be a leaf."""
+def watched(net, opaque=None):
+    """What is read by a forward of a net, one of whose modules may be an opaque module."""
     observer = Observer(net)
     run = net.forward
-    if leaf is not None:
-        inner = net.get_submodule(leaf)
+    if opaque is not None:
+        inner = net.get_submodule(opaque)
         own = inner.forward
 
         def forward(x):
-            with leaf_call(leaf):
+            with opaque_call(opaque):
                 return own(x)
 
         inner.forward = forward
@@ -136,7 +136,7 @@ def watched(net, leaf=None):
 
 
 @pytest.mark.full
-def test_attributes_inside_leaves_are_theirs():
+def test_attributes_inside_opaque_modules_are_theirs():
     net = Net()
     known = watched(net, "drop")
     net.drop.p = 0.9

@@ -8,7 +8,7 @@ from helpers import loss_of, measured_peak, peak_bytes
 from torch import nn
 
 import ogc
-from ogc.during_step import during_step, progress
+from ogc.process import during_step, progress
 
 
 class Net(nn.Module):
@@ -162,7 +162,7 @@ def test_evaluation_is_nothing_to_tell(net, x, caplog):
 
 def test_no_progress_is_shown_during_a_step(monkeypatch):
     shown = []
-    monkeypatch.setattr("ogc.during_step.tqdm", lambda items, **options: shown.append(options["disable"]) or items)
+    monkeypatch.setattr("ogc.process.tqdm", lambda items, **options: shown.append(options["disable"]) or items)
     progress([1])
     with during_step(10):
         progress([1])

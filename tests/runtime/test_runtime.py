@@ -88,7 +88,7 @@ def test_a_result_that_only_the_backward_needs_may_be_kept():
     graph = ogc.parse(model, x)
     stop = len(graph)
     (results,) = (op.writes for op in graph.operations if op.target == "aten.max.dim")
-    plan = ogc.make_plan(graph, [ogc.recomputed(0, stop, ogc.recomputed(0, stop, kept=results))])
+    plan = ogc.make_plan(graph, [ogc.recomputed(0, stop, ogc.recomputed(0, stop, saved_values=results))])
     report = ogc.check(model, ogc.apply(model, graph, plan), x)
     assert report.ok, report
 

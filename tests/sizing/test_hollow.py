@@ -131,8 +131,8 @@ def test_a_loss_that_fails_in_the_backward_raises_here():
     model = nn.Linear(8, 8)
     graph = ogc.parse(model, torch.zeros(4, 8), device="cuda", profile="estimate", loss=lambda y: y.sum())
     plan = ogc.solve(graph, solver="none")
-    rest = replace(graph.program.rest, loss=Fails.apply)
-    object.__setattr__(graph.program, "rest", rest)
+    after_forward = replace(graph.program.after_forward, loss=Fails.apply)
+    object.__setattr__(graph.program, "after_forward", after_forward)
     with pytest.raises(ValueError, match="not today"):
         hollow_run(model, graph, plan)
 

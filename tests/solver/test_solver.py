@@ -23,8 +23,7 @@ from ogc.plan.simulate import Memory, lower_bound, plain_peak, replay, simulate
 from ogc.solver import LEAST_PEAK, search
 from ogc.solver.costs import NEVER, SegmentCosts, boundary_bytes
 from ogc.solver.cuts import CutGrid, choose_grids, distinct, narrowest
-from ogc.solver.nested import NestedTable
-from ogc.solver.outer_level import OuterLevel
+from ogc.solver.levels import NestedTable, OuterLevel
 
 SEEDS = range(500)
 
@@ -365,9 +364,9 @@ def test_whatever_is_decided_of_values_all_that_a_step_reads_is_there():
 
 
 def test_what_is_decided_around_a_segment_goes_before_what_is_decided_in_it():
-    graph, segments = chain([1] * 5), [recomputed(0, 4, kept=[1]), saved(4, 5)]
+    graph, segments = chain([1] * 5), [recomputed(0, 4, saved_values=[1]), saved(4, 5)]
     assert Schedule(graph, Decisions.of(segments)).runs[1].program == (0, 2)
-    assert Schedule(graph, Decisions.of(segments).remaking([1])).runs[1].program == (0, 1, 2)
+    assert Schedule(graph, Decisions.of(segments).recomputing([1])).runs[1].program == (0, 1, 2)
     kept = Decisions(cut_into_segments([0, 4, 5], [True, False]), ((1, Policy.SAVED),))
     assert Schedule(graph, kept).runs[1].program == (0, 2)
 
@@ -378,12 +377,12 @@ def test_a_value_that_is_remade_is_not_there_between_its_uses():
     graph = Graph((*free.operations[:3], skip, *free.operations[4:]), free.values)
     segments = [recomputed(0, 2), recomputed(2, 4), saved(4, 6)]
     assert [run.program for run in Schedule(graph, Decisions.of(segments)).runs[1:]] == [(2,), (0,)]
-    assert [run.program for run in Schedule(graph, Decisions.of(segments).remaking([1])).runs[1:]] == [(1, 2), (0,)]
-    kept, remade = simulate(graph, segments), simulate(graph, Decisions.of(segments).remaking([1]))
+    assert [run.program for run in Schedule(graph, Decisions.of(segments).recomputing([1])).runs[1:]] == [(1, 2), (0,)]
+    kept, dropped = simulate(graph, segments), simulate(graph, Decisions.of(segments).recomputing([1]))
     # Value 1 is gone after operation 3, and value 0 stays in its place, from which it is made again.
     assert [event.bytes for event in kept.timeline[:6]] == [1, 10, 10, 11, 18, 26]
-    assert [event.bytes for event in remade.timeline[:6]] == [1, 10, 11, 12, 10, 18]
-    assert remade.recomputed_seconds == kept.recomputed_seconds + graph.operations[1].forward_seconds
+    assert [event.bytes for event in dropped.timeline[:6]] == [1, 10, 11, 12, 10, 18]
+    assert dropped.recomputed_seconds == kept.recomputed_seconds + graph.operations[1].forward_seconds
 
 
 def test_a_uniform_chain_needs_about_the_square_root():
@@ -425,7 +424,7 @@ def test_a_plan_prints_its_segments():
     text = str(ogc.solve(chain([1_000_000] * 20), memory_budget="least"))
     first, header, *_, last = text.splitlines()
     assert first.startswith("peak ") and " of 19.1 MiB, +" in first
-    assert header.split() == ["segment", "operations", "modules", "mode", "kept", "MiB", "recomputed"]
+    assert header.split() == ["segment", "operations", "modules", "mode", "saved", "MiB", "recomputed"]
     assert "recomputed" in text and last.startswith("recomputation +")
 
 
@@ -478,7 +477,7 @@ def test_what_is_costly_to_make_is_kept_and_the_rest_runs_again():
     graph = Graph(operations, tuple(Value(f"v{t}", 64 if t % 2 else 8) for t in range(40)))
     plan = ogc.solve(graph, memory_budget=0.45)
     again = {t for run in Schedule(graph, plan.decisions).runs[1:] for t in run.program}
-    assert any(segment.kept for segment in plan.segments)
+    assert any(segment.saved_values for segment in plan.segments)
     assert again and all(t % 2 for t in again)
 
 
@@ -603,7 +602,7 @@ def dense_in_flops(blocks):
 def test_the_frontier_knows_what_costs_next_to_nothing_though_it_crosses_every_cut(monkeypatch):
     graph = dense_in_flops(12)
     norms = [2 * n + 1 for n in range(12)]
-    by_hand = ogc.make_plan(graph, [recomputed(*cuts) for cuts in pairwise(graph.cuts)], remade=norms)
+    by_hand = ogc.make_plan(graph, [recomputed(*cuts) for cuts in pairwise(graph.cuts)], recomputed_values=norms)
     assert by_hand.recomputed_flops == 0
 
     def is_found():
