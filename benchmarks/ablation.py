@@ -32,7 +32,7 @@ NETWORKS = {
 """Batch sizes, and sizes of the input where not the usual."""
 
 GOALS: dict[str, dict[str, Any]] = {
-    "least peak": {},
+    "least peak": {"memory_budget": "least"},
     "20% more time": {"max_overhead": 0.2},
     "5% more time": {"max_overhead": 0.05},
 }

@@ -53,7 +53,7 @@ def optimize(
     cache_dir: str | PathLike[str] | None = None,
     verify: bool = False,
 ) -> torch.nn.Module:
-    """The same model with less activation memory: the least there is, or as much less as is asked for.
+    """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.
 
     Args:
         model: any module whose forward takes and returns tensors; it stays usable and shares its
@@ -70,7 +70,9 @@ def optimize(
             With ``outputs="loss"`` each call takes its own: ``result(images, targets=labels)``.
         parse_graph: a function that returns a graph of the model made by hand; see :func:`ogc.parse`.
         memory_budget: recompute as little as possible such that the activations' peak fits: bytes, a text
-            such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
+            such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak. ``"least"``
+            asks for the least peak whatever its time. With neither goal no operation runs more than twice and a step
+            takes at most a third longer; see :func:`ogc.solve`.
         max_overhead: the least peak with at most this share of a plain step's time recomputed.
         device_memory: in place of ``memory_budget``, what the whole step may take, such as ``"24GB"``: what
             :func:`ogc.estimate` finds beside activations is taken off. On CUDA what its allocator reserves counts.

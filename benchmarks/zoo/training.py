@@ -113,7 +113,7 @@ def _ours(build: Callable[[], Subject]) -> tuple[Training, dict[str, Any]]:
     sample = _sample_of(_built(build)) if subject.part else subject.batch(0)
     original = subject.model.get_submodule(subject.part)
     start = time.perf_counter()
-    optimised = ogc.optimize(original, sample, profile="estimate")
+    optimised = ogc.optimize(original, sample, profile="estimate", memory_budget="least")
     seconds = time.perf_counter() - start
     plan: Any = optimised.plan
     graphs: Any = optimised.graph
