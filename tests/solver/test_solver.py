@@ -421,7 +421,7 @@ def test_an_operation_that_must_not_run_twice_stays_in_a_saved_segment():
 
 def test_a_plan_prints_its_segments():
     text = str(ogc.solve(chain([1_000_000] * 20)))
-    assert text.splitlines()[0].split() == ["segment", "operations", "modules", "mode", "kept", "MB", "recomputed"]
+    assert text.splitlines()[0].split() == ["segment", "operations", "modules", "mode", "saved", "MB", "recomputed"]
     assert "recomputed" in text
     assert "plain 20.0 MB" in text.splitlines()[-1]
 
