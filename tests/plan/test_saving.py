@@ -28,6 +28,15 @@ def depth(plan):
     return max(segment.depth for segment in plan.segments)
 
 
+def test_files_with_the_earlier_word_for_opaque_modules_fit():
+    graph = chain([10] * 4)
+    now, then, other = (
+        replace(graph, operations=(replace(graph.operations[0], target=f"{word} Block"), *graph.operations[1:]))
+        for word in ("opaque", "leaf", "aten.")
+    )
+    assert Fingerprint.of(now) == Fingerprint.of(then) != Fingerprint.of(other)
+
+
 @pytest.mark.parametrize("kind", ["residual", "dense", "transformer"])
 def test_random_plans_come_back_whole(kind):
     graph = graph_of(kind)
