@@ -29,7 +29,7 @@ from ..program.program import (
 )
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
-from ..solver.goal import bytes_of
+from ..solver.goal import LEAST, bytes_of
 from .allocator import AllocatorSettings, DeviceFullError
 from .optimizers import optimizer_bytes
 from .requests import MemoryPeaks, Move, WholeStep, memory_peaks, plain_moves, requests
@@ -244,7 +244,8 @@ def estimate(
         InputError, ParseError: as :func:`ogc.parse` does, and where the optimizer is none.
     """
     needs = fixed_needs(model, sample_input, optimizer, device, ddp, gradients)
-    least = solve(parse(model, sample_input, loss=loss, device=device, gradients=needs.when, **parsing))
+    graph = parse(model, sample_input, loss=loss, device=device, gradients=needs.when, **parsing)
+    least = solve(graph, memory_budget=LEAST)
     autocast = autocast_bytes(least.graph) if least.graph is not None else 0
     return replace(needs, plain=least.plain_peak_bytes, least=least, autocast=autocast)
 

@@ -92,7 +92,7 @@ def assert_as_allocated(make_case, gradients, optimizers=OPTIMIZERS):
         needs = fixed_needs(model, inputs, make, gradients=gradients)
         if needs.when not in known:
             graph = ogc.parse(model, inputs, loss=loss, gradients=needs.when, profile="estimate")
-            plain, least = ogc.solve(graph, solver="none"), ogc.solve(graph)
+            plain, least = ogc.solve(graph, solver="none"), ogc.solve(graph, memory_budget="least")
             known[needs.when] = (plain, model), (least, ogc.apply(model, graph, least))
         for plan, run in known[needs.when]:
             counted = [needs.bytes_of(plan, is_first=True), needs.bytes_of(plan)]
