@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -64,10 +64,9 @@ def with_step_end(
 
 
 def _check_gradients(given: Any) -> None:
-    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not (given >= 0 if is_number else given in ("kept", "none")):
+    if not (isinstance(given, Mapping) or (isinstance(given, str) and given in ("kept", "none"))):
         raise InputError(
-            f'gradients must be "kept", "none", or how many times its bytes a step takes that frees one, not {given!r}'
+            f'gradients must be "kept", "none", or by shape the bytes of a step that frees one, not {given!r}'
         )
 
 

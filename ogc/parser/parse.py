@@ -82,8 +82,8 @@ def parse(
         holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
         outputs: with ``"loss"`` the program returns None in the place of all tensors but the loss.
         gradients: of the parameters. ``"kept"``: they are there all the time and do not count; ``"none"``: the backward
-            makes them, and from then on they count. A number: hooks step the optimizer and free each at once, and such
-            a step takes so many times the gradient's bytes beside it.
+            makes them, and from then on they count. A dict: hooks step the optimizer and free each at once, and such a
+            step takes so many bytes for a parameter of that shape.
         parse_graph: ``parse_graph(model, *inputs)`` returns a graph made by hand, to be parsed instead of the forward:
             a ``torch.fx.Graph`` or ``GraphModule``, a ``torch.export.ExportedProgram``, an :class:`ogc.GraphBuilder`,
             or the published ``(networkx.MultiDiGraph, source, target)``. It must give bitwise what the forward gives.

@@ -5,7 +5,7 @@ The parser makes it, the runtime runs it; neither needs to know the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,9 +25,9 @@ Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 """An optimizer of a model, or a class or function that makes one of parameters."""
 
-Gradients = Literal["kept", "none"] | float
+Gradients = Literal["kept", "none"] | Mapping[tuple[int, ...], int]
 """Where parameters' gradients are: there all the time, none before the backward makes them, or gone as soon as they are
-made, as a hook steps the optimizer, which takes so many times a gradient's bytes beside it."""
+made, as a hook steps the optimizer; then by shape the bytes that such a step takes."""
 
 
 @dataclass(frozen=True)

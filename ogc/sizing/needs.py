@@ -31,7 +31,7 @@ from ..program.structures import InputSpec
 from ..solver import Budget, solve
 from ..solver.goal import LEAST, bytes_of
 from .allocator import AllocatorSettings, DeviceFullError
-from .optimizers import optimizer_bytes
+from .optimizers import alone_bytes, optimizer_bytes
 from .requests import MemoryPeaks, Move, WholeStep, memory_peaks, plain_moves, requests
 
 CACHING = {"cuda"}
@@ -147,14 +147,14 @@ class Estimate:
         left = (self.gradients if self.when == "none" else 0) if left_bytes is None else left_bytes
         first = self.fixed - self.optimizer + max(peak_bytes, left + self.first_step)
         later = self.fixed + max(peak_bytes, left + self.optimizer_step)
-        first = later if isinstance(self.when, float) else first  # as the state is made within the backward
+        first = first if isinstance(self.when, str) else later  # where the state is made within the backward
         return max(first, later) if is_first is None else (first if is_first else later)
 
     def bytes_of(self, plan: Plan, is_first: bool | None = None) -> int:
         """The same of a step by a plan; one of a model in parts knows no gradients of parameters, so all count."""
         graph = getattr(plan, "graph", None)
         if graph is None:
-            made = self.optimizer_step if isinstance(self.when, float) else 0
+            made = 0 if isinstance(self.when, str) else self.optimizer_step
             made += self.gradients if self.when == "none" else 0
             return self.with_activations(plan.peak_bytes + made, is_first=is_first)
         outputs = sum(value.bytes for value in graph.values if value.is_output)
@@ -270,7 +270,11 @@ def fixed_needs(
     sizes, buckets = [p.numel() * p.element_size() for p in trained], bucket_bytes(trained) if ddp else ()
     if ddp == "views":
         gradients = "kept"  # buckets are there throughout, and gradients are parts of them
-    when: Gradients = found.share if gradients == "freed" else "none" if gradients == "none" else "kept"
+    when: Gradients = "none" if gradients == "none" else "kept"
+    working = found.working
+    if gradients == "freed":
+        when = alone_bytes(model, optimizer, target)
+        working = max(when.values(), default=0)
     libraries, cudnn = cublas_bytes(target), cudnn_bytes(model, target)
     held = each_storage_bytes(model.parameters()), each_storage_bytes(model.buffers())
     apart = sizes if when == "kept" and ddp != "views" else ()  # else they are parts of buckets
@@ -279,7 +283,7 @@ def fixed_needs(
         buffers=sum(held[1]),
         gradients=sum(sizes) if gradients != "freed" else 0,
         optimizer=found.state,
-        optimizer_step=found.one_by_one if gradients == "freed" else found.working,
+        optimizer_step=working,
         first_step=found.first,
         when=when,
         inputs=input_bytes(sample_input),

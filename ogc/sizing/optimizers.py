@@ -28,16 +28,12 @@ class OptimizerBytes(NamedTuple):
         working: the most that a step takes beside that.
         tensors: of each tensor of the state.
         first: the most that the first step takes, which makes the state.
-        one_by_one: what a step for the largest parameter alone takes beside the state.
-        share: that over its bytes.
     """
 
     state: int = 0
     working: int = 0
     tensors: tuple[int, ...] = ()
     first: int = 0
-    one_by_one: int = 0
-    share: float = 0.0
 
 
 def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device: torch.device) -> OptimizerBytes:
@@ -53,14 +49,35 @@ def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device:
     if not any(group["params"] for group in groups):
         return OptimizerBytes()
     state, first, working = _two_steps(_on_meta(optimizer, groups, device))
-    largest, group = max(((p, group) for group in groups for p in group["params"]), key=lambda pair: pair[0].nbytes)
-    one_by_one = _two_steps(_on_meta(optimizer, [{**group, "params": [largest]}], device))[2]
     if all(group.get("fused") for group in groups):  # writes over what it holds
-        working = one_by_one = _laid_out_bytes(groups) if device.type == "cpu" else 0
+        working = _laid_out_bytes(groups) if device.type == "cpu" else 0
         first = sum(state) + working
     if optimizer.state:  # the first step is over
         first = sum(state) + working
-    return OptimizerBytes(sum(state), working, state, first, one_by_one, one_by_one / max(1, largest.nbytes))
+    return OptimizerBytes(sum(state), working, state, first)
+
+
+def alone_bytes(
+    model: torch.nn.Module, optimizer: Optimizer | None, device: torch.device
+) -> dict[tuple[int, ...], int]:
+    """By shape, the most that a step for one parameter alone takes beside the state.
+
+    Raises:
+        InputError: as above.
+    """
+    found: dict[tuple[int, ...], int] = {}
+    if optimizer is None:
+        return found
+    optimizer = _instance(model, optimizer)
+    for group in optimizer.param_groups:
+        for shape, parameter in {tuple(p.shape): p for p in group["params"]}.items():
+            one = {**group, "params": [parameter]}
+            if group.get("fused"):
+                working = _laid_out_bytes([one]) if device.type == "cpu" else 0
+            else:
+                working = _two_steps(_on_meta(optimizer, [one], device))[2]
+            found[shape] = max(working, found.get(shape, 0))
+    return found
 
 
 def _laid_out_bytes(groups: list[dict[str, Any]]) -> int:

@@ -225,7 +225,8 @@ class _Engine:
                 self.receive(receiver, gradient, self.sizes[receiver])
         self._hand_to_parameters(op, handed)
         if weights.own_gradient_bytes and self.gradients != "kept":
-            self._stay(_Gradient(self.allocate(weights.own_gradient_bytes)))
+            stepping = 0 if isinstance(self.gradients, str) else max(self.gradients.values(), default=0)
+            self._stay(_Gradient(self.allocate(weights.own_gradient_bytes)), stepping)
         first = before + weights.first_bytes
         if weights.late_bytes:
             return LiveGradients(first, max(first, early), self.most)
@@ -293,14 +294,15 @@ class _Engine:
             copied = _Gradient(self.allocate(prod(shape) * dtype.itemsize))
             self.release(gradient)
             gradient = copied
-        self._stay(gradient)
+        shape = parameter.kind[1] if parameter.kind else ()
+        self._stay(gradient, 0 if isinstance(self.gradients, str) else self.gradients.get(shape, 0))
 
-    def _stay(self, gradient: _Gradient) -> None:
+    def _stay(self, gradient: _Gradient, stepping: int) -> None:
         """A gradient is a ``.grad``, until the optimizer's step where hooks do not make that at once."""
         if isinstance(self.gradients, str):
             self.left.add(gradient.storage)
         else:
-            self.release(_Gradient(self.allocate(int(self.gradients * self.bytes[gradient.storage]))))
+            self.release(_Gradient(self.allocate(stepping)))
             self.release(gradient)
 
     def _written_over(self, incoming: dict[int, _Gradient], gradient: InputGradient) -> _Gradient | None:
