@@ -248,6 +248,19 @@ def test_a_plan_for_a_device_counts_gradients_as_they_come():
     assert memory.planned.requested == needs.least_bytes and memory.plain.requested == needs.plain_bytes
 
 
+def test_a_gradient_that_is_sparse_stays_so():
+    words, x = nn.Embedding(500, 64, sparse=True), torch.arange(96).view(4, 24)
+    graph = ogc.parse(words, x, loss=lambda y: y.tanh().sum(), gradients="none", profile="estimate")
+    assert graph.left_bytes == 96 * (8 + 64 * 4)  # of each row its number and what it is
+
+    def step():
+        output = words(x)
+        output.tanh().sum().backward()
+
+    # on a CPU the numbers are a view of what was given
+    assert ogc.solve(graph, solver="none").peak_bytes == pytest.approx(peak_bytes(step, "cpu"), abs=96 * 8)
+
+
 @pytest.mark.parametrize("given", ["all", None, True])
 def test_what_says_nothing_of_gradients_is_refused(given):
     with pytest.raises(InputError, match='gradients must be "none", "kept" or "freed"'):
