@@ -1,6 +1,7 @@
 """The largest batch that fits: proved by the simulator at its end, and by the allocator."""
 
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -152,7 +153,7 @@ class Branching(Network):
 
 @pytest.mark.full
 def test_a_program_that_depends_on_the_size_is_not_taken_for_another():
-    model, least = Branching(width=16), ogc.solve
+    model, least = Branching(width=16), partial(ogc.solve, memory_budget="least")
     for room, is_above in ((8 * 2**20, True), (2 * 2**20, False)):
         found = ogc.largest_batch(model, images, device_memory=room, gradients="kept")
         assert 0 < found.plain < found.size and (found.size > 10) == is_above
