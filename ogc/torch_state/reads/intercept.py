@@ -133,14 +133,19 @@ _OF_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 _functions: dict[int, list[weakref.ref[FunctionType]]] = {}
 """By the number of a code, which they keep alive: the functions that had it when they were last looked for."""
 
+_kept: dict[int, CodeType] = {}
+"""Codes of which the numbers are not used again: those of functions that were called while somebody looked."""
+
+_references: dict[int, int] = {}
+"""By the number of a code, the fewest references to it that were seen beside those of its known functions."""
+
 
 class CalledFunctions:
     """Tells of functions that this thread calls, once for each class of the first argument, closure and ``mode()``."""
 
     def __init__(self, told: Callable[[Called], None], mode: Callable[[], object]) -> None:
         self.told, self.mode = told, mode
-        self._codes: dict[int, CodeType] = {}  # of those that are followed
-        self._others: dict[int, CodeType] = {}  # which also keeps their numbers from being used again
+        self._others: set[int] = set()  # numbers of codes that are not followed
         self._seen: set[tuple[Any, ...]] = set()
         self._has_looked = False
         self._around: FrameType | None = None  # the frame that calls the forward
@@ -168,22 +173,24 @@ class CalledFunctions:
         if id(code) in self._others:
             return
         if not is_followed(frame.f_globals.get("__name__")):
-            self._others[id(code)] = code
+            self._others.add(id(code))
+            _kept[id(code)] = code
             return
         seen_now = frame.f_locals
         first = seen_now.get(code.co_varnames[0]) if code.co_argcount else None
         seen = id(code), type(first), self.mode(), *(id(seen_now.get(name)) for name in code.co_freevars)
         if seen not in self._seen and not _is_of_collector(frame):
-            self._codes[id(code)] = code
+            _kept[id(code)] = code
             self._seen.add(seen)
             self.told(Called(self._of(code, frame), frame.f_globals, _globals_named(code), first))
 
     def _of(self, code: CodeType, frame: FrameType) -> list[FunctionType]:
         """The functions that have a code and the closure of a call; none where the forward has made it."""
         known = _known(code, frame)
-        if self._has_looked or known:
+        if self._has_looked or (known and _are_all_known(code)):
             return known
         self._has_looked = True
+        _references.clear()
         old = {id(function) for found in _functions.values() for reference in found if (function := reference())}
         made = self._made_within(frame)
         _functions.clear()
@@ -191,6 +198,7 @@ class CalledFunctions:
             is_made = id(function.__code__) in made and id(function) not in old
             if not is_made and is_followed(function.__globals__.get("__name__")):
                 _functions.setdefault(id(function.__code__), []).append(weakref.ref(function))
+        _are_all_known(code)
         return _known(code, frame)
 
     def _made_within(self, frame: FrameType | None) -> set[int]:
@@ -203,9 +211,24 @@ class CalledFunctions:
 
 
 def _known(code: CodeType, frame: FrameType) -> list[FunctionType]:
+    return [function for function in _with_code(code) if _has_cells_of(function, frame)]
+
+
+def _with_code(code: CodeType) -> list[FunctionType]:
     found = (reference() for reference in _functions.get(id(code), ()))
-    alike = [function for function in found if function is not None and function.__code__ is code]
-    return [function for function in alike if _has_cells_of(function, frame)]
+    return [function for function in found if function is not None and function.__code__ is code]
+
+
+def _are_all_known(code: CodeType) -> bool:
+    """Whether no other function can have got a code since its functions were looked for.
+
+    It would refer to the code. A call that is running does too, so that this may be False without need.
+    """
+    known = _with_code(code)
+    beside = sys.getrefcount(code) - len(known)
+    before = _references.setdefault(id(code), beside)
+    _references[id(code)] = min(before, beside)
+    return beside <= before and len(known) == len(_functions[id(code)])
 
 
 def _has_cells_of(function: FunctionType, frame: FrameType) -> bool:
