@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .errors import InputError, OgcError, ParseError, PlanError, SolveError
+from .checking.check import check_two_steps
+from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import Graph
 from .in_parts import (
     Options,
@@ -24,24 +24,48 @@ from .in_parts import (
 )
 from .optional import optional
 from .parser import OpaqueModules, hooked_modules, parse
+from .parser.arguments import call_arguments, check_model, check_tensors, sample_of
 from .parser.custom import parse_graph_of
+from .parser.forward.flat import saved_bytes
+from .parser.parse import check_options
 from .plan.plan import Plan
 from .plan.saving import PARTS, SavedPlan, structure_of
 from .planning.agreement import agreed_plan
 from .planning.replan import Replanner, meets
 from .planning.stored import NOWHERE, Store, key_of, taken_up
-from .program.program import device_of_model, get_attribute
+from .program.program import Optimizer, device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
-from .runtime.calls import Calls, Report
-from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, kept_from_compiling, plain_instance
-from .runtime.runner import plain_because
-from .solver import Budget, Goal, solve
-from .torch_state.forwards import original_class, plain_forward
-from .torch_state.no_trace import is_plain, remembering
+from .runtime.module import MADE_AGAIN, OWN_PLAN
+from .runtime.when_called import planned_when_called
+from .solver import Budget, Goal, solve, solver_of
+from .torch_state.no_trace import remembering
 from .torch_state.ranks import has_inner_units, has_units
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """The device that a whole step is to fit on, and what else there takes memory, as for :func:`ogc.optimize`."""
+
+    memory: Budget
+    optimizer: Optimizer | None
+    ddp: bool | str
+
+    def within(self, planning: Planning, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
+        """The model by a plan within what the device has left for activations."""
+        sizing = optional("sizing.needs")
+        needs = sizing.fixed_needs(model, sample_input, self.optimizer, ddp=self.ddp)
+
+        def optimized(budget: Budget) -> torch.nn.Module:
+            goal = Goal(budget, planning.goal.max_overhead)
+            return replace(planning, goal=goal, verify=False).optimized(model, sample_input)
+
+        found: torch.nn.Module = sizing.within_device(
+            needs, self.memory, optimized, lambda made: getattr(type(made), OWN_PLAN)
+        )
+        return found
 
 
 @dataclass(frozen=True)
@@ -61,16 +85,56 @@ class Planning:
     saved: SavedPlan | None = None
     must_fit: bool = True
     backend: str | None = None
+    device: OnDevice | None = None
+    verify: bool = False
+
+    def when_called(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model, to be planned at its first call in training.
+
+        Raises:
+            InputError: an argument is of the wrong kind.
+        """
+        self.check(model)
+        return planned_when_called(model, self)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise InputError if an argument is of the wrong kind, as far as that is known without a call."""
+        if not has_units(model):
+            check_model(model, may_lack_content=True)
+        elif self.verify or self.device is not None or self.backend is not None:
+            raise InputError(
+                "verify=, device_memory= and compile= need all of a model, and this one is sharded: leave them out"
+            )
+        else:
+            check_goal_of_units(self.options, self.chunks)
+        if self.device is not None:
+            optional("sizing.needs").device_bytes(self.device.memory)
+        check_options(model, self.profile, self.opaque_modules, **self.parsing)
+        solver_of(self.solver, self.goal)
+
+    def bytes_of_step(self, model: torch.nn.Module, call: Call) -> int:
+        """What a step with this call takes at least. OgcError: nothing could be planned for it."""
+        if has_units(model) and has_inner_units(model):
+            return 0  # each unit is planned by itself, when it is called
+        check_model(model)
+        sample = sample_of(model, call, None)
+        check_tensors(sample)
+        return saved_bytes(*sample)
 
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by one plan, or in parts where that cannot be or is worse."""
-        if has_units(model):
-            check_goal_of_units(self.options, self.chunks)
-            return _planned_when_called(model, self)
-        with self.store.times(), remembering():
-            result = self.now(model, sample_input)
-        found = None if self.backend else getattr(type(result), OWN_PLAN).as_saved()  # compiled code is not saved
-        setattr(type(result), MADE_AGAIN, (_planned_when_called, replace(self, saved=found, must_fit=False)))
+        if self.device is not None:
+            result = self.device.within(replace(self, device=None), model, sample_input)
+        else:
+            with self.store.times(), remembering():
+                result = self.now(model, sample_input)
+            plan = getattr(type(result), OWN_PLAN)
+            is_known = self.backend is None and not isinstance(plan, property)  # of units none is; code is not saved
+            found = plan.as_saved() if is_known else None
+            again = replace(self, saved=found, must_fit=False, verify=False)
+            setattr(type(result), MADE_AGAIN, (planned_when_called, again))
+        if self.verify:
+            check_two_steps(model, result, call_arguments(sample_input)).raise_if_different()
         return result
 
     @property
@@ -187,43 +251,6 @@ class Planning:
                 graph = self.graph_of(model, sample_input, loss="outputs")
                 log.info("what is planned for ends with the model's outputs: %s", error)
             return self.plan(model, sample_input, graph, budget)
-
-
-def _planned_when_called(model: torch.nn.Module, planning: Planning) -> torch.nn.Module:
-    """The module, planned at its first call in training: it was pickled, or its parameters are not here before."""
-    training, found, plain = model.training, list[Any](), Counter[str]()
-    problem: list[str] = []  # why it could not be planned
-
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not found and (is_plain() or (why := plain_because(self, training))):
-            plain.update([] if is_plain() else [why])
-            return plain_forward(self)(*args, **kwargs)
-        if not found:
-            try:
-                with planning.store.times():
-                    found.append(planning.now(model, Call(args, kwargs)))
-            except OgcError as error:
-                if not has_units(model):
-                    raise
-                log.warning("ogc runs the plain model: %s", error)
-                found.append(plain_instance(model))
-                problem.append(str(error))
-        plain.update(problem)
-        return found[0].forward(*args, **kwargs)
-
-    def report(self: torch.nn.Module) -> Report:
-        planned = found[0].report().calls if found and not problem else ()
-        return Report((*planned, *(Calls("", f"plain: {why}", count) for why, count in plain.items())))
-
-    def now(name: str) -> property:
-        """What the planned model has; None before it is planned."""
-        return property(lambda self: getattr(found[0], name, None) if found else None)
-
-    shown = {**{name: now(name) for name in ("plan", "graph", "code")}, "report": report}
-    members = {"forward": kept_from_compiling(forward)}
-    result = instance_around(model, original_class(model).__name__, members, shown)
-    setattr(type(result), MADE_AGAIN, (_planned_when_called, planning))
-    return result
 
 
 def _as_a_whole(

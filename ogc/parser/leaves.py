@@ -48,9 +48,7 @@ class Leaves:
         self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         self.reasons: dict[str, str] = {}  # of leaves that nobody asked for
         self.obstacles: dict[str, str] = {}  # why leaves that were said to be repeatable are not
-        self.names = set(_resolve(self.modules, asked_for, "opaque_modules"))
-        chosen = self.modules if repeatable is True else _resolve(self.modules, repeatable or (), "recompute_opaque")
-        self.repeatable = set(chosen)
+        self.names, self.repeatable = names_in(self.modules, asked_for, repeatable)
         self.finds_repeatable = repeatable is None
         self.repeated: set[str] = set()
         self.changing: dict[str, str] = {}  # an attribute that the forward changes, for each module
@@ -148,7 +146,19 @@ def _listed(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({why})" for name, why in sorted(reasons.items()))
 
 
-def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str) -> list[str]:
+def names_in(
+    modules: dict[str, torch.nn.Module], asked_for: OpaqueModules, repeatable: OpaqueModules | bool | None
+) -> tuple[set[str], set[str]]:
+    """The names of the opaque modules that are asked for, and of those in which they may be called again.
+
+    Raises:
+        InputError: a name or type is none of the model's.
+    """
+    chosen = modules if repeatable is True else _named(modules, repeatable or (), "recompute_opaque")
+    return set(_named(modules, asked_for, "opaque_modules")), set(chosen)
+
+
+def _named(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str) -> list[str]:
     """The names of the modules that are meant."""
     if isinstance(asked_for, (str, type)) or not isinstance(asked_for, Iterable):
         raise InputError(f"{argument} must be a list of module names and types, not {asked_for!r}")

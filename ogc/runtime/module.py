@@ -34,6 +34,9 @@ MADE_AGAIN = "_ogc_made_again"
 OWN_PLAN = "_ogc_plan"
 """The attribute of a module's class that has its plan, where the model has an attribute ``plan`` of its own too."""
 
+OWN_REPORT = "_ogc_report"
+"""Likewise of its report."""
+
 
 def optimized_module(
     model: torch.nn.Module, graph: Graph, plan: Plan, planner: Planner | None = None
@@ -114,7 +117,7 @@ def instance_around(
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     if "report" in shown:
         shown = {**shown, "report": reach.reported(shown["report"])}
-        members = {REACH: reach, **followed_methods(original, reach), **members}
+        members = {REACH: reach, OWN_REPORT: shown["report"], **followed_methods(original, reach), **members}
     for key, value in shown.items():
         if hasattr(original, key) or key in vars(model):
             log.warning("the model has an attribute %r of its own; the optimized module's %r is not set", key, key)
@@ -131,6 +134,8 @@ def plain_instance(self: torch.nn.Module) -> torch.nn.Module:
     """An instance of the plain class that shares the attributes: what is scripted."""
     plain: torch.nn.Module = object.__new__(original_class(self))
     object.__setattr__(plain, "__dict__", vars(self))
+    if is_unit(plain):
+        share_shards(plain, self)
     return plain
 
 
@@ -144,7 +149,7 @@ def copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     kind = _with_own_code(type(module)) if isinstance(module, torch.fx.GraphModule) else type(module)
     made: torch.nn.Module = object.__new__(kind)
     memo[id(module)] = made
-    vars(made).update(copy.deepcopy(vars(module), memo))
+    object.__setattr__(made, "__dict__", copy.deepcopy(vars(module), memo))  # one for all that share that of the module
     return made
 
 

@@ -257,7 +257,7 @@ class Runner:
             with during_step(self.sample.plan.peak_bytes if self.sample.plan else 0):
                 entry = None if self.planner is None else self._planned(self.planner, model, call, kind, why)
         except Exception as error:  # a broken call raises the same from the plain model
-            problem = _first_line(error)
+            problem = first_line(error)
         finally:
             self.is_planning = False
         seconds = time.perf_counter() - start
@@ -392,6 +392,7 @@ def _runs_the_same(a: Graph, b: Graph) -> bool:
     return alike and not has_leaves and str(a.program.graph) == str(b.program.graph)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
     text = str(error) if isinstance(error, OgcError) else repr(error)
     return text.splitlines()[0] if text else ""
