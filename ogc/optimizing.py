@@ -25,7 +25,7 @@ from .program.structures import Call
 from .runtime.module import TARGETS, with_loss
 from .solver import Budget, Goal
 from .torch_state.forwards import outside_of_modes
-from .torch_state.ranks import has_units, within_data_parallel
+from .torch_state.ranks import within_data_parallel
 
 
 @outside_of_modes()  # Lightning configures models in one
@@ -96,9 +96,10 @@ def optimize(
             fit the model and the sample input. One that does not keep the goal here is told in the log, and made anew.
         cache_dir: a folder in which plans are found again by what the model computes, the goal and the solver, and
             kept when they are made, those for other calls too; with the times that were measured for them.
-        verify: run two steps of the result and two of the plain model and compare them: on the sample input (without
-            one, at the first call), and after the parameters moved, from another seed, on another input that is made of it. That takes the time of these
-            and the memory of a plain step; :func:`ogc.check` tries more seeds, and a smaller batch.
+        verify: run two steps of the result and two of the plain model and compare them: on the sample input, without
+            one at the first call, and after the parameters moved, from another seed, on another input that is made of
+            it. That takes the time of these and the memory of a plain step; :func:`ogc.check` tries more seeds, and a
+            smaller batch.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -142,8 +143,7 @@ def optimize(
         parsing, profile, opaque_modules, Goal(memory_budget, max_overhead), solver, chunks, store, saved,
         backend=backend, device=device, verify=verify,
     )  # fmt: skip
-    is_late = sample_input is None or has_units(model)
-    return planning.when_called(model) if is_late else planning.optimized(model, sample_input)
+    return planning.result(model, sample_input)
 
 
 def _loss_of(loss: Callable[..., torch.Tensor], targets: Any, output: Any) -> torch.Tensor:

@@ -16,11 +16,13 @@ from .graph import Graph
 from .in_parts import (
     Options,
     check_goal_of_units,
+    frugal_plan,
     heavy_leaves,
     in_parts_if_better,
     in_parts_instead,
     optimize_in_parts,
     optimize_units,
+    with_calls_beside,
 )
 from .optional import optional
 from .parser import OpaqueModules, hooked_modules, parse
@@ -37,7 +39,7 @@ from .program.program import Optimizer, device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
 from .runtime.module import MADE_AGAIN, OWN_PLAN
-from .runtime.when_called import planned_when_called
+from .runtime.when_called import made_again, planned_when_called
 from .solver import Budget, Goal, solve, solver_of
 from .torch_state.no_trace import remembering
 from .torch_state.ranks import has_inner_units, has_units
@@ -87,6 +89,26 @@ class Planning:
     backend: str | None = None
     device: OnDevice | None = None
     verify: bool = False
+    submodule: str = ""
+    is_one_of_many: bool = False
+
+    def result(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
+        """What :func:`optimize` returns."""
+        is_late = sample_input is None or has_units(model)
+        result = self.when_called(model) if is_late else self.optimized(model, sample_input)
+        return with_calls_beside(result, model, self.of_submodule)
+
+    def again(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The same of a model that was unpickled."""
+        return with_calls_beside(planned_when_called(model, self), model, self.of_submodule)
+
+    def of_submodule(self, name: str, module: torch.nn.Module, is_one_of_many: bool) -> Planning:
+        """What plans calls of a submodule by themselves: a budget holds for each."""
+        opaque_modules, parsing = self.options.of_submodule(name, module)
+        return replace(
+            self, parsing=parsing, opaque_modules=opaque_modules, saved=None, device=None, verify=False,
+            submodule=name, is_one_of_many=is_one_of_many,
+        )  # fmt: skip
 
     def when_called(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model, to be planned at its first call in training.
@@ -132,7 +154,7 @@ class Planning:
             is_known = self.backend is None and not isinstance(plan, property)  # of units none is; code is not saved
             found = plan.as_saved() if is_known else None
             again = replace(self, saved=found, must_fit=False, verify=False)
-            setattr(type(result), MADE_AGAIN, (planned_when_called, again))
+            setattr(type(result), MADE_AGAIN, (made_again, again))
         if self.verify:
             check_two_steps(model, result, call_arguments(sample_input)).raise_if_different()
         return result
@@ -167,7 +189,7 @@ class Planning:
             if saved.kind == PARTS and heavy:
                 return optimize_in_parts(model, sample_input, options, heavy, saved=saved)
             found = self._taken_up(model, sample_input, graph, self.goal, saved)
-            return found and _as_a_whole(model, found, planner)
+            return found and _as_a_whole(model, found, planner, self.submodule)
 
         if (started := self._started(take_up)) is not None:
             return started
@@ -176,7 +198,9 @@ class Planning:
             found = self.plan(model, sample_input, graph, budget)
         except SolveError as error:
             found = error
-        return in_parts_if_better(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
+        return in_parts_if_better(model, sample_input, options, heavy, found) or _as_a_whole(
+            model, found, planner, self.submodule
+        )
 
     def _in_parts(self, model: torch.nn.Module, sample_input: Any, problem: ParseError) -> torch.nn.Module:
         # Not where the error was caught: its traceback has that frame, which would hold it, and what is returned.
@@ -217,7 +241,9 @@ class Planning:
                 chunk_batch = optional("rewrites.chunking").chunk_batch
                 found = chunk_batch(model, sample_input, graph, chunks=self.chunks, **self.parsing, **asked)
             else:
-                found = graph, solve(graph, solver=self.solver, **asked)
+                keeps_little = self.is_one_of_many and self.solver == "optimal"
+                plan = frugal_plan(self.options, graph) if keeps_little else solve(graph, solver=self.solver, **asked)
+                found = graph, plan
             self.store.keep(key, found[1].as_saved)
             return found
 
@@ -254,14 +280,17 @@ class Planning:
 
 
 def _as_a_whole(
-    model: torch.nn.Module, found: tuple[Graph, Plan] | SolveError, planner: Replanner | None
+    model: torch.nn.Module, found: tuple[Graph, Plan] | SolveError, planner: Replanner | None, name: str
 ) -> torch.nn.Module:
-    """The model with one plan for everything."""
+    """The model, or the submodule with a name, with one plan for everything."""
     if isinstance(found, SolveError):
         raise found
     graph, plan = found
     if plan.is_plain and plan.budget_bytes is None and planner is not None:
-        log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
+        level = logging.INFO if name else logging.WARNING
+        log.log(
+            level, "no plan needs less memory than the plain %s (%.1f MB)", name or "model", plan.plain_peak_bytes / 1e6
+        )
     return _apply(model, graph, plan, planner)
 
 

@@ -25,7 +25,7 @@ from ..torch_state.forwards import (
 )
 from ..torch_state.private import CALL, WRAPPED_CALL, is_exporting, share_shards
 from ..torch_state.ranks import is_unit
-from .calls import REACH, Reach, Report, followed_methods, note_reached
+from .calls import REACH, Reach, Report, beside, followed_methods, note_reached
 from .runner import Planner, Runner, log
 
 MADE_AGAIN = "_ogc_made_again"
@@ -219,7 +219,11 @@ def kept_from_compiling(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     def reached(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         note_reached(self)
-        return forward(self, *args, **kwargs)
+        before, beside.value = beside.value, False
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            beside.value = before
 
     as_it_is = torch.compiler.disable(reached, reason=ADVICE)
 

@@ -32,6 +32,13 @@ UNTRAINED = "nothing in the model and its arguments requires grad"
 class PlansCalls(Protocol):
     """Optimizes models for a call."""
 
+    @property
+    def submodule(self) -> str:
+        """The name of what is planned in the model that was optimized; "" for all of it."""
+
+    def again(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What an optimized model is unpickled as."""
+
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The optimized model. InputError: an argument of ``optimize`` is at fault."""
 
@@ -59,8 +66,8 @@ def planned_when_called(model: torch.nn.Module, planning: PlansCalls) -> torch.n
 
     def reduced(self: torch.nn.Module, protocol: Any) -> Any:
         planned = of[self].planned
-        made_again = None if planned is None else getattr(type(planned), MADE_AGAIN, None)
-        function, *arguments = made_again or (planned_when_called, planning)
+        known = None if planned is None else getattr(type(planned), MADE_AGAIN, None)
+        function, *arguments = known or (made_again, planning)
         return function, (plain_instance(self), *arguments)
 
     def report(self: torch.nn.Module) -> Report:
@@ -75,6 +82,11 @@ def planned_when_called(model: torch.nn.Module, planning: PlansCalls) -> torch.n
     result = instance_around(model, original_class(model).__name__, members, shown)
     of[result] = WhenCalled(planning)
     return result
+
+
+def made_again(model: torch.nn.Module, planning: PlansCalls) -> torch.nn.Module:
+    """An optimized model as it is unpickled, from the plain one."""
+    return planning.again(model)
 
 
 class WhenCalled:
@@ -134,7 +146,8 @@ class WhenCalled:
 
     def _fail(self, error: Exception) -> None:
         self.problem = first_line(error)
-        log.warning("ogc runs the plain model, which could not be planned at its first call: %s", self.problem)
+        what = f"{self.planning.submodule} as it is" if self.planning.submodule else "the plain model"
+        log.warning("ogc runs %s, as it cannot be planned at its first call: %s", what, self.problem)
 
     def report(self) -> Report:
         """All calls until now."""
