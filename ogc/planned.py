@@ -183,7 +183,8 @@ class Planning:
         budget = self.goal.memory_budget
         hooked = hooked_modules(dict(model.named_modules()))
         units = partial(optimize_units, options=options)
-        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.goal), units)
+        anew = replace(self, saved=None, verify=False).now
+        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.goal), units, anew)
 
         def take_up(saved: SavedPlan) -> torch.nn.Module | None:
             if saved.kind == PARTS and heavy:

@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count
@@ -64,8 +64,8 @@ class Planner(Protocol):
     def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
         """A plan of its own, if this planner makes any."""
 
-    def apart(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """What runs the model from now on if it can no longer be planned as a whole."""
+    def apart(self, model: torch.nn.Module, call: Call) -> torch.nn.Module | None:
+        """What runs the model from now on if it is another one than was planned."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,7 @@ class Runner:
             is_first |= difference == SETTLES
         if self.evictions > EVICTIONS:
             return self.ran_plain("more kinds of calls than are planned for")
-        if self.planner is not None and (apart := self.planner.apart(model)) is not None:
-            self.apart[model] = apart
+        if self._is_apart(model, Call(args, kwargs), kind):
             return None
         if is_first:
             return self.ran_plain(SETTLES)
@@ -248,13 +247,38 @@ class Runner:
         )
         return without_benchmark(settings)
 
+    def _is_apart(self, model: torch.nn.Module, call: Call, kind: Kind) -> bool:
+        """Whether the model is run by another one from now on, or plain as that cannot be made."""
+        if self.planner is None:
+            return False
+        self.is_planning = True
+        try:
+            with self._during_step():
+                found = self.planner.apart(model, call)
+        except Exception as error:
+            why = self._difference(model, call, kind)
+            entry = Entry(kind, why, problem=first_line(error))
+            self._tell(f"ogc runs the plain model for calls where {why}: {entry.problem}", entry.problem)
+            self._put_first(entry)
+            self._count(entry)
+            return True
+        finally:
+            self.is_planning = False
+        if found is not None:
+            self.apart[model] = found
+        return found is not None
+
+    def _during_step(self) -> AbstractContextManager[None]:
+        """Planning in here takes no more memory than the step."""
+        return during_step(self.sample.plan.peak_bytes if self.sample.plan else 0)
+
     def _make(self, model: torch.nn.Module, call: Call, kind: Kind) -> Entry:
         """What runs a kind of calls that was not seen before."""
         why, start = self._difference(model, call, kind), time.perf_counter()
         self.is_planning = True  # calls of the model from here on are the planner's
         entry, problem = None, ""
         try:
-            with during_step(self.sample.plan.peak_bytes if self.sample.plan else 0):
+            with self._during_step():
                 entry = None if self.planner is None else self._planned(self.planner, model, call, kind, why)
         except Exception as error:  # a broken call raises the same from the plain model
             problem = first_line(error)

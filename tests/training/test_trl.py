@@ -86,9 +86,7 @@ def dpo(folder):
         reference, state = causal(), torch.get_rng_state()
         torch.set_rng_state(state)
         given = trl.DPOConfig(folder, **COMMON, max_length=64)
-        return trl.DPOTrainer(
-            model, reference, args=given, train_dataset=preferences(), processing_class=tokenizer()
-        )
+        return trl.DPOTrainer(model, reference, args=given, train_dataset=preferences(), processing_class=tokenizer())
 
     return trainer
 
