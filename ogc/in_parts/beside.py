@@ -55,7 +55,7 @@ class Beside:
 
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a submodule, hooks and all, or the plain model."""
-        if module is self.model:
+        if id(module) not in self.members:  # it is the plain model
             with beside.set_to(False):
                 return own_call(module)(*args, **kwargs)
         name, *_ = self.members[id(module)]

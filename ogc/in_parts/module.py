@@ -24,7 +24,7 @@ from ..plan.plan import Plan
 from ..program.structures import Call
 from ..runtime.calls import Calls, Report, beside
 from ..runtime.module import copied, instance_around, kept_from_compiling, planned_forward
-from ..runtime.runner import COSTS_THE_SAVING, UNDER_HOOKS, Planner, Runner, log, plain_because, tell_plain
+from ..runtime.runner import COSTS_THE_SAVING, UNDER_HOOKS, Modes, Planner, Runner, log, plain_because, tell_plain
 from ..torch_state.forwards import original_class
 from ..torch_state.no_trace import is_plain, plainly
 from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
@@ -274,7 +274,7 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
     Raises:
         InputError: the model's forward is not that of its class.
     """
-    original, training = original_class(model), model.training
+    original, modes = original_class(model), Modes(model)
     of: weakref.WeakKeyDictionary[torch.nn.Module, Parts] = weakref.WeakKeyDictionary()
 
     plain: Counter[str] = Counter()
@@ -283,11 +283,11 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
         found = of.get(self)
         if found is None or is_plain():
             return original.forward(self, *args, **kwargs)
-        if why := plain_because(self, training):
+        if why := plain_because(self, modes.in_training_alone):
             plain[why] += 1
             if why in COSTS_THE_SAVING:
                 tell_plain(why, found.told)
-            return original.forward(self, *args, **kwargs)
+            return modes.looked_at(self, original.forward(self, *args, **kwargs))
         with found.running():
             return original.forward(self, *args, **kwargs)
 

@@ -44,7 +44,6 @@ class Leaves:
     def __init__(
         self, model: torch.nn.Module, asked_for: OpaqueModules, repeatable: OpaqueModules | bool | None = None
     ) -> None:
-        refuse_root_hooks(model)
         self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         self.reasons: dict[str, str] = {}  # of leaves that nobody asked for
         self.obstacles: dict[str, str] = {}  # why leaves that were said to be repeatable are not
@@ -120,16 +119,6 @@ class Leaves:
             self.names = self.names - inside | {name}
             self.reasons = {leaf: reason for leaf, reason in self.reasons.items() if leaf not in inside}
             self.reasons[name] = why
-
-
-def refuse_root_hooks(model: torch.nn.Module) -> None:
-    """Raise ParseError if the model itself has hooks that a replayed forward would not call."""
-    # Its own forward hooks run around the replayed forward as around the original.
-    if any(hooks_of(model)[2:]):
-        raise ParseError(
-            "the model has backward hooks, which the replayed forward would not call; "
-            "remove them, or optimize the model before they are registered on the result"
-        )
 
 
 def hooked_modules(modules: Mapping[str, torch.nn.Module]) -> set[str]:

@@ -93,7 +93,9 @@ def planned_forward(runner: Runner) -> Callable[..., Any]:
         entry = runner.select(self, args, kwargs)
         if entry is None:
             apart = runner.apart.get(self)
-            return plain_forward(self)(*args, **kwargs) if apart is None else apart.forward(*args, **kwargs)
+            if apart is not None:
+                return apart.forward(*args, **kwargs)
+            return runner.modes.looked_at(self, plain_forward(self)(*args, **kwargs))
         return runner.run(entry, self, args, kwargs)
 
     return kept_from_compiling(forward)

@@ -20,7 +20,7 @@ from ..errors import OgcError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..program.leaf import Leaf
-from ..program.program import Program, attribute, get_attribute, without_autocast
+from ..program.program import Program, attribute, get_attribute, tensor_leaves, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.forwards import DISPATCH, MODE, SAVED, is_as_assigned, what_is_around
 from ..torch_state.module_state import State, WatchedModule
@@ -113,7 +113,7 @@ class Runner:
 
     def __init__(self, model: torch.nn.Module, graph: Graph, plan: Plan, planner: Planner | None = None) -> None:
         self.planner = planner
-        self.training = model.training
+        self.modes = Modes(model)
         self.assigned = vars(model).get("forward")  # before it was optimized
         self.structures = count(1)
         self.watched: weakref.WeakKeyDictionary[torch.nn.Module, WatchedModule] = weakref.WeakKeyDictionary()
@@ -155,7 +155,7 @@ class Runner:
         if self.is_planning or is_plain() or model in self.apart:
             return None
         raise_what_is_known()
-        why = plain_because(model, self.training)
+        why = plain_because(model, self.modes.in_training_alone)
         if not why and not is_as_assigned(model, self.assigned):
             why = REPLACED
         if why:
@@ -348,7 +348,7 @@ class Runner:
 
 HOOKED = "hooks of all modules are set"
 CACHED = "parametrized tensors are made once for a region (parametrize.cached())"
-EVAL = "the model is in eval mode with gradients on, and was optimized in training mode"
+EVAL = "the model is in eval mode with gradients on, and no backward has come to such a call yet"
 TRANSFORMED = "it runs in a transform of torch.func or with forward-mode derivatives, which recompute nothing"
 REPLACED = "another forward was assigned to the model that was optimized"
 SETTLES = "it is a first call, which settles what Python reads in all others"
@@ -372,8 +372,29 @@ def tell_plain(why: str, told: set[str]) -> None:
     tell_once(f"ogc runs the plain model, which keeps all activations: {why}", told)
 
 
+class Modes:
+    """In which modes a model is trained: in that which it was optimized in, and in eval mode too once a backward has
+    come to the result of such a call. Evaluation that merely forgets ``torch.no_grad()`` is not planned for.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.in_training_alone = model.training
+
+    def looked_at(self, model: torch.nn.Module, result: Any) -> Any:
+        """What a call that ran plain gave."""
+        if self.in_training_alone and not model.training and torch.is_grad_enabled() and not is_plain():
+            for tensor in tensor_leaves(result):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(self._note)
+                    break
+        return result
+
+    def _note(self, gradients: Any) -> None:
+        self.in_training_alone = False
+
+
 def plain_because(model: torch.nn.Module, training: bool) -> str:
-    """Why no plan is for such calls, whose ``model`` was in training or not when they were made; "" if plans are."""
+    """Why no plan is for a call now, of a ``model`` that is trained in ``training`` mode alone or in any; else ""."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return "gradients are off"
     if torch.jit.is_tracing() or torch.compiler.is_compiling() or is_fx_tracing():

@@ -22,7 +22,7 @@ from ..torch_state.forwards import original_class, plain_forward
 from ..torch_state.no_trace import is_plain
 from .calls import Calls, Report
 from .module import MADE_AGAIN, OWN_REPORT, copied, instance_around, kept_from_compiling, plain_instance
-from .runner import COSTS_THE_SAVING, first_line, plain_because, tell_plain
+from .runner import COSTS_THE_SAVING, Modes, first_line, plain_because, tell_plain
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,15 @@ def planned_when_called(model: torch.nn.Module, planning: PlansCalls) -> torch.n
 
     Where it cannot be planned the plain model runs, with one warning.
     """
-    training = model.training
     of: weakref.WeakKeyDictionary[torch.nn.Module, WhenCalled] = weakref.WeakKeyDictionary()
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = of.get(self)  # a replica of DataParallel has none
-        planned = None if found is None else found.planned_for(self, training, Call(args, kwargs))
-        return plain_forward(self)(*args, **kwargs) if planned is None else planned.forward(*args, **kwargs)
+        planned = None if found is None else found.planned_for(self, Call(args, kwargs))
+        if planned is not None:
+            return planned.forward(*args, **kwargs)
+        result = plain_forward(self)(*args, **kwargs)
+        return result if found is None else found.modes.looked_at(self, result)
 
     def deep_copy(self: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
         made = copied(self, memo)
@@ -80,7 +82,7 @@ def planned_when_called(model: torch.nn.Module, planning: PlansCalls) -> torch.n
     shown = {**{name: now(name) for name in ("plan", "graph", "code")}, "report": report}
     members = {"forward": kept_from_compiling(forward), "__deepcopy__": deep_copy, "__reduce_ex__": reduced}
     result = instance_around(model, original_class(model).__name__, members, shown)
-    of[result] = WhenCalled(planning)
+    of[result] = WhenCalled(planning, Modes(model))
     return result
 
 
@@ -92,8 +94,8 @@ def made_again(model: torch.nn.Module, planning: PlansCalls) -> torch.nn.Module:
 class WhenCalled:
     """What is planned of one module, and the calls that ran plain before."""
 
-    def __init__(self, planning: PlansCalls) -> None:
-        self.planning = planning
+    def __init__(self, planning: PlansCalls, modes: Modes) -> None:
+        self.planning, self.modes = planning, modes
         self.planned: torch.nn.Module | None = None
         self.problem = ""  # why it could not be planned
         self.plain: Counter[str] = Counter()
@@ -102,16 +104,16 @@ class WhenCalled:
 
     def copy(self, memo: dict[int, Any]) -> WhenCalled:
         """The same for a deep copy of the module, whose attributes are in ``memo``."""
-        made = WhenCalled(self.planning)
+        made = WhenCalled(self.planning, self.modes)
         made.planned, made.problem = copy.deepcopy(self.planned, memo), self.problem
         made.plain, made.told = self.plain, self.told
         return made
 
-    def planned_for(self, module: torch.nn.Module, training: bool, call: Call) -> torch.nn.Module | None:
+    def planned_for(self, module: torch.nn.Module, call: Call) -> torch.nn.Module | None:
         """What runs the call; None for the plain forward."""
         if is_plain():
             return None
-        if self.planned is None and not (why := self._plain_because(module, training, call)):
+        if self.planned is None and not (why := self._plain_because(module, call)):
             with self.lock:
                 if self.planned is None and not self.problem:
                     self._plan(module, call)
@@ -122,8 +124,8 @@ class WhenCalled:
                 tell_plain(why, self.told)
         return self.planned
 
-    def _plain_because(self, module: torch.nn.Module, training: bool, call: Call) -> str:
-        if why := self.problem or plain_because(module, training):
+    def _plain_because(self, module: torch.nn.Module, call: Call) -> str:
+        if why := self.problem or plain_because(module, self.modes.in_training_alone):
             return why
         tensors = input_tensors(call.args, call.kwargs)
         is_trained = any(t.requires_grad for t in module.parameters()) or any(t.requires_grad for t in tensors)

@@ -77,7 +77,7 @@ def assert_alike(make, x, goal=None, context=torch.enable_grad):
 CASES = {
     "batch norm": (Residual, images(), {"memory_budget": 0.7}),
     "dropout": (layers, torch.randn(64, 64), {}),
-    "in parts": (ByData, torch.randn(512, 16), {"max_overhead": 0.5}),
+    "in parts": (ByData, torch.randn(512, 16), {"memory_budget": 0.7}),
 }
 
 
