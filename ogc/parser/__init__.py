@@ -2,8 +2,8 @@
 
 from ..program.program import Loss
 from .custom import ParseGraph
-from .leaves import OpaqueModules, hooked_modules
+from .opaque import NamesAndTypes, hooked_modules
 from .parse import parse
 from .reuse import reuse
 
-__all__ = ["Loss", "OpaqueModules", "ParseGraph", "hooked_modules", "parse", "reuse"]
+__all__ = ["Loss", "NamesAndTypes", "ParseGraph", "hooked_modules", "parse", "reuse"]

@@ -23,7 +23,7 @@ from ..torch_state.no_trace import untouched
 from ..torch_state.settings import cuda_devices
 from .arguments import Sample
 from .faithful import faithful_program
-from .leaves import Leaves
+from .opaque import OpaqueModules
 from .traced import StepEnd, Traced, forget_calls, without_unused
 
 
@@ -45,19 +45,19 @@ def check_rest(rest: AfterForward) -> None:
 def with_step_end(
     sample: Sample,
     traced: Traced,
-    rest: AfterForward,
-    record: Callable[[Sample, None, Leaves], Traced] = faithful_program,
+    after_forward: AfterForward,
+    record: Callable[[Sample, None, OpaqueModules], Traced] = faithful_program,
 ) -> Traced:
     """A forward's program with what the step does beyond it, which ``record`` writes down.
 
     InputError if the loss is no function, fails, or returns something else than one number to differentiate; or if
     nothing but the loss is wanted, and no output is the loss.
     """
-    check_rest(rest)
-    loss = rest.loss
+    check_rest(after_forward)
+    loss = after_forward.loss
     if loss is None or isinstance(loss, str):
-        found = replace(traced, end=StepEnd(_starts(sample, traced, loss), rest))
-        return found if rest.outputs == "all" else _with_the_loss_alone(found)
+        found = replace(traced, end=StepEnd(_starts(sample, traced, loss), after_forward))
+        return found if after_forward.outputs == "all" else _with_the_loss_alone(found)
     root = torch.nn.Sequential(OrderedDict(loss=_Function(loss)))  # so that it may be an opaque module
     spec, tensors = InputSpec.of((_output(sample, traced),), {})
     numbers = {id(tensor): number for number, tensor in enumerate(traced.outputs)}
@@ -66,8 +66,8 @@ def with_step_end(
     with torch.random.fork_rng(cuda_devices()):
         torch.set_rng_state(traced.state["random state"])
         _check(root, spec, given)
-        found = record(Sample(root, spec, given), None, Leaves(root, ()))
-    return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), rest))
+        found = record(Sample(root, spec, given), None, OpaqueModules(root, ()))
+    return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), after_forward))
 
 
 def _with_the_loss_alone(traced: Traced) -> Traced:

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import InputError, ParseError
 from ..graph import Graph, Operation, Variant
-from ..program.leaf import Leaf, Region, called_leaves
+from ..program.opaque import OpaqueCall, Region, opaque_in
 from ..program.program import Program
 from ..program.structures import InputSpec
 from ..torch_state.compare import same_bits
@@ -25,8 +25,8 @@ from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .faithful import observed
-from .leaves import Leaves
 from .loss import modules_of, with_step_end
+from .opaque import OpaqueModules
 from .parse import lower, profiler_of, record_program
 from .passes.calls import with_numbers
 from .traced import RecordAgain, Traced
@@ -60,12 +60,12 @@ def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool
     home = check_tensors(sample)
     if (same := _with_other_numbers(sample, graph)) is not None:
         return same
-    leaves = {node.target.name: node.target for node in program.operations if isinstance(node.target, Leaf)}
+    opaque = {node.target.name: node.target for node in program.operations if isinstance(node.target, OpaqueCall)}
     profiler = profiler_of(graph.profile, home, home) if weighed else None
-    with untouched(*modules_of(program.rest.loss), given=sample.spec.constants), parameters_apart(model):
-        recorded = record_program(sample, program.parse_graph, Leaves(model, sorted(called_leaves(program.graph))))
+    with untouched(*modules_of(program.after_forward.loss), given=sample.spec.constants), parameters_apart(model):
+        recorded = record_program(sample, program.parse_graph, OpaqueModules(model, sorted(opaque_in(program.graph))))
         recorded, has_loss = _with_step_end(sample, recorded, program)
-        traced, observation = lower(sample, recorded, home, partial(_visit, model, leaves, profiler))
+        traced, observation = lower(sample, recorded, home, partial(_visit, model, opaque, profiler))
     if weighed:
         found = graph_of(sample.spec, traced, observation, graph.device, graph.profile, graph.runtime.choice)
         check_same_program(program.graph, found.program.graph)
@@ -116,9 +116,9 @@ def _with_step_end(sample: Sample, recorded: Traced, program: Program) -> tuple[
     It may have targets bound in which are right for the first call alone.
     """
     try:
-        return with_step_end(sample, recorded, program.rest), True
+        return with_step_end(sample, recorded, program.after_forward), True
     except InputError:
-        return with_step_end(sample, recorded, replace(program.rest, loss="outputs")), False
+        return with_step_end(sample, recorded, replace(program.after_forward, loss="outputs")), False
 
 
 def _with_outside_of(known: Graph, found: Graph) -> Graph:
@@ -141,7 +141,7 @@ def _with_outside_of(known: Graph, found: Graph) -> Graph:
             *(op.scaled(share) for op in known.operations[known.end :]),
         ),
         values=tuple(values),
-        program=replace(found.program, storages=storages, rest=known.program.rest),
+        program=replace(found.program, storages=storages, after_forward=known.program.after_forward),
     )
 
 
@@ -153,11 +153,16 @@ def _reused(op: Operation, seen: dict[str, Any]) -> Operation:
 
 
 def _visit(
-    model: torch.nn.Module, leaves: dict[str, Leaf], profiler: Profiler | None, record: Record, args: Any, kwargs: Any
+    model: torch.nn.Module,
+    opaque: dict[str, OpaqueCall],
+    profiler: Profiler | None,
+    record: Record,
+    args: Any,
+    kwargs: Any,
 ) -> None:
-    """Let a leaf be called again that may be in the known program; weigh an operation if there is a profiler."""
+    """Let an opaque module be recomputed if it may in the known program; weigh an operation given a profiler."""
     node = record.node
-    if isinstance(node.target, Leaf) and (known := leaves.get(node.target.name)) is not None and known.repeatable:
+    if isinstance(node.target, OpaqueCall) and (known := opaque.get(node.target.name)) is not None and known.repeatable:
         node.target = replace(node.target, repeatable=True)
         record.random = True  # as it may draw numbers
     if profiler is not None:
@@ -178,7 +183,7 @@ def check_same_program(known: torch.fx.Graph, new: torch.fx.Graph) -> None:
 
 
 def _same_target(a: Any, b: Any) -> bool:
-    if isinstance(a, Leaf) and isinstance(b, Leaf):
+    if isinstance(a, OpaqueCall) and isinstance(b, OpaqueCall):
         return (a.module, a.function, a.grad, a.autocast, a.new) == (b.module, b.function, b.grad, b.autocast, b.new)
     return bool(a == b)
 

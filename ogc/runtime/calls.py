@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..graph import table
-from ..on_thread import OnThread
+from ..process import OnThread
 from ..program.program import tensor_leaves
 from ..program.structures import EACH_BY_ITSELF, HolderSpec, InputSpec, Same, TensorSpec, same_leaf
 from ..torch_state.module_state import State, changed_state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..torch_state.forwards import (
 from ..torch_state.private import CALL, WRAPPED_CALL, is_exporting, share_shards
 from ..torch_state.ranks import is_unit
 from .calls import REACH, Reach, Report, beside, followed_methods, note_reached
-from .runner import Planner, Runner, log
+from .runner import LIKE_SAMPLE, Planner, Runner, log
 
 MADE_AGAIN = "_ogc_made_again"
 """The attribute of a module's class that says how it is unpickled: a function of the plain model, further arguments."""
@@ -65,8 +66,11 @@ def optimized_module(
         return property(lambda self: getattr(runner.apart[self], name, None) if self in runner.apart else own)
 
     def report(self: torch.nn.Module) -> Report:
-        apart: Any = runner.apart.get(self)
-        return Report((*runner.report().calls, *(() if apart is None else apart.report().calls)))
+        if (apart := runner.apart.get(self)) is None:
+            return runner.report()
+        found = getattr(type(apart), OWN_REPORT)(apart).calls
+        like_first = (replace(c, kind=runner.apart_kind) if c.kind == LIKE_SAMPLE else c for c in found)
+        return Report((*runner.report().calls, *like_first))
 
     members = {"forward": planned_forward(runner), "__deepcopy__": deep_copy, "__copy__": shallow_copy, OWN_PLAN: plan}
     held = {"plan": plan, "graph": graph, "code": runner.generated.source}

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ..during_step import during_step
 from ..errors import OgcError
 from ..graph import Graph
 from ..plan.plan import Plan
-from ..program.leaf import Leaf
+from ..process import during_step
+from ..program.opaque import OpaqueCall
 from ..program.program import Program, attribute, get_attribute, tensor_leaves, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.forwards import DISPATCH, MODE, SAVED, is_as_assigned, what_is_around
@@ -50,6 +50,9 @@ LOOKS = 16
 
 EVICTIONS = 3
 """How many plans may make room for others before no more are made."""
+
+LIKE_SAMPLE = "like the sample"
+"""The kind of calls that were planned for first, in words."""
 
 CHOOSES_ALGORITHMS = ("cuda",)
 """Types of devices on which ``torch.backends.cudnn.benchmark`` decides."""
@@ -105,7 +108,7 @@ class Entry:
         if self.plan is None or self.code is None:
             return f"plain: {self.problem or 'no plan needs less memory'}"
         reused = "reused from a plan of" if self.is_reused else "plan:"
-        return f"{reused} peak {self.plan.peak_bytes / 1e6:.1f} MB, overhead {self.plan.overhead:.1%}"
+        return f"{reused} {self.plan.summary}"
 
 
 class Runner:
@@ -120,7 +123,7 @@ class Runner:
         self.generated = generate(graph, plan)
         self.is_idle = plan.is_plain and planner is None
         kind = self._kind(model, graph.program.inputs)
-        self.sample = _entry(model, kind, "like the sample", graph, plan, self.generated)
+        self.sample = _entry(model, kind, LIKE_SAMPLE, graph, plan, self.generated)
         self.entries = [self.sample]  # most recently used first
         self.calls: Counter[tuple[str, str]] = Counter()  # by what kind of calls, and what ran them
         self.evictions = self.unseen = 0
@@ -128,6 +131,7 @@ class Runner:
         self.is_planning = False
         self.told: set[str] = set()
         self.apart: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
+        self.apart_kind = ""  # of the calls that these were made for
 
     @property
     def is_plain(self) -> bool:
@@ -242,7 +246,7 @@ class Runner:
         if device.type not in CHOOSES_ALGORITHMS or settings == without_benchmark(settings):
             return settings
         self._tell(
-            "torch.backends.cudnn.benchmark is on, which may choose other algorithms where operations run again: what "
+            "torch.backends.cudnn.benchmark is on, which may choose other algorithms in a recomputation: what "
             "is planned runs without it. Its numbers are those of the plain model without it"
         )
         return without_benchmark(settings)
@@ -264,9 +268,11 @@ class Runner:
             return True
         finally:
             self.is_planning = False
-        if found is not None:
-            self.apart[model] = found
-        return found is not None
+        if found is None:
+            return False
+        self.apart[model], self.apart_kind = found, self._difference(model, call, kind)
+        log.warning("the model is planned anew, for calls where %s", self.apart_kind)
+        return True
 
     def _during_step(self) -> AbstractContextManager[None]:
         """Planning in here takes no more memory than the step."""
@@ -433,8 +439,8 @@ def _runs_the_same(a: Graph, b: Graph) -> bool:
     same = ("saves", "variants", "bindings")
     alike = not a.program.constants and not b.program.constants
     alike = alike and all(getattr(a.program, name) == getattr(b.program, name) for name in same)
-    has_leaves = any(isinstance(node.target, Leaf) for node in a.program.operations)
-    return alike and not has_leaves and str(a.program.graph) == str(b.program.graph)
+    has_opaque = any(isinstance(node.target, OpaqueCall) for node in a.program.operations)
+    return alike and not has_opaque and str(a.program.graph) == str(b.program.graph)
 
 
 def first_line(error: Exception) -> str:

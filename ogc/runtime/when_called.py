@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..during_step import during_step
 from ..errors import CheckError, InputError, OgcError
+from ..process import during_step
 from ..program.structures import Call, input_tensors
 from ..torch_state.forwards import original_class, plain_forward
 from ..torch_state.no_trace import is_plain

@@ -17,7 +17,7 @@ import torch
 from torch.fx.node import map_aggregate
 
 from ...operators.registry import of
-from ...program.leaf import Leaf
+from ...program.opaque import OpaqueCall
 from ...program.program import SHAPE, SHARED, WithoutGrad, call_beside, tensor_leaves
 from ...torch_state.compare import same_bits
 from ...torch_state.dispatch import Call, complete, dispatched_to
@@ -179,7 +179,7 @@ def with_numbers(planned: torch.fx.Graph, known: torch.fx.Graph, new: torch.fx.G
     """
     changed: dict[str, tuple[list[Any], list[Any]]] = {}
     for then, now in zip(known.nodes, new.nodes, strict=True):
-        if then.meta.get(SHAPE) != now.meta.get(SHAPE) or isinstance(then.target, Leaf):
+        if then.meta.get(SHAPE) != now.meta.get(SHAPE) or isinstance(then.target, OpaqueCall):
             return None
         ours, theirs = _leaves(then), _leaves(now)
         if different := [(a, b) for a, b in zip(ours, theirs, strict=True) if _text(a) != _text(b)]:
