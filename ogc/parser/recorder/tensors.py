@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...process import tell_stage
 from ...program.program import CONSTANT, OWN, SHAPE, storage_of
 from ...program.tensors import ByStorage
 from ..forward.location import user_line
@@ -53,6 +54,7 @@ class Tensors:
         self._names = {id(tensor): name for name, tensor in self.state.items()}  # all are held by the model
         self._nodes = WeakTensorKeyDictionary()
         self._storages: ByStorage[Storage] = ByStorage()
+        self._made: ByStorage[Storage] = ByStorage()  # below, those that the forward makes
         self._calls = 0
         self._count = 0
         for number, tensor in enumerate(inputs):
@@ -60,6 +62,7 @@ class Tensors:
         for tensor in self.state.values():
             if (storage := self.storage(tensor)) is not None:
                 storage.is_state = True
+        self._made = ByStorage()
         self.external_numbers = frozenset(range(self._count))  # of the storages of inputs, parameters and buffers
 
     def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
@@ -75,9 +78,10 @@ class Tensors:
     def note_call(self, node: torch.fx.Node) -> None:
         """Number a call, and note which storages the forward holds during it."""
         self._calls += 1
+        tell_stage(f"record operation {self._calls}")
         node.meta[CALL] = self._calls
-        for storage in self._storages.values():
-            if storage.node is not None and storage.number not in self.external_numbers:
+        for storage in self._made.values():
+            if storage.node is not None:
                 storage.node.meta[ALIVE] = self._calls
 
     def history(self, results: list[torch.Tensor], saved: list[torch.Tensor]) -> History:
@@ -121,7 +125,7 @@ class Tensors:
             return None
         known = self._storages.get(raw)
         if known is None:
-            known = self._storages[raw] = Storage(self._count, opaque)
+            known = self._storages[raw] = self._made[raw] = Storage(self._count, opaque)
             self._count += 1
         return known
 
