@@ -251,3 +251,20 @@ def test_a_forward_that_is_wrapped_before_its_first_call():
     for a, b in zip(steps(plain, x), steps(optimized, x), strict=True):
         assert all(map(torch.equal, a, b))
     assert optimized.report().planned == 2 and not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("sample", [None, torch.randn(64, 64)], ids=["without a sample", "with one"])
+@pytest.mark.parametrize("make", [layers, lambda: ByData().double()], ids=["whole", "in parts"])
+def test_a_backward_in_eval_mode_is_planned_for(make, sample):
+    x = torch.randn(256, 64) if make is layers else torch.randn(256, 16).double()
+    sample = sample if sample is None else x
+    torch.manual_seed(0)
+    plain = make()
+    model = ogc.optimize(copy.deepcopy(plain), sample, memory_budget="least")
+    plain.eval(), model.eval()
+    model(x)
+    model(x)  # evaluation without no_grad()
+    assert model.report().planned == 0
+    for a, b in zip(steps(plain, x, 3), steps(model, x, 3), strict=True):
+        assert all(map(torch.equal, a, b))
+    assert model.report().planned > 0
