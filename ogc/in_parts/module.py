@@ -27,7 +27,15 @@ from ..runtime.module import copied, instance_around, kept_from_compiling, plann
 from ..runtime.runner import COSTS_THE_SAVING, UNDER_HOOKS, Modes, Planner, Runner, log, plain_because, tell_plain
 from ..torch_state.forwards import original_class
 from ..torch_state.no_trace import is_plain, plainly
-from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
+from ..torch_state.private import (
+    CALL,
+    REPLICATE,
+    has_global_hooks,
+    hooks_of,
+    ignored_by_scripts,
+    own_call,
+    saved_tensors_hooks_in_use,
+)
 
 PlanLate = Callable[[torch.nn.Module, str, Call], tuple[Graph, Plan, Planner | None]]
 """Plans a call of a submodule, which has a name, the first time; gives what plans other calls of it, too."""
@@ -242,6 +250,8 @@ class PartCall:
 
 def install(owner: Parts | CallsBeside, modules: Sequence[torch.nn.Module]) -> weakref.finalize[Any, Any]:
     """Have the calls of modules look at ``owner``, until what is returned is called or as long as that lives."""
+    if CALL not in ignored_by_scripts:
+        ignored_by_scripts.append(CALL)
     for module in modules:
         found = vars(module).get(CALL)
         if not isinstance(found, PartCall):

@@ -232,3 +232,28 @@ def test_methods_stay_what_they_are():
     plain, model = pair()
     assert inspect.signature(model.encode) == inspect.signature(plain.encode) and type(model).encode is Codes.encode
     assert type(model.encoder) is nn.Sequential and "forward" not in vars(model.encoder)
+
+
+SEEN_BY = {
+    "script": torch.jit.script,
+    "trace": lambda module: torch.jit.trace(module, X, check_trace=False),
+    "symbolic trace": torch.fx.symbolic_trace,
+    "export": lambda module: torch.export.export(module, (X,)).module(),
+    "compile": lambda module: torch.compile(module, backend="eager", fullgraph=True),
+}
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tool", SEEN_BY)
+def test_tools_see_the_plain_submodule_and_model(tool):
+    plain, _ = pair()
+    model = ogc.optimize(plain)
+    model.encode(X).sum().backward()
+    for module in (plain.decoder, plain):
+        module.requires_grad_(tool != "trace")
+        torch.manual_seed(0)
+        expected = module(X)
+        made = SEEN_BY[tool](module)
+        torch.manual_seed(0)
+        assert torch.equal(made(X), expected)

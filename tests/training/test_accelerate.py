@@ -112,7 +112,7 @@ def test_a_model_that_is_planned_in_parts_is_optimized_first(monkeypatch):
 
         training.measured(epoch)
 
-    assert_trained_alike(train, monkeypatch, 0.9)
+    assert_trained_alike(train, monkeypatch, 0.95)
     wrapped = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(Dropped())
     with pytest.raises(ogc.InputError, match="optimize the model before its forward is replaced"):
         ogc.optimize(wrapped, SAMPLE, memory_budget="least")

@@ -68,7 +68,7 @@ def test_trainer(make, case, tmp_path, monkeypatch):
     share, settings = CASES[case]
 
     def train(training: Training):
-        run = training.optimize(make())
+        run = training.optimize(make(), memory_budget="least")
         given = {"eval_dataset": sentences(5)} if "eval_strategy" in settings else None
         trainer = trainer_of(run, tmp_path, given=given, **settings)
         training.measured(trainer.train)
