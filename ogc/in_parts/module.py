@@ -227,6 +227,8 @@ class PartCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
         assert module is not None
+        if torch.compiler.is_compiling():
+            return own_call(module)(*args, **kwargs)
         for parts, hooks in _running.stack:  # the outermost has planned for all of it
             if parts.has(module) and not is_plain():
                 # A call under hooks of others may be repeated in the backward, where no model runs.
