@@ -53,9 +53,13 @@ class Beside:
         self.lock = RLock()
         self.uninstall = install(self, [model, *(module for _, module, _ in self.members.values())])
 
+    def has(self, module: torch.nn.Module) -> bool:
+        """Whether a module is one of these, not the plain model."""
+        return id(module) in self.members
+
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a submodule, hooks and all, or the plain model."""
-        if id(module) not in self.members:  # it is the plain model
+        if not self.has(module):  # it is the plain model
             with beside.set_to(False):
                 return own_call(module)(*args, **kwargs)
         name, *_ = self.members[id(module)]
@@ -71,7 +75,7 @@ class Beside:
             result = behind_hooks(module, planned.forward, args, kwargs)
         else:
             result = own_call(planned)(*args, **kwargs)
-        self.reach.is_reached |= _report_of(planned).planned > 0
+        self.reach.is_reached = self.reach.is_reached or _report_of(planned).planned > 0
         return result
 
     def _planned(self, module: torch.nn.Module) -> torch.nn.Module:

@@ -206,6 +206,9 @@ _running = _Running()
 class CallsBeside(Protocol):
     """Takes calls of submodules that no run of an optimized model makes."""
 
+    def has(self, module: torch.nn.Module) -> bool:
+        """Whether a module is one of these, not the plain model."""
+
     def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module."""
 
@@ -222,7 +225,7 @@ class PartCall:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = weakref.ref(module)
         self.part_of: weakref.WeakSet[Parts] = weakref.WeakSet()
-        self.called_by: weakref.WeakSet[CallsBeside] = weakref.WeakSet()
+        self.called_by: list[weakref.ref[CallsBeside]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
@@ -239,8 +242,9 @@ class PartCall:
                 break
         else:
             if beside.value and torch.is_grad_enabled() and not is_plain():
-                for owner in tuple(self.called_by):
-                    return owner.call(module, args, kwargs)
+                owners = [owner for reference in self.called_by if (owner := reference()) is not None]
+                if owners:  # the last one that may plan it; for the others it is the plain model
+                    return max(owners, key=lambda owner: owner.has(module)).call(module, args, kwargs)
         return own_call(module)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -258,7 +262,10 @@ def install(owner: Parts | CallsBeside, modules: Sequence[torch.nn.Module]) -> w
         found = vars(module).get(CALL)
         if not isinstance(found, PartCall):
             found = vars(module)[CALL] = PartCall(module)
-        (found.part_of if isinstance(owner, Parts) else found.called_by).add(owner)  # type: ignore[arg-type]
+        if isinstance(owner, Parts):
+            found.part_of.add(owner)
+        else:
+            found.called_by.insert(0, weakref.ref(owner))
     return weakref.finalize(owner, _uninstall, list(map(weakref.ref, modules)), weakref.ref(owner))
 
 
@@ -270,8 +277,8 @@ def _uninstall(modules: list[weakref.ref[torch.nn.Module]], owner: weakref.ref[A
         if isinstance(call, PartCall):
             if gone is not None:
                 call.part_of.discard(gone)
-                call.called_by.discard(gone)
-            if not list(call.part_of) and not list(call.called_by):  # those that are gone may still be counted
+            call.called_by = [one for one in call.called_by if one() not in (None, gone)]
+            if not list(call.part_of) and not call.called_by:  # those that are gone may still be counted
                 vars(module).pop(CALL)
 
 

@@ -226,6 +226,15 @@ def test_a_submodule_that_is_an_optimized_model_itself():
     inner = ogc.optimize(model.encoder, X)
     assert all(map(torch.equal, results(plain, lambda m: plain.encoder(X)), results(model, lambda m: inner(X))))
     assert inner.report().planned == 3 and model.report().planned == 0
+    model.encode(X).sum().backward()
+    assert inner.report().planned == 3 and model.report().planned == 1
+
+
+def test_the_model_that_was_optimized_last_counts():
+    _, first = pair()
+    second = ogc.optimize(first, memory_budget="least")
+    second.encode(X).sum().backward()
+    assert first.report().planned == 0 and second.report().planned == 1
 
 
 def test_methods_stay_what_they_are():
