@@ -43,6 +43,7 @@ def optimize(
     device_memory: Budget | None = None,
     optimizer: Optimizer | None = None,
     ddp: bool | str = False,
+    gradients: str = "none",
     solver: str = "optimal",
     profile: str = "auto",
     chunks: int = 1,
@@ -82,6 +83,8 @@ def optimize(
             :func:`ogc.estimate` finds beside activations is taken off. On CUDA what its allocator reserves counts.
         optimizer: what is to train the model, or a class such as ``torch.optim.AdamW``; for ``device_memory``.
         ddp: whether it is trained in DistributedDataParallel; for ``device_memory``, see :func:`ogc.estimate`.
+        gradients: ``"none"`` before each forward, ``"kept"``, or ``"freed"`` in the backward; for ``device_memory``,
+            whose plans count parameters' gradients as they come; see :func:`ogc.estimate`.
         solver: another name than ``"optimal"`` plans by a method to compare with; see :func:`ogc.solve`.
         profile: how operations are weighed, ``"auto"``, ``"time"``, ``"estimate"`` or ``"measure"``; see
             :func:`ogc.parse`.
@@ -139,7 +142,7 @@ def optimize(
 
     if device_memory is not None and memory_budget is not None:
         raise InputError("give memory_budget or device_memory, not both")
-    device = None if device_memory is None else OnDevice(device_memory, optimizer, ddp)
+    device = None if device_memory is None else OnDevice(device_memory, optimizer, ddp, gradients)
     planning = Planning(
         parsing, profile, opaque_modules, Goal(memory_budget, max_overhead), solver, chunks, store, saved,
         backend=backend, device=device, verify=verify,

@@ -51,15 +51,16 @@ class OnDevice:
     memory: Budget
     optimizer: Optimizer | None
     ddp: bool | str
+    gradients: str
 
     def within(self, planning: Planning, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by a plan within what the device has left for activations."""
         sizing = optional("sizing.needs")
-        needs = sizing.fixed_needs(model, sample_input, self.optimizer, ddp=self.ddp)
+        needs = sizing.fixed_needs(model, sample_input, self.optimizer, ddp=self.ddp, gradients=self.gradients)
 
         def optimized(budget: Budget) -> torch.nn.Module:
-            goal = Goal(budget, planning.goal.max_overhead)
-            return replace(planning, goal=goal, verify=False).optimized(model, sample_input)
+            goal, parsing = Goal(budget, planning.goal.max_overhead), {**planning.parsing, "gradients": needs.when}
+            return replace(planning, goal=goal, parsing=parsing, verify=False).optimized(model, sample_input)
 
         found: torch.nn.Module = sizing.within_device(
             needs, self.memory, optimized, lambda made: getattr(type(made), OWN_PLAN)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ def check_rest(rest: AfterForward) -> None:
     loss = rest.loss
     if rest.outputs not in ("all", "loss"):
         raise InputError(f'outputs must be "all" or "loss", not {rest.outputs!r}')
+    _check_gradients(rest.gradients)
     if isinstance(loss, str) and loss != "outputs":
         raise InputError(f'loss must be a function of the model\'s output, or "outputs", not {loss!r}')
     if loss is None or isinstance(loss, str):
@@ -68,6 +69,13 @@ def with_step_end(
         _check(root, spec, given)
         found = record(Sample(root, spec, given), None, OpaqueModules(root, ()))
     return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), after_forward))
+
+
+def _check_gradients(given: Any) -> None:
+    if not (isinstance(given, Mapping) or (isinstance(given, str) and given in ("kept", "none"))):
+        raise InputError(
+            f'gradients must be "kept", "none", or by shape the bytes of a step that frees one, not {given!r}'
+        )
 
 
 def _with_the_loss_alone(traced: Traced) -> Traced:
