@@ -127,6 +127,7 @@ def optimize(
     backend = _backend(compile, model, solver, verify or chunks > 1 or saved is not None)
     if targets is not None and not callable(loss):
         raise InputError("targets= is what loss= takes besides the output; give loss= too")
+    plain = model
     if callable(loss) and outputs == "loss":
         model, sample_input = _returning_its(loss, model, sample_input, targets)
         loss = None
@@ -147,7 +148,7 @@ def optimize(
         parsing, profile, opaque_modules, Goal(memory_budget, max_overhead), solver, chunks, store, saved,
         backend=backend, device=device, verify=verify,
     )  # fmt: skip
-    return planning.result(model, sample_input)
+    return planning.result(model, sample_input, plain)
 
 
 def _loss_of(loss: Callable[..., torch.Tensor], targets: Any, output: Any) -> torch.Tensor:

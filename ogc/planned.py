@@ -90,11 +90,11 @@ class Planning:
     submodule: str = ""
     is_one_of_many: bool = False
 
-    def result(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
-        """What :func:`optimize` returns."""
+    def result(self, model: torch.nn.Module, sample_input: Any, plain: torch.nn.Module) -> torch.nn.Module:
+        """What :func:`optimize` returns for a model, which may have a loss behind the ``plain`` one."""
         is_late = sample_input is None or has_units(model)
         result = self.when_called(model) if is_late else self.optimized(model, sample_input)
-        return with_calls_beside(result, model, self.of_submodule)
+        return with_calls_beside(result, plain, self.of_submodule)
 
     def again(self, model: torch.nn.Module) -> torch.nn.Module:
         """The same of a model that was unpickled."""

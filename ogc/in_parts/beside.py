@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..runtime.calls import REACH, Calls, Reach, Report, beside
-from ..runtime.module import OWN_REPORT, plain_instance
+from ..runtime.module import OWN_REPORT
 from ..runtime.runner import UNDER_HOOKS, tell_plain
 from ..runtime.when_called import PlansCalls, planned_when_called
 from ..torch_state.forwards import ORIGINAL, is_compiled, only_holds, original_class
@@ -126,7 +126,7 @@ def with_calls_beside(optimized: torch.nn.Module, model: torch.nn.Module, planni
 
     def deep_copy(self: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
         made: torch.nn.Module = own_copy(self, memo)
-        of[made] = Beside(plain_instance(made), planning_of, reach)
+        of[made] = Beside(plain_of(made), planning_of, reach)
         return made
 
     def replicated(self: torch.nn.Module) -> Any:
@@ -137,6 +137,15 @@ def with_calls_beside(optimized: torch.nn.Module, model: torch.nn.Module, planni
     if REPLICATE not in vars(kind):
         setattr(kind, REPLICATE, replicated)
     reach.more = lambda module: of[module].report() if module in of else ()
-    plain = plain_instance(model) if hasattr(type(model), ORIGINAL) else model
-    of[optimized] = Beside(plain, planning_of, reach)
+    of[optimized] = Beside(plain_of(model), planning_of, reach)
     return optimized
+
+
+def plain_of(model: torch.nn.Module) -> torch.nn.Module:
+    """A model itself, or of one that was optimized or has a loss behind it, an instance of the class without that."""
+    kind = next(k for k in type(model).__mro__ if issubclass(k, torch.nn.Module) and not hasattr(k, ORIGINAL))
+    if kind is type(model):
+        return model
+    plain: torch.nn.Module = object.__new__(kind)
+    object.__setattr__(plain, "__dict__", vars(model))
+    return plain

@@ -143,6 +143,18 @@ def test_the_plain_model_stays_plain(way):
     assert peak == 0 or peak >= 0.85 * peak_bytes(lambda: loss_of(Codes()(X)).backward(), "cpu")
 
 
+def test_the_plain_model_is_what_it_was_beside_one_with_a_loss():
+    plain = Codes().eval()
+    expected = plain(X)
+    model = ogc.optimize(plain, loss=lambda output: output.mean(), outputs="loss")
+    again = ogc.optimize(model)
+    assert torch.equal(plain(X), expected) and type(plain) is Codes
+    assert torch.equal(model(X), expected.mean()) and torch.equal(again(X), expected.mean())
+    del model, again
+    gc.collect()
+    assert torch.equal(plain(X), expected)
+
+
 def test_evaluation_plans_nothing():
     _, model = pair()
     with torch.no_grad():
