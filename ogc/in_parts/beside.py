@@ -130,7 +130,8 @@ def with_calls_beside(optimized: torch.nn.Module, model: torch.nn.Module, planni
         return made
 
     def replicated(self: torch.nn.Module) -> Any:
-        of[self].uninstall()  # or the replicas' submodules would call those of this one
+        if self in of:
+            of[self].uninstall()  # or the replicas' submodules would call those of this one
         return getattr(original_class(self), REPLICATE)(self)
 
     kind.__deepcopy__ = deep_copy

@@ -66,6 +66,12 @@ def planned_when_called(model: torch.nn.Module, planning: PlansCalls) -> torch.n
         of[made] = of[self].copy(memo)
         return made
 
+    def shallow_copy(self: torch.nn.Module) -> torch.nn.Module:
+        made = type(self).__new__(type(self))
+        vars(made).update(vars(self))
+        of[made] = WhenCalled(planning, Modes(made))
+        return made
+
     def reduced(self: torch.nn.Module, protocol: Any) -> Any:
         planned = of[self].planned
         known = None if planned is None else getattr(type(planned), MADE_AGAIN, None)
@@ -80,7 +86,8 @@ def planned_when_called(model: torch.nn.Module, planning: PlansCalls) -> torch.n
         return property(lambda self: getattr(of[self].planned, name, None))
 
     shown = {**{name: now(name) for name in ("plan", "graph", "code")}, "report": report}
-    members = {"forward": kept_from_compiling(forward), "__deepcopy__": deep_copy, "__reduce_ex__": reduced}
+    copies = {"__deepcopy__": deep_copy, "__copy__": shallow_copy, "__reduce_ex__": reduced}
+    members = {"forward": kept_from_compiling(forward), **copies}
     result = instance_around(model, original_class(model).__name__, members, shown)
     of[result] = WhenCalled(planning, Modes(model))
     return result

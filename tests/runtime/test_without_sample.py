@@ -199,6 +199,15 @@ def test_a_copy_of_a_planned_model_has_its_plan(caplog):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_shallow_copy_has_attributes_of_its_own():
+    model, x = planned(layers()), torch.randn(64, 64)
+    twin = copy.copy(model)
+    twin.name = "twin"
+    twin(x).sum().backward()
+    assert twin.report().planned == 1 and model.report().planned == 0 and not hasattr(model, "name")
+    assert twin[0][0].weight is model[0][0].weight
+
+
 def test_it_is_verified_at_its_first_call(monkeypatch):
     model = planned(layers(), verify=True)
     seen = []
