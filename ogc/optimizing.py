@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 
-from .checking.check import check_two_steps
 from .errors import InputError, optional
 from .in_parts import PartsPlan
 from .parser import Loss, NamesAndTypes, ParseGraph
@@ -17,21 +17,21 @@ from .parser.arguments import call_arguments, check_model
 from .parser.loss import modules_of, tensors_of
 from .plan.plan import Plan
 from .plan.saving import SavedPlan
-from .planned import Planning
+from .planned import OnDevice, Planning
 from .planning import Store, saved_plan
 from .program.program import Optimizer, device_of_model
 from .program.structures import Call
-from .runtime.module import OWN_PLAN, TARGETS, with_loss
+from .runtime.module import TARGETS, with_loss
 from .solver import Budget, Goal
 from .torch_state.forwards import outside_of_modes
-from .torch_state.ranks import has_units, within_data_parallel
+from .torch_state.ranks import within_data_parallel
 
 
 @outside_of_modes()  # Lightning configures models in one
 @within_data_parallel
 def optimize(
     model: torch.nn.Module,
-    sample_input: Any,
+    sample_input: Any = None,
     *,
     loss: Loss | None = None,
     holds_outputs: bool = True,
@@ -56,11 +56,15 @@ def optimize(
 ) -> torch.nn.Module:
     """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.
 
+    ``model = ogc.optimize(model)`` is all that it takes: what is called in training is planned with its first call.
+
     Args:
         model: any module whose forward takes and returns tensors; it stays usable and shares its
             parameters, buffers and submodules with the result. In a DistributedDataParallel its module is optimized.
         sample_input: a tensor, a tuple of positional arguments or a dict of keyword arguments, shaped like
-            a training batch and on the model's device.
+            a training batch and on the model's device. Without it the model is planned at its first call in training,
+            with that call's arguments, types, autocast, hooks and devices: after all that a trainer does to it. What
+            cannot be planned runs plain then, with a warning.
         loss: how a step goes on: ``loss(output)`` returns the one number that the backward starts from, such as a
             criterion with its targets bound in. What it computes counts too; see :func:`ogc.parse`.
         holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
@@ -96,9 +100,10 @@ def optimize(
             fit the model and the sample input. One that does not keep the goal here is told in the log, and made anew.
         cache_dir: a folder in which plans are found again by what the model computes, the goal and the solver, and
             kept when they are made, those for other calls too; with the times that were measured for them.
-        verify: run two steps of the result and two of the plain model and compare them: on the sample input, and after
-            the parameters moved, from another seed, on another input that is made of it. That takes the time of these
-            and the memory of a plain step; :func:`ogc.check` tries more seeds, and a smaller batch.
+        verify: run two steps of the result and two of the plain model and compare them: on the sample input, without
+            one at the first call, and after the parameters moved, from another seed, on another input that is made of
+            it. That takes the time of these and the memory of a plain step; :func:`ogc.check` tries more seeds, and a
+            smaller batch.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -120,12 +125,9 @@ def optimize(
     _check_chunks(chunks, solver, verify)
     store, saved = Store.at(cache_dir), None if plan is None else saved_plan(plan)
     backend = _backend(compile, model, solver, verify or chunks > 1 or saved is not None)
-    if has_units(model) and (verify or device_memory is not None or backend is not None):
-        raise InputError(
-            "verify=, device_memory= and compile= need all of a model, and this one is sharded: leave them out"
-        )
     if targets is not None and not callable(loss):
         raise InputError("targets= is what loss= takes besides the output; give loss= too")
+    plain = model
     if callable(loss) and outputs == "loss":
         model, sample_input = _returning_its(loss, model, sample_input, targets)
         loss = None
@@ -139,23 +141,14 @@ def optimize(
         "recompute_opaque": recompute_opaque,
     }
 
-    def within(budget: Budget | None) -> torch.nn.Module:
-        goal = Goal(budget, max_overhead)
-        planning = Planning(parsing, profile, opaque_modules, goal, solver, chunks, store, saved, backend=backend)
-        return planning.optimized(model, sample_input)
-
-    if device_memory is None:
-        optimized = within(memory_budget)
-    elif memory_budget is None:
-        sizing = optional("sizing.needs")
-        needs = sizing.fixed_needs(model, sample_input, optimizer, ddp=ddp, gradients=gradients)
-        parsing["gradients"] = needs.when
-        optimized = sizing.within_device(needs, device_memory, within, lambda made: getattr(type(made), OWN_PLAN))
-    else:
+    if device_memory is not None and memory_budget is not None:
         raise InputError("give memory_budget or device_memory, not both")
-    if verify:
-        check_two_steps(model, optimized, call_arguments(sample_input)).raise_if_different()
-    return optimized
+    device = None if device_memory is None else OnDevice(device_memory, optimizer, ddp, gradients)
+    planning = Planning(
+        parsing, profile, opaque_modules, Goal(memory_budget, max_overhead), solver, chunks, store, saved,
+        backend=backend, device=device, verify=verify,
+    )  # fmt: skip
+    return planning.result(model, sample_input, plain)
 
 
 def _loss_of(loss: Callable[..., torch.Tensor], targets: Any, output: Any) -> torch.Tensor:
@@ -164,13 +157,13 @@ def _loss_of(loss: Callable[..., torch.Tensor], targets: Any, output: Any) -> to
 
 def _returning_its(
     loss: Callable[..., torch.Tensor], model: torch.nn.Module, sample_input: Any, targets: Any
-) -> tuple[torch.nn.Module, Call]:
-    """The model that returns its loss, and a sample of what it takes.
+) -> tuple[torch.nn.Module, Call | None]:
+    """The model that returns its loss, and the sample of what it takes, if there is one.
 
     Raises:
         InputError: the loss holds tensors, or trains.
     """
-    check_model(model)
+    check_model(model, may_lack_content=sample_input is None)
     if held := tensors_of(loss):
         raise InputError(
             f'with outputs="loss" the loss runs in every step, but it holds on to a tensor of shape '
@@ -178,9 +171,22 @@ def _returning_its(
         )
     if any(parameter.requires_grad for module in modules_of(loss) for parameter in module.parameters()):
         raise InputError("the loss has parameters that require grad; make it a submodule of the model, whose they are")
+    if sample_input is None:
+        return with_loss(model, loss, targets is not None or _takes_two(loss)), None
     args, kwargs = call_arguments(sample_input)
     given = {} if targets is None else {TARGETS: targets}
     return with_loss(model, loss, bool(given)), Call(args, {**kwargs, **given})
+
+
+def _takes_two(loss: Callable[..., torch.Tensor]) -> bool:
+    """Whether a loss takes targets beside the output."""
+    try:
+        inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss).bind(None)
+    except TypeError:
+        return True
+    except ValueError:  # it does not tell
+        pass
+    return False
 
 
 def _check_chunks(chunks: int, solver: str, verify: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,34 +10,62 @@ from typing import Any
 
 import torch
 
-from .errors import InputError, OgcError, ParseError, PlanError, SolveError, optional
+from .checking.check import check_two_steps
+from .errors import InputError, ParseError, PlanError, SolveError, optional
 from .graph import Graph
 from .in_parts import (
     Options,
     check_goal_of_units,
+    frugal_plan,
     heavy_opaque,
     in_parts_if_better,
     in_parts_instead,
     optimize_in_parts,
     optimize_units,
+    with_calls_beside,
 )
 from .parser import NamesAndTypes, hooked_modules, parse
+from .parser.arguments import call_arguments, check_model, check_tensors, sample_of
 from .parser.custom import parse_graph_of
+from .parser.forward.flat import saved_bytes
+from .parser.parse import check_options
 from .plan.plan import Plan
 from .plan.saving import PARTS, SavedPlan, structure_of
 from .planning import NOWHERE, Replanner, Store, agreed_plan, key_of, meets, taken_up
-from .program.program import device_of_model, get_attribute
+from .program.program import Optimizer, device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
-from .runtime.calls import Calls, Report
-from .runtime.module import MADE_AGAIN, OWN_PLAN, instance_around, kept_from_compiling, plain_instance
-from .runtime.runner import plain_because
-from .solver import Budget, Goal, solve
-from .torch_state.forwards import original_class, plain_forward
-from .torch_state.no_trace import is_plain, remembering
+from .runtime.module import MADE_AGAIN, OWN_PLAN
+from .runtime.when_called import made_again, planned_when_called
+from .solver import Budget, Goal, solve, solver_of
+from .torch_state.no_trace import remembering
 from .torch_state.ranks import has_inner_units, has_units
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """The device that a whole step is to fit on, and what else there takes memory, as for :func:`ogc.optimize`."""
+
+    memory: Budget
+    optimizer: Optimizer | None
+    ddp: bool | str
+    gradients: str
+
+    def within(self, planning: Planning, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
+        """The model by a plan within what the device has left for activations."""
+        sizing = optional("sizing.needs")
+        needs = sizing.fixed_needs(model, sample_input, self.optimizer, ddp=self.ddp, gradients=self.gradients)
+
+        def optimized(budget: Budget) -> torch.nn.Module:
+            goal, parsing = Goal(budget, planning.goal.max_overhead), {**planning.parsing, "gradients": needs.when}
+            return replace(planning, goal=goal, parsing=parsing, verify=False).optimized(model, sample_input)
+
+        found: torch.nn.Module = sizing.within_device(
+            needs, self.memory, optimized, lambda made: getattr(type(made), OWN_PLAN)
+        )
+        return found
 
 
 @dataclass(frozen=True)
@@ -58,16 +85,76 @@ class Planning:
     saved: SavedPlan | None = None
     must_fit: bool = True
     backend: str | None = None
+    device: OnDevice | None = None
+    verify: bool = False
+    submodule: str = ""
+    is_one_of_many: bool = False
+
+    def result(self, model: torch.nn.Module, sample_input: Any, plain: torch.nn.Module) -> torch.nn.Module:
+        """What :func:`optimize` returns for a model, which may have a loss behind the ``plain`` one."""
+        is_late = sample_input is None or has_units(model)
+        result = self.when_called(model) if is_late else self.optimized(model, sample_input)
+        return with_calls_beside(result, plain, self.of_submodule)
+
+    def again(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The same of a model that was unpickled."""
+        return with_calls_beside(planned_when_called(model, self), model, self.of_submodule)
+
+    def of_submodule(self, name: str, module: torch.nn.Module, is_one_of_many: bool) -> Planning:
+        """What plans calls of a submodule by themselves: a budget holds for each."""
+        opaque_modules, parsing = self.options.of_submodule(name, module)
+        return replace(
+            self, parsing=parsing, opaque_modules=opaque_modules, saved=None, device=None, verify=False,
+            submodule=name, is_one_of_many=is_one_of_many,
+        )  # fmt: skip
+
+    def when_called(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model, to be planned at its first call in training.
+
+        Raises:
+            InputError: an argument is of the wrong kind.
+        """
+        self.check(model)
+        return planned_when_called(model, self)
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Raise InputError if an argument is of the wrong kind, as far as that is known without a call."""
+        if not has_units(model):
+            check_model(model, may_lack_content=True)
+        elif self.verify or self.device is not None or self.backend is not None:
+            raise InputError(
+                "verify=, device_memory= and compile= need all of a model, and this one is sharded: leave them out"
+            )
+        else:
+            check_goal_of_units(self.options, self.chunks)
+        if self.device is not None:
+            optional("sizing.needs").device_bytes(self.device.memory)
+        check_options(model, self.profile, self.opaque_modules, **self.parsing)
+        solver_of(self.solver, self.goal)
+
+    def bytes_of_step(self, model: torch.nn.Module, call: Call) -> int:
+        """What a step with this call takes at least. OgcError: nothing could be planned for it."""
+        if has_units(model) and has_inner_units(model):
+            return 0  # each unit is planned by itself, when it is called
+        check_model(model)
+        sample = sample_of(model, call, None)
+        check_tensors(sample)
+        return saved_bytes(*sample)
 
     def optimized(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model by one plan, or in parts where that cannot be or is worse."""
-        if has_units(model):
-            check_goal_of_units(self.options, self.chunks)
-            return _planned_when_called(model, self)
-        with self.store.times(), remembering():
-            result = self.now(model, sample_input)
-        found = None if self.backend else getattr(type(result), OWN_PLAN).as_saved()  # compiled code is not saved
-        setattr(type(result), MADE_AGAIN, (_planned_when_called, replace(self, saved=found, must_fit=False)))
+        if self.device is not None:
+            result = self.device.within(replace(self, device=None), model, sample_input)
+        else:
+            with self.store.times(), remembering():
+                result = self.now(model, sample_input)
+            plan = getattr(type(result), OWN_PLAN)
+            is_known = self.backend is None and not isinstance(plan, property)  # of units none is; code is not saved
+            found = plan.as_saved() if is_known else None
+            again = replace(self, saved=found, must_fit=False, verify=False)
+            setattr(type(result), MADE_AGAIN, (made_again, again))
+        if self.verify:
+            check_two_steps(model, result, call_arguments(sample_input)).raise_if_different()
         return result
 
     @property
@@ -94,13 +181,14 @@ class Planning:
         budget = self.goal.memory_budget
         hooked = hooked_modules(dict(model.named_modules()))
         units = partial(optimize_units, options=options)
-        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.goal), units)
+        anew = replace(self, saved=None, verify=False).now
+        planner = None if self.solver == "none" else Replanner(self.make, budget, hooked, meets(self.goal), units, anew)
 
         def take_up(saved: SavedPlan) -> torch.nn.Module | None:
             if saved.kind == PARTS and heavy:
                 return optimize_in_parts(model, sample_input, options, heavy, saved=saved)
             found = self._taken_up(model, sample_input, graph, self.goal, saved)
-            return found and _as_a_whole(model, found, planner)
+            return found and _as_a_whole(model, found, planner, self.submodule)
 
         if (started := self._started(take_up)) is not None:
             return started
@@ -109,7 +197,9 @@ class Planning:
             found = self.plan(model, sample_input, graph, budget)
         except SolveError as error:
             found = error
-        return in_parts_if_better(model, sample_input, options, heavy, found) or _as_a_whole(model, found, planner)
+        return in_parts_if_better(model, sample_input, options, heavy, found) or _as_a_whole(
+            model, found, planner, self.submodule
+        )
 
     def _in_parts(self, model: torch.nn.Module, sample_input: Any, problem: ParseError) -> torch.nn.Module:
         # Not where the error was caught: its traceback has that frame, which would hold it, and what is returned.
@@ -150,7 +240,9 @@ class Planning:
                 chunk_batch = optional("rewrites.chunking").chunk_batch
                 found = chunk_batch(model, sample_input, graph, chunks=self.chunks, **self.parsing, **asked)
             else:
-                found = graph, solve(graph, solver=self.solver, **asked)
+                keeps_little = self.is_one_of_many and self.solver == "optimal"
+                plan = frugal_plan(self.options, graph) if keeps_little else solve(graph, solver=self.solver, **asked)
+                found = graph, plan
             self.store.keep(key, found[1].as_saved)
             return found
 
@@ -186,54 +278,18 @@ class Planning:
             return self.plan(model, sample_input, graph, budget)
 
 
-def _planned_when_called(model: torch.nn.Module, planning: Planning) -> torch.nn.Module:
-    """The module, planned at its first call in training: it was pickled, or its parameters are not here before."""
-    training, found, plain = model.training, list[Any](), Counter[str]()
-    problem: list[str] = []  # why it could not be planned
-
-    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not found and (is_plain() or (why := plain_because(self, training))):
-            plain.update([] if is_plain() else [why])
-            return plain_forward(self)(*args, **kwargs)
-        if not found:
-            try:
-                with planning.store.times():
-                    found.append(planning.now(model, Call(args, kwargs)))
-            except OgcError as error:
-                if not has_units(model):
-                    raise
-                log.warning("ogc runs the plain model: %s", error)
-                found.append(plain_instance(model))
-                problem.append(str(error))
-        plain.update(problem)
-        return found[0].forward(*args, **kwargs)
-
-    def report(self: torch.nn.Module) -> Report:
-        planned = found[0].report().calls if found and not problem else ()
-        return Report((*planned, *(Calls("", f"plain: {why}", count) for why, count in plain.items())))
-
-    def now(name: str) -> property:
-        """What the planned model has; None before it is planned."""
-        return property(lambda self: getattr(found[0], name, None) if found else None)
-
-    shown = {**{name: now(name) for name in ("plan", "graph", "code")}, "report": report}
-    members = {"forward": kept_from_compiling(forward)}
-    result = instance_around(model, original_class(model).__name__, members, shown)
-    setattr(type(result), MADE_AGAIN, (_planned_when_called, planning))
-    return result
-
-
 def _as_a_whole(
-    model: torch.nn.Module, found: tuple[Graph, Plan] | SolveError, planner: Replanner | None
+    model: torch.nn.Module, found: tuple[Graph, Plan] | SolveError, planner: Replanner | None, name: str
 ) -> torch.nn.Module:
-    """The model with one plan for everything."""
+    """The model, or the submodule with a name, with one plan for everything."""
     if isinstance(found, SolveError):
         raise found
     graph, plan = found
     if plan.is_plain and plan.budget_bytes is None and planner is not None:
-        log.warning("no plan needs less memory than the plain model: %s", plan.summary)
+        level = logging.INFO if name else logging.WARNING
+        log.log(level, "no plan needs less memory than the plain %s: %s", name or "model", plan.summary)
     else:
-        log.info("ogc plans the model: %s", plan.summary)
+        log.info("ogc plans the %s: %s", name or "model", plan.summary)
     return _apply(model, graph, plan, planner)
 
 

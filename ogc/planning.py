@@ -27,6 +27,7 @@ from .plan.simulate import plain_peak
 from .program.structures import Call, InputSpec
 from .solver import Budget, Goal
 from .solver.goal import LEAST, in_bytes
+from .torch_state.forwards import collects_now
 from .torch_state.ranks import first_of_all, has_inner_units
 
 log = logging.getLogger(__name__)
@@ -55,23 +56,14 @@ def meets(goal: Goal) -> Meets | None:
     return keeps if goal.is_bounded else None
 
 
-_ADVICE = {
-    False: "optimize it again",
-    True: "switch gradient checkpointing off, in the model and in the trainer (gradient_checkpointing=False): what is "
-    "planned recomputes by itself",
-}
-"""What to do about hooks; those of ``transformers`` come with its gradient checkpointing."""
-
-
 @dataclass(frozen=True, eq=False)
 class Replanner:
     """Reuses plans to other sizes and, given ``make``, makes plans for any other call.
 
     A budget in bytes stays one, a share is one of that call's own plain peak, and an overhead one of its own time: a
     plan that does not keep them is not reused, as ``keeps`` tells. Where a budget cannot be met, the plan is the
-    one with the least peak; one that misses its share is reused like those without a goal. No plan is made for
-    hooks that submodules did not have when the model was optimized (``hooked`` had some): making it would run them
-    several times. ``units`` plans a model that was sharded.
+    one with the least peak; one that misses its share is reused like those without a goal. ``units`` plans a model that
+    was sharded, ``anew`` one with hooks that submodules did not have when it was optimized (``hooked`` had some).
     """
 
     make: Make | None = None
@@ -79,13 +71,16 @@ class Replanner:
     hooked: Collection[str] = frozenset()
     keeps: Meets | None = None
     units: Callable[[torch.nn.Module], torch.nn.Module] | None = None
+    anew: Callable[[torch.nn.Module, Call], torch.nn.Module] | None = None
 
-    def apart(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """The model with its units planned one by one, if it was sharded since it was planned."""
-        if self.units is None or not has_inner_units(model):
-            return None
-        log.warning("the model was sharded since it was optimized: its units are planned one by one")
-        return self.units(model)
+    def apart(self, model: torch.nn.Module, call: Call) -> torch.nn.Module | None:
+        """The model planned unit by unit if it was sharded since it was planned, anew if it has got hooks."""
+        if self.units is not None and has_inner_units(model):
+            log.warning("the model was sharded since it was optimized: its units are planned one by one")
+            return self.units(model)
+        hooked = hooked_modules(dict(model.named_modules(remove_duplicate=False)))
+        new = [name for name in hooked if name and name not in self.hooked]
+        return None if self.anew is None or not new or _collecting(model) else self.anew(model, call)
 
     def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
         """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the goal."""
@@ -115,17 +110,18 @@ class Replanner:
         """A graph and a plan for the call, by the goal that the module was optimised for."""
         if self.make is None:
             return None
-        for name in sorted(hooked_modules(dict(model.named_modules(remove_duplicate=False)))):
-            if name and name not in self.hooked:
-                checkpoints = any(
-                    getattr(module, "gradient_checkpointing", False) is True for module in model.modules()
-                )
-                raise ParseError(f"module {name} has got hooks since the model was optimized; {_ADVICE[checkpoints]}")
+        if name := _collecting(model):
+            raise ParseError(f"module {name} has hooks that collect what it gives for a forward around the model")
         try:
             return self.make(model, call, self.budget)
         except SolveError as error:
             log.warning("taking the least peak instead: %s", error)
             return self.make(model, call, LEAST)
+
+
+def _collecting(model: torch.nn.Module) -> str:
+    """A module that collects for a forward around the model; planning would add to that."""
+    return next((name for name, module in model.named_modules() if name and collects_now(module)), "")
 
 
 # -- plans that were saved -----------------------------------------------------------------------------

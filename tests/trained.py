@@ -33,12 +33,13 @@ class Training:
         self.found: list[torch.Tensor] = []
         self.peak = 0
 
-    def optimize(self, model: nn.Module, sample: Any, **goal: Any) -> nn.Module:
+    def optimize(self, model: nn.Module, sample: Any = None, **goal: Any) -> nn.Module:
+        """Without a sample at its first call."""
         self.models.append(model)
         if self.is_plain:
             return model
         optimised = ogc.optimize(model, sample, **goal)
-        assert not optimised.plan.is_plain
+        assert sample is None or not optimised.plan.is_plain
         self.optimised.append(optimised)
         return optimised
 

@@ -2,14 +2,15 @@
 
 ``find`` says what the parts are and ``measure`` what is around them, ``joined`` makes one graph of all and asks the
 solver for a plan, ``module`` runs the parts; ``late`` plans calls that nobody planned for, and units of sharded models.
-``make`` does it all, and says when.
+``make`` does it all, and says when. ``beside`` plans what is called of a model beside its forward.
 """
 
-from .late import check_goal_of_units, optimize_units
+from .beside import with_calls_beside
+from .late import check_goal_of_units, frugal_plan, optimize_units
 from .make import heavy_opaque, in_parts_if_better, in_parts_instead, optimize_in_parts
 from .plan import Options, PartPlan, PartsPlan, PlainModule
 
 __all__ = [
-    "Options", "PartPlan", "PartsPlan", "PlainModule", "check_goal_of_units", "heavy_opaque", "in_parts_if_better",
-    "in_parts_instead", "optimize_in_parts", "optimize_units",
+    "Options", "PartPlan", "PartsPlan", "PlainModule", "check_goal_of_units", "frugal_plan", "heavy_opaque",
+    "in_parts_if_better", "in_parts_instead", "optimize_in_parts", "optimize_units", "with_calls_beside",
 ]  # fmt: skip

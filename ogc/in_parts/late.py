@@ -146,13 +146,13 @@ class LatePlanner:
         if alike:
             share = alike[0][1]
             return graph, share.agreed_plan(graph), share.planner(name, module)
-        plan = _agreed(self.options, graph, "of its own", lambda: _frugal(self.options, graph))
+        plan = _agreed(self.options, graph, "of its own", lambda: frugal_plan(self.options, graph))
         share = Share(self.options, plan, PartCost.of(graph, plan))
         self.examples.append((Part(name, module, graph, 0, look_of(module)), share))
         return graph, plan, share.planner(name, module)
 
 
-def _frugal(options: Options, graph: Graph) -> Plan:
+def frugal_plan(options: Options, graph: Graph) -> Plan:
     """The plan that keeps least for a goal that is a share, of bytes or of time, as it holds for this part alone."""
     share, plain = options.goal.memory_budget, PartCost.of(graph, plain_plan(graph))
     with suppress(SolveError):

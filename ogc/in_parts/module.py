@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,12 +22,20 @@ from ..errors import InputError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..program.structures import Call
-from ..runtime.calls import Calls, Report
+from ..runtime.calls import Calls, Report, beside
 from ..runtime.module import copied, instance_around, kept_from_compiling, planned_forward
-from ..runtime.runner import COSTS_THE_SAVING, UNDER_HOOKS, Planner, Runner, log, plain_because, tell_plain
+from ..runtime.runner import COSTS_THE_SAVING, UNDER_HOOKS, Modes, Planner, Runner, log, plain_because, tell_plain
 from ..torch_state.forwards import original_class
 from ..torch_state.no_trace import is_plain, plainly
-from ..torch_state.private import CALL, REPLICATE, has_global_hooks, hooks_of, own_call, saved_tensors_hooks_in_use
+from ..torch_state.private import (
+    CALL,
+    REPLICATE,
+    has_global_hooks,
+    hooks_of,
+    ignored_by_scripts,
+    own_call,
+    saved_tensors_hooks_in_use,
+)
 
 PlanLate = Callable[[torch.nn.Module, str, Call], tuple[Graph, Plan, Planner | None]]
 """Plans a call of a submodule, which has a name, the first time; gives what plans other calls of it, too."""
@@ -45,10 +53,10 @@ class PlannedPart:
         """Call the part, hooks and all."""
         if not any(hooks_of(self.module)) and not has_global_hooks():
             return own_call(self.planned)(*args, **kwargs)
-        return _behind_hooks(self.module, self.planned.forward, args, kwargs)
+        return behind_hooks(self.module, self.planned.forward, args, kwargs)
 
 
-def _behind_hooks(
+def behind_hooks(
     module: torch.nn.Module, planned: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a part with ``planned`` in the place of its forward.
@@ -117,16 +125,8 @@ class Parts:
 
     def install(self) -> None:
         """Have the calls of the parts look here, until ``uninstall()`` or as long as this lives."""
-        modules = [
-            *(member.module for member in self.members.values()),
-            *(module for _, module in self.late.values()),
-        ]
-        for module in modules:
-            found = vars(module).get(CALL)
-            if not isinstance(found, PartCall):
-                found = vars(module)[CALL] = PartCall(module)
-            found.part_of.add(self)
-        self.uninstall = weakref.finalize(self, _uninstall, list(map(weakref.ref, modules)), weakref.ref(self))
+        modules = [member.module for member in self.members.values()]
+        self.uninstall = install(self, [*modules, *(module for _, module in self.late.values())])
 
     def copy(self, memo: Mapping[int, Any]) -> Parts:
         """The same for a deep copy of the model, whose copied modules are in ``memo``."""
@@ -161,7 +161,7 @@ class Parts:
                 *given, **named
             )
 
-        return _behind_hooks(module, forward, args, kwargs)
+        return behind_hooks(module, forward, args, kwargs)
 
     def has(self, module: torch.nn.Module) -> bool:
         """Whether a module is one of the parts."""
@@ -203,21 +203,35 @@ class _Running(threading.local):
 _running = _Running()
 
 
+class CallsBeside(Protocol):
+    """Takes calls of submodules that no run of an optimized model makes."""
+
+    def has(self, module: torch.nn.Module) -> bool:
+        """Whether a module is one of these, not the plain model."""
+
+    def call(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module."""
+
+
 class PartCall:
     """Stands in a part's module for its own call.
 
     Attributes:
         module: the part.
         part_of: the optimized models that have planned it.
+        called_by: the optimized models that it is called for beside their forward.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = weakref.ref(module)
         self.part_of: weakref.WeakSet[Parts] = weakref.WeakSet()
+        self.called_by: list[weakref.ref[CallsBeside]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
         assert module is not None
+        if torch.compiler.is_compiling():
+            return own_call(module)(*args, **kwargs)
         for parts, hooks in _running.stack:  # the outermost has planned for all of it
             if parts.has(module) and not is_plain():
                 # A call under hooks of others may be repeated in the backward, where no model runs.
@@ -226,21 +240,45 @@ class PartCall:
                 if id(module) in parts.members:
                     parts.members[id(module)].runner.ran_plain(UNDER_HOOKS, is_told=True)
                 break
+        else:
+            if beside.value and torch.is_grad_enabled() and not is_plain():
+                owners = [owner for reference in self.called_by if (owner := reference()) is not None]
+                if owners:  # the last one that may plan it; for the others it is the plain model
+                    return max(owners, key=lambda owner: owner.has(module)).call(module, args, kwargs)
         return own_call(module)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the module is no part of anything."""
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
-def _uninstall(modules: list[weakref.ref[torch.nn.Module]], parts: weakref.ref[Parts]) -> None:
-    gone = parts()
+
+def install(owner: Parts | CallsBeside, modules: Sequence[torch.nn.Module]) -> weakref.finalize[Any, Any]:
+    """Have the calls of modules look at ``owner``, until what is returned is called or as long as that lives."""
+    if CALL not in ignored_by_scripts:
+        ignored_by_scripts.append(CALL)
+    for module in modules:
+        found = vars(module).get(CALL)
+        if not isinstance(found, PartCall):
+            found = vars(module)[CALL] = PartCall(module)
+        if isinstance(owner, Parts):
+            found.part_of.add(owner)
+        else:
+            found.called_by.insert(0, weakref.ref(owner))
+    return weakref.finalize(owner, _uninstall, list(map(weakref.ref, modules)), weakref.ref(owner))
+
+
+def _uninstall(modules: list[weakref.ref[torch.nn.Module]], owner: weakref.ref[Any]) -> None:
+    gone = owner()
     for reference in modules:
         module = reference()
         call = None if module is None else vars(module).get(CALL)
         if isinstance(call, PartCall):
             if gone is not None:
                 call.part_of.discard(gone)
-            if not list(call.part_of):  # those that are gone may still be counted
+            call.called_by = [one for one in call.called_by if one() not in (None, gone)]
+            if not list(call.part_of) and not call.called_by:  # those that are gone may still be counted
                 vars(module).pop(CALL)
 
 
@@ -255,7 +293,7 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
     Raises:
         InputError: the model's forward is not that of its class.
     """
-    original, training = original_class(model), model.training
+    original, modes = original_class(model), Modes(model)
     of: weakref.WeakKeyDictionary[torch.nn.Module, Parts] = weakref.WeakKeyDictionary()
 
     plain: Counter[str] = Counter()
@@ -264,11 +302,11 @@ def module_in_parts(model: torch.nn.Module, parts: Parts, shown: dict[str, Any])
         found = of.get(self)
         if found is None or is_plain():
             return original.forward(self, *args, **kwargs)
-        if why := plain_because(self, training):
+        if why := plain_because(self, modes.in_training_alone):
             plain[why] += 1
             if why in COSTS_THE_SAVING:
                 tell_plain(why, found.told)
-            return original.forward(self, *args, **kwargs)
+            return modes.looked_at(self, original.forward(self, *args, **kwargs))
         with found.running():
             return original.forward(self, *args, **kwargs)
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from os import PathLike
+from typing import Any
 
 import torch
 
@@ -52,16 +53,19 @@ class Options:
 
     def parse(self, module: torch.nn.Module, name: str, call: Call) -> Graph:
         """The graph of a call of a submodule, as :func:`ogc.parse` makes it; the errors are the same, too."""
+        opaque_modules, parsing = self.of_submodule(name, module)
         with self.store.times():
-            return parse(
-                module,
-                call,
-                loss="outputs",  # of a part, not of the model
-                parse_graph=None if self.follows_own_graphs else False,
-                profile=self.profile,
-                opaque_modules=_inside(self.opaque_modules, name, module),
-                recompute_opaque=self._repeatable(name, module),
-            )
+            return parse(module, call, profile=self.profile, opaque_modules=opaque_modules, **parsing)
+
+    def of_submodule(self, name: str, module: torch.nn.Module) -> tuple[NamesAndTypes, dict[str, Any]]:
+        """The opaque modules in a submodule, and what else it is parsed with."""
+        return _inside(self.opaque_modules, name, module), {
+            "loss": "outputs",  # of a part, not of the model
+            "holds_outputs": True,
+            "outputs": "all",
+            "parse_graph": None if self.follows_own_graphs else False,
+            "recompute_opaque": self._repeatable(name, module),
+        }
 
     def asked_for(self, model: torch.nn.Module) -> list[str]:
         """The names of the submodules that are to be called as they are."""

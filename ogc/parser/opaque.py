@@ -44,13 +44,10 @@ class OpaqueModules:
     def __init__(
         self, model: torch.nn.Module, asked_for: NamesAndTypes, repeatable: NamesAndTypes | bool | None = None
     ) -> None:
-        refuse_root_hooks(model)
         self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         self.reasons: dict[str, str] = {}  # of those that nobody asked for
         self.obstacles: dict[str, str] = {}  # why some that were said to be repeatable are not
-        self.names = set(_resolve(self.modules, asked_for, "opaque_modules"))
-        chosen = self.modules if repeatable is True else _resolve(self.modules, repeatable or (), "recompute_opaque")
-        self.repeatable = set(chosen)
+        self.names, self.repeatable = names_in(self.modules, asked_for, repeatable)
         self.finds_repeatable = repeatable is None
         self.repeated: set[str] = set()
         self.changing: dict[str, str] = {}  # an attribute that the forward changes, for each module
@@ -124,16 +121,6 @@ class OpaqueModules:
             self.reasons[name] = why
 
 
-def refuse_root_hooks(model: torch.nn.Module) -> None:
-    """Raise ParseError if the model itself has hooks that a replayed forward would not call."""
-    # Its own forward hooks run around the replayed forward as around the original.
-    if any(hooks_of(model)[2:]):
-        raise ParseError(
-            "the model has backward hooks, which the replayed forward would not call; "
-            "remove them, or optimize the model before they are registered on the result"
-        )
-
-
 def hooked_modules(modules: Mapping[str, torch.nn.Module]) -> set[str]:
     """The names of those that have forward or backward hooks, but for such as are part of the model's forward."""
     return {name for name, module in modules.items() if any(hooks_of(module)) and not only_collects(module)}
@@ -148,7 +135,19 @@ def _listed(reasons: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({why})" for name, why in sorted(reasons.items()))
 
 
-def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str) -> list[str]:
+def names_in(
+    modules: dict[str, torch.nn.Module], asked_for: NamesAndTypes, repeatable: NamesAndTypes | bool | None
+) -> tuple[set[str], set[str]]:
+    """The names of the opaque modules that are asked for, and of those in which they may be called again.
+
+    Raises:
+        InputError: a name or type is none of the model's.
+    """
+    chosen = modules if repeatable is True else _named(modules, repeatable or (), "recompute_opaque")
+    return set(_named(modules, asked_for, "opaque_modules")), set(chosen)
+
+
+def _named(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str) -> list[str]:
     """The names of the modules that are meant."""
     if isinstance(asked_for, (str, type)) or not isinstance(asked_for, Iterable):
         raise InputError(f"{argument} must be a list of module names and types, not {asked_for!r}")

@@ -17,7 +17,7 @@ from ..operators.registry import out_of_place
 from ..plan.simulate import plain_peak
 from ..process import collecting_new_only, shown
 from ..program.opaque import OpaqueCall
-from ..program.program import OUTSIDE, AfterForward, Gradients, Loss
+from ..program.program import OUTSIDE, AfterForward, Gradients, Loss, device_of_model
 from ..program.structures import autocast_state
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.dispatch import run_in
@@ -29,8 +29,8 @@ from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
-from .loss import modules_of, with_step_end
-from .opaque import NamesAndTypes, OpaqueModules, refuse_chance, why_not_repeatable
+from .loss import check_rest, modules_of, with_step_end
+from .opaque import NamesAndTypes, OpaqueModules, names_in, refuse_chance, why_not_repeatable
 from .passes.calls import Bindings, Unfolding, share_casts
 from .passes.lifetimes import unused_memory
 from .passes.writes import copy_after_last_write, run_out_of_place, save_operands
@@ -153,6 +153,26 @@ def parse(
     bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())  # without tensors
     program = replace(graph.program, parse_graph=make, recorded=bare)
     return replace(graph, program=program, plain_peak_bytes=plain_peak_bytes)
+
+
+def check_options(
+    model: torch.nn.Module,
+    profile: str,
+    opaque_modules: NamesAndTypes,
+    *,
+    loss: Loss | None,
+    holds_outputs: bool,
+    outputs: str,
+    parse_graph: ParseGraph | bool | None,
+    recompute_opaque: NamesAndTypes | bool | None,
+) -> None:
+    """Raise InputError if an argument of :func:`parse` is of the wrong kind, as far as that is known without a call."""
+    home = device_of_model(model)
+    profile_kind(profile, home, home)
+    check_rest(AfterForward(loss, holds_outputs, outputs))
+    parse_graph_of(model, parse_graph)
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    names_in(modules, opaque_modules, recompute_opaque)
 
 
 def _as_on(device: torch.device, gpu: str | None, casts: bool) -> AbstractContextManager[None]:

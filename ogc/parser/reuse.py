@@ -26,7 +26,7 @@ from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .faithful import observed
 from .loss import modules_of, with_step_end
-from .opaque import OpaqueModules, refuse_root_hooks
+from .opaque import OpaqueModules
 from .parse import lower, profiler_of, record_program
 from .passes.calls import with_numbers
 from .traced import RecordAgain, Traced
@@ -56,7 +56,6 @@ def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool
     program: Program = graph.program
     if any(isinstance(node.target, Region) for node in program.operations):
         raise ParseError("a plan in chunks, or compiled, is not reused")
-    refuse_root_hooks(model)
     sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
     home = check_tensors(sample)
     if (same := _with_other_numbers(sample, graph)) is not None:

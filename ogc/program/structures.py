@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import InputError
+from ..torch_state.no_trace import shares_casts
 from ..torch_state.private import pytree
 from ..torch_state.reads.objects import same_objects
 
@@ -313,7 +314,8 @@ def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
 def _casts() -> tuple[Any, ...]:
     """What autocast does to a call, and whether it shares its casts."""
     casts = autocast_state()
-    return casts if not casts or torch.is_autocast_cache_enabled() else (*casts, EACH_BY_ITSELF)
+    shares = not casts or shares_casts.value or torch.is_autocast_cache_enabled()
+    return casts if shares else (*casts, EACH_BY_ITSELF)
 
 
 def autocast_kinds() -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..graph import table
+from ..process import OnThread
 from ..program.program import tensor_leaves
 from ..program.structures import EACH_BY_ITSELF, HolderSpec, InputSpec, Same, TensorSpec, same_leaf
 from ..torch_state.module_state import State, changed_state
@@ -151,6 +152,9 @@ class Report:
         return any(calls.module for calls in self.calls)
 
 
+beside = OnThread(True)
+"""Whether no optimized model runs on this thread, nor the plain model of one: submodules are called by themselves."""
+
 REACH = "_ogc_reach"
 """The attribute of an optimized module's class that knows whether its forward was called in training."""
 
@@ -164,10 +168,11 @@ class Reach:
     def __init__(self) -> None:
         self.is_reached = self.is_inside = False
         self.others: dict[str, int] = {}  # what gave differentiable results: how often
+        self.more: Callable[[torch.nn.Module], tuple[Calls, ...]] = lambda module: ()  # calls beside the forward
 
-    def watches(self) -> bool:
-        """Whether a call that is about to begin is looked at."""
-        is_off = self.is_reached or self.is_inside
+    def watches(self, module: torch.nn.Module) -> bool:
+        """Whether a call of a module that is about to begin is looked at."""
+        is_off = self.is_reached or self.is_inside or not module.training
         return not is_off and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
     def followed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,8 +180,6 @@ class Reach:
 
         @wraps(run)
         def follow(*args: Any, **kwargs: Any) -> Any:
-            if not self.watches():
-                return run(*args, **kwargs)
             self.is_inside = True
             try:
                 result = run(*args, **kwargs)
@@ -190,14 +193,14 @@ class Reach:
 
     def followed_call(self, module: torch.nn.Module) -> Callable[..., Any] | None:
         """What a module calls to whose forward another was assigned; None if nobody looks at that."""
-        return self.followed("forward", own_call(module)) if self.watches() else None
+        return self.followed("forward", own_call(module)) if self.watches(module) else None
 
     def reported(self, report: Callable[[torch.nn.Module], Report]) -> Callable[[torch.nn.Module], Report]:
         """The same report, with what was called in the place of the forward."""
 
         def report_of_all(module: torch.nn.Module) -> Report:
             others = (Calls("", f"plain: {_told(name)}", count) for name, count in self.others.items())
-            return Report((*report(module).calls, *others))
+            return Report((*report(module).calls, *self.more(module), *others))
 
         return report_of_all
 
@@ -221,7 +224,7 @@ class Followed:
     def __get__(self, module: torch.nn.Module | None, owner: type) -> Callable[..., Any]:
         if module is None:
             return self.function
-        return MethodType(self.follow if self.reach.watches() else self.function, module)
+        return MethodType(self.follow if self.reach.watches(module) else self.function, module)
 
 
 def followed_methods(original: type[torch.nn.Module], reach: Reach) -> dict[str, Followed]:

@@ -9,6 +9,7 @@ backward call, and DDP, hooks, ``torch.autograd.grad`` and double backward work 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,8 +26,9 @@ from ..errors import ReplayError
 from ..program.autocast import cast, run_saving
 from ..program.opaque import OpaqueCall
 from ..program.program import attribute, storage_of, tensor_leaves
+from ..torch_state.compare import digest
 from ..torch_state.private import id_of_storage, keeps_graph, storage_id, untraced, version_of
-from ..torch_state.settings import Flags, State, random_states, set_random_states
+from ..torch_state.settings import Flags, State, digest_of_states, random_states, set_random_states
 from .held import Argument, Bound, Marks, RepeatedCall, detached, differentiable, dropped, in_parts, kept, unpack
 
 KEEP = -1
@@ -73,7 +75,8 @@ class Step:
         self.bound = bound  # parameters, buffers, constants, and the modules of opaque modules
         self.devices = devices  # CUDA devices that the program draws random numbers on
         self.flags = flags  # in the forward
-        self.random_states: dict[int, tuple[State, ...]] = {}
+        self.random_states: dict[int, tuple[State, ...]] = {}  # that operations start from
+        self.drawn: dict[int, int] = {}  # and what tells their results apart
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
         self.returned: dict[int, Marks] = {}  # of what opaque modules returned, by operation
         self.seen: dict[int, Bound] = {}  # what recomputation reads of these, by place, as it was in the forward
@@ -113,6 +116,27 @@ class Step:
                 "them (dropout of 0), or capture the plain model"
             )
         self.random_states[operation] = random_states(self.devices)
+
+    def remember_drawn(self, operation: int, result: Any) -> None:
+        """Note what an operation that draws random numbers gave, where another thread may draw before it does.
+
+        PyTorch has one generator for all threads, and no lock that covers both reading its state and the operation.
+        """
+        if threading.active_count() > 1:
+            self.drawn[operation] = self._drawn(result)
+
+    def check_drawn(self, operation: int, result: Any) -> None:
+        """Raise ReplayError if an operation that ran again drew other numbers than in the forward."""
+        if operation in self.drawn and self._drawn(result) != self.drawn[operation]:
+            raise ReplayError(
+                "another thread drew random numbers of torch's while an operation of the model drew some, and what is "
+                "recomputed is not what was computed; give what draws there a torch.Generator of its own, or let the "
+                "threads take turns"
+            )
+
+    def _drawn(self, result: Any) -> int:
+        """A number that tells results of one operation apart: by their bytes, on CUDA by the state of the generator."""
+        return digest_of_states(random_states(self.devices)[1:]) if self.devices else digest(tensor_leaves(result))
 
 
 class Frame:

@@ -116,8 +116,10 @@ class _ForwardWriter:
             lines += [f"step.mark_returned({t}, {node.name})"] if t in self.layout.repeated else []
         if not number and any(saved.unneeded for saved in self.layout.saves[t]):
             lines[-1] = f"with saved_tensors_hooks(dropped, unpack): {lines[-1]}"
+        if t in self.draws:
+            lines = [f"step.remember_random({t})", *lines, f"step.remember_drawn({t}, {node.name})"]
         lines[-1] += freed
-        return [f"step.remember_random({t})", *lines] if t in self.draws else lines
+        return lines
 
     def _repeated(self, t: int, number: int) -> str:
         """The statement that calls an opaque module which the run recomputes."""
@@ -169,7 +171,7 @@ class _RunWriter:
                 text = f"{node.name} = frame.recompute({t}, {call_of(node)})"
             frees = let_go(freed.get(node, []))
             if t in self.layout.program.random and t in self.run.program:
-                text, frees = f"with frame.random({t}):\n        {text}", frees.replace("; ", "\n    ", 1)
+                text = f"with frame.random({t}):\n        {text}\n    frame.step.check_drawn({t}, {node.name})"
             lines.append(f"{text}{frees}")
         lines += self._fills(before=False)
         inside = sorted({number for numbers in self.layout.wanted[self.number].values() for number in numbers})

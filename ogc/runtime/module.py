@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -25,14 +26,17 @@ from ..torch_state.forwards import (
 )
 from ..torch_state.private import CALL, WRAPPED_CALL, is_exporting, share_shards
 from ..torch_state.ranks import is_unit
-from .calls import REACH, Reach, Report, followed_methods, note_reached
-from .runner import Planner, Runner, log
+from .calls import REACH, Reach, Report, beside, followed_methods, note_reached
+from .runner import LIKE_SAMPLE, Planner, Runner, log
 
 MADE_AGAIN = "_ogc_made_again"
 """The attribute of a module's class that says how it is unpickled: a function of the plain model, further arguments."""
 
 OWN_PLAN = "_ogc_plan"
 """The attribute of a module's class that has its plan, where the model has an attribute ``plan`` of its own too."""
+
+OWN_REPORT = "_ogc_report"
+"""Likewise of its report."""
 
 
 def optimized_module(
@@ -62,8 +66,11 @@ def optimized_module(
         return property(lambda self: getattr(runner.apart[self], name, None) if self in runner.apart else own)
 
     def report(self: torch.nn.Module) -> Report:
-        apart: Any = runner.apart.get(self)
-        return Report((*runner.report().calls, *(() if apart is None else apart.report().calls)))
+        if (apart := runner.apart.get(self)) is None:
+            return runner.report()
+        found = getattr(type(apart), OWN_REPORT)(apart).calls
+        like_first = (replace(c, kind=runner.apart_kind) if c.kind == LIKE_SAMPLE else c for c in found)
+        return Report((*runner.report().calls, *like_first))
 
     members = {"forward": planned_forward(runner), "__deepcopy__": deep_copy, "__copy__": shallow_copy, OWN_PLAN: plan}
     held = {"plan": plan, "graph": graph, "code": runner.generated.source}
@@ -90,7 +97,9 @@ def planned_forward(runner: Runner) -> Callable[..., Any]:
         entry = runner.select(self, args, kwargs)
         if entry is None:
             apart = runner.apart.get(self)
-            return plain_forward(self)(*args, **kwargs) if apart is None else apart.forward(*args, **kwargs)
+            if apart is not None:
+                return apart.forward(*args, **kwargs)
+            return runner.modes.looked_at(self, plain_forward(self)(*args, **kwargs))
         return runner.run(entry, self, args, kwargs)
 
     return kept_from_compiling(forward)
@@ -114,7 +123,7 @@ def instance_around(
     members |= {"__module__": original.__module__, "__doc__": original.__doc__}
     if "report" in shown:
         shown = {**shown, "report": reach.reported(shown["report"])}
-        members = {REACH: reach, **followed_methods(original, reach), **members}
+        members = {REACH: reach, OWN_REPORT: shown["report"], **followed_methods(original, reach), **members}
     for key, value in shown.items():
         if hasattr(original, key) or key in vars(model):
             log.warning("the model has an attribute %r of its own; the optimized module's %r is not set", key, key)
@@ -131,6 +140,8 @@ def plain_instance(self: torch.nn.Module) -> torch.nn.Module:
     """An instance of the plain class that shares the attributes: what is scripted."""
     plain: torch.nn.Module = object.__new__(original_class(self))
     object.__setattr__(plain, "__dict__", vars(self))
+    if is_unit(plain):
+        share_shards(plain, self)
     return plain
 
 
@@ -144,7 +155,7 @@ def copied(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
     kind = _with_own_code(type(module)) if isinstance(module, torch.fx.GraphModule) else type(module)
     made: torch.nn.Module = object.__new__(kind)
     memo[id(module)] = made
-    vars(made).update(copy.deepcopy(vars(module), memo))
+    object.__setattr__(made, "__dict__", copy.deepcopy(vars(module), memo))  # one for all that share that of the module
     return made
 
 
@@ -214,7 +225,11 @@ def kept_from_compiling(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     def reached(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         note_reached(self)
-        return forward(self, *args, **kwargs)
+        before, beside.value = beside.value, False
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            beside.value = before
 
     as_it_is = torch.compiler.disable(reached, reason=ADVICE)
 

@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import count
@@ -20,7 +20,7 @@ from ..graph import Graph
 from ..plan.plan import Plan
 from ..process import during_step
 from ..program.opaque import OpaqueCall
-from ..program.program import Program, attribute, get_attribute, without_autocast
+from ..program.program import Program, attribute, get_attribute, tensor_leaves, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.forwards import DISPATCH, MODE, SAVED, is_as_assigned, what_is_around
 from ..torch_state.module_state import State, WatchedModule
@@ -51,6 +51,9 @@ LOOKS = 16
 EVICTIONS = 3
 """How many plans may make room for others before no more are made."""
 
+LIKE_SAMPLE = "like the sample"
+"""The kind of calls that were planned for first, in words."""
+
 CHOOSES_ALGORITHMS = ("cuda",)
 """Types of devices on which ``torch.backends.cudnn.benchmark`` decides."""
 
@@ -64,8 +67,8 @@ class Planner(Protocol):
     def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
         """A plan of its own, if this planner makes any."""
 
-    def apart(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """What runs the model from now on if it can no longer be planned as a whole."""
+    def apart(self, model: torch.nn.Module, call: Call) -> torch.nn.Module | None:
+        """What runs the model from now on if it is another one than was planned."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +116,14 @@ class Runner:
 
     def __init__(self, model: torch.nn.Module, graph: Graph, plan: Plan, planner: Planner | None = None) -> None:
         self.planner = planner
-        self.training = model.training
+        self.modes = Modes(model)
         self.assigned = vars(model).get("forward")  # before it was optimized
         self.structures = count(1)
         self.watched: weakref.WeakKeyDictionary[torch.nn.Module, WatchedModule] = weakref.WeakKeyDictionary()
         self.generated = generate(graph, plan)
         self.is_idle = plan.is_plain and planner is None
         kind = self._kind(model, graph.program.inputs)
-        self.sample = _entry(model, kind, "like the sample", graph, plan, self.generated)
+        self.sample = _entry(model, kind, LIKE_SAMPLE, graph, plan, self.generated)
         self.entries = [self.sample]  # most recently used first
         self.calls: Counter[tuple[str, str]] = Counter()  # by what kind of calls, and what ran them
         self.evictions = self.unseen = 0
@@ -128,6 +131,7 @@ class Runner:
         self.is_planning = False
         self.told: set[str] = set()
         self.apart: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
+        self.apart_kind = ""  # of the calls that these were made for
 
     @property
     def is_plain(self) -> bool:
@@ -155,7 +159,7 @@ class Runner:
         if self.is_planning or is_plain() or model in self.apart:
             return None
         raise_what_is_known()
-        why = plain_because(model, self.training)
+        why = plain_because(model, self.modes.in_training_alone)
         if not why and not is_as_assigned(model, self.assigned):
             why = REPLACED
         if why:
@@ -175,8 +179,7 @@ class Runner:
             is_first |= difference == SETTLES
         if self.evictions > EVICTIONS:
             return self.ran_plain("more kinds of calls than are planned for")
-        if self.planner is not None and (apart := self.planner.apart(model)) is not None:
-            self.apart[model] = apart
+        if self._is_apart(model, Call(args, kwargs), kind):
             return None
         if is_first:
             return self.ran_plain(SETTLES)
@@ -248,16 +251,43 @@ class Runner:
         )
         return without_benchmark(settings)
 
+    def _is_apart(self, model: torch.nn.Module, call: Call, kind: Kind) -> bool:
+        """Whether the model is run by another one from now on, or plain as that cannot be made."""
+        if self.planner is None:
+            return False
+        self.is_planning = True
+        try:
+            with self._during_step():
+                found = self.planner.apart(model, call)
+        except Exception as error:
+            why = self._difference(model, call, kind)
+            entry = Entry(kind, why, problem=first_line(error))
+            self._tell(f"ogc runs the plain model for calls where {why}: {entry.problem}", entry.problem)
+            self._put_first(entry)
+            self._count(entry)
+            return True
+        finally:
+            self.is_planning = False
+        if found is None:
+            return False
+        self.apart[model], self.apart_kind = found, self._difference(model, call, kind)
+        log.warning("the model is planned anew, for calls where %s", self.apart_kind)
+        return True
+
+    def _during_step(self) -> AbstractContextManager[None]:
+        """Planning in here takes no more memory than the step."""
+        return during_step(self.sample.plan.peak_bytes if self.sample.plan else 0)
+
     def _make(self, model: torch.nn.Module, call: Call, kind: Kind) -> Entry:
         """What runs a kind of calls that was not seen before."""
         why, start = self._difference(model, call, kind), time.perf_counter()
         self.is_planning = True  # calls of the model from here on are the planner's
         entry, problem = None, ""
         try:
-            with during_step(self.sample.plan.peak_bytes if self.sample.plan else 0):
+            with self._during_step():
                 entry = None if self.planner is None else self._planned(self.planner, model, call, kind, why)
         except Exception as error:  # a broken call raises the same from the plain model
-            problem = _first_line(error)
+            problem = first_line(error)
         finally:
             self.is_planning = False
         seconds = time.perf_counter() - start
@@ -324,7 +354,7 @@ class Runner:
 
 HOOKED = "hooks of all modules are set"
 CACHED = "parametrized tensors are made once for a region (parametrize.cached())"
-EVAL = "the model is in eval mode with gradients on, and was optimized in training mode"
+EVAL = "the model is in eval mode with gradients on, and no backward has come to such a call yet"
 TRANSFORMED = "it runs in a transform of torch.func or with forward-mode derivatives, which recompute nothing"
 REPLACED = "another forward was assigned to the model that was optimized"
 SETTLES = "it is a first call, which settles what Python reads in all others"
@@ -348,8 +378,29 @@ def tell_plain(why: str, told: set[str]) -> None:
     tell_once(f"ogc runs the plain model, which keeps all activations: {why}", told)
 
 
+class Modes:
+    """In which modes a model is trained: in that which it was optimized in, and in eval mode too once a backward has
+    come to the result of such a call. Evaluation that merely forgets ``torch.no_grad()`` is not planned for.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.in_training_alone = model.training
+
+    def looked_at(self, model: torch.nn.Module, result: Any) -> Any:
+        """What a call that ran plain gave."""
+        if self.in_training_alone and not model.training and torch.is_grad_enabled() and not is_plain():
+            for tensor in tensor_leaves(result):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(self._note)
+                    break
+        return result
+
+    def _note(self, gradients: Any) -> None:
+        self.in_training_alone = False
+
+
 def plain_because(model: torch.nn.Module, training: bool) -> str:
-    """Why no plan is for such calls, whose ``model`` was in training or not when they were made; "" if plans are."""
+    """Why no plan is for a call now, of a ``model`` that is trained in ``training`` mode alone or in any; else ""."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return "gradients are off"
     if torch.jit.is_tracing() or torch.compiler.is_compiling() or is_fx_tracing():
@@ -392,6 +443,7 @@ def _runs_the_same(a: Graph, b: Graph) -> bool:
     return alike and not has_opaque and str(a.program.graph) == str(b.program.graph)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in a line."""
     text = str(error) if isinstance(error, OgcError) else repr(error)
     return text.splitlines()[0] if text else ""

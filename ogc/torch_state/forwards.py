@@ -197,6 +197,11 @@ def only_collects(module: torch.nn.Module) -> bool:
     return not has_others and all(_collects(hook) and _collector(hook) is None for hook in hooks.values())
 
 
+def collects_now(module: torch.nn.Module) -> bool:
+    """Whether hooks of a module collect for a forward around it that is running: they are not to be called besides."""
+    return any(_collects(hook) and _collector(hook) is not None for hook in hooks_of(module)[0].values())
+
+
 @contextmanager
 def collectors_watched(model: torch.nn.Module, told: Told) -> Iterator[None]:
     """``told(module, why)`` is called where collecting hooks of submodules run without a collector."""

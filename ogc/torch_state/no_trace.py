@@ -23,6 +23,9 @@ unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose forward was seen to write their own parameters: copies are made of these, too."""
 
+shares_casts = OnThread(False)
+"""Whether the caller's autocast has a cache, which is not used while nothing may leave a trace."""
+
 _plain = OnThread(False)
 _met: OnThread[dict[int, tuple[Any, Before]] | None] = OnThread(None)
 """What forwards were seen to read and write outside of their modules, since a model is looked at; None if none is."""
@@ -166,8 +169,9 @@ def _let_casts_go() -> Callable[[], None]:
     Those of a region that the caller is in stay for the caller, and are not used. What is returned does it again.
     """
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        before, shares_casts.value = shares_casts.value, shares_casts.value or torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
-        return lambda: None
+        return lambda: setattr(shares_casts, "value", before)
     torch.clear_autocast_cache()
     return torch.clear_autocast_cache
 

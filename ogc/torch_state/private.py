@@ -18,6 +18,7 @@ import torch._dynamo.types
 import torch._functorch.pyfunctorch
 import torch._ops
 import torch._subclasses.fake_tensor
+import torch.jit._recursive
 import torch.profiler._utils
 import torch.utils._python_dispatch
 import torch.utils._pytree
@@ -227,8 +228,17 @@ def untraced(function: Any) -> Any:
     return function
 
 
-own_call, CALL = attrgetter("_call_impl"), "_compiled_call_impl"
-"""A module's own call, and what it calls instead, if it has it. Without them no part of a model can be planned."""
+CALL = "_compiled_call_impl"
+"""What a module calls in the place of its own call, if it has it. Without it no part of a model can be planned."""
+
+
+def own_call(module: torch.nn.Module) -> Any:
+    """A module's own call, which torch.compile traces. Without it as without ``CALL``."""
+    return module._call_impl
+
+
+ignored_by_scripts: list[str] = torch.jit._recursive.ignored_attributes
+"""Attributes that torch.jit.script does not look at. Without it modules with a call of their own are not scripted."""
 COMPILED = "_orig_mod"
 """Where torch.compile's wrapper has the module in it. Without it compiled modules are recorded, and that fails."""
 eval_frame, ENTERS_COMPILED = torch._dynamo.eval_frame, "_callback_from_stance"

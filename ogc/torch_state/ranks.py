@@ -282,7 +282,7 @@ def within_data_parallel(optimize: Optimize) -> Optimize:
     """What optimizes a model, for a DistributedDataParallel too: the model in it."""
 
     @wraps(optimize)
-    def call(model: torch.nn.Module, sample_input: Any, **options: Any) -> torch.nn.Module:
+    def call(model: torch.nn.Module, sample_input: Any = None, **options: Any) -> torch.nn.Module:
         if isinstance(model, DataParallel):
             return around(model, optimize(model.module, sample_input, **options))
         return optimize(model, sample_input, **options)

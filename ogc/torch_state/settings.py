@@ -154,6 +154,11 @@ def same_states(before: Sequence[State], after: Sequence[State]) -> bool:
     return all(map(np.array_equal, before, after))
 
 
+def digest_of_states(states: Sequence[State]) -> int:
+    """A number that is the same for equal states, and hardly for others."""
+    return hash(tuple(state.tobytes() for state in states))
+
+
 def cuda_devices() -> tuple[torch.device, ...]:
     """All there are, once CUDA is in use."""
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0

@@ -387,8 +387,6 @@ def test_the_plain_model_runs_plain_beside_it(opened):
     optimised = ogc.optimize(model, x, memory_budget="least")
     opened.clear()
     model(x).sum().backward()
-    model.blocks[0](torch.randn(4, 32)).sum().backward()
-    optimised.blocks[0](torch.randn(4, 32)).sum().backward()
     assert not opened
     optimised(x).sum().backward()
     assert opened

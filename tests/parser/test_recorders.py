@@ -97,7 +97,7 @@ def test_a_plan_is_not_made_while_a_collector_around_the_part_is_filled(caplog):
     torch.set_rng_state(state)
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(found), tensors_of(plain(TOKENS)), strict=True))
     assert len(found.hidden_states) == 4
-    assert "has got hooks since the model was optimized" in caplog.text
+    assert "has hooks that collect what it gives for a forward around the model" in caplog.text
 
 
 @pytest.mark.full

@@ -117,10 +117,11 @@ def ddp(rank, name, kind, order):
     other = copy.deepcopy(plain)
     options = OPTIONS.get(name, {})
     expected = DDP(plain, **options)
+    sample = None if name == "without a sample" else batch(rank, 0)
     if order == "before":
-        ours = DDP(ogc.optimize(other, batch(rank, 0), memory_budget="least"), **options)
+        ours = DDP(ogc.optimize(other, sample, memory_budget="least"), **options)
     else:
-        ours = ogc.optimize(DDP(other, **options), batch(rank, 0), memory_budget="least")
+        ours = ogc.optimize(DDP(other, **options), sample, memory_budget="least")
     runs = []
     for one in (expected, ours):
         assert isinstance(one, DDP)
@@ -145,7 +146,7 @@ def nullcontext_of(step):
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("name", [*OPTIONS, "no_sync", "comm hook", "autocast"])
+@pytest.mark.parametrize("name", [*OPTIONS, "no_sync", "comm hook", "autocast", "without a sample"])
 def test_data_parallel(ranks, name, order):
     kind = Unused if name == "find unused" else Network
     one, other = ranks.run(ddp, name, kind, order)

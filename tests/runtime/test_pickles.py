@@ -89,7 +89,7 @@ class Between(torch.nn.Module):
     ("make", "given", "goal"),
     [
         (Residual, images(), {"memory_budget": 0.7}),
-        (Residual, images(16, 32), {"chunks": 4}),
+        (Residual, images(16, 32), {"chunks": 4, "memory_budget": "least"}),
         (Between, torch.randn(64, 16), {}),
     ],
 )

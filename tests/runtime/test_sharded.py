@@ -96,6 +96,23 @@ def sharding(rank, how, options, sizes):
     return told.lines
 
 
+def without_sample(rank, how):
+    torch.manual_seed(0)
+    plain = Network(width=WIDTH)
+    other = copy.deepcopy(plain)
+    expected, gathers = steps_of(rank, sharded(plain, how, {}), (32, 32))
+    optimized = sharded(other, how, {}, lambda module, x: ogc.optimize(module, memory_budget="least"))
+    with Opened() as opened, Told() as told:
+        ours, ours_gathers = steps_of(rank, optimized, (32, 32))
+    assert_same(expected, ours)
+    assert opened.count and ours_gathers == gathers, (opened.count, told.lines)
+
+
+@pytest.mark.parametrize("how", ["before", "after", "units before"])
+def test_fully_sharded_without_a_sample(ranks, how):
+    ranks.run(without_sample, how)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("how", ["before", "after", "units before", "units after"])
 def test_fully_sharded(ranks, how, options):

@@ -43,22 +43,28 @@ def train(model):
 
 
 def test_hooks_that_came_with_checkpointing(caplog):
-    optimised = ogc.optimize(Blocks(), torch.randn(4, 16, 8), memory_budget="least")
+    optimised = ogc.optimize(Blocks(), torch.randn(4, 16, 8))
     optimised.enable()
     caplog.clear()
     train(optimised)
-    (message,) = told(caplog)
-    assert "switch gradient checkpointing off" in message and "optimize it again" not in message
-    assert optimised.report().plain == len(LENGTHS)
+    told_of_hooks = [message for message in told(caplog) if "the hooks of first are others" in message]
+    assert len(told_of_hooks) == 1 and "planned anew" in told_of_hooks[0]
+    assert optimised.report().planned == len(LENGTHS)
 
 
-def test_hooks_that_came_otherwise(caplog):
-    optimised = ogc.optimize(Blocks(), torch.randn(4, 16, 8), memory_budget="least")
+def test_hooks_that_cannot_be_planned_for(caplog, monkeypatch):
+    optimised = ogc.optimize(Blocks(), torch.randn(4, 16, 8))
     optimised.first.register_forward_hook(lambda module, args, output: output)
+
+    def refuse(*given, **named):
+        raise ogc.ParseError("it cannot be")
+
+    monkeypatch.setattr("ogc.planned.parse", refuse)
+    monkeypatch.setattr("ogc.planned.in_parts_instead", refuse)
     caplog.clear()
     train(optimised)
-    (message,) = told(caplog)
-    assert message.endswith("module first has got hooks since the model was optimized; optimize it again")
+    assert [message for message in told(caplog) if "ogc runs the plain model" in message and "it cannot be" in message]
+    assert optimised.report().plain == len(LENGTHS)
 
 
 def test_parts_that_are_checkpointed(caplog):

@@ -1,4 +1,4 @@
-"""Training that never calls the planned forward is told so once, and counted."""
+"""Training in which nothing runs by a plan is told so once, and counted."""
 
 import inspect
 from types import MethodType
@@ -24,7 +24,9 @@ class Net(nn.Module):
         return {"loss": self.inner(x).square().mean()}
 
     def inner(self, x):
-        return self.body(x)
+        for block in self.body:
+            x = block(x)
+        return x
 
     def through_it(self, x):
         return {"loss": self(x).square().mean()}
@@ -53,7 +55,7 @@ def warnings_of(caplog):
 
 
 def assigned(model):
-    model.forward = MethodType(lambda self, x: self.body(x) * 2, model)
+    model.forward = MethodType(lambda self, x: self.inner(x) * 2, model)
     return model
 
 

@@ -589,6 +589,7 @@ CHECKS = {
     "untraced": is_untraced,
     "own_call": calls,
     "CALL": takes_the_place,
+    "ignored_by_scripts": lambda names: "_modules" in names and "training" not in names,
     "COMPILED": is_wrapped,
     "ENTERS_COMPILED": asks_what_to_compile_by,
     "eval_frame": lambda module: module.__name__ == "torch._dynamo.eval_frame",

@@ -25,7 +25,7 @@ def own_state():
     accelerate.state.GradientState._reset_state()
 
 
-def prepared(training, accelerator, model, is_first, sample=SAMPLE):
+def prepared(training, accelerator, model, is_first, sample=None):
     """Optimizer, loader and the model, which is optimized first or last."""
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     loader = torch.utils.data.DataLoader(sentences(), batch_size=6)
@@ -112,7 +112,7 @@ def test_a_model_that_is_planned_in_parts_is_optimized_first(monkeypatch):
 
         training.measured(epoch)
 
-    assert_trained_alike(train, monkeypatch, 0.9)
+    assert_trained_alike(train, monkeypatch, 0.95)
     wrapped = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(Dropped())
     with pytest.raises(ogc.InputError, match="optimize the model before its forward is replaced"):
         ogc.optimize(wrapped, SAMPLE, memory_budget="least")
@@ -124,7 +124,7 @@ def test_two_models_and_two_optimizers(monkeypatch):
     def train(training: Training):
         accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
         models = [Own(), Own()]
-        runs = [accelerator.prepare(training.optimize(model, SAMPLE)) for model in models]
+        runs = [accelerator.prepare(training.optimize(model)) for model in models]
         optimizers = [accelerator.prepare(torch.optim.SGD(run.parameters(), 0.1)) for run in runs]
         for inputs in (batch(sentences()), batch(sentences()[6:])):
             with accelerator.autocast():

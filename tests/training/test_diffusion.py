@@ -43,7 +43,7 @@ def test_diffusers(make, precision, monkeypatch):
         given = {"sample": torch.randn(6, 3, 16, 16), "timestep": torch.randint(100, (6,)), "return_dict": False}
         if words:
             given["encoder_hidden_states"] = words[0]
-        run = training.optimize(make().train(), given)
+        run = training.optimize(make().train())
         average = diffusers.training_utils.EMAModel(run.parameters(), decay=0.9, use_ema_warmup=True)
         optimizer = torch.optim.AdamW(run.parameters(), 1e-3)
         schedule = diffusers.optimization.get_cosine_schedule_with_warmup(optimizer, 2, 4)
@@ -79,7 +79,7 @@ def test_what_is_saved_is_the_models_own(tmp_path, monkeypatch):
     def train(training: Training):
         folder = tmp_path / str(training.is_plain)
         scheduler = diffusers.DDPMScheduler(100)
-        run = training.optimize(unet().train(), (torch.randn(6, 3, 16, 16), torch.randint(100, (6,))))
+        run = training.optimize(unet().train())
         optimizer = torch.optim.AdamW(run.parameters(), 1e-3)
         for _ in range(2):
             x, times, noise = noised(scheduler)
@@ -116,5 +116,29 @@ def test_adapters_in_a_unet(monkeypatch):
 
         for _ in range(2):
             training.measured(step)
+
+    assert_trained_alike(train, monkeypatch, 0.9)
+
+
+def test_an_autoencoder_whose_halves_are_called(monkeypatch):
+    """Its forward is never called."""
+
+    def train(training: Training):
+        blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+        vae = diffusers.AutoencoderKL(block_out_channels=(8, 16), norm_num_groups=4, latent_channels=4, **blocks)
+        run = training.optimize(vae.train())
+        optimizer, x = torch.optim.AdamW(run.parameters(), 1e-3), torch.randn(4, 3, 32, 32)
+
+        def step():
+            found = run.encode(x).latent_dist
+            made = run.decode(found.sample()).sample
+            (F.mse_loss(made, x) + 1e-3 * found.kl().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(2):
+            training.measured(step)
+        if not training.is_plain:
+            assert {calls.module for calls in run.report().calls} == {"encoder", "decoder"} and not run.report().plain
 
     assert_trained_alike(train, monkeypatch, 0.9)

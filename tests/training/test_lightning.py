@@ -20,11 +20,11 @@ class Module(lightning.LightningModule):
         self.way, self.where = [training], where  # in a list, as it is no part of the model
         self.net = Own()
         if where == "__init__":
-            self.net = training.optimize(self.net, SAMPLE)
+            self.net = training.optimize(self.net)
 
     def configure_model(self):
         if self.where == "configure_model":
-            self.net = self.way[0].optimize(self.net, SAMPLE)
+            self.net = self.way[0].optimize(self.net)
 
     def training_step(self, inputs, number):
         loss = self.net(**inputs)["loss"]
@@ -43,7 +43,7 @@ class Optimize(lightning.Callback):
     """Optimizes the net when the training starts."""
 
     def on_fit_start(self, trainer, module):
-        module.net = module.way[0].optimize(module.net, SAMPLE)
+        module.net = module.way[0].optimize(module.net)
 
 
 def trainer_of(folder, epochs=2, **settings):
@@ -121,7 +121,7 @@ class Adversaries(lightning.LightningModule):
     def __init__(self, training: Training):
         super().__init__()
         self.automatic_optimization = False
-        self.first, self.second = training.optimize(Own(), SAMPLE), training.optimize(Own(), SAMPLE)
+        self.first, self.second = training.optimize(Own()), training.optimize(Own())
 
     def training_step(self, inputs, number):
         for net, optimizer in zip((self.first, self.second), self.optimizers(), strict=True):
@@ -154,7 +154,7 @@ def test_the_module_itself_is_optimized(tmp_path, monkeypatch):
             return self(**inputs)
 
     def train(training: Training):
-        run = training.optimize(Whole(training, "outside"), SAMPLE)
+        run = training.optimize(Whole(training, "outside"))
         training.measured(lambda: trainer_of(tmp_path).fit(run, loaders()[0]))
 
     assert_trained_alike(train, monkeypatch, 0.85)

@@ -112,8 +112,7 @@ def a_frozen_teacher_behind_the_student(training):
 def gan(training):
     """A GAN: two optimizers, the discriminator runs on real and made images, the generator through it."""
     make, verify = layers(out=32), layers(out=1)
-    x = torch.randn(BATCH, 32)
-    G, D = training.optimize(make, x), training.optimize(verify, x)
+    G, D = training.optimize(make), training.optimize(verify)
     of_make, of_judge = torch.optim.Adam(G.parameters(), 0.01), torch.optim.Adam(D.parameters(), 0.01)
     bce = nn.BCEWithLogitsLoss()
 

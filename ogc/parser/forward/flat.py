@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...errors import ParseError, add_note
+from ...program.program import storage_of
 from ...program.structures import Given, InputSpec, OutputSpec
 from ...program.tensors import copies, input_started
 from ...torch_state.compare import difference, same_bits
 from ...torch_state.dispatch import made_as_they_are
 from ...torch_state.forwards import plain_forward
 from ...torch_state.no_trace import plainly, untouched
-from ...torch_state.private import untraced
+from ...torch_state.private import id_of_storage, storage_id, untraced
 from ...torch_state.ranks import alone
 from ..traced import OpaqueError
 from .location import entry
@@ -198,3 +201,27 @@ def saving(saved: list[torch.Tensor], told: Pack = id, asked: Callable[[], objec
         return saved[number]
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def saved_bytes(model: torch.nn.Module, spec: InputSpec, tensors: Sequence[torch.Tensor]) -> int:
+    """What autograd saves in a forward beside parameters and buffers: a step takes at least that.
+
+    It is what is saved before it, where the forward runs a backward of its own.
+    """
+    lasting = set(map(storage_id, chain(model.parameters(), model.buffers())))
+    seen: dict[int, weakref.ref[torch.Tensor]] = {}
+    total = 0
+
+    def told(tensor: torch.Tensor) -> None:
+        nonlocal total
+        storage = storage_of(tensor)
+        if storage is None or (key := id_of_storage(storage)) in lasting:
+            return
+        if key not in seen or seen[key]() is None:  # else another memory has the number of one that is gone
+            total += storage.nbytes()
+        seen[key] = weakref.ref(tensor)
+
+    args, kwargs = spec.rebuild(copies(tensors))
+    with untouched(model, given=spec.constants), plainly(), alone(), suppress(OpaqueError), nothing_saved(told):
+        plain_forward(model)(*args, **kwargs)
+    return total

@@ -219,9 +219,9 @@ class Measurer:
         return Caches()
 
     def hold(self, results: Any) -> None:
-        """Keep them for a while, so that the next ones lie elsewhere."""
+        """Keep them for a while, so that the next ones lie elsewhere; in a step without what their backwards need."""
         for tensor in tensor_leaves(results):
-            self.held.append(tensor)
+            self.held.append(tensor.detach() if math.isfinite(available_bytes()) else tensor)
             self.held_bytes += tensor.nbytes
         while self.held_bytes > _at_most(AGED_BYTES):
             self.held_bytes -= self.held.popleft().nbytes
