@@ -13,7 +13,8 @@ from ..errors import ParseError
 from ..operators.registry import updates_statistics
 from ..program.leaf import Leaf
 from ..program.program import AfterForward, Guards
-from ..program.structures import OutputSpec
+from ..program.structures import OutputSpec, TensorSpec
+from ..program.tensors import Layout
 from ..torch_state.private import schema_of
 from ..torch_state.reads import Reads
 from .arguments import Sample
@@ -32,6 +33,9 @@ BYTES, HISTORY = "bytes", "history"
 """In a node's ``meta``, if the front end knows: the bytes of the memory that its result was the first to be in; and, of
 a call that autograd has a node for, its :class:`History`."""
 
+SEEN = "seen"
+"""In a node's ``meta``: the :class:`Seen` of its call, None where the front end does not know."""
+
 ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.default}
 """Calls by PyTorch on a tensor that it makes of Python's data: nothing comes of them, and no program has them."""
 
@@ -42,6 +46,36 @@ class History(NamedTuple):
     results: tuple[str, ...]  # names of the nodes whose results were the first in the memory of its own results
     saved: tuple[str, ...]  # the same of what it saves
     bytes: int  # of what it saves besides
+
+
+class Seen(NamedTuple):
+    """What a call was given, shares and saves."""
+
+    given: tuple[TensorSpec, ...]  # each tensor that it is given, in order
+    views: tuple[int | None, ...]  # for each result, the number of a given tensor whose storage it shares
+    # for each saved tensor, whether a result it is like and which, or which given tensor, and its layout where that
+    # differs; None for an internal one
+    saves: tuple[tuple[tuple[bool, int], Any] | None, ...]
+
+    def is_like(self, other: Seen) -> bool:
+        """Whether another call does the same to memory, up to sizes."""
+        return (
+            self.views == other.views
+            and len(self.given) == len(other.given)
+            and len(self.saves) == len(other.saves)
+            and all(map(_alike, self.saves, other.saves))
+            and self._pattern() == other._pattern()
+        )
+
+    def _pattern(self) -> list[tuple[int, bool, bool]]:
+        """Which given tensors are of one kind, which are empty, and which are dense."""
+        return [(self.given.index(x), 0 in x.shape, Layout(x.shape, x.stride).is_dense) for x in self.given]
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one[0] == other[0] and (one[1] is None) == (other[1] is None)
 
 
 class FrontEnd(Protocol):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import prod
 from operator import gt
@@ -14,7 +15,7 @@ import torch
 
 from ..errors import ParseError, SolveError
 from ..graph import Graph
-from ..parser import hooked_modules, reuse
+from ..parser import Shapes, hooked_modules, reuse, reuse_quickly, shapes_of
 from ..plan import simulate
 from ..plan.plan import Plan
 from ..plan.simulate import plain_peak
@@ -54,6 +55,37 @@ _ADVICE = {
 """What to do about hooks; those of ``transformers`` come with its gradient checkpointing."""
 
 
+@dataclass
+class _Sizes:
+    """For which calls a plan is known to hold and to keep its goal, the first of them that for which it was made."""
+
+    sizes: list[Shapes]  # of the tensors of their programs, the inputs first
+    is_trusted: bool = True  # whether others may be found by their numbers alone
+    told: bool = False
+
+    @property
+    def are_two(self) -> bool:
+        return len(self.sizes) > 1
+
+    def have(self, sizes: Shapes, is_in_bytes: bool) -> bool:
+        """Whether a goal is kept for others as no size is larger than one, nor smaller than another, that keep it.
+
+        Smaller ones take fewer bytes, but not a smaller share of those that they take in the plain model.
+        """
+        below = is_in_bytes or any(_is_within(one, sizes) for one in self.sizes)
+        return below and any(_is_within(sizes, one) for one in self.sizes)
+
+    def miss(self, why: str) -> None:
+        """Note that a call was not found by its numbers."""
+        if not self.told:
+            log.info("the plan is not reused by numbers alone: %s", why)
+        self.told = True
+
+
+def _is_within(small: Shapes, large: Shapes) -> bool:
+    return not any(map(gt, chain.from_iterable(small), chain.from_iterable(large)))
+
+
 @dataclass(frozen=True, eq=False)
 class Replanner:
     """Reuses plans to other sizes and, given ``make``, makes plans for any other call.
@@ -70,6 +102,7 @@ class Replanner:
     hooked: Collection[str] = frozenset()
     keeps: Meets | None = None
     units: Callable[[torch.nn.Module], torch.nn.Module] | None = None
+    known: dict[int, _Sizes] = field(default_factory=dict)  # of each graph, by the identity of its program
 
     def apart(self, model: torch.nn.Module) -> torch.nn.Module | None:
         """The model with its units planned one by one, if it was sharded since it was planned."""
@@ -90,6 +123,16 @@ class Replanner:
             return graph
         missed = isinstance(self.budget, float) and plan.budget_bytes is None  # where it was made
         keeps = None if missed else self.keeps
+        known = self._sizes_of(graph)
+
+        def holds(shapes: Shapes) -> bool:
+            return keeps is None or known.have(shapes, is_in_bytes)
+
+        if known.is_trusted and (sizes == planned or (known.are_two and holds(sizes))):
+            try:
+                return reuse_quickly(model, graph, call, holds if known.are_two else None)
+            except Exception as error:  # be it slowly
+                known.miss(str(error))
         try:
             reused = reuse(model, graph, call, weighed=keeps is not None)
             if keeps is None:
@@ -100,7 +143,21 @@ class Replanner:
         except Exception as error:  # if the call is broken, so is the plain model's
             log.info("the plan is not reused: %s", error)
             return None
-        return reused
+        known.sizes.append(shapes_of(reused.program.recorded.graph))
+        return replace(reused, program=replace(reused.program, recorded=None))
+
+    def distrust(self, graph: Graph) -> None:
+        """Find no more graphs like this one by numbers alone."""
+        self._sizes_of(graph).is_trusted = False
+
+    def _sizes_of(self, graph: Graph) -> _Sizes:
+        """Those for which a graph, or the one that it was found from, is known."""
+        program, key = graph.program.graph, id(graph.program.graph)
+        if key not in self.known:
+            recorded = graph.program.recorded
+            self.known[key] = _Sizes([] if recorded is None else [shapes_of(recorded.graph)])
+            weakref.finalize(program, self.known.pop, key, None)
+        return self.known[key]
 
     def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
         """A graph and a plan for the call, by the goal that the module was optimised for."""

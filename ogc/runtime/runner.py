@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count
 from operator import attrgetter
@@ -16,13 +16,13 @@ from typing import Any, Protocol
 import torch
 
 from ..during_step import during_step
-from ..errors import OgcError
+from ..errors import OgcError, ReplayError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..program.leaf import Leaf
-from ..program.program import Program, attribute, get_attribute, without_autocast
+from ..program.program import Outcome, Program, attribute, get_attribute, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
-from ..torch_state.forwards import DISPATCH, MODE, SAVED, is_as_assigned, what_is_around
+from ..torch_state.forwards import DISPATCH, MODE, SAVED, is_as_assigned, plain_forward, what_is_around
 from ..torch_state.module_state import State, WatchedModule
 from ..torch_state.no_trace import is_plain
 from ..torch_state.private import (
@@ -31,12 +31,13 @@ from ..torch_state.private import (
     is_functorch_active,
     is_fx_tracing,
     parametrizations_are_cached,
+    version_of,
 )
 from ..torch_state.reads import WatchedReads
-from ..torch_state.settings import Flags, flags, flags_held, without_benchmark
+from ..torch_state.settings import Flags, flags, flags_held, random_put_back, without_benchmark
 from .calls import Calls, Kind, Report
 from .frame import Step
-from .generate import Generated, generate
+from .generate import Generated, generate, numbers_of
 from .held import raise_what_is_known
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,9 @@ class Planner(Protocol):
     def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
         """``graph`` for inputs of other sizes, if the plan still holds; None if that is not sure."""
 
+    def distrust(self, graph: Graph) -> None:
+        """Take a graph that was found by numbers alone, and those like it, for wrong."""
+
     def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
         """A plan of its own, if this planner makes any."""
 
@@ -81,6 +85,7 @@ class Entry:
     reads: WatchedReads | None = None  # what its program depends on, outside of tensors
     cold: WatchedReads | None = None  # the same before a first call, which runs the plain model and settles it
     problem: str = ""  # why there is no plan
+    shared: list[Generated] = field(default_factory=list)  # the code for other sizes, with names for their numbers
 
     @property
     def is_unplanned(self) -> bool:
@@ -227,15 +232,37 @@ class Runner:
         program, device = entry.graph.program, torch.device(entry.graph.device)
         devices = (device,) if device.type == "cuda" and program.random else ()
         code = entry.code
-        bound = self.watched[model].bound(code, partial(_bound, model, program, code))
+        bound = self.watched[model].bound(code.key, partial(_bound, model, program, code))
         settings = self._settings(entry, device)
         held = nullcontext() if settings is entry.kind.flags else flags_held(settings)  # which takes longer
+        tensors = input_tensors(args, kwargs)
+        before = None if program.expected is None else _Before(model, tensors)
         with without_autocast(), held:
             step = Step(model, code.runs, bound, devices, settings)
-            outputs = code.forward(step, *input_tensors(args, kwargs), *bound)
+            outputs = code.forward(step, *tensors, *bound)
+        if before is not None and not self._is_as_expected(entry, model, outputs):
+            del step, outputs
+            before.put_back()
+            return plain_forward(model)(*args, **kwargs)
         if entry.reads is not None:
             entry.reads.write(model)
         return program.outputs.deliver(outputs, args, kwargs)
+
+    def _is_as_expected(self, entry: Entry, model: torch.nn.Module, outputs: list[torch.Tensor]) -> bool:
+        """Whether the first call by code for other numbers gave what the plain model gave; else that runs from now on.
+        """
+        assert entry.graph is not None and self.planner is not None
+        program = entry.graph.program
+        is_same: bool = Outcome.of(model, outputs) == program.expected
+        if is_same:
+            settled = replace(entry, graph=replace(entry.graph, program=replace(program, expected=None)))
+        else:
+            self.planner.distrust(entry.graph)
+            problem = "the plan, reused for these sizes, did not give what the model gives"
+            settled = Entry(entry.kind, entry.words, problem=problem)
+            self._tell(f"ogc runs the plain model for calls where {entry.words}: {problem}")
+        self.entries = [settled if one is entry else one for one in self.entries]
+        return is_same
 
     def _settings(self, entry: Entry, device: torch.device) -> Flags:
         """Those of planned forwards and of recomputation: cuDNN may choose another algorithm each time."""
@@ -279,7 +306,7 @@ class Runner:
             if origin.kind.fits(kind, size=False):
                 graph = planner.reuse(model, call, origin.graph, origin.plan)
                 if graph is not None:
-                    code = origin.code if _runs_the_same(graph, origin.graph) else None
+                    code = _code_of(origin, graph)
                     return _entry(model, kind, why, graph, origin.plan, code, is_reused=True)
         planned = planner.plan(model, call)
         return None if planned is None else _entry(model, kind, why, *planned)
@@ -381,6 +408,44 @@ def _entry(
     reads = WatchedReads(graph.program.reads, model)
     cold = None if graph.program.cold is None else WatchedReads(graph.program.cold, model)
     return Entry(kind, words, graph, plan, code or generate(graph, plan), is_reused, reads, cold)
+
+
+class _Before:
+    """What a planned forward may change, as it was before."""
+
+    def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self.random = random_put_back()
+        self.inputs = [(tensor, version_of(tensor)) for tensor in inputs]
+
+    def put_back(self) -> None:
+        """Let all be as before; ReplayError if inputs were written."""
+        if any(version_of(tensor) != version for tensor, version in self.inputs):
+            raise ReplayError(
+                "the plan, reused for inputs of another size, gave something else than the model, which changes its "
+                "inputs; optimize it for this size, or let it leave its inputs as they are"
+            )
+        for buffer, copy in self.buffers:
+            buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
+        self.random()
+
+
+def _code_of(origin: Entry, graph: Graph) -> Generated | None:
+    """The code of ``origin`` for another call, whose graph that is; None if it has to be written anew."""
+    assert origin.graph is not None and origin.plan is not None
+    if origin.code is None:
+        return None
+    program = graph.program
+    if program.graph is not origin.graph.program.graph:  # it was recorded and verified as a whole
+        return origin.code if _runs_the_same(graph, origin.graph) else None
+    if not program.numbers and program.saves == origin.graph.program.saves:
+        return origin.code
+    found = origin.shared[0].of(program) if origin.shared else None
+    if found is None:
+        known = origin.shared[0].numbers if origin.shared else {}
+        origin.shared[:] = [generate(origin.graph, origin.plan, numbers_of(program).keys() | known.keys())]
+        found = origin.shared[0].of(program)
+    return found
 
 
 def _runs_the_same(a: Graph, b: Graph) -> bool:

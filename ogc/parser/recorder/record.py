@@ -47,6 +47,7 @@ def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_car
     if not recorder.is_valid or (has_draws and not is_careful):
         raise RecordAgain(is_careful or has_draws)
     nodes = [recorder.tensors.node(tensor) for tensor in outputs]
+    recorder.tensors.note_ends()
     recorder.raise_if_leaky()
     _refuse_new_parameters(model, parameters)
     _refuse_new_buffers(model, buffers, leaves)

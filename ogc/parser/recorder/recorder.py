@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator as python_operator
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -17,12 +18,15 @@ from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
 from ...torch_state.private import OpOverload, schema_of, version_of
 from ...torch_state.reads import leaf_call
 from ..forward.location import Scopes, user_line
-from ..traced import HISTORY, ON_CONSTANTS, SIZED, OpaqueError
+from ..traced import HISTORY, ON_CONSTANTS, SEEN, SIZED, OpaqueError
 from .operators import OPENED, Sizes, deciding, sizes_of, tells_content, usual_name
 from .tensors import Tensors
 
 _casting: set[OpOverload] = set()
 """Operators that are made of such as autocast casts: where it is on, they are written down in parts."""
+
+SETS_PROFILERS_QUICKLY = sys.version_info < (3, 12)
+"""Since 3.12, all code is prepared anew whenever a profiler is set."""
 
 OPAQUE = {
     torch.Generator: "draws from a torch.Generator of its own",
@@ -110,6 +114,16 @@ class Recorder:
 
     def __call__(self, call: Call) -> Any:
         """Run a call of an operator in its place, write it down, and return its result."""
+        with_profiler = sys.getprofile()
+        if with_profiler is None or not SETS_PROFILERS_QUICKLY or call.operator.namespace != "aten":
+            return self._call(call)
+        sys.setprofile(None)  # of our own calls there are many, and PyTorch's operators call no Python
+        try:
+            return self._call(call)
+        finally:
+            sys.setprofile(with_profiler)
+
+    def _call(self, call: Call) -> Any:
         if schema_of(call.operator).is_mutable:
             with unseen():
                 self._protect_written(call)
@@ -224,6 +238,7 @@ class Recorder:
         if any(map(has_history, results)):
             node.meta[HISTORY] = self.tensors.history(results, self.saved)
         self._note_touched(node, [before.tensor for before in states], [before.tensor for before in written])
+        node.meta[SEEN] = self.tensors.seen([before.tensor for before in states], results, self.saved)
         name = operator_name(operator)
         if is_number:
             name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(name, name)

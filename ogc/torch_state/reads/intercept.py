@@ -181,11 +181,10 @@ class CalledFunctions:
     def _of(self, code: CodeType, frame: FrameType) -> list[FunctionType]:
         """The functions that have a code and the closure of a call; none where the forward has made it."""
         known = _known(code, frame)
-        if self._has_looked or known:
+        if self._has_looked or known or id(code) in (made := self._made_within(frame)):
             return known
         self._has_looked = True
         old = {id(function) for found in _functions.values() for reference in found if (function := reference())}
-        made = self._made_within(frame)
         _functions.clear()
         for function in _all_functions():
             is_made = id(function.__code__) in made and id(function) not in old

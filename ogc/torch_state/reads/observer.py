@@ -139,6 +139,7 @@ class Observer:
         self.classes = ObservedClasses(self._told, self._assigned)
         self.functions = CalledFunctions(self._called, lambda: self.leaf is None)
         self._is_busy = False
+        self._told_of: set[tuple[int, str]] = set()  # objects, by identity, and attributes of theirs that were read
         is_flat = has_flat_parameters(model)
         for name, module in model.named_modules():
             skipped = {*no_attributes(module), *UNWATCHED, *(views_of_flat(module) if is_flat else ())}
@@ -190,6 +191,9 @@ class Observer:
         owner = self.owners.get(id(thing))
         if owner is None or self._is_busy or threading.get_ident() != self.thread or name in owner.before.skipped:
             return
+        if (id(thing), name) in self._told_of and not self.written_in_leaves:
+            owner.scope = self.where()
+            return
         if frame.f_globals is _MODULE_CODE or str(frame.f_globals.get("__name__")).startswith("ogc."):
             return
         with self._busy():
@@ -199,6 +203,8 @@ class Observer:
                 self._read_all(owner)
             elif not (name.startswith("__") and name.endswith("__")):
                 self._read(owner, name)
+                if self.leaf is None:
+                    self._told_of.add((id(thing), name))
 
     def _assigned(self, thing: Any, name: str, _: FrameType) -> None:
         owner = self.owners.get(id(thing))
@@ -419,7 +425,7 @@ class Observer:
         before = [(owner, owner.before) for owner in self.owners.values()]
         for owner, _ in before:
             owner.forget()
-        for found in (self.written_in_leaves, self.assigned, self.effects):
+        for found in (self.written_in_leaves, self.assigned, self.effects, self._told_of):
             found.clear()
         self.functions = CalledFunctions(self._called, lambda: self.leaf is None)
         try:
