@@ -55,7 +55,7 @@ def numbers_of(program: Program, known: torch.fx.Graph, new: torch.fx.Graph) -> 
         if changed:
             _check_numbers(then, (x for n in changed for x in (ours[n], theirs[n])))
             found = planned.get(then.name)
-            if found is None or list(map(_text, leaves_of(found))) != list(map(_text, ours)):
+            if found is None or list(map(_number, leaves_of(found))) != list(map(_number, ours)):
                 raise Unlike(f"{then.name} is planned in another form")
             numbers |= {(then.name, n): theirs[n] for n in changed}
     return numbers
@@ -145,6 +145,11 @@ def _arguments(node: torch.fx.Node, seen: Seen, device: str) -> tuple[tuple[Any,
 
     args, kwargs = map_aggregate((node.args, node.kwargs), like)
     return tuple(args), dict(kwargs)
+
+
+def _number(leaf: Any) -> str:
+    """The same for nodes of which another form may have others in their places."""
+    return "" if isinstance(leaf, torch.fx.Node) else repr(leaf)
 
 
 def _text(leaf: Any) -> str:
