@@ -157,7 +157,7 @@ def _again(forward: Callable[..., Any], given: Any) -> Any:
 WAYS: dict[str, Callable[[nn.Module, torch.Tensor], nn.Module]] = {
     "plain": lambda model, batch: copy.deepcopy(model),
     "torch's checkpoint on each layer": _checkpointed,
-    "ogc": lambda model, batch: ogc.optimize(copy.deepcopy(model), batch),
+    "ogc": lambda model, batch: ogc.optimize(copy.deepcopy(model), batch, memory_budget="least"),
 }
 
 

@@ -126,7 +126,7 @@ def _solved(trial: Trial, solver: str, options: argparse.Namespace) -> tuple[ogc
 
     def plan(**goal: Any) -> tuple[ogc.Graph, ogc.Plan]:
         if options.chunks > 1:
-            chunked = {"chunks": options.chunks, "loss": graph.program.rest.loss}
+            chunked = {"chunks": options.chunks, "loss": graph.program.after_forward.loss}
             return ogc.chunk_batch(trial.model, trial.inputs, graph, **chunked, **goal)
         return graph, ogc.solve(graph, **goal)
 

@@ -433,7 +433,7 @@ def zoo(runs: Sequence[Data]) -> str:
 
 
 REASON_WIDTH = 200
-"""Characters: what a leaf returned may be a list of forty tensors. The rows have all of it."""
+"""Characters: what an opaque module returned may be a list of forty tensors. The rows have all of it."""
 
 KINDS = ("equal", "different", "refused", "error", "not tried", "plain cannot")
 

@@ -87,7 +87,7 @@ def document(folder: Path = RESULTS, suite: str = "full") -> str:
     lines = [
         "# Results",
         "",
-        "Written by `python -m benchmarks.tables` from the rows in `benchmarks/results`.",
+        "Made by `python -m benchmarks.tables` from the rows in `benchmarks/results`.",
         f"`python benchmark.py --suite {suite}` makes all of them again, `--only` with the names below these alone.",
         "Memory is the allocator's peak over one step (forward, `sum().backward()`, gradients already there) above",
         "what was allocated before it, in MiB (2^20 bytes). *More FLOPs* are those of the whole step, by",

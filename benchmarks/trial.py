@@ -202,7 +202,7 @@ def what_fits(case: Case, device: torch.device, batch_size: int, size: int | Non
     said = f"out of memory at batch size {batch_size} on {device} ({memory / MIB:.0f} MiB)"
     try:
         model = case.build()
-        plan = ogc.solve(ogc.parse(model, case.input.sample(2, size), profile="estimate"))
+        plan = ogc.solve(ogc.parse(model, case.input.sample(2, size), profile="estimate"), memory_budget="least")
     except Exception:  # it is a hint, and there is little memory
         return said
     fixed = 2 * sum(p.numel() * p.element_size() for p in model.parameters())

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .builder import GraphBuilder
     from .checking.check import Checker, CheckReport, check
     from .checking.step import Difference
     from .errors import (
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from .in_parts import PartsPlan
     from .optimizing import optimize
     from .parser import parse
+    from .parser.custom import GraphBuilder
     from .plan import Decisions, Frontier, Plan, Policy, Segment, load_plan, make_plan, recomputed, saved, simulate
     from .planned import apply
     from .rewrites.chunking import chunk_batch
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOMES = {
-    "builder": ("GraphBuilder",),
     "checking": ("CheckReport", "Checker", "Difference", "check"),
     "errors": (
         *("CheckError", "DependencyError", "InputError", "OgcError"),
@@ -43,6 +42,7 @@ _HOMES = {
     "in_parts": ("PartsPlan",),
     "optimizing": ("optimize",),
     "parser": ("parse",),
+    "parser.custom": ("GraphBuilder",),
     "plan": (
         *("Decisions", "Policy", "Frontier", "Plan", "Segment"),
         *("load_plan", "make_plan", "recomputed", "saved", "simulate"),
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .optional import optional
+    from .errors import optional
 
     globals()[name] = found = getattr(optional(_HOME_OF[name]), name)
     return found

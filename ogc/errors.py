@@ -1,8 +1,10 @@
-"""The errors that the library raises on purpose; all share one root."""
+"""The errors that the library raises on purpose, which share one root; and packages that may be missing."""
 
 from __future__ import annotations
 
 import logging
+from importlib import import_module
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -53,3 +55,18 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:  # Python 3.10
         log.error(note)
+
+
+def optional(module: str) -> Any:
+    """A module of a package that may be missing, such as ``"sizing.needs"``.
+
+    Raises:
+        DependencyError: the package is not there.
+    """
+    package = f"ogc.{module.partition('.')[0]}"
+    try:
+        return import_module(f"ogc.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise DependencyError(f"this needs {package}, which is not there; install all of ogc") from None

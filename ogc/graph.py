@@ -6,20 +6,124 @@ pass are not values, because they stay in memory whatever the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .errors import ParseError
-from .operation import Operation, Value, Variant
-from .optional import optional
+from .errors import ParseError, optional
 
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["SMALL_INTERNALS", "Graph", "Operation", "RuntimeCosts", "Value", "Variant", "table"]
+T = TypeVar("T")
+
+MIB = 2**20
+"""Bytes of the unit in which sizes are printed."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor storage made by the program: its name and its size in bytes."""
+
+    name: str
+    bytes: int
+    is_output: bool = False  # held by the caller whom it is returned to, or by autograd's graph, beyond the backward
+    is_returned: bool = False  # returned to the caller, who lets go of it before the backward pass
+    held_until: int | None = None  # the last operation during which the plain forward holds it, after its last use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What one implementation of an operation costs (bytes and seconds): PyTorch's own operator or a low-memory one."""
+
+    saves: tuple[int, ...] = ()  # values that its backward reads
+    internal_bytes: int = 0  # tensors saved for its backward that are no value (statistics, masks)
+    scratch_bytes: int = 0  # temporaries of its forward
+    backward_bytes: int = 0  # most gradients and temporaries alive while its backward runs
+    late_bytes: int = 0  # of these, once it has released what it saved, if it does so before it is done
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    repeat_seconds: float | None = None  # of its forward where its internal tensors are there; None: as ever
+    forward_flops: int = 0
+    backward_flops: int = 0
+    again_seconds: float = 0.0  # of a forward that is part of its backward, beyond ``backward_seconds``
+    again_flops: int = 0
+
+
+@dataclass(frozen=True)
+class Operation(Variant):
+    """One node of the program, with the costs of PyTorch's own operator, and of its low-memory variant if it has one.
+
+    ``writes`` names the values the operation makes and those it changes in place; the first operation to
+    write a value is its producer. ``gradient_bytes`` and ``backward_bytes`` do not depend on the plan:
+    checkpointing changes which values are in memory, never which gradients are.
+    """
+
+    name: str
+    target: str = ""  # the operator, e.g. aten.convolution
+    module: str = ""  # qualified name of the module that called it
+    source: str = ""  # file:line of the user's code
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    gradient_bytes: int = 0  # gradients alive, copies of them too, when its backward asks for what it saved
+    saved_tensors: int = 0  # how many tensors autograd saves for its backward
+    replayable: bool = True  # False: running it twice would change the model or the numbers
+    takes_over: int | None = None  # a value whose storage its result takes where no cut separates the two
+    low_memory: Variant | None = None  # a plan decides which of the two runs
+    plain_scratch_bytes: int | None = None  # of the plain model, where that takes less, or runs what nothing uses
+    plain_backward_bytes: int | None = None  # of the plain model, where that runs another operator there
+
+    def in_variant(self, is_low_memory: bool) -> Operation:
+        """The operation with one of its variants alone."""
+        if self.low_memory is None:
+            return self
+        return replace(self, low_memory=None, **(vars(self.low_memory) if is_low_memory else {}))
+
+    @property
+    def as_plain(self) -> Operation:
+        """The operation as the plain model runs it."""
+        if self.plain_scratch_bytes is None and self.plain_backward_bytes is None:
+            return self
+        scratch = self.scratch_bytes if self.plain_scratch_bytes is None else self.plain_scratch_bytes
+        backward = self.backward_bytes if self.plain_backward_bytes is None else self.plain_backward_bytes
+        return replace(self, scratch_bytes=scratch, backward_bytes=backward)
+
+    def scaled(self, share: float) -> Operation:
+        """The operation with so many times the bytes, seconds and FLOPs; one without a low-memory variant."""
+        names = [name for name in self.__dataclass_fields__ if name.endswith(("_bytes", "_seconds", "_flops"))]
+        weights = {name: weight for name in names if (weight := getattr(self, name))}
+        return replace(self, **{name: type(weight)(share * weight) for name, weight in weights.items()})
+
+    def renumbered(self, numbers: Sequence[int]) -> Operation:
+        """The operation with other numbers for values, by the numbers that it has."""
+
+        def new(values: Iterable[int]) -> tuple[int, ...]:
+            return tuple(numbers[v] for v in values)
+
+        taken, variant = self.takes_over, self.low_memory
+        return replace(
+            self,
+            reads=new(self.reads),
+            writes=new(self.writes),
+            saves=new(self.saves),
+            takes_over=None if taken is None else numbers[taken],
+            low_memory=variant and replace(variant, saves=new(variant.saves)),
+        )
+
+    @property
+    def variant_seconds(self) -> float:
+        """What its low-memory variant takes more, forward and backward."""
+        low = self.low_memory or self
+        return low.forward_seconds + low.backward_seconds - self.forward_seconds - self.backward_seconds
+
+    @property
+    def variant_saves_otherwise(self) -> bool:
+        """Whether its low-memory variant saves something else, and does not only take other bytes while it runs."""
+        low = self.low_memory or self
+        return self.internal_bytes != low.internal_bytes or set(self.saves) != set(low.saves)
+
 
 SMALL_INTERNALS = 64
 """Internal tensors this many times smaller than the largest value of their operation are always kept."""
@@ -329,7 +433,7 @@ class Graph:
 
     def __str__(self) -> str:
         return table(
-            ["#", "operation", "operator", "module", "source", "MB", "saved MB", "forward ms", "backward ms"],
+            ["#", "operation", "operator", "module", "source", "MiB", "saved MiB", "forward ms", "backward ms"],
             [self._row(position) for position in range(len(self))],
         )
 
@@ -337,8 +441,37 @@ class Graph:
         op = self.operations[position]
         made = sum(self.values[v].bytes for v in op.writes if self.producers[v] == position)
         saved = op.internal_bytes + sum(self.values[v].bytes for v in op.saves)
-        numbers = (made / 1e6, saved / 1e6, op.forward_seconds * 1e3, op.backward_seconds * 1e3)
+        numbers = (made / MIB, saved / MIB, op.forward_seconds * 1e3, op.backward_seconds * 1e3)
         return [str(position), op.name, op.target, op.module, op.source, *(f"{number:.3f}" for number in numbers)]
+
+
+def price(peak: int, plain: int, overhead: float, floor: tuple[int, float] | None) -> str:
+    """A plan in one line: its peak and the plain model's in bytes, its overhead; peak and overhead of the floor."""
+    text = f"peak {peak / MIB:.1f} of {plain / MIB:.1f} MiB, {overhead:+.0%} time"
+    if floor is None or floor[0] >= peak:
+        return text
+    return f"{text}; floor {floor[0] / MIB:.1f} MiB at {floor[1]:+.0%}"
+
+
+def fold(rows: Sequence[T], key: Callable[[T], object], most: int = 64) -> Iterator[tuple[Sequence[T], int]]:
+    """Rows as stretches, and how often each follows itself: equal layers of a model are one stretch.
+
+    Args:
+        rows: in order.
+        key: equal for rows that say the same.
+        most: rows of a stretch.
+    """
+    keys, start = [key(row) for row in rows], 0
+    while start < len(rows):
+        length, times = 1, 1
+        for size in range(1, min(most, (len(rows) - start) // 2) + 1):
+            again = 1
+            while keys[start : start + size] == keys[start + again * size : start + (again + 1) * size]:
+                again += 1
+            if again > 1 and again * size > length * times:
+                length, times = size, again
+        yield rows[start : start + length], times
+        start += length * times
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

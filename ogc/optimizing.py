@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from .checking.check import check_two_steps
-from .errors import InputError
+from .errors import InputError, optional
 from .in_parts import PartsPlan
-from .optional import optional
-from .parser import Loss, OpaqueModules, ParseGraph
+from .parser import Loss, NamesAndTypes, ParseGraph
 from .parser.arguments import call_arguments, check_model
 from .parser.loss import modules_of, tensors_of
 from .plan.plan import Plan
 from .plan.saving import SavedPlan
 from .planned import Planning
-from .planning.stored import Store, saved_plan
+from .planning import Store, saved_plan
 from .program.program import Optimizer, device_of_model
 from .program.structures import Call
 from .runtime.module import OWN_PLAN, TARGETS, with_loss
@@ -48,13 +47,13 @@ def optimize(
     profile: str = "auto",
     chunks: int = 1,
     compile: bool | str = False,
-    opaque_modules: OpaqueModules = (),
-    recompute_opaque: OpaqueModules | bool | None = None,
+    opaque_modules: NamesAndTypes = (),
+    recompute_opaque: NamesAndTypes | bool | None = None,
     plan: str | PathLike[str] | Plan | PartsPlan | SavedPlan | None = None,
     cache_dir: str | PathLike[str] | None = None,
     verify: bool = False,
 ) -> torch.nn.Module:
-    """The same model with less activation memory: the least there is, or as much less as is asked for.
+    """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.
 
     Args:
         model: any module whose forward takes and returns tensors; it stays usable and shares its
@@ -71,7 +70,9 @@ def optimize(
             With ``outputs="loss"`` each call takes its own: ``result(images, targets=labels)``.
         parse_graph: a function that returns a graph of the model made by hand; see :func:`ogc.parse`.
         memory_budget: recompute as little as possible such that the activations' peak fits: bytes, a text
-            such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak.
+            such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain model's peak. ``"least"``
+            asks for the least peak whatever its time. With neither goal no operation runs more than twice and a step
+            takes at most a third longer; see :func:`ogc.solve`.
         max_overhead: the least peak with at most this share of a plain step's time recomputed.
         device_memory: in place of ``memory_budget``, what the whole step may take, such as ``"24GB"``: what
             :func:`ogc.estimate` finds beside activations is taken off. On CUDA what its allocator reserves counts.
@@ -86,7 +87,7 @@ def optimize(
         compile: run the regions between the cuts of the plan as torch.compile makes them, with its backend
             ``"inductor"`` or the one named. Results then differ from the plain model's by rounding.
         opaque_modules: names and types of submodules to call as they are, never in parts; see :func:`ogc.parse`.
-        recompute_opaque: names and types of submodules such that leaves in them may be called again for their
+        recompute_opaque: names and types of submodules such that opaque modules in them may be recomputed for their
             backward; True for all, False for none. Without it that is found out. See :func:`ogc.parse`.
         plan: a file that ``result.plan.save(path)`` wrote, or such a plan, to start from without a search. It has to
             fit the model and the sample input. One that does not keep the goal here is told in the log, and made anew.
@@ -100,7 +101,7 @@ def optimize(
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
         ``result.plan``. For inputs of other sizes it is reused where the model computes the same
         program for them; calls that differ otherwise (types, flags, autocast) are planned for when they
-        come, by the same goal. Where the model's own forward cannot be represented, or leaves hold much of the
+        come, by the same goal. Where the model's own forward cannot be represented, or opaque modules hold much of the
         memory, its submodules are planned instead, and ``result.plan`` is an :class:`ogc.PartsPlan`.
         Eval mode and ``torch.no_grad()`` run the original forward. Outputs,
         gradients, buffers and the random stream are bitwise those of the plain model, unless the batch is

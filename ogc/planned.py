@@ -11,25 +11,22 @@ from typing import Any
 
 import torch
 
-from .errors import InputError, OgcError, ParseError, PlanError, SolveError
+from .errors import InputError, OgcError, ParseError, PlanError, SolveError, optional
 from .graph import Graph
 from .in_parts import (
     Options,
     check_goal_of_units,
-    heavy_leaves,
+    heavy_opaque,
     in_parts_if_better,
     in_parts_instead,
     optimize_in_parts,
     optimize_units,
 )
-from .optional import optional
-from .parser import OpaqueModules, hooked_modules, parse
+from .parser import NamesAndTypes, hooked_modules, parse
 from .parser.custom import parse_graph_of
 from .plan.plan import Plan
 from .plan.saving import PARTS, SavedPlan, structure_of
-from .planning.agreement import agreed_plan
-from .planning.replan import Replanner, meets
-from .planning.stored import NOWHERE, Store, key_of, taken_up
+from .planning import NOWHERE, Replanner, Store, agreed_plan, key_of, meets, taken_up
 from .program.program import device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
@@ -53,7 +50,7 @@ class Planning:
 
     parsing: dict[str, Any]
     profile: str
-    opaque_modules: OpaqueModules
+    opaque_modules: NamesAndTypes
     goal: Goal
     solver: str
     chunks: int
@@ -76,9 +73,9 @@ class Planning:
     @property
     def options(self) -> Options:
         """Those of parts."""
-        own_graph, leaves = self.parsing["parse_graph"], self.parsing["recompute_opaque"]
+        own_graph, opaque = self.parsing["parse_graph"], self.parsing["recompute_opaque"]
         own = own_graph is None
-        return Options(self.goal, self.solver, self.profile, self.opaque_modules, leaves, own, self.store)
+        return Options(self.goal, self.solver, self.profile, self.opaque_modules, opaque, own, self.store)
 
     def now(self, model: torch.nn.Module, sample_input: Any) -> torch.nn.Module:
         """The model planned as it stands, without what unpickles it."""
@@ -93,7 +90,7 @@ class Planning:
                 raise
             return self._in_parts(model, sample_input, problem)
         is_wrapped = "forward" in vars(model)  # and what it is wrapped in knows nothing of parts
-        heavy = {} if in_one_plan or is_wrapped else heavy_leaves(model, graph, options)
+        heavy = {} if in_one_plan or is_wrapped else heavy_opaque(model, graph, options)
         budget = self.goal.memory_budget
         hooked = hooked_modules(dict(model.named_modules()))
         units = partial(optimize_units, options=options)
@@ -234,7 +231,9 @@ def _as_a_whole(
         raise found
     graph, plan = found
     if plan.is_plain and plan.budget_bytes is None and planner is not None:
-        log.warning("no plan needs less memory than the plain model (%.1f MB)", plan.plain_peak_bytes / 1e6)
+        log.warning("no plan needs less memory than the plain model: %s", plan.summary)
+    else:
+        log.info("ogc plans the model: %s", plan.summary)
     return _apply(model, graph, plan, planner)
 
 

@@ -139,9 +139,9 @@ def random_tree(
         chance = rng.random()
         kept = [v for v in random_values(graph, rng) if start <= graph.producers[v] < stop]
         if chance < 0.5 and depth < 3 and len(within) > 2:
-            segments.append(ogc.recomputed(start, stop, *random_tree(graph, rng, within, depth + 1), kept=kept))
+            segments.append(ogc.recomputed(start, stop, *random_tree(graph, rng, within, depth + 1), saved_values=kept))
         else:
-            segments.append(ogc.recomputed(start, stop, kept=kept) if chance < 0.8 else ogc.saved(start, stop))
+            segments.append(ogc.recomputed(start, stop, saved_values=kept) if chance < 0.8 else ogc.saved(start, stop))
     return tuple(segments)
 
 
@@ -161,8 +161,8 @@ def random_decisions(graph: ogc.Graph, rng: random.Random) -> Decisions:
 
 
 def tree_and_values(graph: ogc.Graph, rng: random.Random) -> Decisions:
-    """A random tree, and random values that are remade."""
-    return Decisions.of(random_tree(graph, rng)).remaking(random_values(graph, rng))
+    """A random tree, and random values that are recomputed."""
+    return Decisions.of(random_tree(graph, rng)).recomputing(random_values(graph, rng))
 
 
 def random_plans(
@@ -184,7 +184,7 @@ def random_plans(
 
 
 def random_values(graph: ogc.Graph, rng: random.Random) -> list[int]:
-    """About a third of the values, to be remade or kept, or none."""
+    """About a third of the values, to be recomputed or saved, or none."""
     return [v for v in range(len(graph.values)) if rng.random() < 0.3] if rng.random() < 0.8 else []
 
 

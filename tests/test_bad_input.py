@@ -264,12 +264,20 @@ CASES = [
     ),
     Case("chunked by another", InputError, "only 'optimal' does", optimize(chunks=2, solver="chen")),
     Case("chunked and verified", InputError, "up to rounding only", optimize(chunks=2, verify=True)),
-    Case("leaf unknown", InputError, "no submodule '5'; the nearest are", optimize(opaque_modules=["5"])),
+    Case("opaque module unknown", InputError, "no submodule '5'; the nearest are", optimize(opaque_modules=["5"])),
     Case(
-        "leaf of no such type", InputError, "no submodule of the model is a 'LSTM'", optimize(opaque_modules=[nn.LSTM])
+        "opaque module of no such type",
+        InputError,
+        "no submodule of the model is a 'LSTM'",
+        optimize(opaque_modules=[nn.LSTM]),
     ),
-    Case("leaf as text", InputError, "must be a list of module names and types, not '0'", optimize(opaque_modules="0")),
-    Case("leaf a number", InputError, "names and types, not 0", optimize(opaque_modules=[0])),
+    Case(
+        "opaque module as text",
+        InputError,
+        "must be a list of module names and types, not '0'",
+        optimize(opaque_modules="0"),
+    ),
+    Case("opaque module a number", InputError, "names and types, not 0", optimize(opaque_modules=[0])),
     # graphs by hand
     Case("parse_graph no function", InputError, "must be a function.*not 'networkx'", optimize(parse_graph="networkx")),
     Case("parse_graph missing", InputError, "Sequential has no method parse_graph", optimize(parse_graph=True)),
@@ -323,8 +331,8 @@ CASES = [
             lambda model, segments=segments: ogc.make_plan(GRAPH, segments),
         )
         for name, value, segments in [
-            ("no value", 99, [ogc.recomputed(0, 6, kept=[99])]),
-            ("another segment's value", 0, [ogc.saved(0, 3), ogc.recomputed(3, 6, kept=[0])]),
+            ("no value", 99, [ogc.recomputed(0, 6, saved_values=[99])]),
+            ("another segment's value", 0, [ogc.saved(0, 3), ogc.recomputed(3, 6, saved_values=[0])]),
             ("what is saved", 0, [ogc.Segment(0, 6, policies=((0, ogc.Policy.SAVED),))]),
         ]
     ),
@@ -332,7 +340,7 @@ CASES = [
         "remake no value",
         PlanError,
         "value 99, which the graph lacks",
-        lambda model: ogc.make_plan(GRAPH, [ogc.saved(0, 6)], remade=[99]),
+        lambda model: ogc.make_plan(GRAPH, [ogc.saved(0, 6)], recomputed_values=[99]),
     ),
     Case(
         "apply without program", PlanError, "no program to run", lambda model: ogc.apply(model, GRAPH, ogc.solve(GRAPH))

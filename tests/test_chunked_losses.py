@@ -111,7 +111,7 @@ def chunked(model):
 def test_every_form_of_the_loss_is_found_and_right(form, batch):
     model = Language(VARIANTS[form])
     plain = step(model, model, batch)
-    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss", memory_budget="least")
     (_,) = chunked(optimised)
     torch.testing.assert_close(step(optimised, model, batch), plain)
     assert optimised(*batch)["logits"] is None
@@ -129,7 +129,7 @@ def test_every_form_of_the_loss_is_found_and_right(form, batch):
 def test_every_form_of_the_layer_is_found(head, batch):
     model = Language(VARIANTS["shifted"], head)
     plain = step(model, model, batch)
-    optimised = ogc.optimize(model, batch, chunks=5, outputs="loss")
+    optimised = ogc.optimize(model, batch, chunks=5, outputs="loss", memory_budget="least")
     assert len(chunked(optimised)) == 1
     torch.testing.assert_close(step(optimised, model, batch), plain)
     assert optimised.plan.peak_bytes == pytest.approx(peak(optimised, batch), rel=0.01)
@@ -150,25 +150,25 @@ def test_logits_that_somebody_wants_stay(batch):
     plain = step(model, model, batch)
     graph = ogc.parse(model, batch)
     assert graph.regions[-1] == ("view_default", "cross_entropy_loss_default")  # without the layer
-    optimised = ogc.optimize(model, batch, chunks=4)
+    optimised = ogc.optimize(model, batch, chunks=4, memory_budget="least")
     assert len(chunked(optimised)) == 1
     torch.testing.assert_close(step(optimised, model, batch), plain)
     torch.testing.assert_close(optimised(*batch)["logits"], model(*batch)["logits"])
     assert optimised.plan.peak_bytes == pytest.approx(peak(optimised, batch), rel=0.01)
-    assert optimised.plan.peak_bytes < ogc.optimize(model, batch).plan.peak_bytes
+    assert optimised.plan.peak_bytes < ogc.optimize(model, batch, memory_budget="least").plan.peak_bytes
 
 
 def test_logits_that_the_forward_goes_on_with_stay(batch):
     model = Language(lambda m, x, y: VARIANTS["view"](m, x, y) + x.square().mean())
     plain = step(model, model, batch)
-    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss", memory_budget="least")
     assert not any(loss.name.startswith("sliced_linear") for loss in chunked(optimised))
     torch.testing.assert_close(step(optimised, model, batch), plain)
 
 
 def test_training_goes_on_where_no_plan_runs(batch):
     model = Language(VARIANTS["view"])
-    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss", memory_budget="least")
     with torch.no_grad():
         assert optimised(*batch)["logits"] is not None
     shorter = tuple(t[:, :17].contiguous() for t in batch)
@@ -180,11 +180,11 @@ def test_training_goes_on_where_no_plan_runs(batch):
 def test_outputs_that_nobody_wants_without_slices(batch):
     model = Language(VARIANTS["view"])
     plain = step(model, model, batch)
-    optimised = ogc.optimize(model, batch, outputs="loss")
+    optimised = ogc.optimize(model, batch, outputs="loss", memory_budget="least")
     assert all(map(torch.equal, step(optimised, model, batch), plain))
     assert optimised(*batch)["logits"] is None
     assert optimised.plan.peak_bytes == pytest.approx(peak(optimised, batch), rel=0.01)
-    assert optimised.plan.peak_bytes < ogc.optimize(model, batch).plan.peak_bytes
+    assert optimised.plan.peak_bytes < ogc.optimize(model, batch, memory_budget="least").plan.peak_bytes
     shorter = tuple(t[:, :17].contiguous() for t in batch)
     plain = step(model, model, shorter)
     assert all(map(torch.equal, step(optimised, model, shorter), plain))
@@ -195,7 +195,7 @@ def test_outputs_that_nobody_wants_without_slices(batch):
 def test_half_precision(dtype, batch):
     model = Language(VARIANTS["cast"], dtype=dtype)
     plain = step(model, model, batch)
-    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss", memory_budget="least")
     (_,) = chunked(optimised)
     rounding = 8 * torch.finfo(dtype).eps
     for ours, theirs in zip(step(optimised, model, batch), plain, strict=True):
@@ -214,14 +214,14 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16(batch):
         return model.head.weight.grad.float()
 
     plain = gradient(model)
-    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss", memory_budget="least")
     (_,) = chunked(optimised)
     torch.testing.assert_close(gradient(optimised), plain, rtol=0.02, atol=0.01 * float(plain.abs().max()))
 
 
 def test_the_graph_may_be_used_again(batch):
     model = Language(VARIANTS["smooth"])
-    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss", memory_budget="least")
     found = []
     for run in (model, optimised):
         model.zero_grad()
@@ -235,7 +235,7 @@ def test_the_graph_may_be_used_again(batch):
 def test_frozen_layers_get_no_gradient(batch):
     model = Language(VARIANTS["view"])
     model.head.requires_grad_(False)
-    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss")
+    optimised = ogc.optimize(model, batch, chunks=4, outputs="loss", memory_budget="least")
     (_,) = chunked(optimised)
     found = []
     for run in (model, optimised):
@@ -271,9 +271,9 @@ def test_outputs_must_hold_one_loss(batch):
     with pytest.raises(
         ogc.InputError, match=r"one number to differentiate.*of shapes \[2, 4\].*Compute the loss in its"
     ):
-        ogc.optimize(model, torch.randn(2, 3), outputs="loss")
+        ogc.optimize(model, torch.randn(2, 3), outputs="loss", memory_budget="least")
     with pytest.raises(ogc.InputError, match='outputs must be "all" or "loss", not'):
-        ogc.optimize(model, torch.randn(2, 3), outputs="logits")
+        ogc.optimize(model, torch.randn(2, 3), outputs="logits", memory_budget="least")
     assert model(torch.randn(2, 3)).shape == (2, 4)
 
 
@@ -295,7 +295,7 @@ def of_words(scores, labels):
 def test_a_loss_outside_is_taken_into_the_model(batch):
     ids, labels = batch
     model = Scores()
-    optimised = ogc.optimize(model, ids, loss=of_words, targets=labels, outputs="loss", chunks=4)
+    optimised = ogc.optimize(model, ids, loss=of_words, targets=labels, outputs="loss", chunks=4, memory_budget="least")
     (_,) = chunked(optimised)
     assert type(optimised).__name__ == "Scores" and optimised.state_dict().keys() == model.state_dict().keys()
     for given in (labels, labels.roll(3), labels[:, :11]):
@@ -318,7 +318,9 @@ def test_a_loss_outside_is_taken_into_the_model(batch):
 
 def test_a_loss_that_takes_the_output_alone_is_taken_in_too(batch):
     model = Scores()
-    optimised = ogc.optimize(model, batch[0], loss=lambda scores: scores.square().mean(), outputs="loss")
+    optimised = ogc.optimize(
+        model, batch[0], loss=lambda scores: scores.square().mean(), outputs="loss", memory_budget="least"
+    )
     plain = model(batch[0]).square().mean()
     assert torch.equal(optimised(batch[0]), plain)
 
@@ -328,15 +330,15 @@ def test_targets_without_slices_are_bitwise_the_plain_models(batch):
     model = Scores()
     criterion = nn.CrossEntropyLoss(weight=torch.rand(CLASSES))
     loss = lambda scores, targets: criterion(*flat(scores, targets))  # noqa: E731
-    optimised = ogc.optimize(model, ids, loss=loss, targets=labels, outputs="loss", verify=True)
+    optimised = ogc.optimize(model, ids, loss=loss, targets=labels, outputs="loss", verify=True, memory_budget="least")
     assert torch.equal(optimised(ids, targets=labels), loss(model(ids), labels))
-    assert ogc.check(model, ogc.optimize(model, ids, loss=loss, targets=labels), ids).ok
+    assert ogc.check(model, ogc.optimize(model, ids, loss=loss, targets=labels, memory_budget="least"), ids).ok
 
 
 def test_check_compares_the_loss_of_what_returns_that_alone(batch):
     model = Language(VARIANTS["view"])
-    assert ogc.optimize(model, batch, outputs="loss", verify=True) is not None
-    report = ogc.check(model, ogc.optimize(model, batch, chunks=4, outputs="loss"), *batch)
+    assert ogc.optimize(model, batch, outputs="loss", verify=True, memory_budget="least") is not None
+    report = ogc.check(model, ogc.optimize(model, batch, chunks=4, outputs="loss", memory_budget="least"), *batch)
     assert not report.ok and all(difference.distance < 1e-5 for difference in report.differences)
 
 
@@ -344,12 +346,12 @@ def test_bad_losses_and_targets(batch):
     ids, labels = batch
     model = Scores()
     with pytest.raises(ogc.InputError, match="give loss= too"):
-        ogc.optimize(model, ids, targets=labels)
+        ogc.optimize(model, ids, targets=labels, memory_budget="least")
     with pytest.raises(ogc.InputError, match=r"holds on to a tensor of shape \[2, 30\] as it is now; hand it in"):
-        ogc.optimize(model, ids, loss=lambda scores: of_words(scores, labels), outputs="loss")
+        ogc.optimize(model, ids, loss=lambda scores: of_words(scores, labels), outputs="loss", memory_budget="least")
     trained = nn.Linear(CLASSES, 1)
     with pytest.raises(ogc.InputError, match="make it a submodule of the model"):
-        ogc.optimize(model, ids, loss=lambda scores: trained(scores).mean(), outputs="loss")
+        ogc.optimize(model, ids, loss=lambda scores: trained(scores).mean(), outputs="loss", memory_budget="least")
     with pytest.raises(ogc.InputError, match=r"ogc\.optimize makes one with loss="):
         ogc.parse(model, ids, loss=lambda scores: scores.mean(), outputs="loss")
 
@@ -358,4 +360,4 @@ def test_bad_losses_and_targets(batch):
             return super().forward(ids)
 
     with pytest.raises(ogc.InputError, match="takes targets of its own"):
-        ogc.optimize(Own(), ids, loss=of_words, targets=labels, outputs="loss")
+        ogc.optimize(Own(), ids, loss=of_words, targets=labels, outputs="loss", memory_budget="least")

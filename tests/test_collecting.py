@@ -9,8 +9,8 @@ import torch
 from helpers import chain
 
 import ogc
-from ogc.collecting import collecting_new_only
 from ogc.errors import InputError, SolveError
+from ogc.process import collecting_new_only
 
 GRAPH = chain([8, 3, 2, 4])
 

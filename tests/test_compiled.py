@@ -20,7 +20,7 @@ from ogc.rewrites.compiled import Compilation, Compiled, Compiler
 
 THOSE_THAT_GAIN = compiled.those_that_gain
 
-# torch's own, where compiled code goes on from a tensor that is no leaf
+# torch's own, where compiled code goes on from a tensor that is no opaque module
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
@@ -38,9 +38,9 @@ def blocks(count=6):
 
 
 def convolutions():
-    """Statistics, a step counter, dropout, writes in place and a leaf."""
-    leaf = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Softplus())
-    leaf.register_forward_hook(lambda module, args, result: None)
+    """Statistics, a step counter, dropout, writes in place and an opaque module."""
+    opaque = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Softplus())
+    opaque.register_forward_hook(lambda module, args, result: None)
 
     def layers():
         return (
@@ -52,7 +52,7 @@ def convolutions():
             nn.GELU(),
         )
 
-    return nn.Sequential(*layers(), *layers(), leaf, *layers(), *layers()), torch.randn(4, 4, 16, 16)
+    return nn.Sequential(*layers(), *layers(), opaque, *layers(), *layers()), torch.randn(4, 4, 16, 16)
 
 
 def several_results():
@@ -159,7 +159,7 @@ def test_where_only_smaller_stretches_fit_less_is_compiled(caplog):
 @pytest.mark.parametrize("make", MODELS)
 def test_nothing_is_compiled_while_it_trains(make):
     model, x = make()
-    optimised = ogc.optimize(model, x, compile="aot_eager")
+    optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget="least")
     expected = steps(optimised, model, x)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert_equal(steps(optimised, model, x), expected)
@@ -168,17 +168,17 @@ def test_nothing_is_compiled_while_it_trains(make):
 
 def test_equal_stretches_are_compiled_once():
     model, x = blocks()
-    found = regions(ogc.optimize(model, x, compile="aot_eager"))
+    found = regions(ogc.optimize(model, x, compile="aot_eager", memory_budget="least"))
     assert len({region.code for region in found}) <= len(found) / 2
 
 
 @pytest.mark.full
-def test_what_draws_or_is_a_leaf_runs_as_it_is():
+def test_what_draws_or_is_an_opaque_module_runs_as_it_is():
     model, x = convolutions()
-    optimised = ogc.optimize(model, x, compile="aot_eager")
+    optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget="least")
     inside = {str(node.target) for region in regions(optimised) for node in region.graph.nodes}
     outside = {op.target for op in optimised.graph.operations}
-    assert {"aten.dropout.default", "leaf Sequential"} <= outside
+    assert {"aten.dropout.default", "opaque Sequential"} <= outside
     assert not inside & {"aten.dropout.default", "aten.convolution.default"}
     assert "aten.batch_norm.default" in inside
 
@@ -194,7 +194,7 @@ def test_gradients_of_parameters_are_kept_few():
 @pytest.mark.full
 def test_other_calls_are_planned_for_and_what_is_loaded_too():
     model, x = blocks(3)
-    optimised = ogc.optimize(model, x, compile="aot_eager")
+    optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget="least")
     for run in (optimised, pickle.loads(pickle.dumps(optimised)), copy.deepcopy(optimised)):
         again = [step(run, run, rows) for rows in (x, x[:512])]
         assert_equal(again, [step(model, model, rows) for rows in (x, x[:512])])
@@ -219,7 +219,7 @@ def backward_through_gradients(run, model, x):
 )
 def test_a_second_backward_is_right_or_an_error(make, backward, refused):
     model, x = make()
-    optimised, found = ogc.optimize(model, x, compile="aot_eager"), []
+    optimised, found = ogc.optimize(model, x, compile="aot_eager", memory_budget="least"), []
     for run in (model, optimised):
         torch.manual_seed(3)
         model.zero_grad()
@@ -234,7 +234,7 @@ def test_a_second_backward_is_right_or_an_error(make, backward, refused):
 
 def test_in_evaluation_nothing_is_compiled():
     model, x = blocks(2)
-    optimised = ogc.optimize(model, x, compile="aot_eager")
+    optimised = ogc.optimize(model, x, compile="aot_eager", memory_budget="least")
     with torch.no_grad():
         assert torch.equal(optimised(x), model(x))
 
@@ -248,14 +248,14 @@ def refused():
     model, x = blocks(2)
     before = set(vars(model)), {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     with pytest.raises(ogc.InputError, match=r"backend of torch.compile, not 'nonsense': .*inductor"):
-        ogc.optimize(model, x, compile="nonsense")
+        ogc.optimize(model, x, compile="nonsense", memory_budget="least")
     with pytest.raises(ogc.DependencyError, match=r"(?s)cannot compile with backend 'failing' here .*a C\+\+ compiler"):
-        ogc.optimize(model, x, compile="failing")
+        ogc.optimize(model, x, compile="failing", memory_budget="least")
     with (
         patch("ogc.rewrites.compiled.check_backend", lambda *args: None),
         pytest.raises(ogc.ParseError, match=r"(?s)operations from .* cannot be compiled: .*leave out compile="),
     ):
-        ogc.optimize(model, x, compile="failing")
+        ogc.optimize(model, x, compile="failing", memory_budget="least")
     assert before == (set(vars(model)), {n: id(tensor) for n, tensor in model.state_dict(keep_vars=True).items()})
 
 

@@ -40,6 +40,8 @@ REPLACED = {
     "wish": "goal", "fate": "policy", "stretch": "region", "slices": "chunks", "twin": "copy", "foretell": "predict",
     "carried over": "reused", "carry over": "reuse", "storey": "layer", "at hand": "available", "judge": "verifier",
     "batch_slices": "chunks", "leaf_modules": "opaque_modules", "repeatable_leaves": "recompute_opaque",
+    "leaf": "opaque module", "run again": "recomputed", "remade": "recomputed_values", "remaking": "recomputing",
+    "PlainRest": "PlainModule", "rest_bytes": "outside_bytes", "rest_seconds": "outside_seconds",
 }  # fmt: skip
 """Words of earlier releases that the field has others for."""
 

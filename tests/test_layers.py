@@ -1,4 +1,4 @@
-"""The house: which room may import which, how large files and functions get, and what does without torch."""
+"""Layers: which package may import which, how large files and functions get, and what does without torch."""
 
 import ast
 import pkgutil
@@ -12,10 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "ogc"
 
-STOREYS = (
-    {"collecting", "errors", "on_thread", "operation"},
-    {"optional"},
-    {"during_step", "graph", "torch_state", "builder"},
+LAYERS = (
+    {"errors", "process"},
+    {"graph", "torch_state"},
     {"plan"},
     {"program"},
     {"operators"},
@@ -30,7 +29,7 @@ STOREYS = (
 """From the ground up. A package imports from layers below its own alone; what is called ``""`` is ogc/__init__.py."""
 
 OPTIONAL = {"rewrites", "sizing"}
-"""Rooms that the others do without, and ask for by :func:`ogc.optional.optional`."""
+"""Packages that the others do without, and ask for by :func:`ogc.errors.optional`."""
 
 FLAT_FILES, FILE_LINES, FUNCTION_LINES = 12, 600, 60
 
@@ -57,12 +56,12 @@ def imported(name: str) -> set[str]:
     return found
 
 
-def room(name: str) -> str:
+def package(name: str) -> str:
     return name.partition(".")[2].partition(".")[0]
 
 
-def storey(name: str) -> int:
-    (found,) = (n for n, rooms in enumerate(STOREYS) if room(name) in rooms)
+def layer(name: str) -> int:
+    (found,) = (n for n, packages in enumerate(LAYERS) if package(name) in packages)
     return found
 
 
@@ -74,16 +73,20 @@ def house() -> nx.DiGraph:
 
 
 @pytest.mark.full
-def test_rooms_import_from_below():
+def test_packages_import_from_below():
     rising = [
-        f"{a} imports {b}" for a, b in house().edges if room(a) != room(b) and storey(a) <= storey(b) and a != "ogc"
+        f"{a} imports {b}" for a, b in house().edges if package(a) != package(b) and layer(a) <= layer(b) and a != "ogc"
     ]
     assert not rising, "\n".join(rising)
 
 
-def test_no_room_imports_an_optional_one():
+def test_no_package_imports_an_optional_one():
     """But for the names that ``ogc/__init__.py`` has for type checkers."""
-    found = [f"{a} imports {b}" for a, b in house().edges if room(b) in OPTIONAL and room(a) != room(b) and room(a)]
+    found = [
+        f"{a} imports {b}"
+        for a, b in house().edges
+        if package(b) in OPTIONAL and package(a) != package(b) and package(a)
+    ]
     assert not found, "\n".join(found)
 
 

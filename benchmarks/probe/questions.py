@@ -91,7 +91,7 @@ def settings(device: torch.device) -> Answer:
 
 
 def _bits(model: nn.Module, x: torch.Tensor, setting: Callable[[], Any]) -> dict[str, Any]:
-    optimised: Any = ogc.optimize(model, x)
+    optimised: Any = ogc.optimize(model, x, memory_budget="least")
     plain, again, ours = (_step(run, model, x, setting) for run in (model, model, optimised))
     repeatable = [name for name in plain if same_bits(plain[name], again[name])]
     differs = [name for name in repeatable if not same_bits(plain[name], ours[name])]
@@ -118,7 +118,7 @@ def memory(device: torch.device) -> Answer:
     rows: Rows = []
     for model, x in examples(device):
         graph = ogc.parse(model, x, loss=torch.sum, holds_outputs=False)
-        plan = ogc.solve(graph)
+        plan = ogc.solve(graph, memory_budget="least")
         for name, run, simulated in (
             ("plain", model, plain_peak(graph)), ("planned", ogc.apply(model, graph, plan), plan.peak_bytes)
         ):  # fmt: skip
@@ -159,7 +159,7 @@ def graphs(device: torch.device) -> Answer:
         return [{"captured": None, "why": "only CUDA has graphs"}], True
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh()))).to(device)
     x = torch.randn(256, 64, device=device)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

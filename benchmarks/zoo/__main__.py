@@ -80,7 +80,7 @@ def _said(row: Data) -> str:
     if "ogc_bytes" in row:
         sizes = " -> ".join(f"{row[key] / 1e6:.2f}" for key in ("plain_bytes", "ogc_bytes"))
         told.append(f"{sizes} MB (predicted {row['predicted_bytes'] / 1e6:.2f})")
-        told.append(f"{row['operations']} operations in {row['parts']} parts, {row['leaves']} leaves")
+        told.append(f"{row['operations']} operations in {row['parts']} parts, {row['opaque_modules']} opaque modules")
         told.append(f"planned in {row['plan_seconds']:.1f} s")
     elif "plain_bytes" in row:
         told.append(f"{row['plain_bytes'] / 1e6:.2f} MB")

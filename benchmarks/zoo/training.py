@@ -17,7 +17,7 @@ import torch
 
 import ogc
 from benchmarks.zoo.models import Subject
-from ogc.program.leaf import Leaf
+from ogc.program.opaque import OpaqueCall
 from ogc.torch_state.allocator import peak_bytes
 
 STEPS = 3
@@ -113,12 +113,12 @@ def _ours(build: Callable[[], Subject]) -> tuple[Training, dict[str, Any]]:
     sample = _sample_of(_built(build)) if subject.part else subject.batch(0)
     original = subject.model.get_submodule(subject.part)
     start = time.perf_counter()
-    optimised = ogc.optimize(original, sample, profile="estimate")
+    optimised = ogc.optimize(original, sample, profile="estimate", memory_budget="least")
     seconds = time.perf_counter() - start
     plan: Any = optimised.plan
     graphs: Any = optimised.graph
     graphs = graphs if isinstance(plan, ogc.PartsPlan) else {"": graphs}
-    leaves = [leaf for name, graph in graphs.items() for leaf in _leaves_of(name, graph)]
+    opaque = [one for name, graph in graphs.items() for one in _opaque_of(name, graph)]
     run = optimised if not subject.part else _with(subject.model, subject.part, optimised)
     training = train(subject, run)
     return training, {
@@ -129,28 +129,28 @@ def _ours(build: Callable[[], Subject]) -> tuple[Training, dict[str, Any]]:
         "plan_seconds": seconds,
         "parts": len(plan.parts) if isinstance(plan, ogc.PartsPlan) else 1,
         "operations": sum(map(len, graphs.values())),
-        "leaves": len(leaves),
-        **_largest(original, leaves),
+        "opaque_modules": len(opaque),
+        **_largest(original, opaque),
     }
 
 
-def _leaves_of(part: str, graph: Any) -> list[str]:
+def _opaque_of(part: str, graph: Any) -> list[str]:
     """The submodules that a part calls as they are, by their names in the model."""
     targets = [node.target for node in graph.program.operations]
-    names = [target.submodule for target in targets if isinstance(target, Leaf) and target.submodule is not None]
+    names = [target.submodule for target in targets if isinstance(target, OpaqueCall) and target.submodule is not None]
     return [f"{part}.{name}" if part else name for name in names]
 
 
-def _largest(model: torch.nn.Module, leaves: list[str]) -> dict[str, Any]:
-    """The leaf with the most parameters, and its share of all of the model's."""
+def _largest(model: torch.nn.Module, opaque: list[str]) -> dict[str, Any]:
+    """The opaque module with the most parameters, and its share of all of the model's."""
 
     def count(module: torch.nn.Module) -> int:
         return sum(parameter.numel() for parameter in module.parameters())
 
-    if not leaves:
-        return {"largest_leaf": "", "leaf_share": 0.0}
-    largest = max(leaves, key=lambda name: count(model.get_submodule(name)))
-    return {"largest_leaf": largest, "leaf_share": count(model.get_submodule(largest)) / max(1, count(model))}
+    if not opaque:
+        return {"largest_opaque": "", "opaque_share": 0.0}
+    largest = max(opaque, key=lambda name: count(model.get_submodule(name)))
+    return {"largest_opaque": largest, "opaque_share": count(model.get_submodule(largest)) / max(1, count(model))}
 
 
 def _sample_of(twin: Subject) -> Any:

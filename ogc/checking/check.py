@@ -170,7 +170,7 @@ def _outcome(trial: _Trial, before: Snapshot, call: Arguments) -> _Outcome | str
     except Exception as error:  # of a kind of tensor that cannot be written to or cut
         return f"the input cannot be varied: {_short(error)}"
     graph = getattr(optimized, "graph", None)
-    loss_alone = isinstance(graph, Graph) and graph.program.rest.outputs == "loss"
+    loss_alone = isinstance(graph, Graph) and graph.program.after_forward.outputs == "loss"
     step = partial(
         results_of, before=before, call=call, seed=trial.seed, after_step=trial.after_step, loss_alone=loss_alone
     )
@@ -214,7 +214,7 @@ class CheckReport:
         compared: how many tensors and other results were compared, over everything that was tried.
         differences: those that differ, in the order of ``tried`` and in each of them in the order outputs,
             gradients, buffers, parameters, inputs, random state.
-        is_deterministic: whether the plain model gave the same twice; it is run again only after a difference.
+        is_deterministic: whether the plain model gave the same twice; it runs a second time only after a difference.
         tried: the comparisons that were made, for instance ``("seed 1", "another input")``.
         skipped: why a comparison was not made, by its name.
     """

@@ -6,11 +6,10 @@ solver for a plan, ``module`` runs the parts; ``late`` plans calls that nobody p
 """
 
 from .late import check_goal_of_units, optimize_units
-from .make import heavy_leaves, in_parts_if_better, in_parts_instead, optimize_in_parts
-from .options import Options
-from .plan import PartPlan, PartsPlan, PlainRest
+from .make import heavy_opaque, in_parts_if_better, in_parts_instead, optimize_in_parts
+from .plan import Options, PartPlan, PartsPlan, PlainModule
 
 __all__ = [
-    "Options", "PartPlan", "PartsPlan", "PlainRest", "check_goal_of_units", "heavy_leaves", "in_parts_if_better",
+    "Options", "PartPlan", "PartsPlan", "PlainModule", "check_goal_of_units", "heavy_opaque", "in_parts_if_better",
     "in_parts_instead", "optimize_in_parts", "optimize_units",
 ]  # fmt: skip

@@ -41,7 +41,7 @@ from ..torch_state.private import (
 )
 from ..torch_state.ranks import alone
 from ..torch_state.reads.objects import changes, watched_attributes
-from .options import Options
+from .plan import Options
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,7 +292,7 @@ class _Forward:
         for changed, key in changes(before, now):
             if not f"{changed}.".startswith(f"{name}."):
                 self.unfit[name] = f"sets the attribute {key} of {changed or 'the model'}"
-            elif changed in self.attributes:  # a leaf's, which it may change
+            elif changed in self.attributes:  # an opaque module's, which it may change
                 self.attributes[changed] = now[changed]
 
     def _run_plain(self, module: torch.nn.Module, name: str, why: str, args: Any, kwargs: Any, run: Any = None) -> Any:
@@ -308,9 +308,9 @@ class _Forward:
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if self.in_part:
             self.saved.by_part(tensor, self.found.again[-1])
-        elif bytes_of_rest := self.saved.by_rest(tensor):
+        elif bytes_outside := self.saved.by_outside(tensor):
             scope = self.scopes[-1]
-            self.found.saved_bytes[scope] = self.found.saved_bytes.get(scope, 0) + bytes_of_rest
+            self.found.saved_bytes[scope] = self.found.saved_bytes.get(scope, 0) + bytes_outside
         return tensor.detach() if self.keeps else None
 
     def _uncalled(self, module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -331,7 +331,7 @@ class _Forward:
 
 
 class _Saved:
-    """Counts the bytes that autograd saves in one forward: of parts, of the rest, of derivatives of gradients.
+    """Counts the bytes that autograd saves in one forward: of parts, outside of them, of derivatives of gradients.
 
     Where a backward inside the forward is to be differentiated, autograd saves for that what it took out of parts, too:
     the plain model holds it once.
@@ -347,8 +347,8 @@ class _Saved:
         if storage is not None:
             self.of_parts[storage] = again, set()
 
-    def by_rest(self, tensor: torch.Tensor) -> int:
-        """The bytes that are the rest's where that saves a tensor; none if they were counted before."""
+    def by_outside(self, tensor: torch.Tensor) -> int:
+        """The bytes of a tensor that is saved outside of the parts; none if they were counted before."""
         storage = storage_of(tensor)
         if storage is None or self._is_saved_again(storage) or not self.is_new(tensor):
             return 0

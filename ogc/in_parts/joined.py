@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 from ..errors import SolveError
@@ -23,7 +23,7 @@ from ..graph import Graph, Operation, RuntimeCosts, Value
 from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, saved
 from ..plan.schedule import FORWARD, Schedule
 from ..plan.simulate import Memory
-from ..solver import NEGLIGIBLE, Goal, solve
+from ..solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Goal, optimal
 
 Choice = tuple[Plan, ...]
 """The plan of each part."""
@@ -41,13 +41,13 @@ class Event:
 
     Attributes:
         key: what happens.
-        rest: most bytes alive then beside those of parts.
+        outside: most bytes alive then beside those of parts.
         ends: whether the call keeps nothing behind this backward.
         backward: the number of the backward that a call's is part of.
     """
 
     key: Key
-    rest: int = 0
+    outside: int = 0
     ends: bool = True
     backward: int = 0
 
@@ -63,7 +63,7 @@ def usual_events(calls: int) -> tuple[Event, ...]:
 class PartCost:
     """What a plan of a part takes, in bytes: kept until its backward, and the most in its forward and its backward."""
 
-    kept_bytes: int
+    saved_bytes: int
     forward_bytes: int
     backward_bytes: int
 
@@ -77,7 +77,7 @@ class PartCost:
         """That of a plan for this graph."""
         step = Joined((graph,))
         most = {event.key: most for event, (_, most) in zip(step.events, step.sizes((plan,)), strict=True)}
-        return cls(step.kept((plan,))[0][0], most[CALL, 0], most[BACK, 0])
+        return cls(step.saved((plan,))[0][0], most[CALL, 0], most[BACK, 0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ class Joined:
         return tuple(accumulate((1 + len(self.parts[part].values) for part in self.calls), initial=0))
 
     def graph(self, weights: Mapping[Key, int], plain: Sequence[bool] = ()) -> Graph:
-        """The graph of all calls, with bytes that the rest takes; ``plain`` parts are as the model has them."""
+        """The graph of all calls, with bytes that are outside of parts; ``plain`` parts are as the model has them."""
         of_parts = [
             graph.of_the_plain_model if is_plain else graph
             for graph, is_plain in zip(self.parts, plain or [False] * len(self.parts), strict=True)
@@ -153,12 +153,12 @@ class Joined:
             replayable=False,
         )
 
-    def _call(self, n: int, graph: Graph, rest: int) -> Iterator[Operation]:
+    def _call(self, n: int, graph: Graph, outside: int) -> Iterator[Operation]:
         first, name = self.firsts[n] + 1, self.names[self.calls[n]]
         for op in graph.operations:
             moved = op.renumbered(range(first, first + len(graph.values)))
             module = f"{name}.{op.module}" if op.module else name
-            yield _heavier(replace(moved, name=f"{n}.{op.name}", module=module), max(0, rest))
+            yield _heavier(replace(moved, name=f"{n}.{op.name}", module=module), max(0, outside))
 
     def _value(self, n: int, value: Value) -> Value:
         until = None if value.held_until is None else min(self.regions[n] + 1 + value.held_until, self.regions[n + 1])
@@ -189,19 +189,19 @@ class Joined:
         return make_plan(graph, Decisions(segments, policies, variants), solver)
 
     def with_call(self, name: str, graph: Graph, beside: int) -> Joined:
-        """The same with a call of one more part, which is as the call before it; what it gives the rest holds, too."""
+        """The same with a call of one more part, which is as the call before it; what it gives is held outside, too."""
         place, last_back = beside + 1, max(n for n, event in enumerate(self.events) if event.key == (BACK, beside))
         given = sum(value.bytes for value in graph.values if value.is_output)
         events: list[Event] = []
         more = 0
         for n, event in enumerate(self.events):
-            (kind, number), rest = event.key, event.rest + more
+            (kind, number), outside = event.key, event.outside + more
             if n == last_back:
-                events += [Event((BACK, place), event.rest), Event((REGION_BACK, place), event.rest)]
-                more, rest = 0, event.rest
-            events.append(replace(event, key=(kind, number + (number >= place)), rest=rest))
+                events += [Event((BACK, place), event.outside), Event((REGION_BACK, place), event.outside)]
+                more, outside = 0, event.outside
+            events.append(replace(event, key=(kind, number + (number >= place)), outside=outside))
             if event.key == (CALL, beside):
-                events += [Event((REGION, place), event.rest), Event((CALL, place), event.rest)]
+                events += [Event((REGION, place), event.outside), Event((CALL, place), event.outside)]
                 more = given
         return Joined(
             (*self.parts, graph),
@@ -234,7 +234,7 @@ class Joined:
         key = tuple(plan.decisions for plan in choice)
         if key not in self._peaks:
             sizes = zip(self.sizes(choice), self.events, strict=True)
-            self._peaks[key] = max(most + event.rest for (_, most), event in sizes)
+            self._peaks[key] = max(most + event.outside for (_, most), event in sizes)
         return self._peaks[key]
 
     @cached_property
@@ -267,7 +267,7 @@ class Joined:
                 held[n] = own
         return found
 
-    def kept(self, choice: Choice) -> list[tuple[int, int]]:
+    def saved(self, choice: Choice) -> list[tuple[int, int]]:
         """For each call, the bytes that stay until its backward, and those among them that no plain backward needs."""
         schedule = self._schedule(choice)
         found = [[0, 0] for _ in self.calls]
@@ -287,7 +287,7 @@ class Joined:
         """For each call, what derivatives of its gradients save again, and what there is to be made again for that."""
         if not any(self.saved_again):
             return [((), 0)] * len(self.calls)
-        both = zip(self.kept(choice), self.kept(self.plain), strict=True)
+        both = zip(self.saved(choice), self.saved(self.plain), strict=True)
         missing = [max(0, plain - kept + beyond) for (kept, beyond), (plain, _) in both]
         return list(zip(self.saved_again, missing, strict=True))
 
@@ -301,20 +301,20 @@ class Joined:
         return Schedule(self.graph({}, [plan.is_plain for plan in choice]), self.decisions(choice))
 
 
-def _heavier(op: Operation, rest: int) -> Operation:
+def _heavier(op: Operation, outside: int) -> Operation:
     """An operation in whose backward there is so much more."""
-    if not rest:
+    if not outside:
         return op
     late, plain, variant = op.late_bytes, op.plain_backward_bytes, op.low_memory
     if variant is not None:
-        late_of_variant = variant.late_bytes and variant.late_bytes + rest
-        variant = replace(variant, backward_bytes=variant.backward_bytes + rest, late_bytes=late_of_variant)
+        late_of_variant = variant.late_bytes and variant.late_bytes + outside
+        variant = replace(variant, backward_bytes=variant.backward_bytes + outside, late_bytes=late_of_variant)
     return replace(
         op,
-        gradient_bytes=op.gradient_bytes + rest,
-        backward_bytes=op.backward_bytes + rest,
-        late_bytes=late and late + rest,
-        plain_backward_bytes=None if plain is None else plain + rest,
+        gradient_bytes=op.gradient_bytes + outside,
+        backward_bytes=op.backward_bytes + outside,
+        late_bytes=late and late + outside,
+        plain_backward_bytes=None if plain is None else plain + outside,
         low_memory=variant,
     )
 
@@ -349,8 +349,8 @@ class Chooser:
     """Chooses plans of parts.
 
     Attributes:
-        step: with what the rest takes.
-        known: a choice that keeps little; what the rest takes is as it is beside that.
+        step: with what is outside of the parts.
+        known: a choice that saves little; what is outside is as it is beside that.
     """
 
     step: Joined
@@ -363,12 +363,16 @@ class Chooser:
         if budget is not None:
             best = self._best(budget, step.peak, lambda c: (step.seconds(c), step.peak(c)), self._within_bytes)
             return best if step.peak(best) <= budget else None
-        if share is not None:
-            limit = share * step.part_seconds
-            best = self._best(limit, step.seconds, lambda c: (step.peak(c), step.seconds(c)), self._within_seconds)
+
+        def by_peak(choice: Choice) -> tuple[float, ...]:
+            return step.peak(choice), step.seconds(choice)
+
+        if goal.is_least:
+            best = self._best(0, lambda c: 0, by_peak, lambda _, rank: self._of_goal(goal, rank))
         else:
+            limit = (FAIR_OVERHEAD if share is None else share) * step.part_seconds
             best = self._best(
-                0, lambda c: 0, lambda c: (step.peak(c), step.seconds(c)), lambda _, rank: self._least(rank)
+                limit, step.seconds, by_peak, partial(self._within_seconds, limit if share is None else None)
             )
         return best if (1 + NEGLIGIBLE) * step.peak(best) < step.peak(plain) else plain
 
@@ -385,7 +389,7 @@ class Chooser:
             try:
                 found.append(search(asked, rank))
             except SolveError:
-                found.append(self._least(rank))
+                found.append(self._of_goal(LEAST_PEAK, rank))
                 break
             if takes(found[-1]) <= limit:
                 break
@@ -395,23 +399,25 @@ class Chooser:
     def _within_bytes(self, budget: float, rank: Rank) -> Choice:
         if budget < 1:
             raise SolveError("")
-        return self._of_calls(solve(self.graph, memory_budget=int(budget)), rank)
+        return self._of_goal(Goal(int(budget)), rank)
 
-    def _within_seconds(self, seconds: float, rank: Rank) -> Choice:
-        return self._of_calls(solve(self.graph, max_overhead=max(0.0, seconds / self.graph.step_seconds)), rank)
+    def _within_seconds(self, fair: float | None, seconds: float, rank: Rank) -> Choice:
+        """A plan within so many seconds; where these are what is ``fair``, the one that is taken without a goal."""
+        goal = FAIR if seconds == fair else Goal(max_overhead=max(0.0, seconds / self.graph.step_seconds))
+        return self._of_goal(goal, rank)
 
-    def _least(self, rank: Rank) -> Choice:
-        return self._of_calls(solve(self.graph), rank)
+    def _of_goal(self, goal: Goal, rank: Rank) -> Choice:
+        return self._of_calls(optimal(self.graph, goal), rank)
 
     @cached_property
     def graph(self) -> Graph:
-        """The joined graph with what the rest takes; backwards inside the forward count as those behind it."""
+        """The joined graph with what is outside of parts; backwards inside the forward count as those behind it."""
         step, usual = self.step, usual_events(len(self.step.calls))
         sizes = (most for _, most in step.sizes(self.known, usual))
         known = dict(zip((event.key for event in usual), sizes, strict=True))
         weights: dict[Key, int] = {}
         for event, (_, most) in zip(step.events, step.sizes(self.known), strict=True):
-            weights[event.key] = max(weights.get(event.key, 0), event.rest + most - known[event.key])
+            weights[event.key] = max(weights.get(event.key, 0), event.outside + most - known[event.key])
         return step.graph(weights)
 
     def _of_calls(self, plan: Plan, rank: Rank) -> Choice:

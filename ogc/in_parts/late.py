@@ -19,9 +19,7 @@ from ..parser import hooked_modules, reuse
 from ..plan import Plan, plain_plan, plan_on, simulate
 from ..plan.saving import structure_of
 from ..plan.simulate import plain_peak
-from ..planning.agreement import agreed_plan
-from ..planning.replan import Meets, Replanner
-from ..planning.stored import key_of
+from ..planning import Meets, Replanner, agreed_plan, key_of
 from ..program.structures import Call
 from ..solver import Budget, Goal, solve
 from ..torch_state.forwards import is_compiled
@@ -29,8 +27,7 @@ from ..torch_state.ranks import planned_apart
 from .find import Part, is_alike, look_of
 from .joined import REGION_BACK, Joined, PartCost, usual_events
 from .module import Parts, module_in_parts
-from .options import Options
-from .plan import PartPlan, PartsPlan, PlainRest
+from .plan import Options, PartPlan, PartsPlan, PlainModule
 
 SLACK = 1.001
 """What a part may take more than its share: sizes are whole numbers of elements."""
@@ -50,19 +47,19 @@ class Share:
     @property
     def meets(self) -> Meets | None:
         """What tells whether a plan keeps to the share; None without a goal."""
-        return self._keeps if self.options.goal else None
+        return self._keeps if self.options.goal.is_bounded else None
 
     def _keeps(self, graph: Graph, plan: Plan) -> bool:
         if self.options.goal.max_overhead is not None:
             seconds = 0.0 if plan.is_plain else simulate(graph, plan).added_seconds
             return seconds <= SLACK * self.plan.overhead * graph.step_seconds
         (kept, most), cost = self._limits(graph), PartCost.of(graph, plan)
-        return cost.kept_bytes <= kept and cost.most <= most
+        return cost.saved_bytes <= kept and cost.most <= most
 
     def _limits(self, graph: Graph) -> tuple[int, int]:
         """The most bytes to be kept, and alive at once."""
         share = 1.0 if self.options.goal.is_in_bytes else plain_peak(graph) / max(1, self.plan.plain_peak_bytes)
-        return int(SLACK * share * self.cost.kept_bytes), max(1, int(SLACK * share * self.cost.most))
+        return int(SLACK * share * self.cost.saved_bytes), max(1, int(SLACK * share * self.cost.most))
 
     def agreed_plan(self, graph: Graph) -> Plan:
         """The fastest plan that keeps to the share, the same on all ranks; a frugal one if none does."""
@@ -160,8 +157,8 @@ def _frugal(options: Options, graph: Graph) -> Plan:
     share, plain = options.goal.memory_budget, PartCost.of(graph, plain_plan(graph))
     with suppress(SolveError):
         if isinstance(share, float):
-            return _solved(options, graph, plain.most, Goal(int(plain.most + share * plain.kept_bytes)))
-        if options.goal.max_overhead is not None:
+            return _solved(options, graph, plain.most, Goal(int(plain.most + share * plain.saved_bytes)))
+        if not share:
             return _solved(options, graph, plain.most, options.goal)
     return options.frugal(graph)
 
@@ -191,7 +188,7 @@ def optimize_units(model: torch.nn.Module, options: Options) -> torch.nn.Module:
     late = {
         name: module
         for name, module in planned_apart(model)
-        if not is_compiled(module) and not any(f"{name}.".startswith(f"{leaf}.") for leaf in closed)
+        if not is_compiled(module) and not any(f"{name}.".startswith(f"{one}.") for one in closed)
     }
     if not late:
         raise ParseError("no submodule of the sharded model is trained and called with all its parameters available")
@@ -213,10 +210,10 @@ def _plan_so_far(parts: Parts, names: dict[int, str], options: Options) -> Parts
     )
     return PartsPlan(
         parts=tuple(PartPlan(name, 1, plan, PartCost.of(graph, plan)) for name, graph, plan in found),
-        plain=(PlainRest("", "is sharded; its units are planned with their first calls"),),
+        plain=(PlainModule("", "is sharded; its units are planned with their first calls"),),
         peak_bytes=step.peak(choice) if found else 0,
         plain_peak_bytes=step.peak(step.plain) if found else 0,
-        rest_bytes=0,
+        outside_bytes=0,
         part_seconds=step.part_seconds,
         recomputed_seconds=step.seconds(choice),
         is_measured=False,

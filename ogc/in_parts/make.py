@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from ..errors import ParseError, PlanError, SolveError
-from ..graph import Graph
+from ..graph import MIB, Graph
 from ..plan import Fingerprint, Plan, SavedPlan, plain_plan, restored
 from ..plan.saving import PARTS, saved_decisions
 from ..plan.simulate import plain_peak
-from ..planning.agreement import question
-from ..planning.stored import key_of, tell_broken, tolerant
-from ..program.leaf import Leaf
+from ..planning import key_of, question, tell_broken, tolerant
+from ..program.opaque import OpaqueCall
 from ..program.program import device_of_model
 from ..runtime.module import refuse_replaced_forward
 from ..solver import LEAST_PEAK, Goal, solver_of
@@ -31,10 +30,9 @@ from ..torch_state.ranks import first_of_all
 from .find import FoundParts, Part, find_parts, is_alike
 from .joined import REGION, REGION_BACK, Choice, Chooser, Joined, PartCost, usual_events
 from .late import LatePlanner, Share
-from .measure import AfterForward, measure, rest_of_step
+from .measure import Outside, measure, outside_of_step
 from .module import Parts, PlannedPart, module_in_parts, planned_part_of
-from .options import Options
-from .plan import PartPlan, PartsPlan, PlainRest
+from .plan import Options, PartPlan, PartsPlan, PlainModule
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ ROUNDS = 3
 """How often plans are chosen where a step with them takes more than a budget, or runs backwards inside the forward."""
 
 HEAVY = 1 / 3
-"""Share of the plain peak that leaves hold from which on it is tried to plan what is in them."""
+"""Share of the plain peak that opaque modules hold from which on it is tried to plan what is in them."""
 
 EXCESS = 1.01
 """By how much a saved plan may miss a budget where what is around the parts is measured in another step."""
@@ -77,7 +75,7 @@ def optimize_in_parts(
     """
     refuse_replaced_forward(model)
     solver_of(options.solver, options.goal)  # refuses a name that is none
-    with _quiet_about_leaves():
+    with _quiet_about_opaque():
         found = find_parts(model, sample_input, options, plain)
         planning = _Planning(model, sample_input, options, found)
         planned = planning.agreed() if saved is None else planning.taken_up(saved)
@@ -88,20 +86,20 @@ def optimize_in_parts(
     return result
 
 
-def heavy_leaves(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
-    """The modules that have to stay Python if leaves are to be planned inside, by name, and why.
+def heavy_opaque(model: torch.nn.Module, graph: Graph, options: Options) -> dict[str, str]:
+    """The modules that have to stay Python if opaque ones are to be planned inside, by name, and why.
 
-    Nothing unless leaves that nobody asked for hold a good part of the plain peak.
+    Nothing unless opaque modules that nobody asked for hold a good part of the plain peak.
     """
     asked = set(options.asked_for(model))
     nodes = zip(graph.operations[: graph.end], graph.program.operations, strict=True)
-    leaves = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, Leaf)]
-    held = [(op.internal_bytes, name) for op, name in leaves if name is not None and name not in asked]
+    opaque = [(op, node.target.submodule) for op, node in nodes if isinstance(node.target, OpaqueCall)]
+    held = [(op.internal_bytes, name) for op, name in opaque if name is not None and name not in asked]
     if options.solver != "optimal" or not held or sum(size for size, _ in held) < HEAVY * plain_peak(graph):
         return {}
     around = chain.from_iterable(list(accumulate(name.split("."), "{}.{}".format))[:-1] for _, name in held)
     names = ["", *(name for name in around if not only_holds(model.get_submodule(name)))]
-    return dict.fromkeys(names, "leaves in it would hold much of the memory")
+    return dict.fromkeys(names, "opaque modules in it would hold much of the memory")
 
 
 def in_parts_instead(
@@ -122,12 +120,13 @@ def in_parts_if_better(
     heavy: dict[str, str],
     found: tuple[Graph, Plan] | SolveError,
 ) -> torch.nn.Module | None:
-    """The model in parts, where that meets the goal better than one plan whose leaves hold much; else None."""
+    """The model in parts, where that meets the goal better than one plan whose opaque modules hold much; else None."""
 
     def is_better(plan: PartsPlan) -> bool:
         if isinstance(found, SolveError):
             return True
-        cost = attrgetter("peak_bytes" if options.goal.memory_budget is None else "added_seconds")
+        is_for_bytes = options.goal.is_bounded and options.goal.max_overhead is None
+        cost = attrgetter("added_seconds" if is_for_bytes else "peak_bytes")
         return bool(cost(plan) < cost(found[1]))
 
     if not heavy:
@@ -135,7 +134,7 @@ def in_parts_if_better(
     try:
         return optimize_in_parts(model, sample_input, options, heavy, is_better)
     except (ParseError, SolveError) as error:
-        log.info("what is in leaves is not planned: %s", error)
+        log.info("what is in opaque modules is not planned: %s", error)
         return None
 
 
@@ -236,6 +235,7 @@ class _Planned:
         self.planning, self.options, found = planning, planning.options, planning.found
         self.solver = solver or self.options.solver
         self.members: dict[Any, PlannedPart] = {}
+        self.floor: tuple[int, float] | None = None
         self.idle = [part for part, is_idle in zip(found.parts, idle, strict=True) if is_idle]
         stay = [n for n, is_idle in enumerate(idle) if not is_idle]
         self.parts = [found.parts[n] for n in stay]
@@ -258,13 +258,13 @@ class _Planned:
         self._measure()
 
     def _measure(self) -> None:
-        """Find out what the rest takes, in a step with these plans."""
-        self.rest = self._rest() if can_measure(device_of_model(self.planning.model)) else None
-        self.step = self.called if self.rest is None else replace(self.called, events=self.rest.events)
+        """Find out what runs outside of the parts takes, in a step with these plans."""
+        self.outside = self._outside() if can_measure(device_of_model(self.planning.model)) else None
+        self.step = self.called if self.outside is None else replace(self.called, events=self.outside.events)
         for number, beside in self.late.items():
             self.step = self.step.with_call(self.parts[number].name, self.parts[number].graph, beside)
 
-    def _rest(self) -> AfterForward | None:
+    def _outside(self) -> Outside | None:
         model = self.planning.model
         parts = self._running({})
         optimized = module_in_parts(model, parts, {})
@@ -274,7 +274,7 @@ class _Planned:
             raise ParseError(f"In parts, a step of it fails ({type(error).__name__}: {error})") from error
         finally:
             parts.uninstall()
-        return rest_of_step(marks, self.called, self.choice[: len(self.called.parts)])
+        return outside_of_step(marks, self.called, self.choice[: len(self.called.parts)])
 
     def _add_late(self, alike: Mapping[str, Plan]) -> None:
         """Add each part that the sample left out, where the order of the modules has its call."""
@@ -311,6 +311,10 @@ class _Planned:
             if budget is not None and over > 0:
                 goal = Goal(max(1, (goal.budget_bytes(self.step.peak(self.step.plain)) or 0) - over))
 
+        if not self.options.goal:
+            floor = Chooser(self.step, self.choice).chosen(LEAST_PEAK)
+            self.floor = None if floor is None else (self.step.peak(floor), self.step.seconds(floor))
+
     def _take(self, choice: Choice) -> bool:
         """Take plans, and measure a step with them unless they are those that were measured, or the plain model."""
         decisions = [[plan.decisions for plan in plans] for plans in (self.choice, choice, self.step.plain)]
@@ -327,13 +331,13 @@ class _Planned:
 
     def _infeasible(self) -> str:
         step, budget, peak = self.step, self.budget or 0, self.step.peak(self.choice)
-        floor = max(event.rest for event in step.events if event.key[0] in (REGION, REGION_BACK))
+        floor = max(event.outside for event in step.events if event.key[0] in (REGION, REGION_BACK))
         overhead = step.seconds(self.choice) / step.part_seconds if step.part_seconds else 0.0
         plain = ", ".join(_named(self.planning.found.plain))
         return (
-            f"no plan found peaks at or below {budget / 1e6:.1f} MB ({budget} bytes); the smallest peak is "
-            f"{peak / 1e6:.1f} MB ({peak} bytes) at {overhead:.1%} overhead. The model is planned in parts, and what "
-            f"stays plain ({plain}) takes up to {floor / 1e6:.1f} MB by itself"
+            f"no plan found peaks at or below {budget / MIB:.1f} MiB ({budget} bytes); the smallest peak is "
+            f"{peak / MIB:.1f} MiB ({peak} bytes) at {overhead:.1%} overhead. The model is planned in parts, and what "
+            f"stays plain ({plain}) takes up to {floor / MIB:.1f} MiB by itself"
         )
 
     def keeps_goal(self) -> bool:
@@ -349,26 +353,27 @@ class _Planned:
     @cached_property
     def plan(self) -> PartsPlan:
         """What can be looked at."""
-        step, rest = self.step, self.rest
-        plain_peak, saved_bytes = step.peak(step.plain), self._saved_by_rest()
+        step, outside = self.step, self.outside
+        plain_peak, saved_bytes = step.peak(step.plain), self._saved_outside()
         plain = self.planning.found.plain.items()
         return PartsPlan(
             parts=tuple(self._part(number) for number in range(len(self.parts))),
-            plain=tuple(PlainRest(name, why, saved_bytes[name]) for name, why in plain),
+            plain=tuple(PlainModule(name, why, saved_bytes[name]) for name, why in plain),
             peak_bytes=step.peak(self.choice),
             plain_peak_bytes=plain_peak,
-            rest_bytes=rest.kept_bytes if rest else saved_bytes.total(),
+            outside_bytes=outside.saved_bytes if outside else saved_bytes.total(),
             part_seconds=step.part_seconds,
             recomputed_seconds=step.seconds(self.choice),
-            rest_seconds=step.part_seconds * rest.time_share if rest else 0.0,
+            outside_seconds=step.part_seconds * outside.time_share if outside else 0.0,
             budget_bytes=self.budget,
-            is_measured=rest is not None,
+            is_measured=outside is not None,
             solver=self.solver,
             max_overhead=self.options.goal.max_overhead,
+            floor=self.floor,
             idle=tuple(saved_decisions(part.graph, plain_plan(part.graph).decisions, part.name) for part in self.idle),
         )
 
-    def _saved_by_rest(self) -> Counter[str]:
+    def _saved_outside(self) -> Counter[str]:
         """The bytes that autograd saves in each plain module; idle parts belong to the one around them."""
         found = self.planning.found
         saved = Counter(found.saved_bytes)
@@ -378,15 +383,15 @@ class _Planned:
                 around = part.name
                 while around and around not in found.plain:
                     around = around.rpartition(".")[0]
-                saved[around] += PartCost.of(part.graph, plain_plan(part.graph)).kept_bytes
+                saved[around] += PartCost.of(part.graph, plain_plan(part.graph)).saved_bytes
         return saved
 
     def _part(self, number: int) -> PartPlan:
         part, is_late, plan = self.parts[number], number in self.late, self.choice[number]
         targets = [] if is_late else [node.target for node in part.graph.program.operations]
-        leaves = dict.fromkeys(f"{part.name}.{target.module}" for target in targets if isinstance(target, Leaf))
+        opaque = dict.fromkeys(f"{part.name}.{target.module}" for target in targets if isinstance(target, OpaqueCall))
         calls = self.step.calls.count(number)
-        return PartPlan(part.name, calls, plan, PartCost.of(part.graph, plan), tuple(leaves), is_late)
+        return PartPlan(part.name, calls, plan, PartCost.of(part.graph, plan), tuple(opaque), is_late)
 
     def module(self) -> torch.nn.Module:
         """The model with its parts run by their plans."""
@@ -494,21 +499,20 @@ def _few(names: Sequence[str]) -> str:
 def _tell(plan: PartsPlan) -> None:
     """One warning that names what stays plain and what it costs."""
     if plan.is_plain and plan.budget_bytes is None and plan.solver != "none":
-        log.warning("no plan of its parts needs less memory than the plain model (%.1f MB)", plan.peak_bytes / 1e6)
+        log.warning("no plan of its parts needs less memory than the plain model: %s", plan.summary)
         return
-    rests = {f"{rest.name or 'the model itself'} {rest.saved_bytes / 1e6:.1f} MB": rest.why for rest in plan.plain}
-    share = f"{plan.rest_seconds / plan.step_seconds:.0%} of the time" if plan.is_measured else "unmeasured time"
+    modules = {f"{one.name or 'the model itself'} {one.saved_bytes / MIB:.1f} MiB": one.why for one in plan.plain}
+    share = f"{plan.outside_seconds / plan.step_seconds:.0%} of the time" if plan.is_measured else "unmeasured time"
     log.warning(
-        "ogc plans the model in %d parts, with a peak of %.1f MB (plain %.1f MB). Plain stay, with %.1f MB and %s: %s",
-        len(plan.parts), plan.peak_bytes / 1e6, plan.plain_peak_bytes / 1e6, plan.rest_bytes / 1e6, share,
-        _listed(rests),
-    )  # fmt: skip
+        "ogc plans the model in %d parts: %s. Plain stay, with %.1f MiB and %s: %s",
+        *(len(plan.parts), plan.summary, plan.outside_bytes / MIB, share, _listed(modules)),
+    )
 
 
 @contextmanager
-def _quiet_about_leaves() -> Iterator[None]:
-    """What leaves there are in parts is said by the plan, not part by part."""
-    logger = logging.getLogger("ogc.parser.leaves")
+def _quiet_about_opaque() -> Iterator[None]:
+    """What opaque modules there are in parts is said by the plan, not part by part."""
+    logger = logging.getLogger("ogc.parser.opaque")
     before, logger.disabled = logger.disabled, True
     try:
         yield

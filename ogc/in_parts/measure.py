@@ -1,8 +1,8 @@
 """One step of the model in parts, with what is allocated around each part read off the allocator.
 
-What the rest of the model holds while a part runs, forward and backward, is seen, not deduced: operators of the model's
+What is held outside of a part while it runs, forward and backward, is seen, not deduced: operators of the model's
 own forward, modules that stay plain, gradients that wait for them. The step runs with plans of which everything is
-known that the parts take; what is there beyond that is the rest's.
+known that the parts take; what is there beyond that is outside.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .module import Parts, PlannedPart
 
 
 @dataclass(frozen=True)
-class AfterForward:
-    """What the rest of the model takes in one step.
+class Outside:
+    """What runs outside of the parts takes in one step.
 
     Attributes:
-        events: of the step, with the bytes of the rest.
-        kept_bytes: what it holds from the forward to the backward.
+        events: of the step, with the bytes outside of parts.
+        saved_bytes: what it holds from the forward to the backward.
         time_share: the time of its forward over that of all parts'.
     """
 
     events: tuple[Event, ...]
-    kept_bytes: int
+    saved_bytes: int
     time_share: float
 
 
@@ -146,23 +146,23 @@ class _Seeds(torch.autograd.Function):
         return tuple(torch.ones(like.shape, dtype=like.dtype, device=like.device) for like in ctx.like)
 
 
-def rest_of_step(marks: Sequence[Mark], step: Joined, choice: Choice) -> AfterForward | None:
-    """What the rest takes, by the marks of a step in which parts ran by ``choice``; None if its calls were others."""
+def outside_of_step(marks: Sequence[Mark], step: Joined, choice: Choice) -> Outside | None:
+    """What is outside of the parts, by the marks of a step with parts by ``choice``; None if its calls were others."""
     entered = [mark.label for mark in marks if mark.label.startswith("enter ")]
     if entered != [f"enter {n}" for n in range(len(step.calls))]:
         return None
     stages = _stages(marks)
     sizes = step.sizes(choice, [stage.event for stage in stages])
     events = tuple(
-        replace(stage.event, rest=max(stage.start - begin, stage.most - most))
+        replace(stage.event, outside=max(stage.start - begin, stage.most - most))
         for stage, (begin, most) in zip(stages, sizes, strict=True)
     )
     turn = next(n for n, event in enumerate(events) if event.key[0] == REGION_BACK)
-    seconds = [0.0, 0.0]  # of the rest's forward, and of the parts'
+    seconds = [0.0, 0.0]  # of the forward outside of parts, and of the parts'
     for before, mark in pairwise(marks):
         if mark.label.startswith(("enter", "leave", "turn")):
             seconds[mark.label.startswith("leave")] += mark.seconds - before.seconds
-    return AfterForward(events, max(0, stages[turn].start - sizes[turn][0]), seconds[0] / (seconds[1] or 1.0))
+    return Outside(events, max(0, stages[turn].start - sizes[turn][0]), seconds[0] / (seconds[1] or 1.0))
 
 
 @dataclass

@@ -1,19 +1,124 @@
-"""The plan of a model whose parts are planned one by one. Plain frozen data."""
+"""What parts are planned by, and the plan of all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from os import PathLike
 
-from ..graph import table
-from ..plan import SavedPlan
-from ..plan.plan import Plan
+import torch
+
+from ..errors import PlanError
+from ..graph import MIB, Graph, price, table
+from ..parser import NamesAndTypes, parse
+from ..plan import Decisions, Plan, SavedPlan, Segment, make_plan, plain_plan, recomputed
 from ..plan.saving import PARTS, SavedDecisions
+from ..planning import NOWHERE, Store
+from ..program.structures import Call
+from ..solver import FAIR, LEAST_PEAK, Goal, solver_of
 from .joined import PartCost
 
-COLUMNS = ("part", "calls", "operations", "kept MB", "its peak MB", "plain MB", "of time", "recomputed", "leaves")
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of :func:`ogc.optimize` that parts are planned by.
+
+    ``follows_own_graphs`` says whether submodules may say themselves what they compute, by ``parse_graph``.
+    """
+
+    goal: Goal = FAIR
+    solver: str = "optimal"
+    profile: str = "auto"
+    opaque_modules: NamesAndTypes = ()
+    recompute_opaque: NamesAndTypes | bool | None = None
+    follows_own_graphs: bool = True
+    store: Store = NOWHERE
+
+    def frugal(self, graph: Graph) -> Plan:
+        """A plan of a part that keeps little until its backward; the plain one if none keeps less or peaks lower."""
+        least, plain = solver_of(self.solver, self.goal)(graph, LEAST_PEAK), plain_plan(graph)
+        if self.solver != "optimal":
+            return least
+        plans = [least]
+        for decisions in (_inside_a_recomputation(graph, least.decisions), (recomputed(0, len(graph)),)):
+            with suppress(PlanError):  # an operation would run twice that must not
+                plans.append(make_plan(graph, decisions, "optimal"))
+        costs = [PartCost.of(graph, plan) for plan in (*plans, plain)]
+        cost, found = min(zip(costs, plans, strict=False), key=lambda pair: (pair[0].saved_bytes, pair[0].most))
+        is_better = cost.saved_bytes < costs[-1].saved_bytes or cost.most < costs[-1].most
+        return found if is_better else plain
+
+    def parse(self, module: torch.nn.Module, name: str, call: Call) -> Graph:
+        """The graph of a call of a submodule, as :func:`ogc.parse` makes it; the errors are the same, too."""
+        with self.store.times():
+            return parse(
+                module,
+                call,
+                loss="outputs",  # of a part, not of the model
+                parse_graph=None if self.follows_own_graphs else False,
+                profile=self.profile,
+                opaque_modules=_inside(self.opaque_modules, name, module),
+                recompute_opaque=self._repeatable(name, module),
+            )
+
+    def asked_for(self, model: torch.nn.Module) -> list[str]:
+        """The names of the submodules that are to be called as they are."""
+        names, types = _names_and_types(self.opaque_modules)
+        return [n for n, m in model.named_modules(remove_duplicate=False) if n and (n in names or isinstance(m, types))]
+
+    def _repeatable(self, name: str, module: torch.nn.Module) -> NamesAndTypes | bool | None:
+        wanted = self.recompute_opaque
+        if wanted is None or isinstance(wanted, bool):
+            return wanted
+        names, types = _names_and_types(wanted)
+        is_around = any(f"{name}.".startswith(f"{around}.") for around in names)
+        return True if is_around or isinstance(module, types) else _inside(wanted, name, module)
+
+
+def _names_and_types(wanted: NamesAndTypes) -> tuple[list[str], tuple[type[torch.nn.Module], ...]]:
+    return [w for w in wanted if isinstance(w, str)], tuple(w for w in wanted if isinstance(w, type))
+
+
+def _inside(wanted: NamesAndTypes, name: str, module: torch.nn.Module) -> list[str | type[torch.nn.Module]]:
+    """Of these names and types, those that mean something within a submodule, with names as seen from there."""
+    names, types = _names_and_types(wanted)
+    children = [child for child in module.modules() if child is not module]
+    inner = [entry.removeprefix(f"{name}.") for entry in names if entry.startswith(f"{name}.")]
+    return [*inner, *(kind for kind in types if any(isinstance(child, kind) for child in children))]
+
+
+def _inside_a_recomputation(graph: Graph, decisions: Decisions) -> Decisions:
+    """The segments as parts of one that is recomputed, as far as nothing in it must run once."""
+    groups: list[list[Segment]] = [[]]
+    for segment in decisions.segments:
+        if all(op.replayable for op in graph.operations[segment.start : segment.stop]):
+            groups[-1].append(segment)
+        else:
+            groups += [[segment], []]
+    segments = tuple(_joined(group) for group in groups if group)
+    return replace(decisions, segments=segments, is_plain=False)
+
+
+def _joined(group: list[Segment]) -> Segment:
+    first, last = group[0], group[-1]
+    if len(group) == 1 and ((first.parts and not first.saved_values) or first.start + 1 == first.stop):
+        return first
+    return recomputed(first.start, last.stop, *group)
+
+
+COLUMNS = (
+    "part",
+    "calls",
+    "operations",
+    "saved MiB",
+    "its peak MiB",
+    "plain MiB",
+    "of time",
+    "recomputed",
+    "opaque modules",
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +130,7 @@ class PartPlan:
         calls: how often a step calls it.
         plan: its own plan.
         cost: what that takes of the whole.
-        leaves: the modules in it that are called as they are.
+        opaque_modules: those in it that are called as they are.
         is_late: whether the sample's forward left it out; the plan is then that of an equal part.
     """
 
@@ -33,12 +138,12 @@ class PartPlan:
     calls: int
     plan: Plan
     cost: PartCost
-    leaves: tuple[str, ...] = ()
+    opaque_modules: tuple[str, ...] = ()
     is_late: bool = False
 
 
 @dataclass(frozen=True)
-class PlainRest:
+class PlainModule:
     """A module whose own Python runs in each step.
 
     Attributes:
@@ -61,30 +166,32 @@ class PartsPlan:
         plain: the modules that stay plain, the model itself first.
         peak_bytes: expected peak of a step with this plan, its forward, its backward and the gradients of its outputs.
         plain_peak_bytes: the same for the plain model.
-        rest_bytes: what the plain modules hold from the forward to the backward.
+        outside_bytes: what the plain modules hold from the forward to the backward.
         part_seconds: of a plain step, in its parts.
-        rest_seconds: the same outside of them; measured, so that it varies.
+        outside_seconds: the same outside of them; measured, so that it varies.
         recomputed_seconds: what the plan adds to it, the runtime's own work included.
         budget_bytes: the memory budget that was asked for, if one was.
         max_overhead: the overhead that was asked for, if one was.
+        floor: peak and added seconds of the plans with the least peak, where they were looked for.
         idle: submodules that could be planned, but for which no plan is better than the plain one.
-        is_measured: whether what the rest takes was measured; else it is not among the bytes.
+        is_measured: whether what is outside of the parts was measured; else it is not among the bytes.
         solver: the name of the solver that chose the plans.
     """
 
     parts: tuple[PartPlan, ...]
-    plain: tuple[PlainRest, ...]
+    plain: tuple[PlainModule, ...]
     peak_bytes: int
     plain_peak_bytes: int
-    rest_bytes: int
+    outside_bytes: int
     part_seconds: float
     recomputed_seconds: float
-    rest_seconds: float = field(default=0.0, compare=False)
+    outside_seconds: float = field(default=0.0, compare=False)
     budget_bytes: int | None = None
     is_measured: bool = True
     solver: str = "optimal"
     max_overhead: float | None = field(default=None, compare=False)
     idle: tuple[SavedDecisions, ...] = ()
+    floor: tuple[int, float] | None = field(default=None, compare=False)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a JSON file, for ``ogc.optimize(..., plan=path)``.
@@ -97,7 +204,7 @@ class PartsPlan:
     def as_saved(self) -> SavedPlan:
         """What :meth:`save` writes."""
         of_parts = [(part.name, part.plan.as_saved()) for part in self.parts]
-        costs = ("peak_bytes", "plain_peak_bytes", "rest_bytes", "part_seconds", "added_seconds")
+        costs = ("peak_bytes", "plain_peak_bytes", "outside_bytes", "part_seconds", "added_seconds")
         return SavedPlan(
             tuple(replace(plan, name=name) for name, saved in of_parts for plan in saved.plans),
             PARTS,
@@ -111,7 +218,7 @@ class PartsPlan:
     @property
     def step_seconds(self) -> float:
         """The time of the plain step."""
-        return self.part_seconds + self.rest_seconds
+        return self.part_seconds + self.outside_seconds
 
     @property
     def added_seconds(self) -> float:
@@ -124,18 +231,20 @@ class PartsPlan:
         return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
+    def summary(self) -> str:
+        """Its price in one line; see :attr:`ogc.Plan.summary`."""
+        floor = self.floor and (self.floor[0], self.floor[1] / self.step_seconds if self.step_seconds else 0.0)
+        return price(self.peak_bytes, self.plain_peak_bytes, self.overhead, floor)
+
+    @property
     def is_plain(self) -> bool:
         """Whether every part runs as it is."""
         return all(part.plan.is_plain for part in self.parts)
 
     def __str__(self) -> str:
-        summary = (
-            f"peak {self.peak_bytes / 1e6:.1f} MB (plain {self.plain_peak_bytes / 1e6:.1f} MB), "
-            f"overhead {self.overhead:.1%}, {len(self.parts)} parts"
-        )
         note = "" if self.is_measured else "; what is outside of the parts could not be measured and comes on top"
-        plain = table(["plain", "saved MB", "why"], self._plain_rows())
-        return f"{table(COLUMNS, list(self._part_rows()))}\n{plain}\n{summary}{note}"
+        plain = table(["plain", "saved MiB", "why"], self._plain_rows())
+        return f"{self.summary}{note}\n{table(COLUMNS, list(self._part_rows()))}\n{plain}\n{len(self.parts)} parts"
 
     def _part_rows(self) -> Iterator[list[str]]:
         """A row for each run of parts with the same plan."""
@@ -146,17 +255,17 @@ class PartsPlan:
                 first.name if len(parts) == 1 else f"{first.name} … {parts[-1].name}",
                 f"{calls}{' (left out by the sample)' if first.is_late else ''}",
                 str(len(first.plan.graph) if first.plan.graph is not None else 0),
-                f"{first.cost.kept_bytes * calls / 1e6:.2f}",
-                f"{max(first.cost.forward_bytes, first.cost.backward_bytes) / 1e6:.2f}",
-                f"{first.plan.plain_peak_bytes / 1e6:.2f}",
+                f"{first.cost.saved_bytes * calls / MIB:.2f}",
+                f"{max(first.cost.forward_bytes, first.cost.backward_bytes) / MIB:.2f}",
+                f"{first.plan.plain_peak_bytes / MIB:.2f}",
                 self._share(first.plan.step_seconds * calls),
                 "plain" if first.plan.is_plain else f"{first.plan.overhead:.0%}",
-                ", ".join(first.leaves) or "-",
+                ", ".join(first.opaque_modules) or "-",
             ]
 
     def _plain_rows(self) -> list[list[str]]:
-        rows = [[rest.name or "the model", f"{rest.saved_bytes / 1e6:.2f}", rest.why] for rest in self.plain]
-        total, share = f"{self.rest_bytes / 1e6:.2f}", self._share(self.rest_seconds)
+        rows = [[one.name or "the model", f"{one.saved_bytes / MIB:.2f}", one.why] for one in self.plain]
+        total, share = f"{self.outside_bytes / MIB:.2f}", self._share(self.outside_seconds)
         return [*rows, ["all of these", total, f"{share} of time"]]
 
     def _share(self, seconds: float) -> str:

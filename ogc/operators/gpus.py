@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from ..on_thread import OnThread
+from ..process import OnThread
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..on_thread import OnThread
+from ..process import OnThread
 from ..torch_state.private import (
     OpOverload,
     base_of,
@@ -59,7 +59,7 @@ class LowMemory(ABC):
     saves_less: ClassVar[bool] = False
     """Whether it is of use within a slice of a batch too."""
     takes_notes: ClassVar[bool] = False
-    """Whether, run again, it makes use of the internal tensors that it saved: its last arguments."""
+    """Whether, recomputed, it makes use of the internal tensors that it saved: its last arguments."""
     has_two_phases: ClassVar[bool] = False
     """Whether its backward lets go of what it saved before it is done; neither half takes more than the whole."""
     copies_strided_gradients: ClassVar[bool | None] = None

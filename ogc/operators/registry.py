@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError
-from ..program.leaf import Opaque
+from ..program.opaque import Opaque
 from ..program.program import WithoutGrad
 from ..torch_state.private import OpOverload, overload_name, schema_of
 from .low_memory import LowMemory, plain_operator

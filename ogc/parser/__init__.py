@@ -2,13 +2,13 @@
 
 from ..program.program import Loss
 from .custom import ParseGraph
-from .leaves import OpaqueModules, hooked_modules
+from .opaque import NamesAndTypes, hooked_modules
 from .parse import parse
 from .reuse import Shapes, reuse, reuse_quickly, shapes_of
 
 __all__ = [
     "Loss",
-    "OpaqueModules",
+    "NamesAndTypes",
     "ParseGraph",
     "Shapes",
     "hooked_modules",

@@ -12,7 +12,7 @@ from ..errors import ParseError
 from ..graph import Graph, Operation, Value, Variant
 from ..operators.registry import of
 from ..operators.weights import Weights
-from ..program.leaf import runs_once
+from ..program.opaque import runs_once
 from ..program.program import OUTSIDE, SHARED, LowMemoryVariant, Program, Saved, TensorRef
 from ..program.structures import InputSpec
 from .passes.lifetimes import forget_unreached, note_lifetimes, with_unused
@@ -105,7 +105,9 @@ def _place(node: torch.fx.Node) -> str:
 def values_of(traced: Traced, observation: Observation) -> tuple[Value, ...]:
     """The values of a graph."""
     end, refs = end_of(traced), refs_of_outputs(traced.graph)
-    held = range(len(refs)) if end.rest.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
+    held = (
+        range(len(refs)) if end.after_forward.holds_outputs else [n for n in end.starts if not traced.outputs[n].dim()]
+    )
     outputs = {observation.storages.get(refs[n]) for n in held}
     starts = {v for record in observation.records if of(record.node.target).begins_graph for v in record.reads}
     outputs |= starts  # autograd's graph holds them until it is gone itself
@@ -147,7 +149,7 @@ def program_of(spec: InputSpec, traced: Traced, observation: Observation, taken:
         out_of_place={t: functional for t, (_, functional) in taken.items()},
         bindings={(t, target): name for t, r in enumerate(records) for target, name in r.bindings.items()},
         guards=traced.guards,
-        rest=end.rest,
+        after_forward=end.after_forward,
         reads=traced.reads,
         cold=traced.cold,
     )
@@ -217,7 +219,7 @@ def _hold_in_frames(records: Sequence[Record], fields: Sequence[dict[str, Any]])
 
 
 def _saves_of_variant(variant: SeenVariant, storages: dict[TensorRef, int]) -> tuple[Saved, ...]:
-    """What a form saves; a result that a leaf has made a buffer of is no value."""
+    """What a form saves; a result that an opaque module has made a buffer of is no value."""
     return tuple(s if s.tensor is None or s.tensor in storages else Saved(external=True) for s in variant.saves)
 
 

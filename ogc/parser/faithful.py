@@ -1,4 +1,4 @@
-"""Records a model with as many leaves as it takes, until the program is the one that eager runs."""
+"""Records a model with as many opaque modules as it takes, until the program is the one that eager runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import OgcError, ParseError
-from ..program.leaf import called_leaves
+from ..program.opaque import opaque_in
 from ..torch_state.compare import same_bits
 from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import put_back_as_well, untouched
@@ -20,7 +20,7 @@ from .custom import CustomForward
 from .forward.flat import FlatForward, raise_own_error, state_of
 from .forward.location import running
 from .forward.patches import seen_as_recorded
-from .leaves import Leaves
+from .opaque import OpaqueModules
 from .recorder import record
 from .traced import FrontEnd, OpaqueError, RecordAgain, Traced
 from .verify import verify
@@ -31,32 +31,32 @@ front_end: FrontEnd = record
 
 @contextmanager
 def observed(
-    sample: Sample, run: Callable[..., Any], leaves: set[str], is_careful: bool = False
+    sample: Sample, run: Callable[..., Any], opaque: set[str], is_careful: bool = False
 ) -> Iterator[tuple[Traced, Observer]]:
     """A recording of ``run``, with what it read and wrote outside of tensors. Inside, all is as it leaves it."""
     observer = Observer(sample.model, running)
     with untouched(sample.model):
         try:
             copied = sample._replace(tensors=sample.copies())
-            yield front_end(copied, observer.around(run), leaves, is_careful=is_careful), observer
+            yield front_end(copied, observer.around(run), opaque, is_careful=is_careful), observer
         finally:
             put_back_as_well(observer.others)
             observer.put_back()
 
 
-def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leaves) -> Traced:
-    """The model's verified program, every call in it, with as many leaves as it takes, and the state after it."""
+def faithful_program(sample: Sample, forward: CustomForward | None, opaque: OpaqueModules) -> Traced:
+    """The model's verified program, every call in it, and the state after it."""
     is_careful = False
     run = plain_forward(sample.model) if forward is None else forward
     while True:
         try:
-            return _program(sample, run, forward is not None, leaves, is_careful)
+            return _program(sample, run, forward is not None, opaque, is_careful)
         except RecordAgain as again:
             is_careful = again.is_careful
         except OpaqueError as problem:
             if isinstance(problem.__cause__, Exception):
                 raise_own_error(*sample, seen=problem.__cause__)
-            leaves.cover(problem)
+            opaque.cover(problem)
         except OgcError:
             raise
         except Exception as error:
@@ -65,15 +65,17 @@ def faithful_program(sample: Sample, forward: CustomForward | None, leaves: Leav
             raise ParseError(f"the model's forward {what}; by itself it runs") from error
 
 
-def _program(sample: Sample, run: Callable[..., Any], is_custom: bool, leaves: Leaves, is_careful: bool) -> Traced:
-    """The verified program with these leaves; RecordAgain or OpaqueError if it is to be recorded otherwise."""
-    with observed(sample, run, leaves.names, is_careful) as (traced, observer):
+def _program(
+    sample: Sample, run: Callable[..., Any], is_custom: bool, opaque: OpaqueModules, is_careful: bool
+) -> Traced:
+    """The verified program with these opaque modules; RecordAgain or OpaqueError if it is to be recorded otherwise."""
+    with observed(sample, run, opaque.names, is_careful) as (traced, observer):
         traced = replace(traced, state=state_of(sample.model))
-        called = called_leaves(traced.graph)
+        called = opaque_in(traced.graph)
         writes = observer.writes(called)
-        leaves.changing = observer.changing()
+        opaque.changing = observer.changing()
     if is_custom:
-        leaves.check_hooks(called)
+        opaque.check_hooks(called)
     elif not any(traced.requires_grad):
         raise ParseError(
             "no output of the model's forward requires grad, so there is no backward pass to save memory in; "
@@ -83,7 +85,7 @@ def _program(sample: Sample, run: Callable[..., Any], is_custom: bool, leaves: L
         reasons = "; ".join(f"{name or 'the model'} {why}" for name, why in observer.mixed.items())
         raise OpaqueError(f"what a module reads is written while the forward runs: {reasons}", observer.mixed)
     if writes and not is_custom:
-        return _settled(sample, run, traced, observer, writes, leaves, is_careful)
+        return _settled(sample, run, traced, observer, writes, opaque, is_careful)
     return replace(_verified(sample, traced, run), reads=observer.reads())
 
 
@@ -93,7 +95,7 @@ def _settled(
     first: Traced,
     observer: Observer,
     writes: list[Write],
-    leaves: Leaves,
+    opaque: OpaqueModules,
     is_careful: bool,
 ) -> Traced:
     """The program of a forward that writes something in its first call, as it is in all calls after that.
@@ -107,9 +109,9 @@ def _settled(
         with observer.again():
             with untouched(model):
                 copied = sample._replace(tensors=sample.copies())
-                traced = front_end(copied, observer.around(run), leaves.names, is_careful=is_careful)
+                traced = front_end(copied, observer.around(run), opaque.names, is_careful=is_careful)
                 traced = replace(traced, state=state_of(model))
-                again = observer.writes(called_leaves(traced.graph))
+                again = observer.writes(opaque_in(traced.graph))
                 observer.put_back()
             if again or not all(map(same_bits, traced.outputs, first.outputs)):
                 _refuse_writes(observer, again or writes, "each call" if again else "its first call")

@@ -23,30 +23,30 @@ from ..torch_state.no_trace import untouched
 from ..torch_state.settings import cuda_devices
 from .arguments import Sample
 from .faithful import faithful_program
-from .leaves import Leaves
+from .opaque import OpaqueModules
 from .traced import StepEnd, Traced, forget_calls, without_unused
 
 
 def with_step_end(
     sample: Sample,
     traced: Traced,
-    rest: AfterForward,
-    record: Callable[[Sample, None, Leaves], Traced] = faithful_program,
+    after_forward: AfterForward,
+    record: Callable[[Sample, None, OpaqueModules], Traced] = faithful_program,
 ) -> Traced:
     """A forward's program with what the step does beyond it, which ``record`` writes down.
 
     InputError if the loss is no function, fails, or returns something else than one number to differentiate; or if
     nothing but the loss is wanted, and no output is the loss.
     """
-    loss = rest.loss
-    if rest.outputs not in ("all", "loss"):
-        raise InputError(f'outputs must be "all" or "loss", not {rest.outputs!r}')
+    loss = after_forward.loss
+    if after_forward.outputs not in ("all", "loss"):
+        raise InputError(f'outputs must be "all" or "loss", not {after_forward.outputs!r}')
     if loss is None or isinstance(loss, str):
         if loss not in (None, "outputs"):
             raise InputError(f'loss must be a function of the model\'s output, or "outputs", not {loss!r}')
-        found = replace(traced, end=StepEnd(_starts(sample, traced, loss), rest))
-        return found if rest.outputs == "all" else _with_the_loss_alone(found)
-    if rest.outputs == "loss":
+        found = replace(traced, end=StepEnd(_starts(sample, traced, loss), after_forward))
+        return found if after_forward.outputs == "all" else _with_the_loss_alone(found)
+    if after_forward.outputs == "loss":
         raise InputError('outputs="loss" needs a model that returns its loss; ogc.optimize makes one with loss=')
     if not callable(loss):
         raise InputError(f"loss must be a function of the model's output, such as a criterion, not {loss!r}")
@@ -58,8 +58,8 @@ def with_step_end(
     with torch.random.fork_rng(cuda_devices()):
         torch.set_rng_state(traced.state["random state"])
         _check(root, spec, given)
-        found = record(Sample(root, spec, given), None, Leaves(root, ()))
-    return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), rest))
+        found = record(Sample(root, spec, given), None, OpaqueModules(root, ()))
+    return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), after_forward))
 
 
 def _with_the_loss_alone(traced: Traced) -> Traced:

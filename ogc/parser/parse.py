@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from ..collecting import collecting_new_only
-from ..errors import ParseError
+from ..errors import ParseError, optional
 from ..graph import Graph
 from ..operators.gpus import gpu_of
 from ..operators.registry import out_of_place
-from ..optional import optional
 from ..plan.simulate import plain_peak
-from ..program.leaf import Leaf
+from ..process import collecting_new_only
+from ..program.opaque import OpaqueCall
 from ..program.program import OUTSIDE, AfterForward, Loss
 from ..program.structures import autocast_state
 from ..torch_state.compare import difference, same_bits
@@ -30,8 +29,8 @@ from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
-from .leaves import Leaves, OpaqueModules, refuse_chance, why_not_repeatable
 from .loss import modules_of, with_step_end
+from .opaque import NamesAndTypes, OpaqueModules, refuse_chance, why_not_repeatable
 from .passes.calls import Bindings, Unfolding, share_casts
 from .passes.lifetimes import unused_memory
 from .passes.writes import copy_after_last_write, run_out_of_place, save_operands
@@ -62,8 +61,8 @@ def parse(
     rewrite: Rewrite | None = None,
     plain_peak_bytes: int | None = None,
     gpu: str | None = None,
-    opaque_modules: OpaqueModules = (),
-    recompute_opaque: OpaqueModules | bool | None = None,
+    opaque_modules: NamesAndTypes = (),
+    recompute_opaque: NamesAndTypes | bool | None = None,
 ) -> Graph:
     """Turn ``model`` into a weighted graph over an executable program.
 
@@ -99,7 +98,7 @@ def parse(
         opaque_modules: names and types of submodules to call as they are, hooks and all, each call one operation. What
             cannot be replayed by operators (control flow on data, custom autograd functions, hooks, scripted code)
             becomes part of the smallest such module by itself, with a warning in the log.
-        recompute_opaque: names and types of submodules that may be called again for their backward, True for all,
+        recompute_opaque: names and types of submodules that may be recomputed for their backward, True for all,
             False for none. By default those that are seen to depend on their arguments, parameters and torch's random
             state alone, without hooks or changes of buffers and attributes. What obstructs a named one is told in the
             log, and it is called once. A second call that saves or returns other bits raises ReplayError.
@@ -120,9 +119,9 @@ def parse(
     kind = profile_kind(profile, home, target)
     check_gpu(gpu, target)
     make = parse_graph_of(model, parse_graph)
-    leaves = Leaves(model, opaque_modules, recompute_opaque)
-    rest = AfterForward(loss, holds_outputs, outputs)
-    visit = partial(visited, model, profiler_of(kind, target, home, gpu), leaves)
+    opaque = OpaqueModules(model, opaque_modules, recompute_opaque)
+    after_forward = AfterForward(loss, holds_outputs, outputs)
+    visit = partial(visited, model, profiler_of(kind, target, home, gpu), opaque)
     is_elsewhere = contents is not None or home.type != target.type
     with (
         run_in(contents) if contents else nullcontext(),
@@ -131,21 +130,21 @@ def parse(
         parameters_apart(model),
     ):
         while True:
-            recorded = record_program(sample, make, leaves)
+            recorded = record_program(sample, make, opaque)
             try:
                 verify_on_other_inputs(sample, recorded, is_own=make is None and recorded.cold is None)
-                whole = with_step_end(sample, recorded, rest)
+                whole = with_step_end(sample, recorded, after_forward)
                 traced, observation = lower(sample, whole, target, visit, rewrite)
                 break
             except OpaqueError as problem:
-                leaves.cover(problem)
+                opaque.cover(problem)
         choice = 0.0 if kind == "estimate" else choice_seconds(model, recorded.reads)
         graph = graph_of(sample.spec, traced, observation, str(target), kind, choice)
         is_another = outputs == "loss" or rewrite is not None  # the plain model has all outputs, whole
         if plain_peak_bytes is None and is_another:
-            plain = lower(sample, with_step_end(sample, recorded, replace(rest, outputs="all")), target, visit)
+            plain = lower(sample, with_step_end(sample, recorded, replace(after_forward, outputs="all")), target, visit)
             plain_peak_bytes = plain_peak(graph_of(sample.spec, *plain, str(target), kind))
-    leaves.report()
+    opaque.report()
     bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())  # without tensors
     program = replace(graph.program, parse_graph=make, recorded=bare)
     return replace(graph, program=program, plain_peak_bytes=plain_peak_bytes)
@@ -164,13 +163,13 @@ def profiler_of(kind: str, device: torch.device, home: torch.device, gpu: str | 
     return Estimator(device, home, gpu=gpu) if kind == "estimate" else Measurer(home, measures_bytes=kind == "measure")
 
 
-def record_program(sample: Sample, make: ParseGraph | None, leaves: Leaves) -> Traced:
+def record_program(sample: Sample, make: ParseGraph | None, opaque: OpaqueModules) -> Traced:
     """The program of a model's forward, or of the graph that ``make`` returns, every call in it."""
     if make is None:
-        return faithful_program(sample, None, leaves)
+        return faithful_program(sample, None, opaque)
     with untouched(sample.model):
         custom = custom_forward(sample.model, make, *sample.spec.rebuild(sample.copies()))
-    traced = faithful_program(sample, custom, leaves)
+    traced = faithful_program(sample, custom, opaque)
     for node in traced.graph.nodes:
         forget_calls(node)
     _refuse_foreign_parameters(traced)
@@ -188,7 +187,7 @@ def lower(
     traced, observation, state = planned_form(sample, recorded, device, visit, rewrite)
     _check_same(traced, observation, state, close if rewrite else same_bits)
     wanted = traced.grad_targets
-    if end_of(traced).rest.outputs == "loss":
+    if end_of(traced).after_forward.outputs == "loss":
         wanted &= observation.grad_targets  # others belong to outputs that nobody wants
     _check_grad_targets("replaying the program", observation.grad_targets, wanted, sample.model)
     return traced, observation
@@ -238,31 +237,33 @@ def planned_form(
             return traced, observation, state
 
 
-def visited(model: torch.nn.Module, profiler: Profiler, leaves: Leaves, record: Record, args: Any, kwargs: Any) -> None:
+def visited(
+    model: torch.nn.Module, profiler: Profiler, opaque: OpaqueModules, record: Record, args: Any, kwargs: Any
+) -> None:
     """Weigh an operation, and find out how it may be run."""
     node = record.node
-    if isinstance(node.target, Leaf) and OUTSIDE not in node.meta:
+    if isinstance(node.target, OpaqueCall) and OUTSIDE not in node.meta:
         if record.random and node.meta[READS]:
             refuse_chance(model, node, args)
-        _allow_repeats(model, leaves, record, args)
+        _allow_repeats(model, opaque, record, args)
     record.weights = weigh(model, profiler, record, args, kwargs)
 
 
-def _allow_repeats(model: torch.nn.Module, leaves: Leaves, record: Record, args: Any) -> None:
-    """Make a leaf repeatable unless something stands in the way."""
+def _allow_repeats(model: torch.nn.Module, opaque: OpaqueModules, record: Record, args: Any) -> None:
+    """Make an opaque module repeatable unless something stands in the way."""
     node = record.node
-    assert isinstance(node.target, Leaf)
-    name, is_named = node.target.module, leaves.is_repeatable(node.target.module)
-    if not is_named and not leaves.finds_repeatable:
+    assert isinstance(node.target, OpaqueCall)
+    name, is_named = node.target.module, opaque.is_repeatable(node.target.module)
+    if not is_named and not opaque.finds_repeatable:
         return
-    changed = leaves.changed_attribute(name) if node.target.submodule is not None else None
+    changed = opaque.changed_attribute(name) if node.target.submodule is not None else None
     obstacle = f"changes {changed}" if changed else why_not_repeatable(model, record, args)
     node.target = replace(node.target, repeatable=obstacle is None)
     if obstacle is None:
-        leaves.repeated.add(name)
+        opaque.repeated.add(name)
         record.random = True  # it may draw numbers as the data will have it
     elif is_named:
-        leaves.obstacles[name] = obstacle
+        opaque.obstacles[name] = obstacle
 
 
 def _refuse_foreign_parameters(traced: Traced) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ..collecting import collecting_new_only
 from ..errors import InputError, ParseError
 from ..graph import Graph, Operation, Variant
-from ..program.leaf import Leaf, Opaque, Region, called_leaves
+from ..process import collecting_new_only
+from ..program.opaque import Opaque, OpaqueCall, Region, opaque_in
 from ..program.program import SHAPE, Outcome, Program
 from ..program.structures import InputSpec
 from ..torch_state.compare import same_bits
@@ -27,8 +27,8 @@ from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
 from .faithful import observed, with_expected
-from .leaves import Leaves, refuse_root_hooks
 from .loss import modules_of, with_step_end
+from .opaque import OpaqueModules, refuse_root_hooks
 from .parse import lower, profiler_of, record_program
 from .passes.numbers import Unlike, check_memory, numbers_of
 from .traced import RecordAgain, Traced
@@ -60,13 +60,13 @@ def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool
     refuse_root_hooks(model)
     sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
     home = check_tensors(sample)
-    leaves = {node.target.name: node.target for node in program.operations if isinstance(node.target, Leaf)}
+    opaque = {node.target.name: node.target for node in program.operations if isinstance(node.target, OpaqueCall)}
     profiler = profiler_of(graph.profile, home, home) if weighed else None
-    with untouched(*modules_of(program.rest.loss), given=sample.spec.constants), parameters_apart(model):
-        recorded = record_program(sample, program.parse_graph, Leaves(model, sorted(called_leaves(program.graph))))
+    with untouched(*modules_of(program.after_forward.loss), given=sample.spec.constants), parameters_apart(model):
+        recorded = record_program(sample, program.parse_graph, OpaqueModules(model, sorted(opaque_in(program.graph))))
         bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())
         recorded, has_loss = _with_step_end(sample, recorded, program)
-        traced, observation = lower(sample, recorded, home, partial(_visit, model, leaves, profiler))
+        traced, observation = lower(sample, recorded, home, partial(_visit, model, opaque, profiler))
     if weighed:
         found = graph_of(sample.spec, traced, observation, graph.device, graph.profile, graph.runtime.choice)
         check_same_program(program.graph, found.program.graph)
@@ -131,8 +131,8 @@ def reuse_quickly(
             raise ParseError("Python reads something else out of tensors")
         guards = with_expected(sample, new).guards
     is_same = (new.output_spec, new.requires_grad) == (known.output_spec, known.requires_grad)
-    constants = program.constants.items()
-    if is_changed or not is_same or not all(same_bits(t, new.constants.get(name, t[:0])) for name, t in constants):
+    is_same &= program.constants.keys() <= new.constants.keys()
+    if is_changed or not is_same or not all(same_bits(t, new.constants[n]) for n, t in program.constants.items()):
         raise ParseError("what the forward returns, writes or holds is another")
     found = {name: new.constants[name] for name in program.constants}
     reads = observer.reads()
@@ -168,9 +168,9 @@ def _with_step_end(sample: Sample, recorded: Traced, program: Program) -> tuple[
     It may have targets bound in which are right for the first call alone.
     """
     try:
-        return with_step_end(sample, recorded, program.rest), True
+        return with_step_end(sample, recorded, program.after_forward), True
     except InputError:
-        return with_step_end(sample, recorded, replace(program.rest, loss="outputs")), False
+        return with_step_end(sample, recorded, replace(program.after_forward, loss="outputs")), False
 
 
 def _with_outside_of(known: Graph, found: Graph) -> Graph:
@@ -193,7 +193,7 @@ def _with_outside_of(known: Graph, found: Graph) -> Graph:
             *(op.scaled(share) for op in known.operations[known.end :]),
         ),
         values=tuple(values),
-        program=replace(found.program, storages=storages, rest=known.program.rest),
+        program=replace(found.program, storages=storages, after_forward=known.program.after_forward),
     )
 
 
@@ -205,11 +205,16 @@ def _reused(op: Operation, seen: dict[str, Any]) -> Operation:
 
 
 def _visit(
-    model: torch.nn.Module, leaves: dict[str, Leaf], profiler: Profiler | None, record: Record, args: Any, kwargs: Any
+    model: torch.nn.Module,
+    opaque: dict[str, OpaqueCall],
+    profiler: Profiler | None,
+    record: Record,
+    args: Any,
+    kwargs: Any,
 ) -> None:
-    """Let a leaf be called again that may be in the known program; weigh an operation if there is a profiler."""
+    """Let an opaque module be recomputed if it may in the known program; weigh an operation given a profiler."""
     node = record.node
-    if isinstance(node.target, Leaf) and (known := leaves.get(node.target.name)) is not None and known.repeatable:
+    if isinstance(node.target, OpaqueCall) and (known := opaque.get(node.target.name)) is not None and known.repeatable:
         node.target = replace(node.target, repeatable=True)
         record.random = True  # as it may draw numbers
     if profiler is not None:
@@ -230,7 +235,7 @@ def check_same_program(known: torch.fx.Graph, new: torch.fx.Graph) -> None:
 
 
 def _same_target(a: Any, b: Any) -> bool:
-    if isinstance(a, Leaf) and isinstance(b, Leaf):
+    if isinstance(a, OpaqueCall) and isinstance(b, OpaqueCall):
         return (a.module, a.function, a.grad, a.autocast, a.new) == (b.module, b.function, b.grad, b.autocast, b.new)
     return bool(a == b)
 

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ParseError
 from ..operators.registry import updates_statistics
-from ..program.leaf import Leaf
+from ..program.opaque import OpaqueCall
 from ..program.program import AfterForward, Guards
 from ..program.structures import OutputSpec, TensorSpec
 from ..program.tensors import Layout
@@ -20,7 +20,7 @@ from ..torch_state.reads import Reads
 from .arguments import Sample
 
 READS = "reads"
-"""In the ``meta`` of a leaf's node: whether Python reads numbers out of tensors in it."""
+"""In the ``meta`` of an opaque module's node: whether Python reads numbers out of tensors in it."""
 
 SIZED = "sized"
 """In a node's ``meta``: whether data decide on the sizes of its results, as far as is known."""
@@ -81,7 +81,7 @@ def _alike(one: Any, other: Any) -> bool:
 class FrontEnd(Protocol):
     """Turns a forward into a program; :mod:`ogc.parser.faithful` names the one in use and has its program verified."""
 
-    def __call__(self, sample: Sample, forward: Callable[..., Any], leaves: set[str], is_careful: bool) -> Traced:
+    def __call__(self, sample: Sample, forward: Callable[..., Any], opaque: set[str], is_careful: bool) -> Traced:
         """Run ``forward`` once on the arguments of ``sample`` and return what it computed.
 
         Gradients are on, but nothing is saved for a backward: memory is that of inference.
@@ -89,11 +89,12 @@ class FrontEnd(Protocol):
         Args:
             sample: the model and its arguments; buffers, attributes and random states change as in one forward.
             forward: what is to be recorded, the model's own or one made by hand.
-            leaves: names of submodules to call as they are, each call one node, a :class:`~ogc.program.leaf.Leaf`.
+            opaque: names of submodules to call as they are, each call one node, a
+                :class:`~ogc.program.opaque.OpaqueCall`.
             is_careful: look closer, at the cost of time; so asked for by :class:`RecordAgain`.
 
         Raises:
-            OpaqueError: the forward does what no program can hold; modules named by it would have to be leaves.
+            OpaqueError: the forward does what no program can hold; modules named by it would have to be opaque.
             ParseError: the forward cannot be represented faithfully; the message names file and line.
             RecordAgain: it has turned out how to write it down; to be called again from the state before.
             Exception: whatever the model's own forward raises, with a note saying so.
@@ -106,12 +107,12 @@ class StepEnd:
 
     starts: tuple[int, ...]  # the numbers of the outputs at which the backward starts
     # what was said of that; a loss gives one output more, the last, and its calls are part of the program
-    rest: AfterForward = field(default_factory=AfterForward)
+    after_forward: AfterForward = field(default_factory=AfterForward)
 
     @property
     def has_loss(self) -> bool:
         """Whether the program ends with the loss."""
-        return callable(self.rest.loss)
+        return callable(self.after_forward.loss)
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def forget_calls(node: torch.fx.Node) -> None:
 def has_effects(operator: Any) -> bool:
     """Whether a call does more than it returns: it writes, checks, draws random numbers, or may do anything."""
     schema, tags = schema_of(operator), getattr(operator, "tags", ())
-    changes = bool(schema and (schema.is_mutable or not schema.returns)) or isinstance(operator, Leaf)
+    changes = bool(schema and (schema.is_mutable or not schema.returns)) or isinstance(operator, OpaqueCall)
     return changes or updates_statistics(operator) or torch.Tag.nondeterministic_seeded in tags
 
 

@@ -33,7 +33,7 @@ class Segment:
     """Operations ``start`` to ``stop - 1``, between two cuts.
 
     Without ``parts`` the segment is saved, as by plain autograd. With them it is recomputed: its first run saves only
-    what later segments need, and before its backward it is run again as its parts say, each saved or recomputed in
+    what later segments need, and before its backward it is recomputed as its parts say, each saved or recomputed in
     turn. One level of checkpointing is a segment with one saved part. ``policies`` hold in its runs and its parts'.
     """
 
@@ -44,11 +44,11 @@ class Segment:
 
     @property
     def depth(self) -> int:
-        """How many times the deepest part is run again."""
+        """How many times the deepest part is recomputed."""
         return 1 + max(part.depth for part in self.parts) if self.parts else 0
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def saved_values(self) -> tuple[int, ...]:
         """The values that the first run saves although the segment alone uses them, ascending."""
         return _with(Policy.SAVED, self.policies)
 
@@ -83,18 +83,18 @@ class Decisions:
             return plan
         return cls(tuple(plan)) if isinstance(plan, Iterable) else plan.decisions
 
-    def remaking(self, values: Iterable[int]) -> Decisions:
+    def recomputing(self, values: Iterable[int]) -> Decisions:
         """These decisions, but with the values :attr:`Policy.RECOMPUTED`."""
         policies = {**dict(self.policies), **dict.fromkeys(values, Policy.RECOMPUTED)}
         return replace(self, policies=tuple(sorted(policies.items())))
 
     @property
-    def remade(self) -> tuple[int, ...]:
+    def recomputed_values(self) -> tuple[int, ...]:
         """The values that are not saved where they cross a cut, ascending."""
         return _with(Policy.RECOMPUTED, self.policies)
 
     @property
-    def kept(self) -> frozenset[int]:
+    def saved_values(self) -> frozenset[int]:
         """The values that the forward saves although a recomputed segment alone uses them."""
         return frozenset(_with(Policy.SAVED, chain(self.policies, *(segment.policies for segment in self.segments))))
 
@@ -114,9 +114,11 @@ def saved(start: int, stop: int) -> Segment:
     return Segment(start, stop)
 
 
-def recomputed(start: int, stop: int, *parts: Segment, kept: Iterable[int] = ()) -> Segment:
-    """A segment that is recomputed, through ``parts`` or, without them, at once, but for the values ``kept``."""
-    return Segment(start, stop, parts or (Segment(start, stop),), tuple((v, Policy.SAVED) for v in sorted(kept)))
+def recomputed(start: int, stop: int, *parts: Segment, saved_values: Iterable[int] = ()) -> Segment:
+    """A segment that is recomputed, through ``parts`` or, without them, at once, but for ``saved_values``."""
+    return Segment(
+        start, stop, parts or (Segment(start, stop),), tuple((v, Policy.SAVED) for v in sorted(saved_values))
+    )
 
 
 def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[Segment, ...]:

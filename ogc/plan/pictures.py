@@ -249,8 +249,8 @@ def draw_graph(graph: Graph, decisions: Decisions, path: Location = None, ax: Ax
     ax.set_axis_off()
     handles = [
         Patch(color=_BANDS["saved"], label="segment saved"),
-        Patch(color=_BANDS["recomputed"], label="segment run again"),
-        Patch(color=_BANDS["nested"], label="run again in parts"),
+        Patch(color=_BANDS["recomputed"], label="recomputed segment"),
+        Patch(color=_BANDS["nested"], label="recomputed in parts"),
         Line2D([], [], marker="o", linestyle="", color=BLUE, markersize=7, label="makes a checkpoint (MiB)"),
         Line2D([], [], marker="o", linestyle="", color="white", markeredgecolor=GREY, label="other operation"),
     ]
@@ -261,7 +261,7 @@ _BANDS = {"saved": "#D9EAF5", "recomputed": "#F9E3B4", "nested": "#EFC06A"}
 
 
 def _bands(ax: Axes, segments: Sequence[Segment], *, named: float, depth: int = 0, prefix: str = "") -> None:
-    """A band per segment; the parts of one that is run again in parts lie within it, as narrower ones.
+    """A band per segment; the parts of one that is recomputed in parts lie within it, as narrower ones.
 
     Segments of at least ``named`` operations have room for their name.
     """

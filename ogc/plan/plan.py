@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, PlanError
-from ..graph import Graph, table
-from ..optional import optional
+from ..errors import InputError, PlanError, optional
+from ..graph import MIB, Graph, fold, price, table
 from .decisions import Decisions, Segment, saved
 from .saving import WHOLE, Fingerprint, SavedDecisions, SavedPlan, saved_decisions, torch_version
 from .schedule import Schedule
@@ -35,6 +36,7 @@ class Plan:
         solver: the name of the solver that chose it.
         budget_bytes: the memory budget that was asked for, if one was.
         max_overhead: the overhead that was asked for, if one was.
+        floor: bytes and added seconds of the plan with the least peak, where it was looked for.
         graph: what the plan was made for; pickled and copied without its program.
     """
 
@@ -50,6 +52,7 @@ class Plan:
     solver: str = ""
     budget_bytes: int | None = None
     max_overhead: float | None = field(default=None, compare=False)
+    floor: tuple[int, float] | None = field(default=None, compare=False)
     graph: Graph | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -58,9 +61,9 @@ class Plan:
         return self.decisions.segments
 
     @property
-    def remade(self) -> tuple[int, ...]:
+    def recomputed_values(self) -> tuple[int, ...]:
         """The values that are not saved where they cross a cut, but recomputed for what needs them later."""
-        return self.decisions.remade
+        return self.decisions.recomputed_values
 
     @property
     def is_plain(self) -> bool:
@@ -94,6 +97,12 @@ class Plan:
     def overhead(self) -> float:
         """Time that the plan adds, recomputation and the runtime's own, over that of the plain step."""
         return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def summary(self) -> str:
+        """Its price in one line: peak and time, and what the least peak would cost if that is known."""
+        floor = self.floor and (self.floor[0], self.floor[1] / self.step_seconds if self.step_seconds else 0.0)
+        return price(self.peak_bytes, self.plain_peak_bytes, self.overhead, floor)
 
     @property
     def flops_overhead(self) -> float:
@@ -192,24 +201,40 @@ class Plan:
     def __str__(self) -> str:
         parts = (self.recomputed_seconds, self.runtime_seconds)
         shares = (seconds / self.step_seconds if self.step_seconds else 0.0 for seconds in parts)
-        summary = (
-            f"peak {self.peak_bytes / 1e6:.1f} MB (plain {self.plain_peak_bytes / 1e6:.1f} MB, no plan below "
-            f"{self.lower_bound / 1e6:.1f} MB), overhead {self.overhead:.1%} "
-            "(recomputation {:.1%}, runtime {:.1%}), ".format(*shares)
-        )
         known = self.graph is not None
-        rows = [*_rows(Schedule(self._known_graph, self.decisions), self.segments)] if known else []
-        texts = [table(["segment", "operations", "modules", "mode", "kept MB", "recomputed"], rows)]
+        blocks = [*_blocks(Schedule(self._known_graph, self.decisions), self.segments)] if known else []
+        rows = [row for stretch, times in fold(blocks, _look) for row in _rows(stretch, times)]
+        texts = [self.summary, table(["segment", "operations", "modules", "mode", "saved MiB", "recomputed"], rows)]
         if known and self.low_memory:
-            header = ["low-memory", "operator", "module", "what PyTorch's own would take MB", "of a peak of", "ms more"]
+            header = [
+                "low-memory",
+                "operator",
+                "module",
+                "PyTorch's own MiB",
+                "of a peak of",
+                "ms more",
+            ]
             texts.append(table(header, [*_low_memory_rows(self._known_graph, self.decisions)]))
-        return "\n".join([*texts, f"{summary}{len(rows)} segments"])
+        texts.append(
+            "recomputation {:+.1%}, runtime {:+.1%} time".format(*shares)
+            + f"; no plan of any kind below {self.lower_bound / MIB:.1f} MiB; {sum(map(len, blocks))} segments"
+        )
+        return "\n".join(texts)
 
 
-def _rows(
-    schedule: Schedule, segments: Sequence[Segment], number: int = 0, prefix: str = ""
-) -> Iterator[tuple[str, ...]]:
-    """A row per segment, its parts below it."""
+@dataclass(frozen=True)
+class _Row:
+    """A segment as it is printed: its place among those around it, its operations, their modules and what they take."""
+
+    place: str
+    start: int
+    stop: int
+    modules: str
+    numbers: tuple[str, ...]
+
+
+def _blocks(schedule: Schedule, segments: Sequence[Segment], number: int = 0, prefix: str = "") -> Iterator[list[_Row]]:
+    """The rows of each segment, its parts below it."""
     graph = schedule.graph
     children = iter(schedule.runs[number].children)
     for place, segment in enumerate(segments):
@@ -226,9 +251,32 @@ def _rows(
             mode, share = "recomputed", f"{again / seconds:.0%}" if seconds else "-"
             kept = set(run.needs)
         size = sum(graph.values[v].bytes for v in kept)
-        yield (name, f"{segment.start}-{segment.stop - 1}", span, mode, f"{size / 1e6:.2f}", share)
+        rows = [_Row(name, segment.start, segment.stop, span, (mode, f"{size / MIB:.2f}", share))]
         if len(segment.parts) > 1:
-            yield from _rows(schedule, segment.parts, child, f"{name}.")
+            rows += chain.from_iterable(_blocks(schedule, segment.parts, child, f"{name}."))
+        yield rows
+
+
+def _look(block: list[_Row]) -> object:
+    """Equal for segments of equal layers: up to the numbers in names, and the measured share of time."""
+    return [(row.stop - row.start, re.sub(r"\d+", "", row.modules), row.numbers[:-1]) for row in block]
+
+
+def _rows(stretch: Sequence[list[_Row]], times: int) -> Iterator[tuple[str, ...]]:
+    """What is printed of segments that follow themselves so many times."""
+    for row in chain.from_iterable(stretch):
+        yield (row.place, f"{row.start}-{row.stop - 1}", row.modules, *row.numbers)
+    if times > 1:
+        length = stretch[-1][0].stop - stretch[0][0].start
+        first = stretch[0][0].start + length
+        yield (
+            "…",
+            f"{first}-{first + (times - 1) * length - 1}",
+            f"{times - 1} × the {len(stretch)} above",
+            "",
+            "",
+            "",
+        )
 
 
 def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, ...]]:
@@ -243,7 +291,7 @@ def _low_memory_rows(graph: Graph, decisions: Decisions) -> Iterator[tuple[str, 
         alone[t] = simulate(graph, without).peak_bytes
     for t in decisions.low_memory:
         op = graph.operations[t]
-        numbers = (alone[t] / 1e6, limit / 1e6, op.variant_seconds * 1e3)
+        numbers = (alone[t] / MIB, limit / MIB, op.variant_seconds * 1e3)
         yield (str(t), op.target, op.module, *(f"{number:.2f}" for number in numbers))
 
 
@@ -270,7 +318,7 @@ def make_plan(
     decisions: Decisions | Iterable[Segment],
     solver: str = "by hand",
     *,
-    remade: Iterable[int] = (),
+    recomputed_values: Iterable[int] = (),
     low_memory: Iterable[int] = (),
 ) -> Plan:
     """The plan of given decisions, weighed by the simulator.
@@ -280,7 +328,7 @@ def make_plan(
         decisions: or segments alone, which cover the operations in order; see :func:`ogc.saved` and
             :func:`ogc.recomputed`.
         solver: the name of what chose them.
-        remade: values that are not kept where they cross a cut either.
+        recomputed_values: values that are not saved where they cross a cut either.
         low_memory: operations to run as their low-memory variant, as far as they have one, besides those of
             ``decisions``; see :attr:`ogc.Graph.low_memory`.
 
@@ -288,7 +336,7 @@ def make_plan(
         PlanError: the segments are not cut where the graph may be cut, or an operation would run twice
             that must not.
     """
-    decided = Decisions.of(decisions).remaking(remade)
+    decided = Decisions.of(decisions).recomputing(recomputed_values)
     decided = replace(decided, low_memory=tuple(sorted({*decided.low_memory, *low_memory})), is_plain=False)
     return plain_plan(graph).deciding(decided, solver)
 
@@ -405,11 +453,11 @@ class Frontier:
     def __str__(self) -> str:
         rows = [
             [
-                f"{plan.peak_bytes / 1e6:.1f}",
+                f"{plan.peak_bytes / MIB:.1f}",
                 f"{plan.peak_bytes / plan.plain_peak_bytes:.1%}" if plan.plain_peak_bytes else "-",
                 f"{plan.overhead:.1%}",
                 str(max((segment.depth for segment in plan.segments), default=0)),
             ]
             for plan in self.plans
         ]
-        return table(["peak MB", "of plain", "overhead", "levels"], rows)
+        return table(["peak MiB", "of plain", "overhead", "levels"], rows)

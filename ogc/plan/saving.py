@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, field, fields
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError
-from ..graph import Graph
+from ..graph import Graph, Operation
 from .decisions import Decisions, Policies, Policy, Segment
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Fingerprint:
         ops, values = graph.operations, graph.values
         uses = [*((op.reads, op.writes, op.saves) for op in ops), *((v.is_output, v.is_returned) for v in values)]
         return cls(
-            operations=_digest(len(ops), [*(op.target for op in ops), graph.outside]),
+            operations=_digest(len(ops), [*map(_named, ops), graph.outside]),
             modules=_digest(len({op.module for op in ops}), [op.module for op in ops]),
             uses=_digest(len(values), uses),
             sizes=_digest(sum(value.bytes for value in values), [value.bytes for value in values]),
@@ -78,6 +79,11 @@ def structure_of(graph: Graph) -> tuple[Any, ...]:
     """All of a graph that plans depend on but times."""
     once = [t for t, op in enumerate(graph.operations) if not op.replayable]
     return astuple(Fingerprint.of(graph)), once, graph.device.partition(":")[0], graph.profile, graph.low_memory
+
+
+def _named(op: Operation) -> str:
+    """What an operation calls, as the files of this version name it: of an opaque module, an earlier word."""
+    return re.sub(r"^opaque (?=\w)", "leaf ", op.target)
 
 
 def _digest(count: int, what: Any) -> str:

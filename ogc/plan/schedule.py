@@ -1,11 +1,11 @@
 """The schedule that a plan means: its runs, and how long each copy of a value is needed.
 
-A plan is carried out in *runs*. Run 0 is the forward. Each recomputed segment is run again before its backward, from
+A plan is carried out in *runs*. Run 0 is the forward. Each recomputed segment is recomputed before its backward, from
 any values that are still there. The backward of a saved segment takes what it needs from the run that the segment
 belongs to. A run repeats the operations that somebody needs; a value is released after its last use. One that crosses
-a cut is saved, unless it is *remade*: whoever needs it recomputes it. One that a recomputed segment has *kept* is never
-recomputed; nor are the internal tensors of an operation of which a segment of the forward keeps all results. The
-simulator counts this, the runtime executes this.
+a cut is saved, unless its policy is *recomputed*: whoever needs it recomputes it. One that a recomputed segment has
+*saved* is never recomputed; nor are the internal tensors of an operation of which a segment of the forward saves all
+results. The simulator counts this, the runtime executes this.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Run:
         start, stop: the region of the program.
         parent: the run around this one; None for the forward.
         policies: policies of values in this run; what is decided around it overrides what is decided inside.
-        leaves: saved segments (start, stop) whose backward this run supplies, in program order.
+        saved: segments (start, stop) whose backward this run supplies, in program order.
         children: the runs of its recomputed parts, in program order.
         program: the operations that are run, in order, without those whose results nobody needs.
         made: values whose final content the program makes, for itself or for runs inside it.
-        needs: values that the program reads or the leaves save, and that it does not make.
+        needs: values that the program reads or these segments save, and that it does not make.
     """
 
     start: int
     stop: int
     parent: int | None = None
     policies: Mapping[int, Policy] = field(default_factory=dict)
-    leaves: list[tuple[int, int]] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=list)
     children: list[int] = field(default_factory=list)
     program: tuple[int, ...] = ()
     made: frozenset[int] = frozenset()
@@ -75,7 +75,7 @@ class Schedule:
         decisions.check(graph)
         self.graph = graph = graph.with_variants(decisions.low_memory)
         self.runs: list[Run] = [Run(0, len(graph), policies=dict(decisions.policies))]
-        self.keeps_internals = graph.keeps_internals_with(decisions.kept)
+        self.keeps_internals = graph.keeps_internals_with(decisions.saved_values)
         self._backwards: list[tuple[int, int, int]] = []  # (supplier, start, stop) of saved segments, as they come
         self._visit(FORWARD, with_saved_end(graph, decisions.segments))
         for run in reversed(self.runs[1:]):
@@ -107,20 +107,20 @@ class Schedule:
                 run.children.insert(0, child)
                 self._visit(child, segment.parts)
             else:
-                run.leaves.insert(0, (segment.start, segment.stop))
+                run.saved.insert(0, (segment.start, segment.stop))
                 self._backwards.append((number, segment.start, segment.stop))
 
     def _write_program(self, run: Run) -> None:
         """Find what must be run, from what is needed backwards. Children come first."""
         graph, ops = self.graph, self.graph.operations
         producers, last_writes = graph.producers, graph.last_writes
-        is_remade = partial(self._is_remade, run)
+        is_recomputed = partial(self._is_recomputed, run)
 
-        in_leaves = [t for start, stop in run.leaves for t in range(start, stop)]
-        saved = {v for t in in_leaves for v in ops[t].saves}
+        in_saved = [t for start, stop in run.saved for t in range(start, stop)]
+        saved = {v for t in in_saved for v in ops[t].saves}
         needed = saved.union(*(self.runs[child].needs for child in run.children))
-        wanted = {v for v in needed if is_remade(v)}
-        alive = {t for t in in_leaves if ops[t].internal_bytes and not self.keeps_internals[t]}
+        wanted = {v for v in needed if is_recomputed(v)}
+        alive = {t for t in in_saved if ops[t].internal_bytes and not self.keeps_internals[t]}
         first = min([run.start, *(producers[v] for v in wanted)])
         complete = False
         while not complete:
@@ -130,7 +130,7 @@ class Schedule:
                 op = ops[t]
                 if t in alive or not wanted.isdisjoint(op.writes):
                     alive.add(t)
-                    more = {v for v in op.reads if is_remade(v) or t <= last_writes[v]} - wanted
+                    more = {v for v in op.reads if is_recomputed(v) or t <= last_writes[v]} - wanted
                     wanted |= more
                     for v in more:
                         complete &= last_writes[v] <= t  # in-place operations may ask for writers behind them
@@ -139,11 +139,13 @@ class Schedule:
             if not ops[t].replayable:
                 raise PlanError(f"operation {ops[t].name} must not run twice")
         run.program = tuple(sorted(alive))
-        run.made = frozenset(v for t in run.program for v in ops[t].writes if last_writes[v] in alive and is_remade(v))
+        run.made = frozenset(
+            v for t in run.program for v in ops[t].writes if last_writes[v] in alive and is_recomputed(v)
+        )
         read = {v for t in run.program for v in ops[t].reads if t > last_writes[v]}
         run.needs = frozenset((read | needed) - run.made)
 
-    def _is_remade(self, run: Run, v: int) -> bool:
+    def _is_recomputed(self, run: Run, v: int) -> bool:
         """Whether a run that needs a value recomputes it, rather than find it still there."""
         match run.policies.get(v):
             case None:  # what is used beyond the region is there from then
@@ -172,8 +174,8 @@ class Schedule:
         """For each operation, the run whose internal tensors its backward uses; those without bytes stay anyway."""
         keepers = [FORWARD] * len(self.graph)
         for number, run in enumerate(self.runs):
-            in_leaves = {t for start, stop in run.leaves for t in range(start, stop)}
-            for t in in_leaves.intersection(run.program):
+            in_saved = {t for start, stop in run.saved for t in range(start, stop)}
+            for t in in_saved.intersection(run.program):
                 if self.graph.operations[t].internal_bytes and not self.keeps_internals[t]:
                     keepers[t] = number
         return tuple(keepers)

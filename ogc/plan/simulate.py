@@ -110,7 +110,7 @@ def simulate(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Sim
 def runtime_seconds(schedule: Schedule) -> float:
     """Time of the host that a plan takes beside its operators, less what only the plain model does."""
     costs, ops = schedule.graph.runtime, schedule.graph.operations
-    seen = sum(ops[t].saved_tensors for run in schedule.runs[1:] for a, b in run.leaves for t in range(a, b))
+    seen = sum(ops[t].saved_tensors for run in schedule.runs[1:] for a, b in run.saved for t in range(a, b))
     return costs.choice + costs.run * (len(schedule.runs) - 1) + costs.saved_tensor * seen - costs.left_out
 
 

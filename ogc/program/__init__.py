@@ -1,1 +1,1 @@
-"""The executable form of a graph: what a forward runs, its leaves, and how its inputs and outputs are put together."""
+"""The executable form of a graph: what a forward runs, opaque modules, how inputs and outputs are put together."""

@@ -130,7 +130,7 @@ class Program:
     bindings: dict[tuple[int, Any], str] = field(default_factory=dict)
     guards: Guards | None = None  # what Python read out of tensors, if anything
     parse_graph: Any = None  # the function that made the graph by hand, if one did
-    rest: AfterForward = field(default_factory=AfterForward)  # how the caller goes on
+    after_forward: AfterForward = field(default_factory=AfterForward)  # how the caller goes on
     # what Python read outside of tensors; the program holds where that is the same
     reads: Reads = field(default_factory=Reads)
     # what is read in a first call, run plain, that settles what all others read, if there is one
@@ -266,7 +266,7 @@ def device_of_model(model: torch.nn.Module, inputs: Iterable[torch.Tensor] = ())
 
 
 def get_attribute(model: torch.nn.Module, constants: dict[str, torch.Tensor], target: str) -> Any:
-    """The tensor, or the module of a leaf, that a ``get_attr`` node of a program stands for."""
+    """The tensor, or the module of an opaque module, that a ``get_attr`` node of a program stands for."""
     return constants[target] if target in constants else attribute(model, target)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..operators.low_memory import LowMemory, even_parts, is_pytorchs
-from ..program.leaf import Region
+from ..program.opaque import Region
 from ..program.program import without_autocast
 from ..torch_state.private import untraced
 from .rules import rule_of

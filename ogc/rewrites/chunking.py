@@ -19,7 +19,7 @@ from ..operators.registry import of
 from ..parser import parse
 from ..plan import Plan, simulate
 from ..plan.simulate import plain_peak
-from ..solver import Budget, solve
+from ..solver import LEAST, Budget, solve
 from ..torch_state.private import schema_of
 from .blocks import Block, Blocks, copied_into, in_parts, place_of, shape_of
 from .chunked import Chunked
@@ -156,7 +156,7 @@ def _ends(sizes: Sequence[float], start: int, stop: int) -> list[int]:
 def _trimmed(nodes: Sequence[torch.fx.Node], first: int, last: int) -> RegionEnds | None:
     """Without an operation at its start that writes to what it is given, and heavy ones at its end.
 
-    Those need not be run again for their own backward, but would be. One operation and views are worth no chunks.
+    Those need not be recomputed for their own backward, but would be. One operation and views are worth no chunks.
     """
     while first < last and schema_of(nodes[first].target).is_mutable:
         first += 1
@@ -222,7 +222,7 @@ def chunk_batch(
         if choice.plan is None:
             return True, 0.0, 0.0
         costs = choice.plan.peak_bytes, choice.plan.overhead
-        return False, *(costs if memory_budget is None else costs[::-1])
+        return False, *(costs if memory_budget in (None, LEAST) else costs[::-1])
 
     choices = [choose((), graph.profile)]
     while hot := _hot_regions(choices[-1]):
@@ -247,8 +247,8 @@ def chunked_along(
     **parsing: Any,
 ) -> Graph:
     """The graph with these regions in chunks; raises InputError where it has no such region."""
-    leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
-    given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "opaque_modules": leaves, **parsing}
+    opaque = {op.module for op in graph.operations[: graph.end] if op.target.startswith("opaque ")}
+    given = {"profile": profile, "plain_peak_bytes": plain_peak(graph), "opaque_modules": opaque, **parsing}
     chunked = parse(model, sample_input, rewrite=Chunks(regions, chunks), **given)
     return replace(chunked, chunks=chunks, chunked=regions, unchunked=replace(graph, program=None))
 
@@ -258,7 +258,7 @@ def _hot_regions(choice: _Choice) -> tuple[RegionEnds, ...]:
 
     With it those that do the same, such as the same block of every other layer, which would be the next ones.
     """
-    graph, plan = choice.graph, choice.plan or solve(choice.graph)
+    graph, plan = choice.graph, choice.plan or solve(choice.graph, memory_budget=LEAST)
     if plan.is_plain and choice.regions:
         return ()
     cost = simulate(graph, plan)

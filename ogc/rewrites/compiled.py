@@ -17,9 +17,9 @@ from ..parser import parse
 from ..plan import Plan, make_plan
 from ..plan.decisions import Decisions, Segment, saved
 from ..plan.simulate import plain_peak
-from ..program.leaf import Region
+from ..program.opaque import Region
 from ..program.program import SHARED, get_attribute
-from ..solver import Budget, Goal, solve
+from ..solver import LEAST, Budget, bytes_of, solve
 from ..torch_state.private import OpOverload, schema_of
 from .blocks import place_of
 from .rules import rule_of
@@ -203,13 +203,13 @@ def compile_plan(
         ParseError: a region cannot be compiled.
         SolveError: nothing fits the budget, whatever is compiled.
     """
-    leaves = {op.module for op in graph.operations[: graph.end] if op.target.startswith("leaf ")}
+    opaque = {op.module for op in graph.operations[: graph.end] if op.target.startswith("opaque ")}
     compiler, most = Compiler(backend), int(GRADIENTS * plan.peak_bytes)
     # The plain plan here is that of the compiled program; a share is one of the model's own peak.
-    budget = Goal(memory_budget).budget_bytes(plain_peak(graph))
+    budget = memory_budget if memory_budget in (None, LEAST) else bytes_of(memory_budget, plain_peak(graph))
 
     def with_these(regions: tuple[RegionEnds, ...]) -> tuple[Graph, Plan]:
-        given = {"rewrite": Compilation(regions, compiler), "opaque_modules": leaves, **parsing}
+        given = {"rewrite": Compilation(regions, compiler), "opaque_modules": opaque, **parsing}
         compiled = parse(model, sample_input, profile=graph.profile, **given)
         found = solve(replace(compiled, plain_peak_bytes=None), memory_budget=budget, max_overhead=max_overhead)
         decisions = Decisions((saved(0, len(compiled)),)) if found.is_plain else found.decisions

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
 from ..program.autocast import cast, run_saving
-from ..program.leaf import Leaf
+from ..program.opaque import OpaqueCall
 from ..program.program import attribute, storage_of, tensor_leaves
 from ..torch_state.private import id_of_storage, keeps_graph, storage_id, untraced, version_of
 from ..torch_state.settings import Flags, State, random_states, set_random_states
@@ -46,7 +46,7 @@ class RunCode:
         targets: for each tensor that autograd saves in the program, the slot it fills or KEEP (drop it).
         program: carries out the run: ``program(bound, frame)``.
         externals: places in ``Step.bound`` of what the program reads that no operation makes.
-        of_leaves: the names in the model of those that opaque modules find for themselves.
+        of_opaque: the names in the model of those that opaque modules find for themselves.
     """
 
     number: int
@@ -54,7 +54,7 @@ class RunCode:
     targets: tuple[int, ...]
     program: Callable[[Sequence[Any], Frame], None]
     externals: tuple[int, ...]
-    of_leaves: dict[int, str]
+    of_opaque: dict[int, str]
 
 
 class Step:
@@ -70,12 +70,12 @@ class Step:
     ) -> None:
         self.model = model
         self.codes = codes
-        self.bound = bound  # parameters, buffers, constants, and the modules of leaves
+        self.bound = bound  # parameters, buffers, constants, and the modules of opaque modules
         self.devices = devices  # CUDA devices that the program draws random numbers on
         self.flags = flags  # in the forward
         self.random_states: dict[int, tuple[State, ...]] = {}
         self.notes: dict[int, list[weakref.ref[torch.Tensor]]] = {}  # of what autograd keeps, by operation
-        self.returned: dict[int, Marks] = {}  # of what leaves returned, by operation
+        self.returned: dict[int, Marks] = {}  # of what opaque modules returned, by operation
         self.seen: dict[int, Bound] = {}  # what recomputation reads of these, by place, as it was in the forward
         self.lock = RLock()
         self.cast = cast
@@ -98,7 +98,7 @@ class Step:
         return Frame(self.codes[number], self, parent)
 
     def mark_returned(self, operation: int, result: Any) -> None:
-        """Note what an opaque module returned that is called again."""
+        """Note what an opaque module returned that is recomputed."""
         self.returned[operation] = Marks.of(tensor_leaves(result))
 
     def remember_random(self, operation: int) -> None:
@@ -133,7 +133,7 @@ class Frame:
         self.awaited: list[Frame] = []  # the runs that have to make them again
         self.versions_of_bound: list[int] = []
         self.slots: dict[Any, torch.Tensor] = {}
-        self.calls: dict[int, RepeatedCall] = {}  # of leaves that are called again, by operation
+        self.calls: dict[int, RepeatedCall] = {}  # of opaque modules that are recomputed, by operation
         self.expected = iter(code.slots)  # of the tensors that autograd will save
         self.is_done = False
 
@@ -234,7 +234,7 @@ class Frame:
         held = chain.from_iterable(self.versions.values())
         changed = any(version_of(tensor) != version for tensor, version in held)
         now = self._versions_of_bound()
-        replaced = [name for place, name in code.of_leaves.items() if attribute(model, name) is not bound[place]]
+        replaced = [name for place, name in code.of_opaque.items() if attribute(model, name) is not bound[place]]
         places = zip(code.externals, now, self.versions_of_bound, strict=True)
         written = [place for place, here, then in places if here != then or self.step.seen[place].is_written()]
         if not (changed or replaced or written):
@@ -248,7 +248,7 @@ class Frame:
         )
 
     @contextmanager
-    def leaf(self, *arguments: torch.Tensor) -> Iterator[None]:
+    def opaque(self, *arguments: torch.Tensor) -> Iterator[None]:
         """Call an opaque module, which keeps all that it saves but for arguments that have a slot."""
         slots = ((tensor, self._next_slot()) for tensor in arguments)
         given = {storage_id(t): Argument(self, slot, t.detach()) for t, slot in slots if slot != KEEP}
@@ -269,18 +269,18 @@ class Frame:
     def call(
         self,
         operation: int,
-        leaf: Leaf,
+        opaque: OpaqueCall,
         module: torch.nn.Module | None,
         given: list[torch.Tensor],
         *,
         stays: list[torch.Tensor],
         results: Sequence[int],
     ) -> Any:
-        """Call an opaque module that is called again for its backward, and release what it saves.
+        """Call an opaque module that is recomputed for its backward, and release what it saves.
 
         Its arguments in ``stays`` and its results with the numbers ``results`` stay in memory anyway.
         """
-        call = self.calls[operation] = RepeatedCall(operation, leaf)
+        call = self.calls[operation] = RepeatedCall(operation, opaque)
         result = call.run(module, given)
         made = tensor_leaves(result)
         own = [] if module is None else [*module.parameters(), *module.buffers()]
@@ -288,9 +288,11 @@ class Frame:
         call.drop(self, [*stays, *own, *(made[n] for n in results)], made)
         return result
 
-    def call_again(self, operation: int, leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor]) -> Any:
-        """Call an opaque module again, for the slots of what it saved if its backward waits for this run."""
-        again = RepeatedCall(operation, leaf)
+    def recompute(
+        self, operation: int, opaque: OpaqueCall, module: torch.nn.Module | None, given: list[torch.Tensor]
+    ) -> Any:
+        """Recompute an opaque module, for the slots of what it saved if its backward waits for this run."""
+        again = RepeatedCall(operation, opaque)
         result = again.run(module, given)
         made = tensor_leaves(result)
         if operation in self.calls:

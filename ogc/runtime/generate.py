@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run
-from ..program.leaf import Leaf, Opaque
+from ..program.opaque import Opaque, OpaqueCall
 from ..program.program import Place, Program, Saved, TensorRef
 from .frame import DROP, KEEP, RunCode
 from .held import dropped, unpack
@@ -197,14 +197,14 @@ class _ForwardWriter:
         graph = self.layout.program.graph
         placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
         output = next(node for node in graph.nodes if node.op == "output")
-        leaves = sorted((leaf, n) for n, run in enumerate(self.layout.schedule.runs) for leaf in run.leaves)
-        leaves = [(leaf, n) for leaf, n in leaves if leaf[0] < len(self.layout.operations)]  # the rest is the caller's
-        lines = [line for (start, stop), number in leaves for line in self._leaf(start, stop, number)]
+        saved = sorted((ends, n) for n, run in enumerate(self.layout.schedule.runs) for ends in run.saved)
+        saved = [(ends, n) for ends, n in saved if ends[0] < len(self.layout.operations)]  # the rest is the caller's
+        lines = [line for (start, stop), number in saved for line in self._segment(start, stop, number)]
         lines.append(f"return {argument(output.args[0])}")
         return _function(f"forward({', '.join(['step', *placeholders, *self.layout.bound])})", lines)
 
-    def _leaf(self, start: int, stop: int, number: int) -> list[str]:
-        lines = [f"# operations {start}-{stop - 1}" + (f", run again in run {number}" if number else "")]
+    def _segment(self, start: int, stop: int, number: int) -> list[str]:
+        lines = [f"# operations {start}-{stop - 1}" + (f", recomputed in run {number}" if number else "")]
         for n in self.opened.get(start, []):
             parent = self.layout.schedule.runs[n].parent
             lines.append(f"frame_{n} = step.open({n}{f', frame_{parent}' if parent else ''})")
@@ -221,10 +221,10 @@ class _ForwardWriter:
         lines = [self.layout.write(FORWARD, t)]
         if number and self.layout.is_repeated(number, t):
             lines = [self._repeated(t, number)]
-        elif isinstance(node.target, Leaf):
+        elif isinstance(node.target, OpaqueCall):
             if number:
                 saved = [self.layout.saved_node(saved).name for saved in self.layout.saves[t]]
-                lines = [f"with frame_{number}.leaf({', '.join(saved)}):", f"    {lines[0]}"]
+                lines = [f"with frame_{number}.opaque({', '.join(saved)}):", f"    {lines[0]}"]
             lines += [f"step.mark_returned({t}, {node.name})"] if t in self.layout.repeated else []
         if not number and any(saved.unneeded for saved in self.layout.saves[t]):
             lines[-1] = f"with saved_tensors_hooks(dropped, unpack): {lines[-1]}"
@@ -232,11 +232,11 @@ class _ForwardWriter:
         return [f"step.remember_random({t})", *lines] if t in self.draws else lines
 
     def _repeated(self, t: int, number: int) -> str:
-        """The statement that calls an opaque module which the run calls again."""
+        """The statement that calls an opaque module which the run recomputes."""
         node = self.layout.operations[t]
         given = cast(list[torch.fx.Node], node.args[1])
         stays = [one for one in given if self.layout.stays(number, one)]
-        assert isinstance(node.target, Leaf)
+        assert isinstance(node.target, OpaqueCall)
         made = (self.layout.program.storages[TensorRef(node.name, k)] for k in range(len(node.target.new)))
         results = [k for k, value in enumerate(made) if self.layout.schedule.source(number, value) == FORWARD]
         return f"{node.name} = frame_{number}.call({t}, {call_of(node)}, stays={argument(stays)}, results={results})"
@@ -278,7 +278,7 @@ class _RunWriter:
             t = self.layout.position[node]
             text = view_of(node) or self.layout.write(self.number, t)
             if self.layout.is_repeated(self.number, t):
-                text = f"{node.name} = frame.call_again({t}, {call_of(node)})"
+                text = f"{node.name} = frame.recompute({t}, {call_of(node)})"
             frees = let_go(freed.get(node, []))
             if t in self.layout.program.random and t in self.run.program:
                 text, frees = f"with frame.random({t}):\n        {text}", frees.replace("; ", "\n    ", 1)
@@ -291,7 +291,7 @@ class _RunWriter:
     def _bound(self, node: torch.fx.Node) -> list[str]:
         """The names by which a run uses what the program is given of the model."""
         used: list[Any] = node.all_input_nodes
-        if isinstance(node.target, Leaf):
+        if isinstance(node.target, OpaqueCall):
             used = [node.args[0], *cast(list[torch.fx.Node], node.args[1])] if not node.target.view else []
         live = live_nodes(node)
         nodes = [one for one in used if isinstance(one, torch.fx.Node) and one.op == "get_attr"]
@@ -322,9 +322,9 @@ class _RunWriter:
         """The tables of this run for its frames."""
         layout, slots = self.layout, self.layout.slots[self.number]
         saves = layout.saves
-        saved = [t for start, stop in self.run.leaves for t in range(start, stop)]
+        saved = [t for start, stop in self.run.saved for t in range(start, stop)]
         flat = [(t, k) for t in saved if not layout.is_repeated(self.number, t) for k in range(len(saves[t]))]
-        operations = [layout.position[node] for node in self.nodes if not isinstance(node.target, Leaf)]
+        operations = [layout.position[node] for node in self.nodes if not isinstance(node.target, OpaqueCall)]
         again = [(t, k) for t in operations for k in range(len(saves[t]))]
         read = [(n, node) for node in self.nodes for n in self._reads(node) if n.op == "get_attr"]
         return RunCode(
@@ -333,7 +333,7 @@ class _RunWriter:
             targets=tuple(slots.get(key, KEEP) for key in again),
             program=program,
             externals=tuple(dict.fromkeys(layout.place[n.name] for n, _ in read)),
-            of_leaves={layout.place[n.name]: str(n.target) for n, node in read if isinstance(node.target, Leaf)},
+            of_opaque={layout.place[n.name]: str(n.target) for n, node in read if isinstance(node.target, OpaqueCall)},
         )
 
     def _mark(self, t: int, k: int) -> int:
@@ -346,7 +346,7 @@ class _RunWriter:
 
     def _reads(self, node: torch.fx.Node) -> list[torch.fx.Node]:
         """Nodes of the tensors that a node's result depends on."""
-        if isinstance(node.target, Leaf):  # and what its module holds, unless a view is all that is made
+        if isinstance(node.target, OpaqueCall):  # and what its module holds, unless a view is all that is made
             state = cast(list[torch.fx.Node], node.args[2])
             return state if self.layout.is_repeated(self.number, self.layout.position[node]) else []
         live = live_nodes(node)

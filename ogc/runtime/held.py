@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import ReplayError
-from ..program.leaf import Leaf
+from ..program.opaque import OpaqueCall
 from ..program.program import storage_of
 from ..program.tensors import Start, anchor, is_content, parts_of
 from ..torch_state.compare import fingerprint
@@ -71,7 +71,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A leaf, or another tensor without its history, and whether it required grad, which may have been set since."""
+    """A leaf of autograd or a tensor without history, and whether it required grad, which may have been set since."""
 
     tensor: torch.Tensor
     requires_grad: bool
@@ -83,7 +83,7 @@ class _Held:
 
 
 def detached(value: Any, tensors: list[tuple[torch.Tensor, int]]) -> Any:
-    """What to hold of a value: leaves as they are, other tensors without history; notes these with their versions."""
+    """What to hold of a value: autograd's leaves as they are, other tensors without history; notes their versions."""
     if isinstance(value, torch.Tensor):
         is_own = value.is_leaf and not is_view(value)  # a view holds on to what it is a view of
         tensor = value if is_own else value.detach()
@@ -218,7 +218,7 @@ class Argument:
     def __init__(self, frame: Slots, slot: int, tensor: torch.Tensor) -> None:
         self.frame = frame
         self.slot = slot
-        self.tensor: torch.Tensor | None = tensor  # while the leaf runs, and between its saved tensors' unpackings
+        self.tensor: torch.Tensor | None = tensor  # while the module runs, and between unpackings of what it saved
         self.kind = tensor.dtype, tensor.is_conj(), tensor.is_neg()
         self.saved = self.left = 0
 
@@ -246,9 +246,9 @@ class RepeatedCall:
     All of that is held until it has returned, as it may run a backward inside.
     """
 
-    def __init__(self, operation: int, leaf: Leaf) -> None:
+    def __init__(self, operation: int, opaque: OpaqueCall) -> None:
         self.operation = operation
-        self.leaf = leaf
+        self.opaque = opaque
         self.packed: list[Packed] = []
         self.count = 0
         self.dropped: list[tuple[int, weakref.ref[Packed]]] = []  # its number, and what autograd holds for it
@@ -263,7 +263,7 @@ class RepeatedCall:
             return self.packed[-1]
 
         with saved_tensors_hooks(pack, unpack):
-            return self.leaf(module, given)
+            return self.opaque(module, given)
 
     def drop(self, slots: Slots, stays: Iterable[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Release what it saved, but for what stays in memory anyway; ``slots`` will have it again."""
@@ -292,7 +292,7 @@ class RepeatedCall:
 
     def changed(self) -> ReplayError:
         return ReplayError(
-            f"the leaf module {self.leaf.module} saved or returned something else when it was called again for its "
+            f"the opaque module {self.opaque.module} saved or returned something else when it was recomputed for its "
             "backward: it depends on more than its arguments, its parameters and torch's random state, or not all "
             "of its kernels are deterministic. Take it out of recompute_opaque, or set these to False"
         )

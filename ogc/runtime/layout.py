@@ -13,7 +13,7 @@ from ..operators.low_memory import LowMemory
 from ..operators.registry import live_arguments, of
 from ..plan.decisions import Decisions
 from ..plan.schedule import FORWARD, Schedule
-from ..program.leaf import Leaf, Opaque, runs_once
+from ..program.opaque import Opaque, OpaqueCall, runs_once
 from ..program.program import SHARED, Program, Saved, TensorRef, WithoutGrad
 from ..torch_state.private import OpOverload
 
@@ -66,7 +66,7 @@ class Layout:
 
     def _assign_slots(self, number: int) -> dict[tuple[int, int], int]:
         slots: dict[tuple[int, int], int] = {}
-        for start, stop in self.schedule.runs[number].leaves:
+        for start, stop in self.schedule.runs[number].saved:
             for t in range(start, stop):
                 for k, saved in enumerate(self.saves[t]):
                     if saved.external or saved.unneeded or self.is_repeated(number, t):
@@ -81,7 +81,7 @@ class Layout:
 
     def is_repeated(self, number: int, t: int) -> bool:
         """Whether an operation is an opaque module that the run calls again: what it saves is told apart then."""
-        return isinstance(self.operations[t].target, Leaf) and t in self.schedule.runs[number].program
+        return isinstance(self.operations[t].target, OpaqueCall) and t in self.schedule.runs[number].program
 
     def stays(self, number: int, node: torch.fx.Node) -> bool:
         """Whether a tensor is in memory for the backward that a run supplies, whatever the run makes."""
@@ -131,8 +131,8 @@ class Layout:
         t, value = self.position.get(node, -1), self._value(node)
         if t < 0 or value is None or self.graph.operations[t].writes:
             return False
-        leaf = node.target if isinstance(node.target, Leaf) else None
-        again = self.graph.operations[t].replayable if leaf is None else leaf.view is not None
+        opaque = node.target if isinstance(node.target, OpaqueCall) else None
+        again = self.graph.operations[t].replayable if opaque is None else opaque.view is not None
         return again and (value in self.schedule.runs[number].made or user <= self.graph.last_writes[value])
 
     def fills(self, number: int) -> list[tuple[torch.fx.Node, int, Any]]:
@@ -187,7 +187,7 @@ def live_nodes(node: torch.fx.Node) -> list[Any]:
 
 def view_of(node: torch.fx.Node) -> str | None:
     """The statement that makes anew what an opaque module returned, a view of an argument."""
-    if not isinstance(node.target, Leaf) or (view := node.target.view) is None:
+    if not isinstance(node.target, OpaqueCall) or (view := node.target.view) is None:
         return None
     number, (size, stride), offset = view
     given = node.args[1]
@@ -208,7 +208,7 @@ def copy_of(node: torch.fx.Node) -> str:
 
 def call_of(node: torch.fx.Node) -> str:
     """The arguments of a call of an opaque module: it, its ``nn.Module``, the tensors that it is given."""
-    assert isinstance(node.target, Leaf)
+    assert isinstance(node.target, OpaqueCall)
     return f"{node.target.name}, {argument(node.args[0])}, {argument(node.args[1])}"
 
 

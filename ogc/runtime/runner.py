@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
-from ..during_step import during_step
 from ..errors import OgcError, ReplayError
 from ..graph import Graph
 from ..plan.plan import Plan
-from ..program.leaf import Leaf
+from ..process import during_step
+from ..program.opaque import OpaqueCall
 from ..program.program import Outcome, Program, attribute, get_attribute, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
 from ..torch_state.forwards import DISPATCH, MODE, SAVED, is_as_assigned, plain_forward, what_is_around
@@ -110,7 +110,7 @@ class Entry:
         if self.plan is None or self.code is None:
             return f"plain: {self.problem or 'no plan needs less memory'}"
         reused = "reused from a plan of" if self.is_reused else "plan:"
-        return f"{reused} peak {self.plan.peak_bytes / 1e6:.1f} MB, overhead {self.plan.overhead:.1%}"
+        return f"{reused} {self.plan.summary}"
 
 
 class Runner:
@@ -249,8 +249,7 @@ class Runner:
         return program.outputs.deliver(outputs, args, kwargs)
 
     def _is_as_expected(self, entry: Entry, model: torch.nn.Module, outputs: list[torch.Tensor]) -> bool:
-        """Whether the first call by code for other numbers gave what the plain model gave; else that runs from now on.
-        """
+        """Whether the first call by code for other numbers gave what the model gave; else that runs from now on."""
         assert entry.graph is not None and self.planner is not None
         program = entry.graph.program
         is_same: bool = Outcome.of(model, outputs) == program.expected
@@ -270,7 +269,7 @@ class Runner:
         if device.type not in CHOOSES_ALGORITHMS or settings == without_benchmark(settings):
             return settings
         self._tell(
-            "torch.backends.cudnn.benchmark is on, which may choose other algorithms where operations run again: what "
+            "torch.backends.cudnn.benchmark is on, which may choose other algorithms in a recomputation: what "
             "is planned runs without it. Its numbers are those of the plain model without it"
         )
         return without_benchmark(settings)
@@ -453,8 +452,8 @@ def _runs_the_same(a: Graph, b: Graph) -> bool:
     same = ("saves", "variants", "bindings")
     alike = not a.program.constants and not b.program.constants
     alike = alike and all(getattr(a.program, name) == getattr(b.program, name) for name in same)
-    has_leaves = any(isinstance(node.target, Leaf) for node in a.program.operations)
-    return alike and not has_leaves and str(a.program.graph) == str(b.program.graph)
+    has_opaque = any(isinstance(node.target, OpaqueCall) for node in a.program.operations)
+    return alike and not has_opaque and str(a.program.graph) == str(b.program.graph)
 
 
 def _first_line(error: Exception) -> str:

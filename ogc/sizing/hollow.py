@@ -2,7 +2,7 @@
 
 The runtime, autograd and every allocation that the dispatcher sees are real, the backward has a thread of its own as on
 a GPU, and no kernel runs: tensors are meta tensors, on which operators save what those on CUDA save. What a kernel
-allocates by itself is added where a rule is known (:mod:`ogc.sizing.cuda.hidden`).
+allocates by itself is added where a rule is known (:mod:`ogc.sizing.cuda.kernels`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from ..runtime.generate import generate
 from ..torch_state.forwards import plain_forward
 from ..torch_state.private import TorchDispatchMode
 from ..torch_state.settings import flags
-from .cuda.hidden import hidden_in_backward
-from .cuda.kernels import as_on_cuda
+from .cuda.kernels import as_on_cuda, hidden_in_backward
 
 _ADD = torch.ops.aten.add.Tensor
 _TORCH, _ENGINE = str(Path(torch.__file__).parent), "_engine_run_backward"
@@ -54,7 +53,7 @@ def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | N
 
     Args:
         model: what ``graph`` was parsed from; it may be on any device, and its memory is not touched.
-        graph: from :func:`ogc.parse` with ``device="cuda"``, without leaves.
+        graph: from :func:`ogc.parse` with ``device="cuda"``, without opaque modules.
         plan: for ``graph``; a plain one runs the model's own forward.
         gpu: which one is meant, as for :func:`ogc.parse`.
 
@@ -70,19 +69,19 @@ def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | N
     step = _HollowStep(model, graph, plan, gpu_of(device, gpu))
     with step.inside():
         output = step.forward()
-        start = _start(output, graph.program.rest)
-        if not graph.program.rest.holds_outputs:
+        start = _start(output, graph.program.after_forward)
+        if not graph.program.after_forward.holds_outputs:
             del output
     step.on_another_thread(start.backward)
     return HollowRun(step.allocations.peak, step.allocations.operator)
 
 
-def _start(output: Any, rest: AfterForward) -> torch.Tensor:
+def _start(output: Any, after_forward: AfterForward) -> torch.Tensor:
     """Where the backward starts."""
-    if callable(rest.loss):
-        return rest.loss(output)
+    if callable(after_forward.loss):
+        return after_forward.loss(output)
     tensors = tensor_leaves(output)
-    losses = losses_among(output, tensors, [t.requires_grad for t in tensors]) if rest.loss is None else []
+    losses = losses_among(output, tensors, [t.requires_grad for t in tensors]) if after_forward.loss is None else []
     if len(losses) == 1:
         return tensors[losses[0]]
     return torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum()

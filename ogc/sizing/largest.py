@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
 from ..graph import Graph
 from ..parser import Loss
 from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
-from ..solver import Budget, Goal, solve
+from ..process import collecting_new_only
+from ..solver import LEAST, LEAST_PEAK, Budget, Goal, optimal, solve
 from .graphs import SIZES, Graphs
 from .needs import Estimate, Optimizer, activation_budget, device_bytes, fits, fixed_needs, made_within, used_bytes
 
@@ -176,12 +176,14 @@ class _Search:
         """The largest size of which a planned step fits; raises SolveError where there is none."""
 
         def least_peak(graph: Graph) -> int:
-            return solve(graph, max_overhead=max_overhead).peak_bytes
+            goal = Goal(LEAST) if max_overhead is None else Goal(max_overhead=max_overhead)
+            return optimal(graph, goal).peak_bytes
 
         while True:
             size = self._largest(least_peak, lambda size: self._plan(size, max_overhead))
             if not size:
-                least = self._needs(self.step).with_activations(solve(self.graphs.of(self.step)).peak_bytes)
+                least_plan = optimal(self.graphs.of(self.step), LEAST_PEAK)
+                least = self._needs(self.step).with_activations(least_plan.peak_bytes)
                 without = "" if max_overhead is None else " without max_overhead"
                 raise SolveError(
                     f"no step of size {self.step} fits on a device of {self.room / 1e6:.1f} MB; the smallest that "

@@ -33,7 +33,7 @@ from ..program.program import (
 )
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
-from ..solver.goal import bytes_of
+from ..solver.goal import LEAST, bytes_of
 from ..torch_state.no_trace import untouched
 from ..torch_state.private import TorchDispatchMode
 from .allocator import AllocatorSettings, DeviceFullError
@@ -216,7 +216,7 @@ def estimate(
     Raises:
         InputError, ParseError: as :func:`ogc.parse` does, and where the optimizer is none.
     """
-    least = solve(parse(model, sample_input, loss=loss, device=device, **parsing))
+    least = solve(parse(model, sample_input, loss=loss, device=device, **parsing), memory_budget=LEAST)
     needs = fixed_needs(model, sample_input, optimizer, device, ddp)
     autocast = autocast_bytes(least.graph) if least.graph is not None else 0
     return replace(needs, plain=least.plain_peak_bytes, least=least, autocast=autocast)

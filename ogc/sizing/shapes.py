@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx.node import map_aggregate, map_arg
 
-from ..collecting import collecting_new_only
 from ..errors import ParseError
 from ..graph import Graph
 from ..operators.convolution_parts import Trials, trials_put_off
@@ -27,15 +26,16 @@ from ..operators.gpus import gpu_of
 from ..parser.arguments import Sample, call_arguments, check_tensors
 from ..parser.assemble import graph_of
 from ..parser.faithful import observed, with_expected
-from ..parser.leaves import Leaves
 from ..parser.loss import modules_of, with_step_end
+from ..parser.opaque import OpaqueModules
 from ..parser.parse import planned_form, profiler_of, visited
 from ..parser.reuse import check_same_program
 from ..parser.traced import ALIVE, BYTES, CALL, HISTORY, RecordAgain, Traced
 from ..parser.weigh.estimate import Estimator
 from ..parser.weigh.measure import Measurer, Profiler
 from ..parser.weigh.record import Observation, Record, Visit, observe
-from ..program.leaf import Leaf
+from ..process import collecting_new_only
+from ..program.opaque import OpaqueCall
 from ..program.program import SHAPE, Loss, Program
 from ..program.structures import InputSpec
 from ..torch_state.compare import same_bits
@@ -58,18 +58,18 @@ class OtherSizes:
     """A model that was parsed for one call, ready for calls of other sizes.
 
     Raises:
-        ParseError: shapes do not tell its graphs: there are leaves in it, it was made by hand, it has the loss alone,
+        ParseError: shapes do not tell its graphs: it calls opaque modules, it was made by hand, it has the loss alone,
             or it is not on a CPU.
     """
 
     def __init__(self, model: torch.nn.Module, graph: Graph) -> None:
         self.model, self.graph = model, graph
         self.program: Program = graph.program
-        if any(isinstance(node.target, Leaf) for node in self.program.operations):
-            raise ParseError("leaves are not called without content")
+        if any(isinstance(node.target, OpaqueCall) for node in self.program.operations):
+            raise ParseError("opaque modules are not called without content")
         if self.program.parse_graph is not None:
             raise ParseError("a graph made by hand is not made anew")
-        if self.program.rest.outputs != "all":
+        if self.program.after_forward.outputs != "all":
             raise ParseError("the plain model has outputs that are not in the graph")
         self.home = torch.device("cpu")
 
@@ -80,8 +80,8 @@ class OtherSizes:
         """
         sample = self._sample(sample_input)
         with untouched(*modules_of(loss), given=sample.spec.constants):
-            traced = _recorded(sample, None, Leaves(self.model, ()))
-            traced = with_step_end(sample, traced, replace(self.program.rest, loss=loss), _recorded)
+            traced = _recorded(sample, None, OpaqueModules(self.model, ()))
+            traced = with_step_end(sample, traced, replace(self.program.after_forward, loss=loss), _recorded)
         return without_content(traced)
 
     @collecting_new_only()
@@ -104,7 +104,7 @@ class OtherSizes:
         sample = self._sample(sample_input)
         profiler = self._profiler(is_timed, runs)
         run = partial(_run, has_numbers=isinstance(profiler, Measurer))
-        visit = partial(visited, self.model, profiler, Leaves(self.model, ()))
+        visit = partial(visited, self.model, profiler, OpaqueModules(self.model, ()))
         device = torch.device(self.graph.device)
         there = as_on_cuda(gpu_of(device, None) if device.type != self.home.type else None)
         try:
@@ -142,7 +142,7 @@ def to_be_run(graph: Graph, recorded: Traced, loss: Loss | None) -> Graph:
     program: Program = graph.program
     constants = {name: recorded.constants[name] for name in program.constants}
     found = replace(program, constants=constants, guards=recorded.guards, reads=recorded.reads)
-    return replace(graph, program=replace(found, rest=replace(program.rest, loss=loss)))
+    return replace(graph, program=replace(found, after_forward=replace(program.after_forward, loss=loss)))
 
 
 def without_content(traced: Traced) -> Traced:
@@ -151,13 +151,13 @@ def without_content(traced: Traced) -> Traced:
     return replace(traced, outputs=outputs)
 
 
-def _recorded(sample: Sample, forward: Callable[..., Any] | None, leaves: Leaves) -> Traced:
+def _recorded(sample: Sample, forward: Callable[..., Any] | None, opaque: OpaqueModules) -> Traced:
     """A program that nobody verifies."""
     is_careful = False
     while True:
         try:
             run = forward or plain_forward(sample.model)
-            with observed(sample, run, leaves.names, is_careful) as (traced, observer):
+            with observed(sample, run, opaque.names, is_careful) as (traced, observer):
                 traced = replace(traced, state={"random state": torch.get_rng_state()})
                 if observer.writes(None):
                     raise ParseError("the forward changes attributes")

@@ -1,9 +1,12 @@
 """From a weighted graph to a plan. Numbers in, plain data out: nothing here needs torch."""
 
-from .goal import LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
-from .solve import SOLVERS, frontier, solve, solver_of
+from .goal import FAIR, FAIR_OVERHEAD, LEAST, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
+from .solve import SOLVERS, frontier, optimal, solve, solver_of
 
 __all__ = [
+    "FAIR",
+    "FAIR_OVERHEAD",
+    "LEAST",
     "LEAST_PEAK",
     "NEGLIGIBLE",
     "SOLVERS",
@@ -12,6 +15,7 @@ __all__ = [
     "Solver",
     "bytes_of",
     "frontier",
+    "optimal",
     "solve",
     "solver_of",
 ]

@@ -70,8 +70,8 @@ def drop_one_by_one(costs: Replay, best: Candidate) -> Candidate:
     before = None
     while best != before and asked > 0:
         before = best
-        segments, remade = before.decisions.segments, before.decisions.remade
-        kept = [v for v in before.peak_values if not graph.values[v].is_output and v not in remade]
+        segments, recomputed_values = before.decisions.segments, before.decisions.recomputed_values
+        kept = [v for v in before.peak_values if not graph.values[v].is_output and v not in recomputed_values]
         kept.sort(key=lambda v: -graph.values[v].bytes)
         joined = [
             (*segments[:number], recomputed(first.start, second.stop), *segments[number + 2 :])
@@ -99,7 +99,7 @@ def finest(costs: Replay, best: Candidate) -> Candidate:
         return best
     segments = cut_into_segments(graph.cuts, [True] * (len(graph.cuts) - 1))
     try:
-        found = weigh(costs, Decisions(segments).remaking(values))
+        found = weigh(costs, Decisions(segments).recomputing(values))
     except PlanError:  # an operation would run twice that must not
         return best
     if found.peak_bytes >= best.peak_bytes:
@@ -115,9 +115,9 @@ def finest(costs: Replay, best: Candidate) -> Candidate:
 
 
 def _remaking(costs: Replay, segments: tuple[Segment, ...], lost: tuple[int, ...], plan: Candidate) -> Candidate:
-    """The plan with these segments instead and these values remade too, or the plan itself if that cannot be."""
+    """The plan with these segments instead and these values recomputed too, or the plan itself if that cannot be."""
     try:
-        return weigh(costs, replace(plan.decisions, segments=segments).remaking(lost))
+        return weigh(costs, replace(plan.decisions, segments=segments).recomputing(lost))
     except PlanError:  # an operation would run twice that must not
         return plan
 
@@ -171,9 +171,9 @@ def selective(costs: Replay) -> Iterator[Candidate]:
         by_place = sorted(kept, key=graph.producers.__getitem__)
         edges = np.searchsorted([graph.producers[v] for v in by_place], cuts)
         segments = tuple(
-            recomputed(start, stop, kept=by_place[first:last])
+            recomputed(start, stop, saved_values=by_place[first:last])
             for (start, stop), (first, last) in zip(pairwise(cuts), pairwise(edges), strict=True)
         )
-        remade = (v for v, value in enumerate(graph.values) if not value.is_output and v not in kept)
+        recomputed_values = (v for v, value in enumerate(graph.values) if not value.is_output and v not in kept)
         with suppress(PlanError):  # an operation would run twice that must not
-            yield weigh(costs, Decisions(segments).remaking(remade))
+            yield weigh(costs, Decisions(segments).recomputing(recomputed_values))

@@ -18,10 +18,16 @@ NEGLIGIBLE = 0.005
 
 Budget = int | float | str
 
+LEAST = "least"
+"""The ``memory_budget`` that asks for the least peak there is, whatever the time."""
+
+FAIR_OVERHEAD = 1 / 3
+"""Share of a plain step's time that a plan may add where nothing is asked for: a forward more takes about as much."""
+
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal for a plan: the least peak, unless one of the two is given.
+    """A goal for a plan: without one of the two, the least peak that about one forward more can buy.
 
     Attributes:
         memory_budget, max_overhead: as for :func:`ogc.solve`.
@@ -42,7 +48,17 @@ class Goal:
         self.budget_bytes(1)
 
     def __bool__(self) -> bool:
-        return self.memory_budget is not None or self.max_overhead is not None
+        return self != Goal()
+
+    @property
+    def is_least(self) -> bool:
+        """Whether it is the least peak."""
+        return self.memory_budget == LEAST
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether it is a budget or an overhead, which a plan keeps or does not."""
+        return bool(self) and not self.is_least
 
     @property
     def is_in_bytes(self) -> bool:
@@ -51,11 +67,11 @@ class Goal:
 
     def budget_bytes(self, plain: int) -> int | None:
         """The budget in bytes, where the plain model peaks at ``plain``; None without one."""
-        return None if self.memory_budget is None else bytes_of(self.memory_budget, plain)
+        return None if self.memory_budget in (None, LEAST) else bytes_of(self.memory_budget, plain)
 
 
-LEAST_PEAK = Goal()
-"""The goal for nothing in particular."""
+FAIR, LEAST_PEAK = Goal(), Goal(LEAST)
+"""The goal for nothing in particular, and the one for the least peak."""
 
 Solver = Callable[[Graph, Goal], Plan]
 """Finds a plan for a graph.
@@ -68,7 +84,7 @@ Raises:
 
 def in_bytes(budget: Budget | None) -> bool:
     """Whether a budget is a number of bytes, and no share."""
-    return budget is not None and not isinstance(budget, float)
+    return budget not in (None, LEAST) and not isinstance(budget, float)
 
 
 def bytes_of(budget: Budget, plain: int) -> int:
@@ -84,7 +100,7 @@ def bytes_of(budget: Budget, plain: int) -> int:
     elif _is_number(budget) and budget > 0 and (isinstance(budget, int) or budget <= 1):
         return budget if isinstance(budget, int) else int(budget * plain)
     raise InputError(
-        f"memory_budget must be bytes, a text like '8GB' or '512MiB', or a share in (0, 1] of the plain peak, "
+        f"memory_budget must be bytes, a text like '8GB' or '512MiB', a share in (0, 1] of the plain peak, or 'least', "
         f"not {budget!r}"
     )
 

@@ -16,7 +16,7 @@ from ..plan.fast import Replay
 from ..plan.schedule import Schedule
 from .candidates import weigh
 from .goal import Goal, Solver
-from .nested import MOST_TIMES
+from .levels import MOST_TIMES
 
 MAX_TRIES = 64
 """Plans that a solver chooses from at most: each is simulated, and more would differ little."""
@@ -138,14 +138,14 @@ def without_forbidden(graph: Graph, segments: Iterable[Segment]) -> tuple[Segmen
     """The segments, with the parts of a recomputed one in its place where it must not be recomputed."""
     found: list[Segment] = []
     for segment in segments:
-        if segment.parts and not _may_run_again(graph, segment):
+        if segment.parts and not _may_be_recomputed(graph, segment):
             found += without_forbidden(graph, segment.parts)
         else:
             found.append(segment)
     return tuple(found)
 
 
-def _may_run_again(graph: Graph, segment: Segment) -> bool:
+def _may_be_recomputed(graph: Graph, segment: Segment) -> bool:
     if all(op.replayable for op in graph.operations[segment.start : segment.stop]):
         return True
     around = (saved(0, segment.start), segment, saved(segment.stop, len(graph)))

@@ -15,16 +15,15 @@ from functools import cached_property
 
 import numpy as np
 
-from ..during_step import progress
 from ..graph import Graph, Operation
 from ..plan.decisions import Decisions, Segment
 from ..plan.fast import Replay
 from ..plan.simulate import lower_bound, simulate
+from ..process import progress
 from .candidates import Candidate, drop_one_by_one, finest, front_of, selective, weigh, worth_keeping
 from .costs import Costs, Ints, SegmentCosts
 from .cuts import alike, choose_grids, distinct, narrowest
-from .nested import NestedTable
-from .outer_level import OuterLevel
+from .levels import NestedTable, OuterLevel
 from .paths import LABELS, NEAR_ENOUGH, SLACK
 
 LEVELS = 160
@@ -94,6 +93,9 @@ WORTH_A_SEARCH = 0.005
 MOST_TRIALS = 12
 """Variants that save something else are taken back one by one, with a simulation each, up to so many."""
 
+NEAR_KNEE = 1.05
+"""Ratio of a peak to the least within a time, up to which one that takes less time may be the better bargain."""
+
 ATTEMPTS = 3
 """How often less recomputation is asked for, where the time of variants exceeds the overhead that is allowed."""
 
@@ -102,10 +104,13 @@ Known = tuple[int, float]
 
 
 class CutSearch:
-    """Plans of a graph between ``cuts``, positions of which the first and the last are the ends of the program."""
+    """Plans of a graph between ``cuts``, positions of which the first and the last are the ends of the program.
 
-    def __init__(self, graph: Graph, cuts: Sequence[int]) -> None:
-        self.graph, self.costs = graph, Replay(graph)
+    Unless they are ``nested``, no segment is recomputed through parts: then no operation runs more than twice.
+    """
+
+    def __init__(self, graph: Graph, cuts: Sequence[int], nested: bool = True) -> None:
+        self.graph, self.nested = graph, nested
         self.weights = SegmentCosts(graph, cuts)
         self.grids = choose_grids(graph, self.cuts)
         self.tables: dict[tuple[int, int], NestedTable] = {}  # by the peak and the units they were made for
@@ -118,6 +123,9 @@ class CutSearch:
 
     def least_peak(self, above: int) -> tuple[Segment, ...]:
         """A plan with the least peak, where none peaks at ``above`` bytes."""
+        if not self.nested:
+            level = OuterLevel(self._costs)
+            return _known(level.fastest(level.least_peak(above=above)))
         self.tables.clear()  # or what was asked before would decide how it is rounded
         costs = self.weights.costs()
         flat = OuterLevel(costs.between(self.grids[:2][-1].chosen)).least_peak(above=above, tolerance=ROUGH)
@@ -125,13 +133,11 @@ class CutSearch:
         level = OuterLevel(costs, self._table(rough, FINE_LEVELS))
         least = level.least_peak(above=above, near=rough)
         # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
-        segments = level.fastest(least, ROUGH_LABELS, SLACK[2:])
-        assert segments is not None
-        return segments
+        return _known(level.fastest(least, ROUGH_LABELS, SLACK[2:]))
 
     def fastest(self, peak: int, labels: int) -> tuple[Segment, ...] | None:
         """The fastest plan for ``peak`` bytes, with so many labels in all, or None if nothing fits."""
-        table = self._table(peak)
+        table = self._table(peak) if self.nested else None
         if self.level is None or self.level.table is not table:
             self.level = OuterLevel(self._costs, table)
         return self.level.fastest(peak, labels)
@@ -151,21 +157,23 @@ class CutSearch:
 
 
 class Search:
-    """Plans over one weighted graph, by the outermost level and nested tables.
+    """Plans over one weighted graph, by the outermost level and, where they are ``nested``, tables of parts.
 
     A long program has more cuts than are of use at once: fronts of labels are thinned the more, the more cuts share
     them. A plan is looked for between few cuts first, then between those like the ones that it uses, in all layers.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.costs = graph, Replay(graph)
+    def __init__(self, graph: Graph, nested: bool = True) -> None:
+        self.graph, self.nested, self.costs = graph, nested, Replay(graph)
         self.seen: dict[tuple[Segment, ...], Candidate] = {}
 
     @cached_property
     def least_peak(self) -> Candidate:
         """The plan with the least peak, and the fastest of those."""
-        segments = self._all_cuts.least_peak(lower_bound(self.graph) - 1)
-        best = finest(self.costs, drop_one_by_one(self.costs, self._weigh(segments)))
+        best = self._weigh(self._all_cuts.least_peak(lower_bound(self.graph) - 1))
+        if not self.nested:
+            return best
+        best = finest(self.costs, drop_one_by_one(self.costs, best))
         if len(self.graph) > KEPT_VALUES_UP_TO:
             return best
         return min(best, self._at(best.peak_bytes, self._all_cuts) or best)
@@ -297,7 +305,7 @@ class Search:
     def _all_cuts(self) -> CutSearch:
         """Plans between all cuts, or as many as a program of this length allows."""
         most = min(MAX_CUTS, max(MIN_CUTS, MAX_CELLS // max(1, len(self.graph))))
-        return CutSearch(self.graph, narrowest(self.graph, distinct(self.graph), most))
+        return self._between(narrowest(self.graph, distinct(self.graph), most))
 
     @property
     def _few(self) -> int:
@@ -310,7 +318,7 @@ class Search:
         cuts = self._all_cuts.cuts
         if len(cuts) <= FEW_CUTS:
             return self._all_cuts
-        return CutSearch(self.graph, narrowest(self.graph, cuts, self._few))
+        return self._between(narrowest(self.graph, cuts, self._few))
 
     def _around(self, found: Iterable[Candidate]) -> CutSearch:
         """Plans between the cuts that some plans use, those that are like them in other layers, and some about them."""
@@ -328,7 +336,10 @@ class Search:
         others = np.flatnonzero(~chosen)
         more = max(0, min(MOST_SECOND_CUTS, len(sizes)) - int(chosen.sum()))
         chosen[others[np.linspace(0, len(others), more, endpoint=False).astype(int)]] = True
-        return CutSearch(self.graph, cuts[chosen].tolist())
+        return self._between(cuts[chosen].tolist())
+
+    def _between(self, cuts: Sequence[int]) -> CutSearch:
+        return CutSearch(self.graph, cuts, self.nested)
 
     @cached_property
     def _kinds(self) -> Ints:
@@ -348,19 +359,19 @@ class Search:
 class VariantSearch:
     """Plans over a graph with low-memory variants; what :class:`Search` is without them."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.costs = graph, Replay(graph)
+    def __init__(self, graph: Graph, nested: bool = True) -> None:
+        self.graph, self.nested, self.costs = graph, nested, Replay(graph)
 
     @cached_property
     def economical(self) -> Search:
         """Plans in which every variant runs and costs nothing."""
         free = replace(self.graph, operations=tuple(map(_with_free_variant, self.graph.operations)))
-        return Search(free.with_variants(self.graph.low_memory))
+        return Search(free.with_variants(self.graph.low_memory), self.nested)
 
     @cached_property
     def own(self) -> Search:
         """Plans of PyTorch's own operators alone."""
-        return Search(self.graph.with_variants(()))
+        return Search(self.graph.with_variants(()), self.nested)
 
     @cached_property
     def least_peak(self) -> Candidate:
@@ -446,9 +457,28 @@ def _with_free_variant(op: Operation) -> Operation:
     return replace(op, low_memory=free)
 
 
-def search_of(graph: Graph) -> VariantSearch | Search:
-    """What finds plans of a graph."""
-    return VariantSearch(graph) if graph.low_memory else Search(graph)
+def search_of(graph: Graph, nested: bool = True) -> VariantSearch | Search:
+    """What finds plans of a graph; those that are not ``nested`` run no operation more than twice."""
+    return VariantSearch(graph, nested) if graph.low_memory else Search(graph, nested)
+
+
+def fair(search: VariantSearch | Search, seconds: float) -> Candidate | None:
+    """The least peak that so many ``seconds`` can buy, or a better bargain.
+
+    A plan that peaks up to ``NEAR_KNEE`` higher is one where it saves a larger share of the step than that.
+    """
+    least = search.within(seconds)
+    quicker = least and search.fastest(int(NEAR_KNEE * least.peak_bytes))
+
+    def price(candidate: Candidate) -> float:
+        return candidate.peak_bytes * (search.graph.step_seconds + candidate.seconds)
+
+    return min(filter(None, (least, quicker)), key=price, default=None)
+
+
+def _known(segments: tuple[Segment, ...] | None) -> tuple[Segment, ...]:
+    assert segments is not None
+    return segments
 
 
 def _by_time(candidate: Candidate) -> tuple[float, int]:

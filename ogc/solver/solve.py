@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..collecting import collecting_new_only
 from ..errors import InputError, SolveError
-from ..graph import Graph
+from ..graph import MIB, Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
-from .goal import NEGLIGIBLE, Budget, Goal, Solver, bytes_of
+from ..process import collecting_new_only
+from .goal import FAIR_OVERHEAD, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
 from .references import REFERENCES
-from .search import search_of
+from .search import fair, search_of
 
 
 @collecting_new_only()
@@ -23,12 +23,16 @@ def solve(
     max_overhead: float | None = None,
     solver: str = "optimal",
 ) -> Plan:
-    """The plan that is asked for; without a goal, the one with the least peak, and the least recomputed time at it.
+    """The plan that is asked for; without a goal, the least peak that about one forward more can buy.
+
+    That is: no operation runs more than twice, a step takes at most a third longer, and of two plans that peak within
+    five percent of each other the one whose product of peak and time is less is taken.
 
     Args:
         graph: the weighted graph, from :func:`ogc.parse` or made by hand.
         memory_budget: the least recomputed time such that the simulated peak of activations fits: bytes, a
-            text such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain peak.
+            text such as ``"8GB"`` or ``"512MiB"``, or a float in (0, 1], a share of the plain peak. With ``"least"``,
+            the plan with the least peak whatever its time, and the least recomputed time at it.
         max_overhead: the least peak with at most this share of the plain step's time recomputed.
         solver: ``"optimal"`` or, to compare with, ``"none"`` (the plain model) or one of :mod:`ogc.solver.references`:
             ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a goal.
@@ -82,9 +86,9 @@ def _check_graph(graph: Any) -> None:
 
 
 def optimal(graph: Graph, goal: Goal) -> Plan:
-    """The plan with the least peak, and the least recomputed time at it; or what is asked for instead.
+    """The plan that is asked for, with the least peak that any has in :attr:`ogc.Plan.floor` where nothing is.
 
-    Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.nested`). For a goal, one that
+    Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.levels`). For a goal, one that
     is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.candidates`).
 
     Raises:
@@ -104,7 +108,11 @@ def optimal(graph: Graph, goal: Goal) -> Plan:
     elif goal.max_overhead is not None:
         found = search.within(goal.max_overhead * graph.step_seconds)
     else:
-        found = search.least_peak
+        of_one_level = search_of(graph, nested=False)
+        found = min(search.least_peak, of_one_level.least_peak)
+        plain = replace(plain, floor=(found.peak_bytes, found.seconds))
+        if not goal:
+            found = fair(of_one_level, FAIR_OVERHEAD * graph.step_seconds)
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
     if found is None or found.peak_bytes >= plain.peak_bytes - slack:
         return plain
@@ -116,10 +124,10 @@ def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
     op = graph.operations[cost.peak_event.operation]
     where = " ".join(part for part in (op.module, f"({op.source})" if op.source else "") if part)
     largest = sorted(((graph.values[v].bytes, graph.values[v].name) for v in cost.peak_values), reverse=True)[:5]
-    tensors = ", ".join(f"{name} {size / 1e6:.1f} MB" for size, name in largest)
+    tensors = ", ".join(f"{name} {size / MIB:.1f} MiB" for size, name in largest)
     return (
-        f"no plan found peaks at or below {budget / 1e6:.1f} MB ({budget} bytes); the smallest peak is "
-        f"{least.peak_bytes / 1e6:.1f} MB ({least.peak_bytes} bytes) at {least.overhead:.1%} overhead. It is reached "
+        f"no plan found peaks at or below {budget / MIB:.1f} MiB ({budget} bytes); the smallest peak is "
+        f"{least.peak_bytes / MIB:.1f} MiB ({least.peak_bytes} bytes) at {least.overhead:.1%} overhead. It is reached "
         f"in the {cost.peak_event.phase} of operation {op.name}, {op.target} {where}, with these alive: {tensors}"
     )
 

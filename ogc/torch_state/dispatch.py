@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..on_thread import OnThread
+from ..process import OnThread
 from .private import AUTOCAST, RECORDING, OpOverload, TorchDispatchMode, has_kernel, not_recording, recording, schema_of
 
 _handler: OnThread[Handler | None] = OnThread(None)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..on_thread import OnThread
+from ..process import OnThread
 from .compare import identical, same_bits
 from .private import buffers_of, leave_saved_tensors_hooks, pytree, saved_tensors_hooks_in_use
 from .reads.objects import TABLES, Before, held_by
 from .settings import modes_put_back, random_put_back
 
 unwatched: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Modules that fail where their operators are seen: as leaves they are called without anybody looking."""
+"""Modules that fail where their operators are seen: opaque, they are called without anybody looking."""
 
 writing: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models whose forward was seen to write their own parameters: copies are made of these, too."""

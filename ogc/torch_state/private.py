@@ -72,7 +72,7 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a tensor of a class with operators of its own holds. Without it what a leaf saves of nested ones stays."""
+    """What a tensor of a class with operators of its own holds. Without it nested ones in opaque modules stay."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not _is_wrapper(tensor):
         return {}
     return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
@@ -140,7 +140,7 @@ are_deterministic: Any = _C._get_deterministic_algorithms, _C._get_deterministic
 matmul_precision: Any = _C._get_float32_matmul_precision
 """How exact products of float32 are. Without it as without ``FLAGS``."""
 is_functorch_active: Any = _C._are_functorch_transforms_active
-"""Whether a transform of torch.func runs. Without it custom functions inside one are made leaves, and fail."""
+"""Whether a transform of torch.func runs. Without it custom functions inside one are called as they are, and fail."""
 _BATCHED, _VMAP = map(_C._parse_dispatch_key, ("Batched", "VmapMode"))
 
 

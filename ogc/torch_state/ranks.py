@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ..on_thread import OnThread
+from ..process import OnThread
 from .forwards import only_holds
 from .private import (
     ALONE,

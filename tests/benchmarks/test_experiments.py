@@ -294,9 +294,9 @@ def test_each_part_of_the_search_is_left_out():
             plans[name] = [ogc.solve(graph, **goal) for goal in ({}, {"max_overhead": 0.15})]
     least, quick = plans["nothing"]
     assert plans["nested plans"][0].peak_bytes > 1.2 * least.peak_bytes
-    assert quick.decisions.kept and not plans["kept values"][1].decisions.kept
-    assert plans["kept values"][1].peak_bytes > 1.2 * quick.peak_bytes
-    assert not any(plan.remade for plan in plans["remade values"])
+    assert quick.decisions.saved_values and not plans["saved values"][1].decisions.saved_values
+    assert plans["saved values"][1].peak_bytes > 1.2 * quick.peak_bytes
+    assert not any(plan.recomputed_values for plan in plans["recomputed values"])
 
 
 @pytest.mark.full

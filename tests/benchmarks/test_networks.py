@@ -97,7 +97,7 @@ def test_what_cases_are():
 @pytest.mark.parametrize("name", SMALL)
 def test_small_ones_train_bitwise(name):
     model, x = SMALL[name]()
-    optimised = ogc.optimize(model, x, profile="estimate")
+    optimised = ogc.optimize(model, x, profile="estimate", memory_budget="least")
     assert not optimised.plan.is_plain or name in ("fno_1d", "mixer", "fno_3d")
     assert_same_training(model, optimised, (x,), steps=1)
 
@@ -130,7 +130,7 @@ def test_factorised_reduce_sees_even_and_odd_pixels():
 def test_additions_keep_nothing():
     graph = ogc.parse(Additions(calls=3), torch.randn(2, 1))
     assert len(graph) == 300
-    assert ogc.solve(graph).is_plain
+    assert ogc.solve(graph, memory_budget="least").is_plain
 
 
 def test_bert_reads_both_ways_and_gpt_only_back():
@@ -191,17 +191,17 @@ def test_peaks_of_a_residual_network(monkeypatch, threads):
     noise, peaks = random.Random(0), []
     for _ in range(3):
         slower = [replace(op, forward_seconds=op.forward_seconds * noise.uniform(0.8, 1.2)) for op in graph.operations]
-        peaks.append(ogc.solve(replace(graph, operations=tuple(slower))).peak_bytes)
+        peaks.append(ogc.solve(replace(graph, operations=tuple(slower)), memory_budget="least").peak_bytes)
     assert max(peaks) <= 1.01 * min(peaks)
     monkeypatch.setattr(candidates, "DROP_SIMULATIONS", 0)
-    assert max(peaks) <= 0.93 * ogc.solve(graph).peak_bytes
+    assert max(peaks) <= 0.93 * ogc.solve(graph, memory_budget="least").peak_bytes
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_resnet_on_cuda_trains_bitwise(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     model, x = CASES["resnet18"].build().cuda(), torch.randn(8, 3, 64, 64).cuda()
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     assert optimised.graph.profile == "measure"
     plain, ours = (trace_of_training(model, run, (x,)) for run in (model, optimised))
     assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
@@ -228,7 +228,7 @@ def test_whole_ones_train_bitwise(name):
     if name in ("unet", "googlenet", "mobilenet_v3_large", "convnext_tiny", "swin_t"):
         size = 64
     model, x = whole(name, 2, size)
-    optimised = ogc.optimize(model, x, profile="estimate" if name not in PUBLISHED else "auto")
+    optimised = ogc.optimize(model, x, profile="estimate" if name not in PUBLISHED else "auto", memory_budget="least")
     assert_same_training(model, optimised, (x,), steps=3 if name in PUBLISHED else 2)
 
 
@@ -256,7 +256,7 @@ def test_planning_is_quick(name):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_batch_4_is_below_the_reference_and_as_simulated(name):
     model, x = whole(name, 4)
-    optimised = ogc.optimize(model, x, profile="measure")
+    optimised = ogc.optimize(model, x, profile="measure", memory_budget="least")
     allocate_gradients(model)
     peaks = [peak_bytes(lambda run=run: step(run, x), "cpu") for run in (model, optimised)]
     print(f"{name}: plain {peaks[0] / MIB:.1f} MiB, ogc {peaks[1] / MIB:.1f} MiB")

@@ -164,7 +164,7 @@ def test_what_differs():
 @pytest.mark.full
 def test_ours_must_have_the_plain_bits_and_others_may_differ(trial, capsys):
     def wrong():
-        planned = trial.planned(lambda: ogc.solve(trial.graph))
+        planned = trial.planned(lambda: ogc.solve(trial.graph, memory_budget="least"))
         return Planned(lambda x: 1.5 * planned.run(x), planned.plan)
 
     theirs = trial.measured("peer", lambda: lambda x: 1.5 * trial.model(x))

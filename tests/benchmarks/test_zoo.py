@@ -29,10 +29,10 @@ def build(model=Small):
 
 def test_an_optimized_model_is_equal_and_has_its_figures():
     row = row_of(build)
-    assert (row["verdict"], row["detail"], row["leaves"]) == ("equal", "", 0)
+    assert (row["verdict"], row["detail"], row["opaque_modules"]) == ("equal", "", 0)
     assert row["inputs"] == ["x [16, 8]"] and row["ogc_bytes"] <= row["plain_bytes"]
     said = _said({"name": "small", **row})
-    assert said.startswith("small: equal, ") and "operations in 1 parts, 0 leaves, planned in" in said
+    assert said.startswith("small: equal, ") and "operations in 1 parts, 0 opaque modules, planned in" in said
 
 
 def test_the_plain_model_can_be_tried_alone():
@@ -104,7 +104,7 @@ def test_what_says_nothing_of_us_is_no_difference():
     assert row["verdict"] in ("plain cannot", "refused")
 
 
-def test_a_leaf_is_held_against_the_whole(monkeypatch):
+def test_an_opaque_module_is_held_against_the_whole(monkeypatch):
     monkeypatch.setattr("ogc.in_parts.make.HEAVY", 2.0)  # nothing is planned inside of it
 
     class Branches(Small):
@@ -121,8 +121,8 @@ def test_a_leaf_is_held_against_the_whole(monkeypatch):
             return self.last(self.inner(x))
 
     row = row_of(lambda: build(Whole))
-    assert (row["verdict"], row["leaves"], row["largest_leaf"]) == ("equal", 1, "inner")
-    assert row["leaf_share"] == pytest.approx(964 / 984)
+    assert (row["verdict"], row["opaque_modules"], row["largest_opaque"]) == ("equal", 1, "inner")
+    assert row["opaque_share"] == pytest.approx(964 / 984)
 
 
 def test_tensors_of_objects_are_found():

@@ -193,14 +193,14 @@ def test_what_cannot_be_compared_is_refused():
 
 def test_optimize_verifies_on_request(monkeypatch):
     model, x = Plain(), sample()
-    assert ogc.optimize(model, x, verify=True).plan
+    assert ogc.optimize(model, x, verify=True, memory_budget="least").plan
     planned = importlib.import_module("ogc.planned")
     apply = planned._apply
     monkeypatch.setattr(planned, "_apply", lambda *given: changed(apply(*given), a_gradient))
     with pytest.raises(ogc.CheckError, match=r"differ from the plain model's, first gradient of input 0: off by up to"):
-        ogc.optimize(model, x, verify=True)
+        ogc.optimize(model, x, verify=True, memory_budget="least")
     with pytest.raises(ogc.InputError, match="verify=True compares bit by bit"):
-        ogc.optimize(model, x, verify=True, chunks=2)
+        ogc.optimize(model, x, verify=True, chunks=2, memory_budget="least")
 
 
 def test_verify_finds_gradients_that_a_graph_made_by_hand_gets_wrong():
@@ -213,6 +213,6 @@ def test_verify_finds_gradients_that_a_graph_made_by_hand_gets_wrong():
         return build.output({"y": build.call(torch.mul, y, 1.0), "mean": build.call(torch.mean, y)})
 
     model, x = Plain(), sample()
-    ogc.optimize(model, x, parse_graph=parse_graph)
+    ogc.optimize(model, x, parse_graph=parse_graph, memory_budget="least")
     with pytest.raises(ogc.CheckError, match="gradient of input 0"):
-        ogc.optimize(model, x, parse_graph=parse_graph, verify=True)
+        ogc.optimize(model, x, parse_graph=parse_graph, verify=True, memory_budget="least")

@@ -181,7 +181,7 @@ def made(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_are_the_plain_models(name):
     model = made(name)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert_same_training(model, optimised, (X,))
     given = X.clone().requires_grad_()
     assert_same_training(model, optimised, (given,), steps=2)
@@ -193,7 +193,7 @@ def test_steps_are_the_plain_models(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_peak_is_as_expected_and_never_more_than_the_plain_one(name):
     model = made(name)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     plan, plain, ours = optimised.plan, measured_peak(model, (X,)), measured_peak(optimised, (X,))
     assert ours <= 1.005 * plain
     assert ours <= LESS.get(name, 1.005) * plain
@@ -206,10 +206,10 @@ def test_the_peak_is_as_expected_and_never_more_than_the_plain_one(name):
 @pytest.mark.parametrize("name", ["penalty", "inner step", "sampler"])
 def test_the_saving_is_that_of_optimizing_the_network_by_hand(name):
     model, by_hand = made(name), made(name)
-    by_hand.net = ogc.optimize(by_hand.net, X.clone().requires_grad_())
+    by_hand.net = ogc.optimize(by_hand.net, X.clone().requires_grad_(), memory_budget="least")
     if name == "penalty":
-        by_hand.maker = ogc.optimize(by_hand.maker, X)
-    optimised = ogc.optimize(model, X)
+        by_hand.maker = ogc.optimize(by_hand.maker, X, memory_budget="least")
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert measured_peak(optimised, (X,)) <= 1.01 * measured_peak(by_hand, (X,))
 
 
@@ -229,7 +229,7 @@ def test_a_network_that_is_called_with_its_copy_between():
     """The copy is no part, and what the part saved is not taken for it."""
     model = made("forces")
     model.twin = copy.deepcopy(model.net)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert_same_training(model, optimised, (X,))
 
 
@@ -260,5 +260,5 @@ class InTransform(Forces):
 )
 def test_what_cannot_be_planned_is_told_without_advice_that_was_followed(make, reason):
     with pytest.raises(ParseError, match=reason) as caught:
-        ogc.optimize(make(), X)
+        ogc.optimize(make(), X, memory_budget="least")
     assert "ogc.optimize" not in str(caught.value)

@@ -9,7 +9,7 @@ from helpers import random_graph, random_plans
 import ogc
 from ogc.in_parts import Options
 from ogc.in_parts.joined import BACK, CALL, REGION, REGION_BACK, Chooser, Event, Joined, PartCost, usual_events
-from ogc.solver import Goal
+from ogc.solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, Goal
 
 SEEDS = range(40)
 
@@ -63,9 +63,9 @@ def peaks_one_by_one(step, choice):
     for number, event in enumerate(step.events):
         kind, n = event.key
         if kind == CALL:
-            cost, (kept, beyond) = costs[step.calls[n]], step.kept(choice)[n]
-            assert kept == cost.kept_bytes
-            missing = max(0, step.kept(step.plain)[n][0] - (kept - beyond))
+            cost, (kept, beyond) = costs[step.calls[n]], step.saved(choice)[n]
+            assert kept == cost.saved_bytes
+            missing = max(0, step.saved(step.plain)[n][0] - (kept - beyond))
             found[number] = sum(held.values()) + cost.forward_bytes
             held[n] = kept + sum(min(again, missing) for again in step.saved_again[n])
         elif kind == BACK:
@@ -79,7 +79,7 @@ def peaks_one_by_one(step, choice):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_simulator_and_the_events_give_the_same_peak(seed):
     step = some_step(seed)
-    graph = step.graph({event.key: event.rest for event in step.events})
+    graph = step.graph({event.key: event.outside for event in step.events})
     for choice in some_choices(step, seed)[1:]:
         if not any(plan.is_plain for plan in choice):
             assert step.peak(choice) == ogc.simulate(graph, step.decisions(choice)).peak_bytes
@@ -96,7 +96,7 @@ def test_what_calls_hold_adds_up(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_of_the_graph_is_one_of_each_call_that_takes_no_more(seed):
     step = some_step(seed)
-    graph = step.graph({event.key: event.rest for event in step.events})
+    graph = step.graph({event.key: event.outside for event in step.events})
     for plan in ogc.frontier(graph).plans:
         choice = tuple(step.plan_of_call(n, plan.decisions, "by hand") for n in range(len(step.calls)))
         assert step.peak(choice) <= plan.peak_bytes
@@ -121,7 +121,7 @@ def test_almost_every_choice_is_as_good_as_all_others(calls):
         known = some_choices(step, seed)
         peaks = sorted(map(step.peak, known))
         least, chooser = min(peaks), chooser_of(step)
-        worse["peak"] += step.peak(chooser.chosen(Goal())) > 1.005 * least
+        worse["peak"] += step.peak(chooser.chosen(LEAST_PEAK)) > 1.005 * least
         budget, seconds = peaks[len(peaks) // 2], sum(map(step.seconds, known)) / len(known)
         found = chooser.chosen(Goal(max(1, budget)))
         fits = [step.seconds(choice) for choice in known if step.peak(choice) <= budget]
@@ -137,10 +137,18 @@ def test_almost_every_choice_is_as_good_as_all_others(calls):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_without_a_goal_no_more_time_is_paid_than_is_fair(seed):
+    step = some_step(seed, calls=3)
+    found = chooser_of(step).chosen(FAIR)
+    assert step.seconds(found) <= FAIR_OVERHEAD * step.part_seconds * (1 + 1e-9)
+    assert step.peak(found) <= step.peak(step.plain)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_with_backwards_inside_a_budget_is_kept(seed):
     step = with_backwards_inside(some_step(seed, calls=4), seed)
     chooser, known = chooser_of(step), some_choices(step, seed)[:30]
-    assert step.peak(chooser.chosen(Goal())) <= step.peak(step.plain)
+    assert step.peak(chooser.chosen(LEAST_PEAK)) <= step.peak(step.plain)
     for budget in sorted(map(step.peak, known))[::10]:
         found = chooser.chosen(Goal(max(1, budget)))
         assert found is None or step.peak(found) <= budget

@@ -77,7 +77,7 @@ def test_parts_that_the_forward_leaves_out_by_chance(tmp_path, unsolved, source)
 
 def test_parts_for_which_no_plan_is_better_stay_plain(unsolved):
     model, given = Tower(), rows()
-    plan = ogc.optimize(model, given).plan
+    plan = ogc.optimize(model, given, memory_budget="least").plan
     assert "last" in [one.name for one in plan.idle]
     saved = SavedPlan.from_text(plan.as_saved().text)
     assert saved == plan.as_saved() and saved.idle == plan.idle
@@ -87,7 +87,7 @@ def test_parts_for_which_no_plan_is_better_stay_plain(unsolved):
 
 def test_a_part_that_is_new_is_told():
     model, given = Tower(), rows()
-    plan = ogc.optimize(model, given).plan
+    plan = ogc.optimize(model, given, memory_budget="least").plan
     model.last = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
     with pytest.raises(ogc.PlanError, match=r"does not fit the graph for part last, which has other operations"):
         ogc.optimize(model, given, plan=plan)
@@ -104,7 +104,7 @@ def test_a_part_that_is_new_is_told():
 
 def test_attributes_are_as_ever_after_a_plan_is_taken_up():
     model, given = Counts(), rows()
-    plan = ogc.optimize(model, given).plan
+    plan = ogc.optimize(model, given, memory_budget="least").plan
     again = ogc.optimize(model, given, plan=plan)
     results = []
     for run in (model, again):

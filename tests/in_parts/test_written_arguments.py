@@ -106,7 +106,7 @@ GIVEN = {
 
 def assert_planned_as_plain(model):
     plain = copy.deepcopy(model)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert "part" in {part.name for part in optimised.plan.parts}
     assert_same_training(model, optimised, (X,))
     ours = measured_peak(optimised, (X,))
@@ -133,7 +133,7 @@ def test_it_is_given_in_any_way(way, given):
 def test_evaluation_writes_it_too():
     torch.manual_seed(0)
     model = Model(scales)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     for run in (model.eval(), optimised.eval()):
         with torch.no_grad():
             *_, count = run(X)
@@ -145,7 +145,7 @@ def test_evaluation_writes_it_too():
 def test_other_sizes():
     torch.manual_seed(0)
     model = Model(scales)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert_same_training(model, optimised, (X[:50],))
     assert not optimised.report().plain
 
@@ -154,7 +154,7 @@ def test_other_sizes():
 def test_a_whole_model_writes_its_argument_and_is_checked(way):
     torch.manual_seed(0)
     model = Part(way)
-    optimised = ogc.optimize(model, torch.randn(128, 32, requires_grad=True) * 1.0, verify=True)
+    optimised = ogc.optimize(model, torch.randn(128, 32, requires_grad=True) * 1.0, verify=True, memory_budget="least")
 
     def found(run):
         model.zero_grad()
@@ -187,7 +187,7 @@ def test_two_parts_write_the_same_tensor():
     """What the first one reads is gone when its backward comes: its blocks are planned one by one."""
     torch.manual_seed(0)
     model = TwoOfThem(writes_and_returns_another, masks)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     names = {part.name for part in optimised.plan.parts}
     assert "other" in names and "part" not in names and "part.blocks.1" in names
     assert_same_training(model, optimised, (X,))
@@ -210,7 +210,7 @@ class Misused(Model):
 def test_misuse_is_an_error_as_in_the_plain_model():
     torch.manual_seed(0)
     model = Misused(scales)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert_same_training(model, optimised, (X,))
     model.is_misused = optimised.is_misused = True
     for run in (model, optimised):
@@ -230,7 +230,7 @@ class Leaf(Model):
 def test_a_leaf_cannot_be_written_as_in_the_plain_model():
     torch.manual_seed(0)
     model = Leaf(scales)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert_same_training(model, optimised, (X,))
     for run in (model, optimised):
         with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
@@ -267,7 +267,7 @@ def test_encoders_that_blank_padding_in_place(kind):
     mask = torch.arange(40) < torch.tensor([[40], [25], [10]])
     given = torch.randn(3, 40, 8), mask
     model = Speech().train()
-    optimised = ogc.optimize(model, given)
+    optimised = ogc.optimize(model, given, memory_budget="least")
     assert "encoder" in {part.name for part in optimised.plan.parts}
     assert_same_training(model, optimised, given)
     assert measured_peak(optimised, given) <= 0.4 * measured_peak(model, given)

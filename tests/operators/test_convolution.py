@@ -155,7 +155,7 @@ def test_any_plan_peaks_as_simulated_and_trains_as_the_plain_model(profile, seed
 @pytest.mark.parametrize("threads", [2], indirect=True)
 def test_another_number_of_threads_gives_what_it_gives_the_plain_model(threads):
     model, x = Wide(), wide_images()
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     for other in (1, threads, 3):
         torch.set_num_threads(other)
         assert_same_training(model, optimised, (x,))
@@ -200,7 +200,7 @@ def test_a_plan_is_carried_over_to_no_images():
         nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Upsample(16)) for _ in range(3)
     )
     model = nn.Sequential(*layers)
-    optimised = ogc.optimize(model, torch.randn(4, 8, 16, 16))
+    optimised = ogc.optimize(model, torch.randn(4, 8, 16, 16), memory_budget="least")
     for images in (4, 0, 1):
         assert_same_training(model, optimised, (torch.randn(images, 8, 16, 16),), steps=1)
     assert optimised.report().plain == 0

@@ -51,7 +51,7 @@ class Packed(Net):
 @pytest.mark.parametrize("kind", [Aligned, Packed])
 def test_operators_without_a_kernel_for_meta_tensors(kind, profile):
     model = kind()
-    optimised = ogc.optimize(model, TOKENS, profile=profile)
+    optimised = ogc.optimize(model, TOKENS, profile=profile, memory_budget="least")
     assert ogc.check(model, optimised, TOKENS).ok
     assert all(op.backward_seconds > 0 for op in optimised.graph.operations if "ctc" in op.target)
 
@@ -65,7 +65,7 @@ def test_what_fails_on_shapes_alone_is_named_in_the_log(caplog, monkeypatch):
     monkeypatch.setitem(registry._registered, relu, replace(registry.of(relu), on_meta=broken))
     with caplog.at_level(logging.INFO, "ogc"):
         graph = ogc.parse(model, x)
-        ogc.optimize(Packed(), TOKENS)
+        ogc.optimize(Packed(), TOKENS, memory_budget="least")
     assert graph.operations[-1].backward_bytes and graph.operations[-1].forward_seconds
     told = {record.args[0]: record for record in caplog.records if "is weighed on real tensors" in record.message}
     assert told[torch.ops.aten.relu.default].levelname == "WARNING"
@@ -111,6 +111,6 @@ def test_operators_without_a_derivative_that_no_backward_comes_to(profile):
     model, x = Masks(), torch.randn(64, 8)
     graph = ogc.parse(model, x, profile=profile)
     assert "aten.bernoulli.p" in [op.target for op in graph.operations]
-    assert_same_training(model, ogc.optimize(model, x, profile=profile), (x,))
+    assert_same_training(model, ogc.optimize(model, x, profile=profile, memory_budget="least"), (x,))
     wholly = ogc.apply(model, graph, ogc.make_plan(graph, [ogc.recomputed(0, len(graph))]))
     assert_same_training(model, wholly, (x,))

@@ -151,7 +151,7 @@ def test_an_operator_with_a_low_memory_form_is_added_by_registering_it(threshold
     assert {op.low_memory.internal_bytes for op in found} == {x.numel()}  # a byte for each number
     assert {op.internal_bytes for op in found} == {0}
     saved = [ogc.saved(0, len(graph))]
-    for plan in (ogc.make_plan(graph, saved, low_memory=graph.low_memory), ogc.solve(graph)):
+    for plan in (ogc.make_plan(graph, saved, low_memory=graph.low_memory), ogc.solve(graph, memory_budget="least")):
         optimised = ogc.apply(model, graph, plan)
         assert "low_memory.threshold(" in optimised.code
         assert_same_training(model, optimised, (x,))

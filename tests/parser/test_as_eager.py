@@ -86,7 +86,7 @@ def test_attention_is_that_of_eager(grouped):
         )
 
     model = Net(attend)
-    optimised = ogc.optimize(model, X, verify=True)
+    optimised = ogc.optimize(model, X, verify=True, memory_budget="least")
     (call,) = (n for n in optimised.graph.program.operations if "attention" in str(n.target))
     assert call.args[5] is True and call.kwargs["enable_gqa"] is grouped
     assert_same_training(model, optimised, (X,))
@@ -111,7 +111,7 @@ def test_a_full_slice_is_none():
     model = model.to(memory_format=torch.channels_last)
     assert not any("slice" in target for target in targets(ogc.parse(model, images)))
     assert any("slice" in target for target in targets(ogc.parse(Crops(7), images)))
-    assert_same_training(model, ogc.optimize(model, images), (images,))
+    assert_same_training(model, ogc.optimize(model, images, memory_budget="least"), (images,))
     assert_same_training(model, forced(model, images), (images,))
 
 
@@ -137,10 +137,10 @@ class MaskedInPlace(Masked):
 
 
 @pytest.mark.parametrize("make", [Masked, MaskedInPlace])
-def test_memory_that_is_assigned_past_autograd_makes_a_leaf(make):
+def test_memory_that_is_assigned_past_autograd_makes_an_opaque_module(make):
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), make(), nn.Sigmoid(), nn.Linear(6, 6))
-    optimised = ogc.optimize(model, X)
-    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    optimised = ogc.optimize(model, X, memory_budget="least")
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("opaque")] == ["2"]
     assert_same_training(model, optimised, (X,))
     with pytest.raises(ParseError, match=r"data.*test_as_eager.py:\d+"):
         ogc.parse(make(), X)
@@ -153,8 +153,8 @@ class ReadsData(nn.Linear):
 
 def test_memory_that_is_read_past_autograd_has_no_gradient():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), ReadsData(6, 6), nn.Sigmoid(), nn.Linear(6, 6))
-    optimised = ogc.optimize(model, X)
-    assert not any(target.startswith("leaf") for target in targets(optimised.graph))
+    optimised = ogc.optimize(model, X, memory_budget="least")
+    assert not any(target.startswith("opaque") for target in targets(optimised.graph))
     assert_same_training(model, optimised, (X,))
 
 
@@ -165,10 +165,10 @@ class ReadsStorage(nn.Linear):
         return F.linear(x, weight) + super().forward(x)
 
 
-def test_memory_that_is_reached_through_its_storage_makes_a_leaf():
+def test_memory_that_is_reached_through_its_storage_makes_an_opaque_module():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), ReadsStorage(6, 6), nn.Sigmoid(), nn.Linear(6, 6))
-    optimised = ogc.optimize(model, X)
-    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    optimised = ogc.optimize(model, X, memory_budget="least")
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("opaque")] == ["2"]
     assert_same_training(model, optimised, (X,))
     twin = copy.deepcopy(optimised)
     with torch.no_grad():
@@ -209,8 +209,8 @@ EVERYDAY = {
 @pytest.mark.parametrize("name", EVERYDAY)
 def test_everyday_code_is_planned(name):
     model = Net(EVERYDAY[name])
-    for optimised in (ogc.optimize(model, X), forced(model, X)):
-        assert not any(target.startswith("leaf") for target in targets(optimised.graph))
+    for optimised in (ogc.optimize(model, X, memory_budget="least"), forced(model, X)):
+        assert not any(target.startswith("opaque") for target in targets(optimised.graph))
         for seed in range(2):
             assert_same_training(model, optimised, (X + seed,), steps=2)
 
@@ -222,7 +222,7 @@ def test_numbers_may_be_returned():
             return y, y.shape[0], {"size": y.size(), "text": "text", "nothing": None}
 
     model = Sized(torch.sin)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     (ours, *rest), (theirs, *others) = optimised(X), model(X)
     assert torch.equal(ours, theirs) and rest == others
     assert optimised(X[:3])[1] == 3
@@ -261,17 +261,17 @@ class BeginsGradient(nn.Module):
 @pytest.mark.parametrize("by_method", [False, True])
 def test_a_tensor_may_be_said_to_require_grad(by_method):
     model = BeginsGradient(by_method)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert "aten.requires_grad_.default" in targets(optimised.graph)
     assert_same_training(model, optimised, (X,))
     assert_same_training(model, forced(model, X), (X,))
-    assert_same_training(nn.Sequential(model), ogc.optimize(nn.Sequential(model), X), (X,))
+    assert_same_training(nn.Sequential(model), ogc.optimize(nn.Sequential(model), X, memory_budget="least"), (X,))
 
 
-def test_a_custom_function_in_the_models_own_forward_is_a_leaf_of_one_call():
+def test_a_custom_function_in_the_models_own_forward_is_an_opaque_module_of_one_call():
     model = Net(lambda x: Cube.apply(x.sin(), 3).exp())
-    optimised = ogc.optimize(model, X, verify=True)
-    assert targets(optimised.graph).count("leaf Cube") == 1
+    optimised = ogc.optimize(model, X, verify=True, memory_budget="least")
+    assert targets(optimised.graph).count("opaque Cube") == 1
     assert_same_training(model, optimised, (X,))
     assert_same_training(model, forced(model, X), (X,))
     assert_same_training(model, optimised, (X[:2],), steps=1)
@@ -286,7 +286,7 @@ def test_a_function_that_was_looked_up_before_is_seen_all_the_same():
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_compiled_submodule_is_a_leaf(wrapped):
+def test_a_compiled_submodule_is_an_opaque_module(wrapped):
     torch._dynamo.reset()
     inner = nn.Sequential(nn.Linear(6, 6), nn.GELU())
     if not wrapped:
@@ -294,7 +294,7 @@ def test_a_compiled_submodule_is_a_leaf(wrapped):
     part = torch.compile(inner, backend="eager") if wrapped else inner
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), part, nn.Sigmoid(), nn.Linear(6, 6))
     optimised = forced(model, X)
-    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("opaque")] == ["2"]
     assert_same_training(model, optimised, (X,), steps=2)
 
 
@@ -365,7 +365,7 @@ class OfTensor(nn.Module):
 @pytest.mark.parametrize("reads_numbers", [False, True])
 def test_blocks_that_write_into_what_they_are_given_are_planned(reads_numbers):
     model, x = OfTensor(reads_numbers), torch.randn(256, 32)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     plan = optimised.plan
     assert isinstance(plan, ogc.PartsPlan) == reads_numbers
     assert plan.peak_bytes < 0.5 * plan.plain_peak_bytes
@@ -380,7 +380,7 @@ def test_lists_and_dicts_that_are_given_hold_what_the_plain_forward_leaves_in_th
     made = [
         ({"nodes": OrderedDict(x=torch.ones(256, 32)), "last": 1, "kept": []}, [torch.zeros(256)]) for _ in range(3)
     ]
-    optimised = ogc.optimize(model, made[0])
+    optimised = ogc.optimize(model, made[0], memory_budget="least")
     assert list(made[0][0]) == ["nodes", "last", "kept"] and len(made[0][1]) == 1, "the sample is as it was"
     for run, (data, found) in ((model, made[1]), (optimised, made[2])):
         nodes, kept = data["nodes"], data["kept"]
@@ -416,7 +416,7 @@ class Fills(nn.Module):
 def test_lists_that_are_written_may_be_one(is_one):
     model, x = Fills(), torch.randn(64, 16)
     sample = [torch.zeros(64, 16)]
-    optimised = ogc.optimize(model, (x, sample, sample if is_one else [1]))
+    optimised = ogc.optimize(model, (x, sample, sample if is_one else [1]), memory_budget="least")
     assert not optimised.plan.is_plain
     for together in (is_one, not is_one):
         found = []
@@ -480,8 +480,8 @@ class Shapes(nn.Module):
 @pytest.mark.parametrize("reads_numbers", [False, True])
 def test_data_may_be_looked_at(reads_numbers):
     model, x = Shapes(reads_numbers), torch.randn(64, 32)
-    optimised = ogc.optimize(model, x, profile="estimate")
+    optimised = ogc.optimize(model, x, profile="estimate", memory_budget="least")
     graphs = optimised.graph.values() if reads_numbers else [optimised.graph]
-    assert not any(op.target.startswith("leaf") for graph in graphs for op in graph.operations)
+    assert not any(op.target.startswith("opaque") for graph in graphs for op in graph.operations)
     assert optimised.plan.peak_bytes < optimised.plan.plain_peak_bytes
     assert_same_training(model, optimised, (x,))

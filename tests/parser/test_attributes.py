@@ -92,10 +92,10 @@ def starts_at_what_it_is_given(part, x):
 
 
 @pytest.mark.parametrize("aside", [counts, keeps, collects, tabulates, is_another_at_first, doubles_its_gradient])
-def test_a_module_that_leaves_something_behind_is_a_leaf(aside, caplog):
+def test_a_module_that_leaves_something_behind_is_an_opaque_module(aside, caplog):
     model = Net(aside)
-    optimised = ogc.optimize(model, X)
-    assert [op.target for op in optimised.graph.operations].count("leaf Part") == 1
+    optimised = ogc.optimize(model, X, memory_budget="least")
+    assert [op.target for op in optimised.graph.operations].count("opaque Part") == 1
     assert caplog.text.count("part (") == 1
     assert model.part.left_behind() == Net(aside).part.left_behind()
     plain = Net(aside)
@@ -125,21 +125,21 @@ class ByMethod(Net):
         (collects, "the model changes its attribute part.seen"),
     ],
 )
-def test_a_module_of_which_only_methods_are_called_is_no_leaf_that_would_write(aside, what):
+def test_a_module_of_which_only_methods_are_called_is_no_opaque_module_that_would_write(aside, what):
     with pytest.raises(ParseError, match=f"{what} in each call"):
-        ogc.optimize(ByMethod(aside), X)
+        ogc.optimize(ByMethod(aside), X, memory_budget="least")
 
 
 @pytest.mark.parametrize("aside", [hooks_itself_once, starts_at_what_it_is_given])
 def test_what_nobody_outside_sees_is_no_reason_to_refuse(aside):
     model = Net(aside)
-    assert_same_training(model, ogc.optimize(model, X), (X,), steps=2)
+    assert_same_training(model, ogc.optimize(model, X, memory_budget="least"), (X,), steps=2)
 
 
-def test_an_attribute_that_the_first_call_settles_is_no_reason_for_a_leaf(caplog):
+def test_an_attribute_that_the_first_call_settles_is_no_reason_for_an_opaque_module(caplog):
     model = Net(settles)
-    optimised = ogc.optimize(model, X)
-    assert not any("leaf" in op.target for op in optimised.graph.operations)
+    optimised = ogc.optimize(model, X, memory_budget="least")
+    assert not any("opaque" in op.target for op in optimised.graph.operations)
     assert not caplog.text
     assert model.part.calls == 0
     assert_same_training(model, optimised, (X,), steps=2)
@@ -159,5 +159,5 @@ def test_an_attribute_that_the_first_call_settles_is_no_reason_for_a_leaf(caplog
 def test_a_model_that_leaves_something_behind_is_refused(aside, message):
     model = Part(aside)
     with pytest.raises(ParseError, match=message):
-        ogc.optimize(model, X)
+        ogc.optimize(model, X, memory_budget="least")
     assert model.left_behind() == Part(aside).left_behind()

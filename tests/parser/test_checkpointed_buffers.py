@@ -41,7 +41,7 @@ def test_they_are_those_of_the_model_without_checkpoint(kind, caplog):
     without, x = Checkpointed(KINDS[kind], False), torch.randn(8, 16)
     model = copy.deepcopy(without)
     model.is_checkpointed = True
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     for run in (without, optimised):
         for _ in range(2):
             run(x).square().sum().backward()
@@ -53,5 +53,9 @@ def test_they_are_those_of_the_model_without_checkpoint(kind, caplog):
 
 @pytest.mark.parametrize("is_checkpointed", [True, False])
 def test_nothing_is_told_without_need(is_checkpointed, caplog):
-    ogc.optimize(Checkpointed(nn.Tanh if is_checkpointed else KINDS["batch norm"], is_checkpointed), torch.randn(8, 16))
+    ogc.optimize(
+        Checkpointed(nn.Tanh if is_checkpointed else KINDS["batch norm"], is_checkpointed),
+        torch.randn(8, 16),
+        memory_budget="least",
+    )
     assert "torch.utils.checkpoint" not in caplog.text

@@ -116,7 +116,7 @@ def test_a_models_own_method_is_used_unless_told_otherwise():
     assert "edge 1 -> 2" in modules_of(ogc.parse(model, SAMPLE))
     assert "edge 1 -> 2" not in modules_of(ogc.parse(model, SAMPLE, parse_graph=False))
     assert "node 'relu'" in modules_of(ogc.parse(model, SAMPLE, parse_graph=by_graph))
-    assert_same_training(model, ogc.optimize(model, SAMPLE), (SAMPLE,))
+    assert_same_training(model, ogc.optimize(model, SAMPLE, memory_budget="least"), (SAMPLE,))
     with pytest.raises(InputError, match="Small has no method parse_graph"):
         ogc.parse(Small(), SAMPLE, parse_graph=True)
 
@@ -147,10 +147,10 @@ def test_keyword_inputs_and_structured_outputs():
 
     model = Structured()
     sample = {"scale": torch.tensor(2.0), "x": SAMPLE}
-    optimised = ogc.optimize(model, sample, parse_graph=build)
+    optimised = ogc.optimize(model, sample, parse_graph=build, memory_budget="least")
     assert set(optimised(**sample)) == {"scaled", "all"} and optimised(**sample)["all"][1] == "text"
     for form in (lambda model, x, scale: torch.export.export(model, (), {"scale": scale, "x": x}), build):
-        assert ogc.check(model, ogc.optimize(model, sample, parse_graph=form), **sample)
+        assert ogc.check(model, ogc.optimize(model, sample, parse_graph=form, memory_budget="least"), **sample)
 
 
 def test_parameters_and_constants_may_be_arguments():
@@ -163,13 +163,13 @@ def test_parameters_and_constants_may_be_arguments():
         return builder.output(builder.call(torch.add, y, builder.call(model.norm, builder.call(model.second, y))))
 
     model = Small()
-    assert_same_training(model, ogc.optimize(model, SAMPLE, parse_graph=build), (SAMPLE,))
+    assert_same_training(model, ogc.optimize(model, SAMPLE, parse_graph=build, memory_budget="least"), (SAMPLE,))
 
 
 def test_sliced_batches_use_the_graph_too():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(12544, 2))
     x = torch.randn(8, 3, 32, 32)
-    optimised = ogc.optimize(model, x, parse_graph=by_module, chunks=4)
+    optimised = ogc.optimize(model, x, parse_graph=by_module, chunks=4, memory_budget="least")
     assert any(op.target == "chunked" for op in optimised.graph.operations)
     torch.testing.assert_close(optimised(x), model(x))
 
@@ -447,7 +447,7 @@ def assert_refused(parse_graph, message, kind):
     random = torch.get_rng_state()
     attributes = set(vars(model))
     with pytest.raises(kind, match=message) as caught:
-        ogc.optimize(model, SAMPLE, parse_graph=parse_graph)
+        ogc.optimize(model, SAMPLE, parse_graph=parse_graph, memory_budget="least")
     assert issubclass(kind, OgcError) or kind is KeyError
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state())

@@ -36,7 +36,7 @@ class ByName:
         self.operators = operators
         self.calls = 0
 
-    def __call__(self, sample, forward, leaves, is_careful):
+    def __call__(self, sample, forward, opaque, is_careful):
         self.calls += 1
         flat = FlatForward(forward, sample.spec)
         flat.run(sample.tensors)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ogc
-from ogc.graph import RuntimeCosts
-from ogc.operation import Operation, Variant
+from ogc.graph import Operation, RuntimeCosts, Variant
 from ogc.parser.weigh.host import OF_BACKWARD, OF_FORWARD, beside_device, longest
 
 COSTS = RuntimeCosts(1.0, 2.0, 3.0, 4.0)

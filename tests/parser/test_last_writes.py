@@ -68,7 +68,7 @@ def test_training_is_that_of_the_plain_model_under_any_plan(prepare):
     graph = ogc.parse(model, TOKENS)
     for seed in range(4):
         rng = random.Random(seed)
-        plan = ogc.make_plan(graph, random_tree(graph, rng), remade=random_values(graph, rng))
+        plan = ogc.make_plan(graph, random_tree(graph, rng), recomputed_values=random_values(graph, rng))
         assert_same_training(model, ogc.apply(model, graph, plan), (TOKENS,), steps=2)
 
 
@@ -91,7 +91,7 @@ def test_a_plan_with_a_copy_is_carried_over(caplog):
 
 def test_memory_of_the_encoder_is_saved():
     model, tokens = Pair(shifted, width=64), TOKENS.repeat(8, 8)
-    optimised = ogc.optimize(model, tokens)
+    optimised = ogc.optimize(model, tokens, memory_budget="least")
     assert optimised.plan.peak_bytes < 0.5 * optimised.plan.plain_peak_bytes
     assert measured_peak(optimised, (tokens,)) < 0.6 * measured_peak(model, (tokens,))
 

@@ -107,7 +107,7 @@ def test_what_a_forward_makes_is_planned_as_a_whole(run):
     x = torch.randn(256, 16)
     for _ in range(2):
         model = Net(run)
-        optimised = ogc.optimize(model, x)
+        optimised = ogc.optimize(model, x, memory_budget="least")
         assert isinstance(optimised.plan, ogc.Plan) and not optimised.plan.is_plain
     assert_same_training(model, optimised, (x,))
     assert_same_training(model, optimised, (torch.randn(200, 16),))
@@ -126,7 +126,7 @@ def test_what_was_made_around_the_forward_is_still_read():
         return x
 
     models = [Net(scaled) for _ in range(2)]
-    optimised = [ogc.optimize(model, x) for model in models]
+    optimised = [ogc.optimize(model, x, memory_budget="least") for model in models]
     for factor in (1.0, 0.5, 2.0):  # noqa: B007
         for model, run in zip(models, optimised, strict=True):
             assert_same_training(model, run, (x,), steps=1)
@@ -158,7 +158,7 @@ def test_what_an_earlier_forward_made_and_kept_is_read():
     model, x = Stores(), torch.randn(256, 16)
     model(x)
     first = model.box
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     for value in (1.0, 3.0, 0.5):
         first[0] = value
         assert_same_training(model, optimised, (x,), steps=1)

@@ -73,7 +73,7 @@ def test_other_numbers(name, looks):
     use, is_quick = USES[name]
     torch.manual_seed(0)
     model, x = Scaled(use), torch.randn(6, 8)
-    optimised = ogc.optimize(model, (x, 0.3))
+    optimised = ogc.optimize(model, (x, 0.3), memory_budget="least")
     for number in (0.7, 0.4, 0.9, 0.3):
         ours, plain = run(optimised, model, x, number), run(model, model, x, number)
         assert all(map(torch.equal, ours, plain)), number
@@ -87,7 +87,7 @@ def test_other_numbers(name, looks):
 def test_numbers_that_operators_take_for_special_are_looked_at(name, special, looks):
     """x ** 2 saves something else than x ** 1.9, and no dropout saves no mask."""
     model, x = Scaled(USES[name][0]), torch.randn(6, 8)
-    optimised = ogc.optimize(model, (x, 0.3))
+    optimised = ogc.optimize(model, (x, 0.3), memory_budget="least")
     for number in (1.0, 0.0) if special is None else (special, 0.4):
         assert all(map(torch.equal, run(optimised, model, x, number), run(model, model, x, number)))
     assert bool(looks) is (special is not None)
@@ -96,7 +96,7 @@ def test_numbers_that_operators_take_for_special_are_looked_at(name, special, lo
 def test_a_schedule_of_an_attribute(looks):
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 8))
     x = torch.randn(6, 8)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     for step in range(1, 6):
         model[1].p, model[3].eps = 0.1 + step / 20, 1e-5 * step
         assert all(map(torch.equal, run(optimised, model, x), run(model, model, x)))
@@ -112,7 +112,7 @@ def test_a_forward_that_changes_attributes_is_looked_at(looks):
 
     model, x = Counting(USES["product"][0]), torch.randn(6, 8)
     model(x, 0.1)
-    optimised = ogc.optimize(model, (x, 0.3))
+    optimised = ogc.optimize(model, (x, 0.3), memory_budget="least")
     for number in (0.7, 0.4):
         assert all(map(torch.equal, run(optimised, model, x, number), run(model, model, x, number)))
 
@@ -123,5 +123,5 @@ def test_a_returned_number_is_that_of_the_call():
             return super().forward(x, number), number * 2
 
     model, x = Returning(USES["product"][0]), torch.randn(6, 8)
-    optimised = ogc.optimize(model, (x, 0.3))
+    optimised = ogc.optimize(model, (x, 0.3), memory_budget="least")
     assert [optimised(x, number)[1] for number in (0.3, 0.4, 0.5)] == [0.6, 0.8, 1.0]

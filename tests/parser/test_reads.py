@@ -1,4 +1,4 @@
-"""Numbers that Python reads out of tensors: guards where inputs and buffers decide on them, else leaves."""
+"""Numbers that Python reads out of tensors: guards where inputs and buffers decide on them, else opaque modules."""
 
 import logging
 
@@ -114,7 +114,7 @@ class Sized(Net):
 def test_what_the_inputs_decide_on_is_a_guard(read, caplog):
     model = (Sized if read in SIZED else Net)(read)
     with caplog.at_level(logging.WARNING):
-        optimised = ogc.optimize(model, (X, MASKS[0]))
+        optimised = ogc.optimize(model, (X, MASKS[0]), memory_budget="least")
     assert "as they are" not in caplog.text
     guards = optimised.graph.program.guards
     assert guards is not None and all("test_reads.py:" in what for what in guards.what)
@@ -129,7 +129,7 @@ def test_no_plan_is_made_twice(read, monkeypatch):
     original = runner.Runner._make
     monkeypatch.setattr(runner.Runner, "_make", lambda *args: (made.append(1), original(*args))[1])
     model = (Sized if read in SIZED else Net)(read)
-    optimised = ogc.optimize(model, (X, MASKS[0]))
+    optimised = ogc.optimize(model, (X, MASKS[0]), memory_budget="least")
     optimised(X, MASKS[0].clone())
     assert not made
     for _ in range(3):
@@ -139,7 +139,7 @@ def test_no_plan_is_made_twice(read, monkeypatch):
 
 
 def test_the_log_says_what_was_read_and_where(caplog):
-    optimised = ogc.optimize(Net(of_int), (X, MASKS[0]))
+    optimised = ogc.optimize(Net(of_int), (X, MASKS[0]), memory_budget="least")
     with caplog.at_level(logging.INFO, logger="ogc.runtime.runner"):
         optimised(X, MASKS[1])
     assert "item() of a tensor at test_reads.py:" in caplog.text and "gives 6 where it gave 2" in caplog.text
@@ -150,7 +150,7 @@ def test_a_buffer_that_the_forward_leaves_alone_is_a_guard():
         return x * 2 if net.limit[0] > 1 else x.sin()
 
     model = Net(read)
-    optimised = ogc.optimize(model, (X, MASKS[0]))
+    optimised = ogc.optimize(model, (X, MASKS[0]), memory_budget="least")
     for limit in (2.0, 0.0, 3.0):
         model.limit.fill_(limit)
         assert_same_training(model, optimised, (X, MASKS[0]), steps=1)
@@ -210,11 +210,11 @@ NO_GUARDS = [activation, parameter, counter, chance, chance_in_place, bernoulli,
 
 @pytest.mark.full
 @pytest.mark.parametrize("read", NO_GUARDS)
-def test_what_else_decides_makes_a_leaf(read):
+def test_what_else_decides_makes_an_opaque_module(read):
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Part(read), nn.Linear(6, 6), nn.Sigmoid(), nn.Linear(6, 6))
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert optimised.graph.program.guards is None
-    assert [op.module for op in optimised.graph.operations if op.target.startswith("leaf")] == ["2"]
+    assert [op.module for op in optimised.graph.operations if op.target.startswith("opaque")] == ["2"]
     for _ in range(2):
         assert_same_training(model, optimised, (X,), steps=3)
         assert_same_training(model, optimised, (-X,), steps=3)
@@ -231,7 +231,7 @@ def test_a_number_that_only_a_message_names_is_not_read():
         return x * part.scale if len(f"{x.sum():.1f} {x}") else x
 
     model = Part(read)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     assert optimised.graph.program.guards is None
     assert_same_training(model, optimised, (X,))
 
@@ -268,4 +268,4 @@ def test_results_that_are_left_to_chance_stay_with_what_uses_them():
     model, x = UsesLayers(), X.repeat(20, 1)
     with pytest.raises(ParseError, match="returns something else by chance"):
         ogc.parse(model, x)
-    assert_same_training(model, ogc.optimize(model, x), (x,), steps=5)  # in parts
+    assert_same_training(model, ogc.optimize(model, x, memory_budget="least"), (x,), steps=5)  # in parts

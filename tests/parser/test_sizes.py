@@ -1,4 +1,4 @@
-"""Sizes that data decide: seen whatever the operator, and a guard, or the reason for a leaf or for parts."""
+"""Sizes that data decide: seen whatever the operator, and a guard, or the reason for an opaque module or for parts."""
 
 import logging
 
@@ -113,7 +113,7 @@ def given(above, seed=0):
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_number_of_hits_gives_what_the_model_gives(name):
     model = Net(LOSSES[name])
-    optimised = ogc.optimize(model, given(6))
+    optimised = ogc.optimize(model, given(6), memory_budget="least")
     assert not isinstance(optimised.plan, ogc.PartsPlan) and not optimised.plan.is_plain
     assert optimised.graph.program.guards is not None
     for seed, above in enumerate((6, 2, 16, 6)):
@@ -139,7 +139,7 @@ SEEN = {
 def test_what_no_data_decide_is_no_guard(name, caplog):
     model = Net(SEEN[name])
     with caplog.at_level(logging.WARNING):
-        optimised = ogc.optimize(model, given(6))
+        optimised = ogc.optimize(model, given(6), memory_budget="least")
     assert optimised.graph.program.guards is None and "as they are" not in caplog.text
     for seed, above in enumerate((6, 0, 16)):
         assert_same_training(model, optimised, given(above, seed), steps=1)
@@ -158,7 +158,7 @@ def test_what_no_data_decide_is_no_guard(name, caplog):
 def test_activations_that_decide_leave_the_model_to_its_parts(loss, caplog):
     model = Net(loss)
     with caplog.at_level(logging.WARNING):
-        optimised = ogc.optimize(model, given(6))
+        optimised = ogc.optimize(model, given(6), memory_budget="least")
     assert isinstance(optimised.plan, ogc.PartsPlan)
     assert "whose result has a shape that depends on the data" in caplog.text
     for seed in range(3):
@@ -166,7 +166,7 @@ def test_activations_that_decide_leave_the_model_to_its_parts(loss, caplog):
 
 
 class Hits(torch.autograd.Function):
-    """A leaf whose result is as long as there are hits."""
+    """An opaque module whose result is as long as there are hits."""
 
     @staticmethod
     def forward(ctx, x, y):
@@ -186,9 +186,9 @@ class Head(nn.Module):
         return Hits.apply(h, y).sum() / max(1, len(Hits.apply(h, y)))
 
 
-def test_a_leaf_that_gives_other_sizes_for_other_data_is_found_before_training():
+def test_an_opaque_module_that_gives_other_sizes_for_other_data_is_found_before_training():
     model = Net(Head())
-    optimised = ogc.optimize(model, given(6))
+    optimised = ogc.optimize(model, given(6), memory_budget="least")
     for seed, above in enumerate((6, 2, 0, 16)):
         assert_same_training(model, optimised, given(above, seed), steps=1)
 
@@ -210,9 +210,9 @@ def bits(y):
 
 @pytest.mark.full
 def test_a_size_that_nobody_sees_is_found_on_other_inputs():
-    """It leaves the module to itself, a leaf."""
+    """It leaves the module to itself, an opaque module."""
     model = WithHidden()
-    optimised = ogc.optimize(model, given(6))
+    optimised = ogc.optimize(model, given(6), memory_budget="least")
     for seed, above in enumerate((6, 2, 16)):
         assert_same_training(model, optimised, given(above, seed), steps=1)
 

@@ -12,7 +12,7 @@ import ogc
 from ogc.errors import ParseError
 from ogc.parser.arguments import Sample
 from ogc.parser.faithful import faithful_program
-from ogc.parser.leaves import Leaves
+from ogc.parser.opaque import OpaqueModules
 from ogc.parser.traced import OpaqueError
 from ogc.parser.verify import verify
 from ogc.program.program import WithoutGrad
@@ -65,7 +65,7 @@ def recorded():
     torch.manual_seed(0)
     model = Model()
     sample = Sample(model, *InputSpec.of((torch.randn(4, 3, 8, 8), torch.rand(4)), {}))
-    return sample, faithful_program(sample, None, Leaves(model, ()))
+    return sample, faithful_program(sample, None, OpaqueModules(model, ()))
 
 
 def copied(traced):

@@ -261,4 +261,4 @@ def writes_what_was_saved_before(net, v):
 )
 def test_other_writes_are_refused(part, message):
     with pytest.raises(ParseError, match=message):
-        ogc.optimize(Net(part), X)
+        ogc.optimize(Net(part), X, memory_budget="least")

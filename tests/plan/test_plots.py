@@ -155,7 +155,7 @@ def test_the_budget_is_drawn_where_it_is(resnet):
     (ax,) = plan.plot().axes
     lines = [line.get_ydata()[0] for line in ax.lines if line.get_label().startswith("budget")]
     assert lines == [plan.budget_bytes / MIB]
-    assert not [text for text in texts(ogc.solve(resnet.graph).plot()) if "budget" in text]
+    assert not [text for text in texts(ogc.solve(resnet.graph, memory_budget="least").plot()) if "budget" in text]
 
 
 def test_the_frontier_shows_its_plans_and_the_peers(resnet):
@@ -227,7 +227,7 @@ def test_given_axes_are_drawn_on(resnet):
 
     figure = Figure()
     left, right = figure.subplots(1, 2)
-    plan = ogc.solve(resnet.graph)
+    plan = ogc.solve(resnet.graph, memory_budget="least")
     assert plan.plot(ax=left) is figure
     assert ogc.frontier(resnet.graph, points=4).plot(ax=right) is figure
     assert left.get_ylabel() == "activation memory, MiB"
@@ -235,16 +235,16 @@ def test_given_axes_are_drawn_on(resnet):
 
 
 def test_notebooks_show_a_figure(resnet):
-    assert ogc.solve(resnet.graph).plot()._repr_png_().startswith(b"\x89PNG")
+    assert ogc.solve(resnet.graph, memory_budget="least").plot()._repr_png_().startswith(b"\x89PNG")
 
 
 @pytest.mark.full
 def test_long_and_empty_graphs_are_drawn():
     graph = chain([4] * 1000)
-    plan = ogc.solve(graph)
+    plan = ogc.solve(graph, memory_budget="least")
     assert plan.draw().get_size_inches()[1] < 20
     plan.plot()
-    empty = ogc.solve(ogc.Graph((), ()))
+    empty = ogc.solve(ogc.Graph((), ()), memory_budget="least")
     empty.plot()
     empty.draw()
     curve = ogc.frontier(ogc.Graph((), ()))
@@ -256,7 +256,7 @@ def test_long_and_empty_graphs_are_drawn():
 
 
 def test_a_plan_is_pickled_and_copied_with_its_graph_but_no_program(resnet):
-    plan = ogc.solve(resnet.graph)
+    plan = ogc.solve(resnet.graph, memory_budget="least")
     assert plan.graph is resnet.graph
     for twin in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert twin == plan
@@ -269,7 +269,7 @@ def test_a_plan_is_pickled_and_copied_with_its_graph_but_no_program(resnet):
 
 @pytest.mark.parametrize("name", ["picture", "picture.jpg", "picture.txt"])
 def test_an_unknown_ending_is_refused_before_anything_is_drawn(name, tmp_path):
-    plan = ogc.solve(chain([4] * 5))
+    plan = ogc.solve(chain([4] * 5), memory_budget="least")
     curve = ogc.frontier(chain([4] * 5))
     for picture in (plan.plot, plan.draw, curve.plot):
         with pytest.raises(ogc.InputError, match=r"must end in \.png, \.svg, \.pdf, not"):

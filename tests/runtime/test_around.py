@@ -80,7 +80,7 @@ def gradients(model, run, x, around):
 @pytest.mark.parametrize("picks", [False, True], ids=["whole", "in parts"])
 def test_what_may_change_something_runs_the_plain_model(picks, words, caplog):
     model, x = Tanhs(picks), torch.randn(256, 32)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     assert isinstance(optimised.plan, ogc.PartsPlan) is picks and not optimised.plan.is_plain
     caplog.clear()
     before = optimised.report().planned
@@ -105,7 +105,7 @@ def on_the_cpu():
 def test_what_changes_nothing_is_planned_for(around):
     model, x = Tanhs(), torch.randn(256, 32)
     with around():
-        optimised = ogc.optimize(model, x)
+        optimised = ogc.optimize(model, x, memory_budget="least")
     found = [gradients(model, run, x, around) for run in (model, optimised)]
     assert all(map(torch.equal, *found))
     assert optimised.report().plain == 0
@@ -113,7 +113,7 @@ def test_what_changes_nothing_is_planned_for(around):
 
 def test_a_checkpoint_of_torch_around_it_is_planned_for():
     model, x = Tanhs(), torch.randn(256, 32, requires_grad=True)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     runs = (model, lambda x: checkpoint(optimised, x, use_reentrant=False))
     assert all(map(torch.equal, *(gradients(model, run, x, torch.enable_grad) for run in runs)))
     assert optimised.report().plain == 0
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_torch_around_it_is_planned_for():
 def test_what_is_optimized_in_a_mode_is_planned_as_outside_of_it():
     model, x = Tanhs(), torch.randn(256, 32)
     with Sines() as mode, torch.device("cpu"):
-        optimised = ogc.optimize(model, x)
+        optimised = ogc.optimize(model, x, memory_budget="least")
         inside = optimised(x)
         assert torch.overrides._get_current_function_mode_stack()[0] is mode
         assert torch.equal(inside, model(x))
@@ -165,7 +165,7 @@ class RoundsInside(Tanhs):
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(Tanhs(), Rounds(), Tanhs()), RoundsInside])
 def test_hooks_in_a_forward_are_its_own(make, caplog):
     model, x = make(), torch.randn(256, 32)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     assert not optimised.plan.is_plain
     assert "has hooks of its own for what is saved" in caplog.text
     for _ in range(2):

@@ -58,7 +58,7 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_torch_func(name, tall):
     x = torch.randn(32, 16)
-    optimised = ogc.optimize(tall, x)
+    optimised = ogc.optimize(tall, x, memory_budget="least")
     weights = weights_of(tall)
 
     def of(module):
@@ -70,7 +70,7 @@ def test_transforms_of_torch_func(name, tall):
 
 def test_forward_mode_by_dual_numbers(tall):
     x = torch.randn(32, 16)
-    optimised = ogc.optimize(tall, x)
+    optimised = ogc.optimize(tall, x, memory_budget="least")
 
     def tangent(module):
         with torch.autograd.forward_ad.dual_level():
@@ -82,7 +82,7 @@ def test_forward_mode_by_dual_numbers(tall):
 
 def test_functional_call_with_a_backward_keeps_the_saving(tall):
     x = torch.randn(256, 16)
-    optimised = ogc.optimize(tall, x)
+    optimised = ogc.optimize(tall, x, memory_budget="least")
     weights = {name: w.requires_grad_() for name, w in weights_of(tall).items()}
 
     def gradients(module):
@@ -108,7 +108,7 @@ def test_functional_call_with_a_backward_keeps_the_saving(tall):
 
 def test_numbers_that_change_each_step_need_no_search(tall, monkeypatch):
     x = torch.randn(256, 16)
-    optimised = ogc.optimize(tall, (x, 0.5))
+    optimised = ogc.optimize(tall, (x, 0.5), memory_budget="least")
     monkeypatch.setattr("ogc.planned.solve", lambda *_, **__: pytest.fail("planned anew"))
     for step in range(20):
         scale = 0.9**step
@@ -152,7 +152,7 @@ def test_packed_sequences_of_any_lengths():
     def packed(lengths):
         return nn.utils.rnn.pack_padded_sequence(torch.randn(max(lengths), len(lengths), 8), lengths)
 
-    optimised = ogc.optimize(model, (packed([50, 30, 20]),))
+    optimised = ogc.optimize(model, (packed([50, 30, 20]),), memory_budget="least")
     for lengths in ([50, 30, 20], [60, 20, 5], [40, 40, 40], [7, 1, 1, 1]):
         batch, found = packed(lengths), []
         for module in (model, optimised):
@@ -165,7 +165,7 @@ def test_packed_sequences_of_any_lengths():
 
 def test_numbers_drawn_by_another_thread_change_no_mask():
     model, x = Tall(drop=0.5), torch.randn(64, 16)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
 
     def step(module):
         model.zero_grad()
@@ -182,7 +182,7 @@ def test_numbers_drawn_by_another_thread_change_no_mask():
 
 def test_an_input_that_is_written_is_refused(tall):
     x = torch.randn(256, 16)
-    optimised = ogc.optimize(tall, x)
+    optimised = ogc.optimize(tall, x, memory_budget="least")
     output = optimised(x)
     x.mul_(2)
     with pytest.raises(ReplayError, match="an input of the model was modified in place"):
@@ -192,7 +192,7 @@ def test_an_input_that_is_written_is_refused(tall):
 def test_threads_may_train_one_model(tall):
     """As DataParallel does, each with a batch of its own."""
     x = torch.randn(8, 64, 16)
-    optimised = ogc.optimize(tall, x[0])
+    optimised = ogc.optimize(tall, x[0], memory_budget="least")
     found = {}
 
     def run(number):

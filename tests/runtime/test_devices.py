@@ -118,9 +118,9 @@ def ddp(rank, name, kind, order):
     options = OPTIONS.get(name, {})
     expected = DDP(plain, **options)
     if order == "before":
-        ours = DDP(ogc.optimize(other, batch(rank, 0)), **options)
+        ours = DDP(ogc.optimize(other, batch(rank, 0), memory_budget="least"), **options)
     else:
-        ours = ogc.optimize(DDP(other, **options), batch(rank, 0))
+        ours = ogc.optimize(DDP(other, **options), batch(rank, 0), memory_budget="least")
     runs = []
     for one in (expected, ours):
         assert isinstance(one, DDP)
@@ -238,10 +238,10 @@ def collective(rank, name):
     plain = Network(norm=COLLECTIVES[name]())
     other = copy.deepcopy(plain)
     if rank == 1:
-        optimized = ogc.optimize(other, batch(rank, 0))  # while rank 0 is elsewhere
+        optimized = ogc.optimize(other, batch(rank, 0), memory_budget="least")  # while rank 0 is elsewhere
     dist.barrier()
     if rank == 0:
-        optimized = ogc.optimize(other, batch(rank, 0))
+        optimized = ogc.optimize(other, batch(rank, 0), memory_budget="least")
     runs = []
     for one in (DDP(plain), DDP(optimized)):
         counts.clear()
@@ -263,7 +263,7 @@ def uneven(rank, change):
     torch.manual_seed(0)
     plain = Network(norm=NormOverRanks())
     other = copy.deepcopy(plain)
-    optimized = ogc.optimize(other, batch(rank, 0))
+    optimized = ogc.optimize(other, batch(rank, 0), memory_budget="least")
     rows, runs = (32, 20 if rank and change == "size" else 32, 32), []
     for model in (plain, optimized):
         counts.clear()
@@ -370,7 +370,7 @@ def test_ranks_have_equal_plans(ranks, kind):
 
 def alone_first(rank):
     """One rank plans by itself; the other one never does."""
-    return ogc.optimize(Network(blocks=4), batch(rank, 0)).plan.peak_bytes if rank else None
+    return ogc.optimize(Network(blocks=4), batch(rank, 0), memory_budget="least").plan.peak_bytes if rank else None
 
 
 def test_one_rank_alone_optimizes(ranks):
@@ -381,7 +381,7 @@ def in_parts(rank):
     torch.manual_seed(0)
     plain = InParts()
     other = copy.deepcopy(plain)
-    optimized = ogc.optimize(other, batch(rank, 0))
+    optimized = ogc.optimize(other, batch(rank, 0), memory_budget="least")
     assert isinstance(optimized.plan, ogc.PartsPlan)
     runs = []
     for one in (plain, optimized):

@@ -52,7 +52,7 @@ quiet = pytest.mark.filterwarnings("ignore:NOTE. The nodes obtained by tracing")
 @pytest.mark.parametrize("name", MAKERS)
 def test_they_train_bitwise_with_the_saving(name):
     model = MAKERS[name]()
-    optimised = ogc.optimize(model, X, profile="estimate", holds_outputs=False)
+    optimised = ogc.optimize(model, X, profile="estimate", holds_outputs=False, memory_budget="least")
     plan = optimised.plan
     assert plan.peak_bytes < 0.7 * plan.plain_peak_bytes
     assert measured_peak(model, (X,)) == pytest.approx(plan.plain_peak_bytes, rel=0.03)
@@ -67,7 +67,7 @@ def test_they_train_bitwise_with_the_saving(name):
 def test_modes_may_be_switched(name):
     """A feature extractor has a graph for each mode, and gives its class a new forward."""
     model = MAKERS[name]()
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     for run in (optimised, model):
         run.eval()
         given, expected = (seeded(one) for one in (optimised, model))
@@ -83,7 +83,7 @@ def test_modes_may_be_switched(name):
 @quiet
 def test_copies_have_a_forward_of_their_own():
     model = extractor()
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     average, restored = copy.deepcopy(optimised), pickle.loads(pickle.dumps(optimised))
     average.eval()
     assert average.code != optimised.code
@@ -104,7 +104,7 @@ def test_copies_have_a_forward_of_their_own():
 def test_another_graph_is_another_plan():
     model = symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
     x = torch.randn(64, 8)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     assert_same_training(model, optimised, (x,))
     for changed, target in ((model, "0"), (optimised, "4")):
         node = next(node for node in changed.graph.nodes if node.target in ("2", "0") and node.name != "_0")

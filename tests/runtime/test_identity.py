@@ -95,7 +95,7 @@ def test_a_tensor_that_is_given_twice(place, is_twice):
     torch.manual_seed(0)
     model, (x, y) = Asks(is_one, tensors), (new(), new())
     args, kwargs = given(x, x if is_twice else y)
-    optimised = ogc.optimize(copy.deepcopy(model), ogc.program.structures.Call(args, kwargs))
+    optimised = ogc.optimize(copy.deepcopy(model), ogc.program.structures.Call(args, kwargs), memory_budget="least")
     assert not optimised.plan.is_plain
     assert_same(model, optimised, [given(x, x), given(x, y), given(y, y), given(y, x), given(x, x.detach())])
     assert optimised.report().plain == 0
@@ -119,7 +119,7 @@ def test_a_container_that_is_given_twice(kind, is_twice):
     model = Asks(both, lambda a, b: (find(a), find(b)))
     one = make(new())
     other = make(find(one))  # with the same tensor in it
-    optimised = ogc.optimize(copy.deepcopy(model), (one, one if is_twice else other))
+    optimised = ogc.optimize(copy.deepcopy(model), (one, one if is_twice else other), memory_budget="least")
     assert_same(model, optimised, [((one, one), {}), ((one, other), {}), ((other, make(new())), {})])
     assert optimised.report().plain == 0
 
@@ -197,10 +197,10 @@ def test_attention_of_one_tensor_or_of_several():
         assert_same(model, optimised, [((x, x, x), {}), ((x, y, y), {}), ((x, y, x), {})])
 
 
-def test_attention_that_is_a_leaf():
+def test_attention_that_is_an_opaque_module():
     x, y = (torch.randn(2, 6, 8, requires_grad=True) for _ in range(2))
     model = Attends()
-    optimised = ogc.optimize(copy.deepcopy(model), (x, x, x), opaque_modules=["attention"])
+    optimised = ogc.optimize(copy.deepcopy(model), (x, x, x), opaque_modules=["attention"], memory_budget="least")
     assert_same(model, optimised, [((x, x, x), {}), ((x, y, y), {}), ((x, x, x), {})])
 
 
@@ -222,7 +222,7 @@ class InParts(nn.Module):
 def test_what_parts_are_given():
     x, y = (torch.randn(2, 6, 8, requires_grad=True) for _ in range(2))
     model = InParts()
-    optimised = ogc.optimize(copy.deepcopy(model), (x, y))
+    optimised = ogc.optimize(copy.deepcopy(model), (x, y), memory_budget="least")
     assert isinstance(optimised.plan, ogc.PartsPlan)
     assert_same(model, optimised, [((x, y), {}), ((x, x), {})])
     assert optimised.report().plain == 0 and optimised.report().planned
@@ -243,6 +243,6 @@ def test_the_check_gives_one_object_where_it_is_given_one():
 def test_carried_over_to_other_sizes():
     model = Asks(both, lambda a, b: (a, b))
     x, (y, z) = new(), (torch.randn(2, 8, requires_grad=True) for _ in range(2))
-    optimised = ogc.optimize(copy.deepcopy(model), (x, x))
+    optimised = ogc.optimize(copy.deepcopy(model), (x, x), memory_budget="least")
     assert_same(model, optimised, [((y, y), {}), ((y, z), {}), ((x, x), {})])
     assert [variant.is_reused for variant in runner_of(optimised).entries].count(True) == 1

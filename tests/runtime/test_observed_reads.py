@@ -87,7 +87,7 @@ def assert_alike(plain, other, optimised):
 def test_a_change_is_seen_wherever_it_was_read(place, opened):
     statement, change = READ_AND_CHANGED[place]
     plain, other = worlds(statement)
-    optimised = ogc.optimize(other.model, IMAGES, profile="estimate")
+    optimised = ogc.optimize(other.model, IMAGES, profile="estimate", memory_budget="least")
     before = assert_alike(plain, other, optimised)
     for world in (plain, other):
         world.change(change, 1, 0.31)
@@ -102,7 +102,7 @@ def test_a_change_is_seen_wherever_it_was_read(place, opened):
 @pytest.mark.parametrize("change", ["b.notes = r", "CONFIG.notes = r", "globals()['NEW'] = r", "b.scale0 = r"])
 def test_what_was_not_read_may_change(change):
     _, other = worlds("x = x * self.scale * CONFIG.gain * SCALE")
-    optimised = ogc.optimize(other.model, IMAGES, profile="estimate")
+    optimised = ogc.optimize(other.model, IMAGES, profile="estimate", memory_budget="least")
     for number in range(5):
         other.change(change, 0, float(number))
         step(other, optimised)
@@ -143,7 +143,7 @@ def test_reads_are_seen_under_whoever_watches(place, watcher):
     statement, change = READ_AND_CHANGED[place]
     plain, other = worlds(statement)
     traced, profiling = sys.gettrace(), sys.getprofile()
-    optimised = WATCHERS[watcher](lambda: ogc.optimize(other.model, IMAGES, profile="estimate"))
+    optimised = WATCHERS[watcher](lambda: ogc.optimize(other.model, IMAGES, profile="estimate", memory_budget="least"))
     sys.settrace(traced)
     assert sys.getprofile() is profiling
     for world in (plain, other):
@@ -163,7 +163,7 @@ def test_other_threads_read_what_they_like():
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        optimised = ogc.optimize(other.model, IMAGES, profile="estimate")
+        optimised = ogc.optimize(other.model, IMAGES, profile="estimate", memory_budget="least")
     finally:
         stop.set()
         thread.join()
@@ -183,7 +183,7 @@ def test_what_the_garbage_collector_calls_is_none_of_the_forwards():
     gc.callbacks.append(collected)
     gc.set_threshold(10)
     try:
-        optimised = ogc.optimize(other.model, IMAGES, profile="estimate")
+        optimised = ogc.optimize(other.model, IMAGES, profile="estimate", memory_budget="least")
     finally:
         gc.set_threshold(*before)
         gc.callbacks.remove(collected)
@@ -195,7 +195,7 @@ def test_classes_and_python_modules_are_afterwards_what_they_were():
     _, other = worlds("x = x * self.prop * other.SCALE * self.slotted.value")
     kinds = [torch.nn.Module, *(getattr(other.module, name) for name in ("Net", "Block", "Config", "Slotted", "Magic"))]
     before = [dict(vars(kind)) for kind in kinds]
-    ogc.optimize(other.model, IMAGES, profile="estimate")
+    ogc.optimize(other.model, IMAGES, profile="estimate", memory_budget="least")
     assert [dict(vars(kind)) for kind in kinds] == before
     assert type(other.module.other) is type(random)
 
@@ -223,7 +223,7 @@ WRITTEN = {
 def test_what_a_forward_writes_is_there_for_the_caller(written):
     plain, other = worlds(WRITTEN[written])
     before = other.state()
-    optimised = ogc.optimize(other.model, IMAGES, profile="estimate")
+    optimised = ogc.optimize(other.model, IMAGES, profile="estimate", memory_budget="least")
     assert other.state() == before
     for _ in range(4):
         assert_alike(plain, other, optimised)
@@ -236,15 +236,15 @@ def test_what_a_forward_writes_is_there_for_the_caller(written):
 @pytest.mark.parametrize("written", ["most seen", "shape of the last", "mask in a dict", "global", "slot"])
 def test_what_is_settled_in_a_first_call_costs_no_plan(written, opened):
     _, other = worlds(WRITTEN[written])
-    optimised = ogc.optimize(other.model, IMAGES, profile="estimate")
+    optimised = ogc.optimize(other.model, IMAGES, profile="estimate", memory_budget="least")
     for _ in range(4):
         step(other, optimised)
     assert optimised.report().plain <= 1 and optimised.report().planned >= 3
-    assert not any("leaf" in op.target for op in optimised.graph.operations)
+    assert not any("opaque" in op.target for op in optimised.graph.operations)
 
 
 class Counts(nn.Module):
-    """A leaf, as it reads a number out of an activation, which it leaves for others."""
+    """An opaque module, as it reads a number out of an activation, which it leaves for others."""
 
     def __init__(self, board):
         super().__init__()
@@ -264,7 +264,7 @@ class Scales(nn.Module):
         return x * self.board["positive"]
 
 
-def test_a_module_that_reads_what_a_leaf_writes_is_one_too():
+def test_a_module_that_reads_what_an_opaque_module_writes_is_one_too():
     models = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -272,8 +272,11 @@ def test_a_module_that_reads_what_a_leaf_writes_is_one_too():
         layers = [nn.Linear(8, 8), nn.Tanh(), Counts(board), nn.Linear(8, 8), nn.Sigmoid(), Scales(board)]
         models.append(nn.Sequential(*layers, nn.Linear(8, 8)))
     plain, other = models
-    optimised = ogc.optimize(other, IMAGES, profile="estimate")
-    assert [op.target for op in optimised.graph.operations if "leaf" in op.target] == ["leaf Counts", "leaf Scales"]
+    optimised = ogc.optimize(other, IMAGES, profile="estimate", memory_budget="least")
+    assert [op.target for op in optimised.graph.operations if "opaque" in op.target] == [
+        "opaque Counts",
+        "opaque Scales",
+    ]
     for scale in (1.0, -1.0, 0.5):
         for model, run in ((plain, plain), (other, optimised)):
             run(IMAGES * scale).square().mean().backward()
@@ -306,7 +309,7 @@ class Holds(nn.Linear):
 
 def test_objects_without_a_table_are_read_too(monkeypatch):
     model = nn.Sequential(Holds(), Holds(), Holds())
-    optimised = ogc.optimize(model, IMAGES, profile="estimate")
+    optimised = ogc.optimize(model, IMAGES, profile="estimate", memory_budget="least")
     results = [model(IMAGES)]
     for change in (lambda: setattr(model[0].bare, "value", 3.0), lambda: monkeypatch.setattr(Bare, "gain", 0.5)):
         change()

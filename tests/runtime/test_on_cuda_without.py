@@ -34,7 +34,7 @@ class Reading(TorchDispatchMode):
 
 
 class Gate(nn.Module):
-    """A leaf: its forward depends on what it computes."""
+    """An opaque module: its forward depends on what it computes."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ def on_a_device(monkeypatch):
 
 def test_what_is_called_again_is_compared_without_waiting(gated, on_a_device, monkeypatch):
     model, x = gated
-    optimised = ogc.optimize(model, x, opaque_modules=[Gate], recompute_opaque=[Gate])
+    optimised = ogc.optimize(model, x, opaque_modules=[Gate], recompute_opaque=[Gate], memory_budget="least")
     assert any(segment.parts for segment in optimised.plan.segments)
     monkeypatch.setattr(Gate, "positive", staticmethod(lambda x: True))
     with Reading() as mode:
@@ -101,7 +101,7 @@ def test_another_layout_is_known_at_once(on_a_device):
 def test_a_plain_step_reads_nothing():
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout())))
     x = torch.randn(64, 32)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     assert not optimised.plan.is_plain
     with Reading() as mode:
         optimised(x).sum().backward()
@@ -111,7 +111,7 @@ def test_a_plain_step_reads_nothing():
 def test_cudnn_benchmark_is_off_in_what_is_planned(monkeypatch, caplog):
     seen = []
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))), torch.randn(64, 16)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     monkeypatch.setattr("ogc.runtime.runner.CHOOSES_ALGORITHMS", ("cpu",))
     own = autocast.flags_held
     monkeypatch.setattr(autocast, "flags_held", lambda flags: seen.append(flags) or own(flags))

@@ -9,7 +9,7 @@ from models import Doubled
 from torch import nn
 
 import ogc
-from ogc.torch_state.reads import Observer, WatchedReads, leaf_call
+from ogc.torch_state.reads import Observer, WatchedReads, opaque_call
 
 
 class Config:
@@ -65,7 +65,7 @@ def step(run, net, x):
 def test_a_change_is_noticed_and_planned_for(change, opened):
     torch.manual_seed(0)
     net, x = Net(), torch.randn(64, 16)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     before = step(optimised, net, x)
     CHANGES[change](net)
     expected = step(net, net, x)
@@ -76,7 +76,7 @@ def test_a_change_is_noticed_and_planned_for(change, opened):
 
 
 class Around(Net):
-    """Calls a custom function, which is a leaf by itself; all around it is replayed."""
+    """Calls a custom function, which is an opaque module by itself; all around it is replayed."""
 
     def forward(self, x):
         return Doubled.apply(super().forward(x)) * getattr(self, "late", 1.0)
@@ -86,7 +86,7 @@ class Around(Net):
 def test_a_module_around_a_custom_function_is_looked_at(name, value, opened):
     torch.manual_seed(0)
     net, x = Around(), torch.randn(64, 16)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     assert not optimised.plan.is_plain
     setattr(net, name, value)  # of which one was not there
     assert all(map(torch.equal, step(optimised, net, x), step(net, net, x)))
@@ -95,7 +95,7 @@ def test_a_module_around_a_custom_function_is_looked_at(name, value, opened):
 @pytest.mark.full
 def test_what_is_not_read_may_change(caplog):
     net, x = Net(), torch.randn(64, 16)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     optimised(x).sum().backward()
     for number in range(30):
         net.step, net.drop.note, net.config.steps = number, torch.ones(2), number
@@ -107,7 +107,7 @@ def test_what_is_not_read_may_change(caplog):
 
 def test_a_copy_has_attributes_of_its_own():
     net, x = Net(), torch.randn(64, 16)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     twin = copy.deepcopy(optimised)
     twin.scale = 3.0
     plain = copy.deepcopy(net)
@@ -118,16 +118,16 @@ def test_a_copy_has_attributes_of_its_own():
     assert all(map(torch.equal, step(shallow, net, x), step(net, net, x))) and shallow.plan is optimised.plan
 
 
-def watched(net, leaf=None):
-    """What is read by a forward of a net, one of whose modules may be a leaf."""
+def watched(net, opaque=None):
+    """What is read by a forward of a net, one of whose modules may be an opaque module."""
     observer = Observer(net)
     run = net.forward
-    if leaf is not None:
-        inner = net.get_submodule(leaf)
+    if opaque is not None:
+        inner = net.get_submodule(opaque)
         own = inner.forward
 
         def forward(x):
-            with leaf_call(leaf):
+            with opaque_call(opaque):
                 return own(x)
 
         inner.forward = forward
@@ -136,7 +136,7 @@ def watched(net, leaf=None):
 
 
 @pytest.mark.full
-def test_attributes_inside_leaves_are_theirs():
+def test_attributes_inside_opaque_modules_are_theirs():
     net = Net()
     known = watched(net, "drop")
     net.drop.p = 0.9
@@ -168,14 +168,14 @@ def test_objects_are_looked_into_for_what_is_read():
 
 def test_hooks_of_all_modules_and_cached_parametrizations_run_the_plain_model():
     net, x = Net(), torch.randn(64, 16)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     hook = nn.modules.module.register_module_forward_hook(lambda module, given, output: output * 1.5)
     try:
         assert all(map(torch.equal, step(optimised, net, x), step(net, net, x)))
     finally:
         hook.remove()
     net = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(16, 32)), nn.Tanh(), nn.Linear(32, 16))
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     found = []
     for run in (net, optimised):
         with nn.utils.parametrize.cached():
@@ -185,7 +185,7 @@ def test_hooks_of_all_modules_and_cached_parametrizations_run_the_plain_model():
 
 def test_a_symbolic_trace_is_of_the_plain_model():
     net, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), torch.randn(4, 16)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     traced = torch.fx.symbolic_trace(optimised)
     assert [node.op for node in traced.graph.nodes].count("call_module") == 3
     assert torch.equal(traced(x), net(x))
@@ -194,4 +194,4 @@ def test_a_symbolic_trace_is_of_the_plain_model():
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning", "ignore:.torch.jit.script:FutureWarning")
 def test_a_script_is_of_the_plain_model():
     net, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)), torch.randn(4, 16)
-    assert torch.equal(torch.jit.script(ogc.optimize(net, x))(x), net(x))
+    assert torch.equal(torch.jit.script(ogc.optimize(net, x, memory_budget="least"))(x), net(x))

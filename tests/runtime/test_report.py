@@ -8,7 +8,7 @@ from helpers import loss_of, measured_peak, peak_bytes
 from torch import nn
 
 import ogc
-from ogc.during_step import during_step, progress
+from ogc.process import during_step, progress
 
 
 class Net(nn.Module):
@@ -58,7 +58,7 @@ CALLS = {
 @pytest.mark.full
 @pytest.mark.parametrize("words", [*CHANGES, *CALLS])
 def test_a_message_names_what_differs(words, net, x, caplog):
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     CHANGES.get(words, id)(net)
     args, kwargs = CALLS[words](x) if words in CALLS else ((x,), {})
     with caplog.at_level(logging.INFO, "ogc"):
@@ -68,7 +68,7 @@ def test_a_message_names_what_differs(words, net, x, caplog):
 
 
 def test_settings_and_autocast_are_named(net, x, caplog):
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     with torch.autocast("cpu"):
         optimised(x)
     torch.set_num_threads(torch.get_num_threads() + 1)
@@ -81,7 +81,7 @@ def test_settings_and_autocast_are_named(net, x, caplog):
 
 
 def test_a_report_counts_what_ran_and_why(net, x):
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     for _ in range(3):
         optimised(x)
     optimised(x[:30])
@@ -122,7 +122,7 @@ def test_a_report_of_parts_names_them():
             return x
 
     x = torch.randn(128, 32)
-    optimised = ogc.optimize(Dropping(), x)
+    optimised = ogc.optimize(Dropping(), x, memory_budget="least")
     assert isinstance(optimised.plan, ogc.PartsPlan)
     optimised(x).sum().backward()
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_a_report_of_parts_names_them():
 
 @pytest.mark.parametrize("what", ["hooks of all modules", "eval mode with gradients", "another forward was assigned"])
 def test_what_costs_the_saving_is_told_once(what, net, x, caplog):
-    optimised, handle = ogc.optimize(net, x), None
+    optimised, handle = ogc.optimize(net, x, memory_budget="least"), None
     if what == "hooks of all modules":
         handle = hook_on_all()
     elif what == "eval mode with gradients":
@@ -152,7 +152,7 @@ def test_what_costs_the_saving_is_told_once(what, net, x, caplog):
 
 
 def test_evaluation_is_nothing_to_tell(net, x, caplog):
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     caplog.clear()
     with torch.no_grad():
         optimised.eval()(x)
@@ -162,7 +162,7 @@ def test_evaluation_is_nothing_to_tell(net, x, caplog):
 
 def test_no_progress_is_shown_during_a_step(monkeypatch):
     shown = []
-    monkeypatch.setattr("ogc.during_step.tqdm", lambda items, **options: shown.append(options["disable"]) or items)
+    monkeypatch.setattr("ogc.process.tqdm", lambda items, **options: shown.append(options["disable"]) or items)
     progress([1])
     with during_step(10):
         progress([1])
@@ -177,7 +177,7 @@ def test_planning_in_a_step_takes_no_more_than_the_step(profile, monkeypatch):
     torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
     model, x = nn.TransformerEncoder(encoder, 4, enable_nested_tensor=False), torch.randn(8, 128, 64)
-    optimised = ogc.optimize(model, x, profile=profile)
+    optimised = ogc.optimize(model, x, profile=profile, memory_budget="least")
     measured_peak(optimised, (x,))
     monkeypatch.setattr("ogc.parser.weigh.measure._known", {})
 

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ import ogc
 from ogc.torch_state.allocator import peak_bytes
 
 WIDTH = 32
+
+frugally = partial(ogc.optimize, memory_budget="least")
 
 
 def sharded(model, how, options, optimize=lambda module, x: module, rows=32):
@@ -81,7 +84,7 @@ def sharding(rank, how, options, sizes):
     plain = Network(width=WIDTH, norm=nn.LayerNorm(WIDTH) if options == "bf16" else None)
     other = copy.deepcopy(plain)
     expected, gathers = steps_of(rank, sharded(plain, how, OPTIONS[options]), sizes)
-    optimized = sharded(other, how, OPTIONS[options], ogc.optimize)
+    optimized = sharded(other, how, OPTIONS[options], frugally)
     assert isinstance(optimized, FSDPModule)
     with Opened() as opened, Told() as told:
         ours, ours_gathers = steps_of(rank, optimized, sizes)
@@ -128,7 +131,9 @@ def test_memory_of_a_sharded_model(ranks, how):
 
 def test_goal_of_a_sharded_model(ranks):
     """A share is kept by each unit: less is run again, and more kept, than without."""
-    (least, _), (share, _) = (ranks.run(memory, "after", goal)[0] for goal in ({}, {"memory_budget": 0.5}))
+    (least, _), (share, _) = (
+        ranks.run(memory, "after", goal)[0] for goal in ({"memory_budget": "least"}, {"memory_budget": 0.5})
+    )
     (quick, _) = ranks.run(memory, "after", {"max_overhead": 0.05})[0]
     assert least[1] < share[1] < 0.75 * share[0]
     assert least[1] < quick[1]
@@ -140,9 +145,11 @@ def told(rank, how):
     torch.manual_seed(0)
     model, x = Network(width=WIDTH), batch(rank, 0, 32, WIDTH)
     if how == "root after":
-        model = ogc.optimize(fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), x)
+        model = ogc.optimize(
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),))), x, memory_budget="least"
+        )
     else:
-        model = sharded(model, how, {}, ogc.optimize)
+        model = sharded(model, how, {}, frugally)
     one = model.blocks[0] if how.startswith("units") else model
     is_planned = how in ("before", "units before")
     assert (one.plan is not None, one.graph is not None, one.code is not None) == (is_planned,) * 3
@@ -170,7 +177,9 @@ def without_anything_to_plan(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     fully_shard(model[0], mesh=mesh)
-    model = ogc.optimize(fully_shard(model, mesh=mesh), batch(rank, 0, 4, WIDTH), opaque_modules=["0"])
+    model = ogc.optimize(
+        fully_shard(model, mesh=mesh), batch(rank, 0, 4, WIDTH), opaque_modules=["0"], memory_budget="least"
+    )
     for _ in range(2):
         model(batch(rank, 0, 4, WIDTH)).sum().backward()
     return model.plan, model.report().plain, str(model.report())
@@ -216,17 +225,21 @@ def refused(rank):
 
 def parses(rank):
     """How many units of each kind are searched for plans."""
-    from ogc.in_parts import options
+    from ogc.in_parts import plan as module
 
-    found, solve = [], options.solve
-    options.solve = lambda graph, **goal: (found.append(len(graph)), solve(graph, **goal))[1]
+    found, solver_of = [], module.solver_of
+
+    def solver(name, goal):
+        return lambda graph, goal: (found.append(len(graph)), solver_of(name, goal)(graph, goal))[1]
+
+    module.solver_of = solver
     try:
         torch.manual_seed(0)
-        model = sharded(Network(blocks=4, width=WIDTH), "after", {}, ogc.optimize)
+        model = sharded(Network(blocks=4, width=WIDTH), "after", {}, frugally)
         for _ in range(2):
             model(batch(rank, 0, 44, WIDTH)).square().mean().backward()  # of a size that no other test has planned for
     finally:
-        options.solve = solve
+        module.solver_of = solver_of
     plan = model.plan
     assert {part.name for part in plan.parts} >= {"blocks.0", "blocks.3", "head"}
     assert plan.peak_bytes < plan.plain_peak_bytes and "blocks.3" in str(plan), str(plan)
@@ -270,13 +283,13 @@ def wrapped(rank, how, orig):
         warnings.simplefilter("ignore")  # torch's, of a CPU
         expected = flat_steps(rank, FSDP(plain, **options))
         if how == "before":
-            optimized = FSDP(ogc.optimize(other, x), **options)
+            optimized = FSDP(ogc.optimize(other, x, memory_budget="least"), **options)
         elif how == "after":
-            optimized = ogc.optimize(FSDP(other, **options), x)
+            optimized = ogc.optimize(FSDP(other, **options), x, memory_budget="least")
         else:
             for number, block in enumerate(other.blocks):
-                other.blocks[number] = ogc.optimize(block, x)
-            other.head = ogc.optimize(other.head, x)  # whose parameters are in one with others'
+                other.blocks[number] = ogc.optimize(block, x, memory_budget="least")
+            other.head = ogc.optimize(other.head, x, memory_budget="least")  # whose parameters are in one with others'
             optimized = FSDP(other, **options)
         with Opened() as opened, Told() as told:
             ours = flat_steps(rank, optimized)
@@ -321,16 +334,16 @@ def tensor_parallel(rank, how):
     in_parallel(plain)
     with Told() as told:
         if how == "before":
-            other = in_parallel(ogc.optimize(other, x))
+            other = in_parallel(ogc.optimize(other, x, memory_budget="least"))
         elif how == "units before":
             for number, block in enumerate(other.blocks):
-                other.blocks[number] = ogc.optimize(block, x)
+                other.blocks[number] = ogc.optimize(block, x, memory_budget="least")
             in_parallel(other)
         else:
             in_parallel(other)
             with pytest.raises(ogc.InputError, match=r"blocks\.0\.wide\.weight is a DTensor"):
-                ogc.optimize(other, x)
-            other.head = ogc.optimize(other.head, x)  # which holds no part of anything
+                ogc.optimize(other, x, memory_budget="least")
+            other.head = ogc.optimize(other.head, x, memory_budget="least")  # which holds no part of anything
         runs = []
         for one in (plain, other):
             torch.manual_seed(3)
@@ -360,7 +373,7 @@ def with_tensors_of_all_ranks(rank):
     mesh, runs = init_device_mesh("cpu", (2,)), []
     plain = Block(WIDTH)
     other = copy.deepcopy(plain)
-    for one in (plain, ogc.optimize(other, batch(0, 0, 32, WIDTH))):
+    for one in (plain, ogc.optimize(other, batch(0, 0, 32, WIDTH), memory_budget="least")):
         one = distribute_module(one, mesh)
         one(distribute_tensor(batch(0, 0, 32, WIDTH), mesh, [Shard(0)])).square().mean().backward()
         runs.append([whole(p.grad).clone() for p in one.parameters()])

@@ -45,7 +45,7 @@ def test_gradients_are_the_plain_models(step, settings, is_sample):
     torch.manual_seed(0)
     net, x = Net(), torch.randn(32, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_sample):
-        optimised = ogc.optimize(net, x)
+        optimised = ogc.optimize(net, x, memory_budget="least")
     expected = gradients(STEPS[step], net, net, x, **settings)
     for _ in range(2):  # of the first, calls are planned for
         assert all(map(torch.equal, gradients(STEPS[step], optimised, net, x, **settings), expected))
@@ -59,7 +59,7 @@ def test_the_region_of_a_wrapper_or_of_the_model_is_its_own():
 
     torch.manual_seed(0)
     net, x = Own(), torch.randn(32, 16)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     found = []
     for run in (net, optimised):
         net.zero_grad()
@@ -84,7 +84,7 @@ def test_what_is_shared_is_there_until_the_region_ends():
                 return self.run(x)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        optimised = ogc.optimize(net, x)
+        optimised = ogc.optimize(net, x, memory_budget="least")
     assert optimised.plan.peak_bytes == pytest.approx(measured_peak(Wrapped(optimised), (x,)), rel=0.02)
     assert optimised.plan.plain_peak_bytes == pytest.approx(measured_peak(Wrapped(net), (x,)), rel=0.02)
 

@@ -283,7 +283,9 @@ def test_everything_happens_and_nothing_is_left(steps, living):
             tracked.append((tensors(), resident_bytes()))
 
     plain, happened = live(lambda model: model, steps, note)
-    ours, happened_too = live(lambda model: ogc.optimize(model, torch.randn(8, 3, 8, 8)), steps, compare)
+    ours, happened_too = live(
+        lambda model: ogc.optimize(model, torch.randn(8, 3, 8, 8), memory_budget="least"), steps, compare
+    )
     assert happened == happened_too and set(happened) == {"step", *HAPPENINGS}
     assert ours.losses == plain.losses and len(ours.losses) > steps / 2
     assert len(opened) > steps / 2
@@ -295,7 +297,7 @@ def test_everything_happens_and_nothing_is_left(steps, living):
 
 def test_what_a_step_returns_dies_with_it(living):
     model = Net()
-    run = ogc.optimize(model, torch.randn(8, 3, 8, 8))
+    run = ogc.optimize(model, torch.randn(8, 3, 8, 8), memory_budget="least")
     gc.collect()
     gc.disable()  # by references alone: no circles
     try:
@@ -316,7 +318,7 @@ def test_what_a_step_returns_dies_with_it(living):
 def test_calls_that_fail_make_no_plan_go(living):
     """However many kinds of them there are; and new kinds of calls are planned for afterwards."""
     model = Net()
-    run = ogc.optimize(model, torch.randn(8, 3, 8, 8))
+    run = ogc.optimize(model, torch.randn(8, 3, 8, 8), memory_budget="least")
     for side in range(3, 3 + SHAPES + 6):
         with pytest.raises(RuntimeError, match="channels"):
             run(torch.randn(1, 6, side, 8))

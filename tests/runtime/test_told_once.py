@@ -43,7 +43,7 @@ def train(model):
 
 
 def test_hooks_that_came_with_checkpointing(caplog):
-    optimised = ogc.optimize(Blocks(), torch.randn(4, 16, 8))
+    optimised = ogc.optimize(Blocks(), torch.randn(4, 16, 8), memory_budget="least")
     optimised.enable()
     caplog.clear()
     train(optimised)
@@ -53,7 +53,7 @@ def test_hooks_that_came_with_checkpointing(caplog):
 
 
 def test_hooks_that_came_otherwise(caplog):
-    optimised = ogc.optimize(Blocks(), torch.randn(4, 16, 8))
+    optimised = ogc.optimize(Blocks(), torch.randn(4, 16, 8), memory_budget="least")
     optimised.first.register_forward_hook(lambda module, args, output: output)
     caplog.clear()
     train(optimised)
@@ -62,7 +62,7 @@ def test_hooks_that_came_otherwise(caplog):
 
 
 def test_parts_that_are_checkpointed(caplog):
-    optimised = ogc.optimize(Blocks(picks=True), torch.randn(4, 16, 8))
+    optimised = ogc.optimize(Blocks(picks=True), torch.randn(4, 16, 8), memory_budget="least")
     assert isinstance(optimised.plan, ogc.PartsPlan)
     optimised.gradient_checkpointing = True
     caplog.clear()
@@ -76,4 +76,4 @@ def test_parts_that_are_checkpointed_when_they_are_looked_for(caplog):
     model = Blocks(picks=True)
     model.gradient_checkpointing = True
     with caplog.at_level(logging.INFO), pytest.raises(ogc.ParseError, match="switch gradient checkpointing off"):
-        ogc.optimize(model, torch.randn(4, 16, 8))
+        ogc.optimize(model, torch.randn(4, 16, 8), memory_budget="least")

@@ -43,7 +43,9 @@ class Opaque(Net):
 
 def optimized(kind=Net, images=None):
     torch.manual_seed(0)
-    return ogc.optimize(kind(), torch.randn(64, 16) if images is None else images, profile="estimate")
+    return ogc.optimize(
+        kind(), torch.randn(64, 16) if images is None else images, profile="estimate", memory_budget="least"
+    )
 
 
 def warnings_of(caplog):

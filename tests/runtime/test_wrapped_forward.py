@@ -54,7 +54,7 @@ def test_a_wrapper_is_the_optimized_modules_alone(net):
     x = torch.randn(16, 8)
     plain = step(net, net, x)
     expected = step(in_bfloat16(net), net, x)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     optimised.forward = in_bfloat16(optimised.forward)
     for _ in range(2):  # the first call is planned for
         assert all(map(torch.equal, step(optimised, net, x), expected))
@@ -80,7 +80,7 @@ def test_a_wrapper_is_called_once_a_call(net):
         return wrapped
 
     x = torch.randn(16, 8)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     optimised.forward = counted(optimised.forward)
     for size in (16, 5, 5):  # another size is planned for inside the call
         assert torch.equal(optimised(x[:size]), 2 * net(x[:size]))
@@ -89,15 +89,15 @@ def test_a_wrapper_is_called_once_a_call(net):
 
 def test_another_optimized_module_of_the_model_has_a_forward_of_its_own(net):
     x = torch.randn(16, 8)
-    one, other = ogc.optimize(net, x), ogc.optimize(net, x)
+    one, other = ogc.optimize(net, x, memory_budget="least"), ogc.optimize(net, x, memory_budget="least")
     one.forward = in_bfloat16(one.forward)
     assert one(x).dtype == torch.bfloat16 and other(x).dtype == net(x).dtype == torch.float32
-    again = ogc.optimize(one, x)
+    again = ogc.optimize(one, x, memory_budget="least")
     assert again(x).dtype == torch.float32  # of the model, not of what was wrapped around another one
 
 
 def test_signature_and_name_are_the_models(net):
-    optimised = ogc.optimize(net, torch.randn(16, 8))
+    optimised = ogc.optimize(net, torch.randn(16, 8), memory_budget="least")
     assert inspect.signature(optimised.forward) == inspect.signature(net.forward)
     assert type(optimised).__name__ == type(optimised).__qualname__ == "Net" and isinstance(optimised, Net)
     assert type(optimised) is not Net and optimised.plan is not None
@@ -108,10 +108,10 @@ def test_a_model_in_parts_is_wrapped_alike():
     model = Split()
     x = torch.randn(16, 8)
     expected = step(in_bfloat16(model), model, x)
-    optimised = ogc.optimize(model, x)
+    optimised = ogc.optimize(model, x, memory_budget="least")
     optimised.forward = in_bfloat16(optimised.forward)
     assert all(map(torch.equal, step(optimised, model, x), expected))
-    assert inspect.signature(ogc.optimize(model, x).forward) == inspect.signature(model.forward)
+    assert inspect.signature(ogc.optimize(model, x, memory_budget="least").forward) == inspect.signature(model.forward)
     assert "forward" not in vars(model)
 
 
@@ -119,7 +119,7 @@ def test_a_forward_that_was_wrapped_before_is_planned_as_it_is(net):
     x = torch.randn(16, 8)
     net.forward = in_bfloat16(net.forward)
     plain = step(net, net, x)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     assert not optimised.plan.is_plain and plain[0].dtype == torch.bfloat16
     assert all(map(torch.equal, step(optimised, net, x), plain))
     assert inspect.signature(optimised.forward) == inspect.signature(net.forward)
@@ -133,7 +133,7 @@ def test_a_forward_that_was_wrapped_before_is_planned_as_it_is(net):
 def test_it_may_be_wrapped_again_on_top(net):
     x = torch.randn(16, 8)
     net.forward = in_bfloat16(net.forward)
-    optimised = ogc.optimize(net, x)
+    optimised = ogc.optimize(net, x, memory_budget="least")
     inner = optimised.forward
     optimised.forward = lambda x: 2 * inner(x)
     assert torch.equal(optimised(x), 2 * net(x)) and net(x).dtype == torch.bfloat16
@@ -142,4 +142,6 @@ def test_it_may_be_wrapped_again_on_top(net):
 def test_a_wrapped_model_gets_no_loss_behind_it(net):
     net.forward = in_bfloat16(net.forward)
     with pytest.raises(ogc.InputError, match="or a loss behind it"):
-        ogc.optimize(net, torch.randn(16, 8), loss=lambda out: out.float().mean(), outputs="loss")
+        ogc.optimize(
+            net, torch.randn(16, 8), loss=lambda out: out.float().mean(), outputs="loss", memory_budget="least"
+        )

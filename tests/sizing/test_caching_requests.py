@@ -55,7 +55,7 @@ def test_random_plans_request_what_is_simulated(decide):
             plans = random_plans(graph, random.Random(seed), 6, decide)
         except AssertionError:  # hardly any plan of this graph may be run
             continue
-        for plan in (*plans, ogc.solve(graph, solver="none"), ogc.solve(graph)):
+        for plan in (*plans, ogc.solve(graph, solver="none"), ogc.solve(graph, memory_budget="least")):
             assert_as_simulated(graph, plan)
             number += 1
     assert number > 400
@@ -76,7 +76,11 @@ NETWORKS = {
 def test_plans_of_networks_request_what_is_simulated(name, device):
     make, shape = NETWORKS[name]
     graph = ogc.parse(make(), torch.randn(shape), loss=lambda y: y.square().mean(), device=device, profile="estimate")
-    for plan in (ogc.solve(graph, solver="none"), ogc.solve(graph), ogc.solve(graph, max_overhead=0.1)):
+    for plan in (
+        ogc.solve(graph, solver="none"),
+        ogc.solve(graph, memory_budget="least"),
+        ogc.solve(graph, max_overhead=0.1),
+    ):
         found = assert_as_simulated(graph, plan)
         memory = plan.memory()
         assert memory.planned.requested == plan.peak_bytes
@@ -183,7 +187,7 @@ def test_what_is_there_before_takes_part_in_fragmentation():
 
 def test_plans_print_what_the_allocator_would_give():
     graph = chain([3 * MIB, 5 * MIB, 7 * MIB, 2 * MIB], gradient_bytes=MIB, backward_bytes=2 * MIB)
-    plan = ogc.solve(graph)
+    plan = ogc.solve(graph, memory_budget="least")
     text = str(plan.memory())
     assert text.startswith("predicted for CUDA's allocator  requested MiB  allocated MiB  reserved MiB\nplain")
     assert f"{plan.peak_bytes / MIB:.1f}" in text and "segments are of fixed size" in text
@@ -192,7 +196,7 @@ def test_plans_print_what_the_allocator_would_give():
 
 
 def test_a_plan_without_a_graph_or_with_wrong_settings_is_refused():
-    plan = ogc.solve(chain([1, 2, 3]))
+    plan = ogc.solve(chain([1, 2, 3]), memory_budget="least")
     with pytest.raises(InputError, match="max_split_size_mb"):
         plan.memory(max_split_size_mb=1)
     bare = ogc.Plan(**{**vars(plan), "graph": None})
@@ -248,7 +252,7 @@ def test_what_real_steps_allocate_is_reserved_for(name, is_plain):
     make, shape = RECORDED[name]
     model, inputs = make(), torch.randn(shape)
     graph = ogc.parse(model, inputs, loss=lambda y: y.square().mean())
-    plan = ogc.solve(graph, solver="none") if is_plain else ogc.solve(graph)
+    plan = ogc.solve(graph, solver="none") if is_plain else ogc.solve(graph, memory_budget="least")
     run = model if is_plain else ogc.apply(model, graph, plan)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -80,7 +80,7 @@ def test_the_settings_of_the_process_count(monkeypatch):
 def test_smaller_budgets_are_tried_until_what_is_reserved_fits():
     graph = graph_of([11] * 12, gradient_bytes=11 * MIB, backward_bytes=22 * MIB)
     on_cuda = cuda(parameters=3 * MIB, tensors=(3 * MIB,))
-    plain, least = ogc.solve(graph, solver="none"), ogc.solve(graph)
+    plain, least = ogc.solve(graph, solver="none"), ogc.solve(graph, memory_budget="least")
     for room in range(used_bytes(on_cuda, least), used_bytes(on_cuda, plain), 7 * MIB):
         asked = []
 
@@ -99,7 +99,7 @@ def test_smaller_budgets_are_tried_until_what_is_reserved_fits():
 def test_a_device_on_which_nothing_fits_is_told_what_would_do():
     graph = graph_of([11] * 6, gradient_bytes=11 * MIB, backward_bytes=22 * MIB)
     on_cuda = cuda(parameters=3 * MIB, tensors=(3 * MIB,))
-    least = ogc.solve(graph)
+    least = ogc.solve(graph, memory_budget="least")
     needed = needed_bytes(on_cuda, least)
     assert fits(on_cuda, least, needed) and not fits(on_cuda, least, int(0.98 * needed))
     assert 3 * MIB + least.peak_bytes < int(0.98 * needed) < used_bytes(on_cuda, least)
@@ -146,7 +146,9 @@ def test_the_largest_batch_is_what_is_reserved_for(as_on_cuda):
     for size, does_fit in ((found.plain, True), (found.plain + step, False)):
         plain = ogc.solve(ogc.parse(model, samples(size)), solver="none")
         assert fits(fixed_needs(model, samples(size), None), plain, room) == does_fit
-    counted = found.needs.with_activations(ogc.solve(ogc.parse(model, samples(found.size + step))).peak_bytes)
+    counted = found.needs.with_activations(
+        ogc.solve(ogc.parse(model, samples(found.size + step)), memory_budget="least").peak_bytes
+    )
     assert counted <= room  # by bytes alone the next would have fitted too
 
 
@@ -240,7 +242,7 @@ def test_weights_that_autocast_keeps_are_named():
 
 
 def test_plans_in_parts_are_judged_by_bytes():
-    plan = ogc.solve(graph_of([11, 9, 9]))
+    plan = ogc.solve(graph_of([11, 9, 9]), memory_budget="least")
     assert moves_of(plan)
     assert moves_of(replace(plan, graph=None)) is None
     assert used_bytes(cuda(), replace(plan, graph=None)) == plan.peak_bytes

@@ -36,7 +36,7 @@ def exact(seed, in_forward):
 
 @cache
 def planned(seed):
-    return ogc.solve(weighed_graph(seed)).peak_bytes
+    return ogc.solve(weighed_graph(seed), memory_budget="least").peak_bytes
 
 
 def random_chain(seed, most):
@@ -82,7 +82,7 @@ def test_a_schedule_holds_what_the_simulator_says_in_a_chain(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_plans_of_chains_are_exact(seed):
     graph = random_chain(seed, most=9)
-    assert ogc.solve(graph).peak_bytes == least_peak(graph)
+    assert ogc.solve(graph, memory_budget="least").peak_bytes == least_peak(graph)
 
 
 @pytest.mark.full
@@ -171,6 +171,6 @@ def normalised():
 def test_networks_are_close_to_their_optimum(make, most):
     """A plan keeps a block's input during the block's backward; the optimum drops it and makes it once more."""
     graph = ogc.parse(*make())
-    least, peak = least_peak(graph.with_variants(graph.low_memory)), ogc.solve(graph).peak_bytes
+    least, peak = least_peak(graph.with_variants(graph.low_memory)), ogc.solve(graph, memory_budget="least").peak_bytes
     print(f"\n{make.__name__}: plan {peak}, optimum {least}, lower bound {lower_bound(graph)} bytes")
     assert lower_bound(graph) <= least <= peak <= (1 + most) * least

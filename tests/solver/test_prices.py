@@ -11,7 +11,7 @@ import ogc
 from ogc.plan.simulate import plain_peak, simulate
 from ogc.solver import paths as constrained_path
 from ogc.solver.costs import SegmentCosts
-from ogc.solver.outer_level import OuterLevel
+from ogc.solver.levels import OuterLevel
 from ogc.solver.paths import LABELS, ConstrainedPaths, Priced, Segments, _front, at_the_end, raised
 from ogc.solver.search import Search
 

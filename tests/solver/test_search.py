@@ -86,7 +86,7 @@ def test_a_budget_costs_no_more_time_than_with_all_cuts(seed, share, monkeypatch
 @pytest.mark.full
 def test_a_budget_near_the_least_peak_is_met_with_all_cuts(few_cuts):
     graph = stack(1, layers=16)
-    least = ogc.solve(graph)
+    least = ogc.solve(graph, memory_budget="least")
     plan = ogc.solve(graph, memory_budget=least.peak_bytes)
     assert plan.peak_bytes <= least.peak_bytes
 
@@ -95,14 +95,17 @@ def test_a_budget_near_the_least_peak_is_met_with_all_cuts(few_cuts):
 @pytest.mark.parametrize("seed", [1, 4])
 def test_views_take_no_memory(seed):
     graph = stack(seed, layers=16)
-    assert ogc.solve(with_views(graph, seed)).peak_bytes == ogc.solve(graph).peak_bytes
+    assert (
+        ogc.solve(with_views(graph, seed), memory_budget="least").peak_bytes
+        == ogc.solve(graph, memory_budget="least").peak_bytes
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [5, 7])
 def test_a_budget_that_the_least_peak_fits_takes_no_more_time(seed):
     graph = with_views(stack(seed, layers=16), seed)
-    least = ogc.solve(graph)
+    least = ogc.solve(graph, memory_budget="least")
     for more in (1.0, 1.02):
         plan = ogc.solve(graph, memory_budget=int(more * least.peak_bytes))
         assert plan.recomputed_seconds <= least.recomputed_seconds
@@ -111,7 +114,7 @@ def test_a_budget_that_the_least_peak_fits_takes_no_more_time(seed):
 @pytest.mark.full
 def test_more_time_than_the_least_peak_takes_buys_the_least_peak(few_cuts):
     graph = stack(1, layers=16)
-    least = ogc.solve(graph)
+    least = ogc.solve(graph, memory_budget="least")
     assert ogc.solve(graph, max_overhead=1.01 * least.overhead).peak_bytes == least.peak_bytes
 
 
@@ -120,7 +123,7 @@ def test_more_time_than_the_least_peak_takes_buys_the_least_peak(few_cuts):
 def test_so_it_does_between_all_cuts_and_beside_views(few, monkeypatch):
     monkeypatch.setattr(search, "FEW_CUTS", few)
     graph = with_views(stack(1, layers=16), seed=1)
-    least = ogc.solve(graph)
+    least = ogc.solve(graph, memory_budget="least")
     assert ogc.solve(graph, max_overhead=1.01 * least.overhead).peak_bytes == least.peak_bytes
 
 

@@ -15,15 +15,15 @@ from stacks import with_views
 
 import ogc
 from ogc.errors import InputError, PlanError, SolveError
-from ogc.graph import Graph, Operation, Value
+from ogc.graph import Graph, Operation, Value, fold
+from ogc.plan import make_plan
 from ogc.plan.decisions import Decisions, Policy, Segment, cut_into_segments, recomputed, saved
 from ogc.plan.schedule import Schedule
 from ogc.plan.simulate import Memory, lower_bound, plain_peak, replay, simulate
 from ogc.solver import LEAST_PEAK, search
 from ogc.solver.costs import NEVER, SegmentCosts, boundary_bytes
 from ogc.solver.cuts import CutGrid, choose_grids, distinct, narrowest
-from ogc.solver.nested import NestedTable
-from ogc.solver.outer_level import OuterLevel
+from ogc.solver.levels import NestedTable, OuterLevel
 
 SEEDS = range(500)
 
@@ -255,7 +255,7 @@ def test_a_writer_behind_a_reader_is_among_what_runs_again():
     """An operation that must not run twice writes in place what one before it, which would run again, has read."""
     graph = random_graph(708, most=12)
     assert [op.replayable for op in graph.operations[:5]] == [True, True, False, True, True]
-    assert simulate(graph, ogc.solve(graph)).peak_bytes <= plain_peak(graph)
+    assert simulate(graph, ogc.solve(graph, memory_budget="least")).peak_bytes <= plain_peak(graph)
 
 
 def test_the_unit_of_a_table_divides_what_is_kept():
@@ -364,9 +364,9 @@ def test_whatever_is_decided_of_values_all_that_a_step_reads_is_there():
 
 
 def test_what_is_decided_around_a_segment_goes_before_what_is_decided_in_it():
-    graph, segments = chain([1] * 5), [recomputed(0, 4, kept=[1]), saved(4, 5)]
+    graph, segments = chain([1] * 5), [recomputed(0, 4, saved_values=[1]), saved(4, 5)]
     assert Schedule(graph, Decisions.of(segments)).runs[1].program == (0, 2)
-    assert Schedule(graph, Decisions.of(segments).remaking([1])).runs[1].program == (0, 1, 2)
+    assert Schedule(graph, Decisions.of(segments).recomputing([1])).runs[1].program == (0, 1, 2)
     kept = Decisions(cut_into_segments([0, 4, 5], [True, False]), ((1, Policy.SAVED),))
     assert Schedule(graph, kept).runs[1].program == (0, 2)
 
@@ -377,17 +377,17 @@ def test_a_value_that_is_remade_is_not_there_between_its_uses():
     graph = Graph((*free.operations[:3], skip, *free.operations[4:]), free.values)
     segments = [recomputed(0, 2), recomputed(2, 4), saved(4, 6)]
     assert [run.program for run in Schedule(graph, Decisions.of(segments)).runs[1:]] == [(2,), (0,)]
-    assert [run.program for run in Schedule(graph, Decisions.of(segments).remaking([1])).runs[1:]] == [(1, 2), (0,)]
-    kept, remade = simulate(graph, segments), simulate(graph, Decisions.of(segments).remaking([1]))
+    assert [run.program for run in Schedule(graph, Decisions.of(segments).recomputing([1])).runs[1:]] == [(1, 2), (0,)]
+    kept, dropped = simulate(graph, segments), simulate(graph, Decisions.of(segments).recomputing([1]))
     # Value 1 is gone after operation 3, and value 0 stays in its place, from which it is made again.
     assert [event.bytes for event in kept.timeline[:6]] == [1, 10, 10, 11, 18, 26]
-    assert [event.bytes for event in remade.timeline[:6]] == [1, 10, 11, 12, 10, 18]
-    assert remade.recomputed_seconds == kept.recomputed_seconds + graph.operations[1].forward_seconds
+    assert [event.bytes for event in dropped.timeline[:6]] == [1, 10, 11, 12, 10, 18]
+    assert dropped.recomputed_seconds == kept.recomputed_seconds + graph.operations[1].forward_seconds
 
 
 def test_a_uniform_chain_needs_about_the_square_root():
     graph = chain([1] * 400)
-    plan = ogc.solve(graph)
+    plan = ogc.solve(graph, memory_budget="least")
     # k checkpoints and a longest segment of 400/k values: 2 sqrt(400) at the least, plus the ends.
     assert plan.plain_peak_bytes == 400
     flat = OuterLevel(SegmentCosts(graph).costs())
@@ -398,11 +398,11 @@ def test_a_uniform_chain_needs_about_the_square_root():
 
 def test_same_graph_same_plan():
     graph = random_graph(3, most=60)
-    assert ogc.solve(graph) == ogc.solve(graph)
+    assert ogc.solve(graph, memory_budget="least") == ogc.solve(graph, memory_budget="least")
 
 
 def test_where_nothing_helps_the_plan_is_the_plain_model():
-    plan = ogc.solve(chain([3]))
+    plan = ogc.solve(chain([3]), memory_budget="least")
     assert plan.is_plain
     assert plan.peak_bytes == plan.plain_peak_bytes
     assert plan.overhead == 0
@@ -415,16 +415,28 @@ def test_an_operation_that_must_not_run_twice_stays_in_a_saved_segment():
         tuple(Operation(**{**vars(op), "replayable": t not in (5, 6)}) for t, op in enumerate(free.operations)),
         free.values,
     )
-    plan = ogc.solve(bound)
+    plan = ogc.solve(bound, memory_budget="least")
     assert not any({5, 6} & set(run.program) for run in Schedule(bound, plan.decisions).runs[1:])
-    assert ogc.solve(free).peak_bytes < plan.peak_bytes < plan.plain_peak_bytes
+    assert ogc.solve(free, memory_budget="least").peak_bytes < plan.peak_bytes < plan.plain_peak_bytes
 
 
 def test_a_plan_prints_its_segments():
-    text = str(ogc.solve(chain([1_000_000] * 20)))
-    assert text.splitlines()[0].split() == ["segment", "operations", "modules", "mode", "kept", "MB", "recomputed"]
-    assert "recomputed" in text
-    assert "plain 20.0 MB" in text.splitlines()[-1]
+    text = str(ogc.solve(chain([1_000_000] * 20), memory_budget="least"))
+    first, header, *_, last = text.splitlines()
+    assert first.startswith("peak ") and " of 19.1 MiB, +" in first
+    assert header.split() == ["segment", "operations", "modules", "mode", "saved", "MiB", "recomputed"]
+    assert "recomputed" in text and last.startswith("recomputation +")
+
+
+def test_equal_layers_are_printed_once():
+    layers = [1_000_000, 8_000_000, 2_000_000, 4_000_000] * 9
+    graph = chain(layers)
+    operations = (replace(op, module=f"layers.{t // 4}.linear") for t, op in enumerate(graph.operations))
+    cuts = [*range(0, 37, 4)]
+    plan = make_plan(replace(graph, operations=tuple(operations)), [recomputed(*ends) for ends in pairwise(cuts)])
+    lines = str(plan).splitlines()
+    assert len(lines) < 9 and "9 segments" in lines[-1]
+    assert sum(times * len(stretch) for stretch, times in fold(layers, lambda size: size)) == len(layers)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +477,7 @@ def test_what_is_costly_to_make_is_kept_and_the_rest_runs_again():
     graph = Graph(operations, tuple(Value(f"v{t}", 64 if t % 2 else 8) for t in range(40)))
     plan = ogc.solve(graph, memory_budget=0.45)
     again = {t for run in Schedule(graph, plan.decisions).runs[1:] for t in run.program}
-    assert any(segment.kept for segment in plan.segments)
+    assert any(segment.saved_values for segment in plan.segments)
     assert again and all(t % 2 for t in again)
 
 
@@ -515,14 +527,14 @@ def test_a_budget_that_the_plain_model_meets_costs_nothing():
 @pytest.mark.parametrize("seed", range(40))
 def test_the_least_peak_is_a_budget_that_is_met(seed):
     graph = random_graph(seed, most=12)
-    least = ogc.solve(graph)
+    least = ogc.solve(graph, memory_budget="least")
     assert ogc.solve(graph, memory_budget=max(1, least.peak_bytes)).peak_bytes <= max(1, least.peak_bytes)
 
 
 def test_a_budget_that_nothing_meets_is_refused_with_what_would():
     with pytest.raises(SolveError) as caught:
         ogc.solve(GIB, memory_budget="1GiB")
-    least = ogc.solve(GIB)
+    least = ogc.solve(GIB, memory_budget="least")
     for part in (
         "(1073741824 bytes)",
         f"{least.peak_bytes} bytes",
@@ -568,10 +580,10 @@ def test_the_frontier_is_monotone_and_its_plans_are_as_simulated():
     assert peaks == sorted(peaks)
     assert (np.diff([plan.recomputed_seconds for plan in found.plans[:-1]]) < 0).all()
     assert found.plans[-1].is_plain
-    assert peaks[0] == ogc.solve(graph).peak_bytes
+    assert peaks[0] == ogc.solve(graph, memory_budget="least").peak_bytes
     for plan in found.plans[:-1]:
         assert simulate(graph, plan).peak_bytes == plan.peak_bytes >= lower_bound(graph)
-    assert str(found).splitlines()[0].split() == ["peak", "MB", "of", "plain", "overhead", "levels"]
+    assert str(found).splitlines()[0].split() == ["peak", "MiB", "of", "plain", "overhead", "levels"]
 
 
 def dense_in_flops(blocks):
@@ -590,7 +602,7 @@ def dense_in_flops(blocks):
 def test_the_frontier_knows_what_costs_next_to_nothing_though_it_crosses_every_cut(monkeypatch):
     graph = dense_in_flops(12)
     norms = [2 * n + 1 for n in range(12)]
-    by_hand = ogc.make_plan(graph, [recomputed(*cuts) for cuts in pairwise(graph.cuts)], remade=norms)
+    by_hand = ogc.make_plan(graph, [recomputed(*cuts) for cuts in pairwise(graph.cuts)], recomputed_values=norms)
     assert by_hand.recomputed_flops == 0
 
     def is_found():
@@ -611,7 +623,7 @@ def test_selective_plans_leave_out_what_must_not_run_twice():
 
 def test_the_frontier_has_plans_for_the_budgets_asked_for():
     graph = random_graph(5, most=60)
-    least, plain = ogc.solve(graph).peak_bytes, ogc.solve(graph, solver="none").peak_bytes
+    least, plain = ogc.solve(graph, memory_budget="least").peak_bytes, ogc.solve(graph, solver="none").peak_bytes
     budgets = [least + (plain - least) * n // 7 for n in range(7)]
     plans = ogc.frontier(graph, points=2, budgets=[*budgets, plain, least - 1, 0.0001]).plans
     assert [p.peak_bytes for p in plans] == sorted(p.peak_bytes for p in plans)
@@ -626,5 +638,5 @@ def test_no_time_is_spent_for_next_to_nothing():
     graph = chain([3, 3, 3, 3], backward_bytes=10_000)
     plain = ogc.solve(graph, solver="none").peak_bytes
     assert ogc.frontier(graph).plans[0].peak_bytes < plain
-    assert ogc.solve(graph).is_plain and ogc.solve(graph, max_overhead=1.0).is_plain
+    assert ogc.solve(graph, memory_budget="least").is_plain and ogc.solve(graph, max_overhead=1.0).is_plain
     assert ogc.solve(graph, memory_budget=plain - 1).peak_bytes < plain, "who asks for that gets it"

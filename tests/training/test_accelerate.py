@@ -115,7 +115,7 @@ def test_a_model_that_is_planned_in_parts_is_optimized_first(monkeypatch):
     assert_trained_alike(train, monkeypatch, 0.9)
     wrapped = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(Dropped())
     with pytest.raises(ogc.InputError, match="optimize the model before its forward is replaced"):
-        ogc.optimize(wrapped, SAMPLE)
+        ogc.optimize(wrapped, SAMPLE, memory_budget="least")
 
 
 def test_two_models_and_two_optimizers(monkeypatch):

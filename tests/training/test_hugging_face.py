@@ -137,7 +137,7 @@ def test_a_checkpoint_is_resumed_from(tmp_path, monkeypatch):
             assert torch.equal(tensor, again.state_dict()[name]), name
         if not training.is_plain:  # one that a plain training saved
             other = training.models[0].__class__(run.config)
-            other = ogc.optimize(other, batch(sentences()))
+            other = ogc.optimize(other, batch(sentences()), memory_budget="least")
             trainer_of(other, folder, **settings).train(resume_from_checkpoint=str(tmp_path / "True" / "checkpoint-4"))
             assert all(map(torch.equal, other.state_dict().values(), run.state_dict().values()))
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_is_resumed_from(tmp_path, monkeypatch):
 
 def test_what_is_saved_is_the_models_own(tmp_path):
     model = small_gpt()
-    optimised = ogc.optimize(model, batch(sentences()))
+    optimised = ogc.optimize(model, batch(sentences()), memory_budget="least")
     trainer = trainer_of(optimised, tmp_path / "run")
     trainer.train()
     trainer.save_model(str(tmp_path / "by the trainer"))

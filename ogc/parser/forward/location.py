@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...on_thread import OnThread
+from ...process import OnThread
 
 _OWN_CODE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _TORCH_CODE = os.path.dirname(torch.__file__) + os.sep

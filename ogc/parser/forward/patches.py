@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ...program.leaf import Leaf
+from ...program.opaque import OpaqueCall
 from ...torch_state.dispatch import out_of_mode
 from ...torch_state.forwards import hooks_off
 from ...torch_state.no_trace import unwatched
@@ -86,12 +86,12 @@ def seen_as_recorded(
     """A forward that nobody records is seen as a recorder would see it.
 
     Args:
-        graph: the program; its leaves have what they save as long as they run, whatever else is saved.
-        told: called with each tensor that leaves save.
+        graph: the program; its opaque modules have what they save as long as they run, whatever else is saved.
+        told: called with each tensor that opaque modules save.
         paused: entered while tensors become text, or Python gets hold of their content or their ``.data``.
     """
-    leaves = [node.target for node in graph.nodes if isinstance(node.target, Leaf)]
-    modules = {leaf.function or model.get_submodule(leaf.module): leaf.takes_no_hooks for leaf in leaves}
+    opaque = [node.target for node in graph.nodes if isinstance(node.target, OpaqueCall)]
+    modules = {one.function or model.get_submodule(one.module): one.takes_no_hooks for one in opaque}
 
     @contextmanager
     def saving(called: Any) -> Iterator[None]:
@@ -119,7 +119,7 @@ def seen_as_recorded(
     with ExitStack() as stack:
         if modules:
             wrap(stack, torch.nn.Module, "__call__", in_leaves)
-        if any(leaf.function for leaf in leaves):
+        if any(one.function for one in opaque):
             replace(stack, torch.autograd.Function, "apply", in_functions)
         checkpoint_nothing(stack)
         for name in (*CONTENT, *TEXT):

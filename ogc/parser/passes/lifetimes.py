@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...graph import Operation, Value
-from ...program.leaf import Leaf
+from ...program.opaque import OpaqueCall
 from ...program.program import TensorRef
 from ..traced import ALIVE, BYTES, CALL, HISTORY, History
 from ..weigh.backward import reached
@@ -95,7 +95,11 @@ def forget_unreached(observation: Observation, ends: Sequence[TensorRef]) -> Dea
     backwards = [record.backward() for record in observation.records]
     for t, is_reached in enumerate(reached(backwards, ends, observation.storages)):
         record = observation.records[t]
-        if is_reached or isinstance(record.node.target, Leaf) or not any(o.differentiable for o in record.outputs):
+        if (
+            is_reached
+            or isinstance(record.node.target, OpaqueCall)
+            or not any(o.differentiable for o in record.outputs)
+        ):
             continue
         dead[t] = list(record.saved.values)
         if record.saved.internal_bytes:

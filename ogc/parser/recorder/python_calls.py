@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ...program.leaf import Leaf, Returned
+from ...program.opaque import OpaqueCall, Returned
 from ...program.program import storage_of, tensor_leaves
 from ...program.structures import CONSTANTS, Given, InputSpec, autocast_state
 from ...torch_state.dispatch import in_mode, unseen
@@ -70,21 +70,21 @@ class PythonCalls:
         self.thread = threading.get_ident()
         self.draws = python_random_state()
         self.has_draws = False
-        self.failed = ""  # the leaf that was left by an exception
-        self.leaf_calls = 0
+        self.failed = ""  # the opaque module that was left by an exception
+        self.opaque_calls = 0
         self.patches = ExitStack()
-        self.away = ExitStack()  # what is on while nobody looks into a leaf
-        self.is_away = False  # the patches are, until the leaf is left
+        self.away = ExitStack()  # what is on while nobody looks into an opaque module
+        self.is_away = False  # the patches are, until the opaque module is left
         self.is_writing_text = False
 
     @property
     def is_on(self) -> bool:
         """Whether what this thread does is to be written down."""
-        return self.recorder.leaf is None and threading.get_ident() == self.thread
+        return self.recorder.within is None and threading.get_ident() == self.thread
 
     def note_hooks(self, module: str, why: str) -> None:
-        """Note what the hooks of a module do, unless a leaf hides it."""
-        if self.recorder.leaf is None:
+        """Note what the hooks of a module do, unless an opaque module hides it."""
+        if self.recorder.within is None:
             self.recorder.opaque.setdefault(module, why)
 
     def look_for_draws(self) -> None:
@@ -129,10 +129,12 @@ class PythonCalls:
         if name is None:
             return call(module, *args, **kwargs)
         self.look_for_draws()
-        if name in self.recorder.leaves:
+        if name in self.recorder.opaque_names:
             called = self.recorder.model.get_submodule(name)
             try:
-                return self._leaf(name, called, partial(self._in_leaf, call, module), args, kwargs, module in unwatched)
+                return self._opaque(
+                    name, called, partial(self._in_opaque, call, module), args, kwargs, module in unwatched
+                )
             except Exception:
                 self.failed = self.failed or name
                 raise
@@ -153,19 +155,19 @@ class PythonCalls:
             if strange:
                 what = f"{kind.__name__}, that is given a {type(strange[0]).__name__}, at {user_line()}"
                 self.recorder.refuse(f"calls a custom torch.autograd.Function, {what}")
-            return self._leaf(self.recorder.scopes.current, kind, partial(self._in_leaf, own), args, kwargs)
+            return self._opaque(self.recorder.scopes.current, kind, partial(self._in_opaque, own), args, kwargs)
 
         return classmethod(apply)
 
     def _transform(self, known: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A transform of torch.func that differentiates: a leaf may run it, then without hooks for saved tensors."""
+        """A transform of torch.func that differentiates: opaque modules may run it, then without saved-tensor hooks."""
         if self.is_on:
             self._refuse_at_once(f"differentiates by torch.func at {user_line()}")
         self.recorder.takes_no_hooks = True
         return hooks_off_in(known, *args, **kwargs)
 
     def _compiled(self, known: Callable[[Any], Any], callback: Any) -> Any:
-        """A compiled function begins. A leaf may call one."""
+        """A compiled function begins. An opaque module may call one."""
         if callable(callback) and threading.get_ident() == self.thread:
             if self.is_on:
                 self._refuse_at_once(f"calls compiled code at {user_line()}")
@@ -178,20 +180,20 @@ class PythonCalls:
             {self.recorder.scopes.current: what},
         )
 
-    # -- leaves --------------------------------------------------------------------------------------------
+    # -- opaque modules --------------------------------------------------------------------------------------------
 
     def _look_away(self) -> None:
-        """Nothing is patched until the leaf is left, which may read numbers out of tensors.
+        """Nothing is patched until the opaque module is left, which may read numbers out of tensors.
 
         Compiled code looks at what it calls, tensors of other classes hand calls on.
         """
-        self.recorder.counting.add(str(self.recorder.leaf))
+        self.recorder.counting.add(str(self.recorder.within))
         self.patches.close()
         self.away.enter_context(unseen())
         self.away.enter_context(call_unseen())
         self.is_away = True
 
-    def _in_leaf(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _in_opaque(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             with self.away:
                 return call(*args, **kwargs)
@@ -200,10 +202,10 @@ class PythonCalls:
                 self.is_away = False
                 self.install()
 
-    def _leaf(
+    def _opaque(
         self, name: str, called: Any, call: Callable[..., Any], args: Any, kwargs: Any, is_unwatched: bool = False
     ) -> Any:
-        """Call ``called``, a leaf or a custom function, by ``call``, and write that down as a node."""
+        """Call ``called``, an opaque module or a custom function, by ``call``, and write that down as a node."""
         recorder, tensors = self.recorder, self.recorder.tensors
         module, function = (called, None) if isinstance(called, torch.nn.Module) else (None, called)
         held = set() if module is None else set(map(id, chain(module.parameters(), module.buffers())))
@@ -225,37 +227,37 @@ class PythonCalls:
             self._check_dense(name, given, "is given")
             self._check_dense(name, tensor_leaves(result), "returns")
             returned, results = Returned.of(result, before, given, versions)
-            leaf = Leaf(
-                f"_ogc_leaf_{self.leaf_calls}", name, source, inputs, returned, torch.is_grad_enabled(),
+            opaque = OpaqueCall(
+                f"_ogc_opaque_{self.opaque_calls}", name, source, inputs, returned, torch.is_grad_enabled(),
                 autocast_state(), function=function, talks=talks, takes_no_hooks=recorder.takes_no_hooks,
             )  # fmt: skip
-            self.leaf_calls += 1
-            self._check_leaf(leaf)
+            self.opaque_calls += 1
+            self._check_opaque(opaque)
             state = [tensors.node(t) for t in tensors.state.values() if id(t) in held and storage_of(t) is not None]
             holder = None if module is None else tensors.get_attr(name)
-            node = recorder.graph.call_function(leaf, (holder, nodes, state))
-            what = f"leaf {(function or type(module)).__name__}"
+            node = recorder.graph.call_function(opaque, (holder, nodes, state))
+            what = f"opaque {(function or type(module)).__name__}"
             node.meta.update({"module": name, "source": source, "operator": what, READS: name in recorder.counting})
-            recorder.note_leaf(node, [results[number] for number in leaf.new], given)
+            recorder.note_opaque(node, [results[number] for number in opaque.new], given)
         return result
 
     def _check_dense(self, name: str, tensors: list[torch.Tensor], what: str) -> None:
-        """Raise OpaqueError unless no program has to hold a sparse tensor between a leaf and the rest."""
+        """Raise OpaqueError unless no program has to hold a sparse tensor between an opaque module and the rest."""
         if (layout := next((t.layout for t in tensors if t.layout is not torch.strided), None)) is not None:
             self.recorder.leaky[name] = f"{what} a tensor that is {layout}, not dense"
             self.recorder.raise_if_leaky()
 
-    def _check_leaf(self, leaf: Leaf) -> None:
+    def _check_opaque(self, opaque: OpaqueCall) -> None:
         """Note whether something goes in or comes out that is neither a tensor nor the same each time."""
-        returned, leaky, name = leaf.returned.outputs, self.recorder.leaky, leaf.module
-        strange = [x for x in (*leaf.inputs.constants, *returned.constants) if not isinstance(x, CONSTANTS)]
+        returned, leaky, name = opaque.returned.outputs, self.recorder.leaky, opaque.module
+        strange = [x for x in (*opaque.inputs.constants, *returned.constants) if not isinstance(x, CONSTANTS)]
         numbers = [x for x in returned.leaves if isinstance(x, (int, float)) and not isinstance(x, bool)]
         decides = name in self.recorder.counting
         if strange:
             leaky[name] = f"takes or returns a {type(strange[0]).__name__}, in which tensors may hide"
         elif decides and numbers:
             leaky[name] = "returns a number read out of a tensor"
-        elif decides and any(view is not None for view in leaf.returned.views) and "." in name:
+        elif decides and any(view is not None for view in opaque.returned.views) and "." in name:
             leaky[name] = "returns its own input, as the data will have it"
 
     # -- methods of tensors --------------------------------------------------------------------------------

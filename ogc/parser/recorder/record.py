@@ -16,7 +16,7 @@ import torch
 
 from ...errors import OgcError, ParseError
 from ...program.autocast import shares_casts
-from ...program.leaf import Leaf
+from ...program.opaque import OpaqueCall
 from ...program.program import CONSTANT, OWN, Guards, call_beside, operator_name, shapes_of, storage_of
 from ...program.structures import TensorSpec
 from ...torch_state.dispatch import dispatched_to
@@ -32,10 +32,10 @@ from .python_calls import python_watched
 from .recorder import Read, Recorder
 
 
-def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_careful: bool) -> Traced:
+def record(sample: Sample, forward: Callable[..., Any], opaque: set[str], is_careful: bool) -> Traced:
     """A :class:`~ogc.parser.traced.FrontEnd`; careful by a look at the random states of Python before each call."""
     model, spec, tensors = sample
-    recorder = Recorder(model, tensors, leaves)
+    recorder = Recorder(model, tensors, opaque)
     recorder.shares_casts = shares_casts(spec)
     flat = FlatForward(forward, spec)
     parameters, buffers = dict(model.named_parameters()), _buffers(model)
@@ -50,7 +50,7 @@ def record(sample: Sample, forward: Callable[..., Any], leaves: set[str], is_car
     recorder.tensors.note_ends()
     recorder.raise_if_leaky()
     _refuse_new_parameters(model, parameters)
-    _refuse_new_buffers(model, buffers, leaves)
+    _refuse_new_buffers(model, buffers, opaque)
     guards = guards_of(recorder, nodes)
     recorder.raise_if_opaque()
     _refuse_shared_casts(recorder.graph)
@@ -85,7 +85,7 @@ def _run(
             if isinstance(error, OgcError):
                 raise
             failed = calls.failed or recorder.scopes.failed
-            if failed in recorder.leaves and recorder.model.get_submodule(failed) not in unwatched:
+            if failed in recorder.opaque_names and recorder.model.get_submodule(failed) not in unwatched:
                 unwatched.add(recorder.model.get_submodule(failed))
                 raise RecordAgain(is_careful) from error
             unwatched.add(recorder.model.get_submodule(failed))
@@ -105,12 +105,12 @@ def _failure(error: Exception) -> str:
 
 
 def _refuse_shared_casts(graph: torch.fx.Graph) -> None:
-    """Autocast may cast a parameter once for several uses; a leaf would do it for itself."""
+    """Autocast may cast a parameter once for several uses; an opaque module would do it for itself."""
     for node in graph.nodes:
-        leaf = node.target
-        if isinstance(leaf, Leaf) and leaf.autocast and any(len(held.users) > 1 for held in node.args[2]):
+        opaque = node.target
+        if isinstance(opaque, OpaqueCall) and opaque.autocast and any(len(held.users) > 1 for held in node.args[2]):
             why = "shares a parameter with other calls under autocast"
-            raise OpaqueError(f"the leaf module {leaf.module} {why}; cast it outside the leaf", {leaf.module: why})
+            raise OpaqueError(f"the opaque module {opaque.module} {why}; cast it outside", {opaque.module: why})
 
 
 def _give_each_call_its_own(recorder: Recorder) -> None:
@@ -142,12 +142,12 @@ def _buffers(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, TensorSpec
 
 
 def _refuse_new_buffers(
-    model: torch.nn.Module, before: Mapping[str, tuple[torch.Tensor, TensorSpec, int]], leaves: Collection[str]
+    model: torch.nn.Module, before: Mapping[str, tuple[torch.Tensor, TensorSpec, int]], opaque: Collection[str]
 ) -> None:
     """Raise OpaqueError if the forward gave the model another buffer, or one of its buffers other memory or sizes."""
     for name, (buffer, *memory) in _buffers(model).items():
         known, *was = before.get(name, (None, None))
-        if (known is buffer and memory == was) or any(name.startswith(f"{leaf}.") for leaf in leaves):
+        if (known is buffer and memory == was) or any(name.startswith(f"{one}.") for one in opaque):
             continue
         does = "resizes the buffer" if known is buffer else "assigns a new tensor to the buffer"
         raise OpaqueError(
@@ -252,8 +252,8 @@ class _Chunk:
             storage = None if tensor is None else tensors.storage(tensor)
             is_written = storage and any(storage.number in t.written for t in self.recorder.touched.values())
             return "a buffer that the forward changes" if is_written else ""
-        if isinstance(node.target, Leaf):
-            return "what a leaf computes"
+        if isinstance(node.target, OpaqueCall):
+            return "what an opaque module computes"
         touched = self.recorder.touched.get(node)
         if touched is not None and not touched.written.isdisjoint(tensors.external_numbers):
             return "what is written to inputs or buffers"

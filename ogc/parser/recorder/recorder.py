@@ -16,7 +16,7 @@ from ...program.program import SHARED, WithoutGrad, call_beside, has_history, op
 from ...program.structures import autocast_kinds
 from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
 from ...torch_state.private import OpOverload, schema_of, version_of
-from ...torch_state.reads import leaf_call
+from ...torch_state.reads import opaque_call
 from ..forward.location import Scopes, user_line
 from ..traced import HISTORY, ON_CONSTANTS, SEEN, SIZED, OpaqueError
 from .operators import OPENED, Sizes, deciding, sizes_of, tells_content, usual_name
@@ -65,9 +65,9 @@ class Argument(NamedTuple):
 class Recorder:
     """Writes down the operators of one forward, which is given the tensors ``inputs``."""
 
-    def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor], leaves: Collection[str]) -> None:
+    def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor], opaque_names: Collection[str]) -> None:
         self.model = model
-        self.leaves = leaves  # names of the submodules that are leaves
+        self.opaque_names = opaque_names  # submodules to call as they are
         self.shares_casts = False  # with whatever else runs in the caller's region
         self.before_call: Callable[[], object] | None = None
         # What is written down.
@@ -78,18 +78,18 @@ class Recorder:
         self.touched: dict[torch.fx.Node, Touched] = {}  # for each call, what it does to storages
         # What stands in the way of a program.
         self.opaque: dict[str, str] = {}  # module -> what it does that no program can hold
-        self.leaky: dict[str, str] = {}  # leaf -> what it does that a leaf must not
-        self.counting: set[str] = set()  # leaves that read numbers out of tensors
-        self.talking: set[str] = set()  # leaves that run collectives
+        self.leaky: dict[str, str] = {}  # opaque module -> what it does that it must not
+        self.counting: set[str] = set()  # opaque modules that read numbers out of tensors
+        self.talking: set[str] = set()  # opaque modules that run collectives
         self.is_valid = True  # until a call is found to be cast in parts that was written down whole: record again
         # Where the forward is.
         self.scopes = Scopes()
-        self.leaf: str | None = None  # that we are inside of
-        self.takes_no_hooks = False  # the leaf that runs, for what it saves
+        self.within: str | None = None  # the opaque module that runs
+        self.takes_no_hooks = False  # it takes none, for what it saves
         self.casting = 0  # calls that we are inside of and that autocast makes casts for
         self.is_in_operator = False  # whose kernel may be Python's, too
         self.saved: list[torch.Tensor] = []  # by the call that runs, for its backward
-        self._given: set[int] = set()  # numbers of the storages that the leaf was given
+        self._given: set[int] = set()  # numbers of the storages that the opaque module was given
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}  # of parameters, by identity
 
     def refuse(self, why: str, module: str | None = None) -> None:
@@ -98,8 +98,8 @@ class Recorder:
 
     def note_collective(self) -> None:
         """Note that ranks talk to one another, which they do once in each step."""
-        if self.leaf is not None:
-            self.talking.add(self.leaf)
+        if self.within is not None:
+            self.talking.add(self.within)
         else:
             self.refuse(f"runs a collective at {user_line()}")
 
@@ -127,8 +127,8 @@ class Recorder:
         if schema_of(call.operator).is_mutable:
             with unseen():
                 self._protect_written(call)
-        if self.leaf is not None:
-            return self._call_in_leaf(call)
+        if self.within is not None:
+            return self._call_in_opaque(call)
         if call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and autocast_kinds()):
             return self._open(call)
         operator = usual_name(call.operator)
@@ -166,7 +166,7 @@ class Recorder:
 
     @contextmanager
     def _in_operator(self) -> Iterator[None]:
-        """What Python reads inside, a kernel reads: it will again where the operator runs again."""
+        """What Python reads inside, a kernel reads: it will again where the operator is recomputed."""
         before, self.is_in_operator = self.is_in_operator, True
         try:
             yield
@@ -270,14 +270,14 @@ class Recorder:
         if self.is_in_operator:
             return
         with unseen():
-            if self.leaf is not None:
-                self.counting.add(str(self.leaf))
+            if self.within is not None:
+                self.counting.add(str(self.within))
             else:
                 self._note_read(self.tensors.node(tensor), (), what)
 
     def read_size(self, tensor: torch.Tensor) -> None:
         """Note that Python asks for the shape of a tensor, which matters if the shape depends on data."""
-        if self.reads and self.leaf is None and (node := self.tensors.known(tensor)) is not None:
+        if self.reads and self.within is None and (node := self.tensors.known(tensor)) is not None:
             self.sizes_read.setdefault(node, set()).add(self.scopes.current)
 
     @contextmanager
@@ -318,48 +318,48 @@ class Recorder:
     def _numbers(self, tensors: list[torch.Tensor]) -> set[int]:
         return {storage.number for storage in map(self.tensors.storage, tensors) if storage is not None}
 
-    # -- leaves --------------------------------------------------------------------------------------------
+    # -- opaque modules --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def inside(self, leaf: str, given: list[torch.Tensor]) -> Iterator[None]:
-        """Nothing that is called inside is written down: a leaf runs, which was given these tensors."""
-        self.leaf, self._given, self.takes_no_hooks = leaf, self._numbers(given), False
+    def inside(self, opaque: str, given: list[torch.Tensor]) -> Iterator[None]:
+        """Nothing that is called inside is written down: an opaque module runs, which was given these tensors."""
+        self.within, self._given, self.takes_no_hooks = opaque, self._numbers(given), False
         try:
-            with leaf_call(leaf):
+            with opaque_call(opaque):
                 yield
         finally:
-            self.leaf, self._given = None, set()
+            self.within, self._given = None, set()
 
-    def note_leaf(self, node: torch.fx.Node, new: list[torch.Tensor], given: list[torch.Tensor]) -> None:
-        """Note the tensors that a leaf made and those that it was given."""
+    def note_opaque(self, node: torch.fx.Node, new: list[torch.Tensor], given: list[torch.Tensor]) -> None:
+        """Note the tensors that an opaque module made and those that it was given."""
         for tensor in new:
             if (storage := self.tensors.storage(tensor)) is not None:
-                storage.leaf = None  # from here on it is the program's
+                storage.opaque = None  # from here on it is the program's
         self._note_result(node, new[0] if len(new) == 1 else new)
         self._note_touched(node, given, [])
 
-    def _call_in_leaf(self, call: Call) -> Any:
+    def _call_in_opaque(self, call: Call) -> Any:
         with unseen():
             self.check_known(tensor_leaves(call.args, call.kwargs))
         result = call.run()
         with unseen():
             results = tensor_leaves(result)
             for tensor in results:
-                self.tensors.storage(tensor, self.leaf)
+                self.tensors.storage(tensor, self.within)
             is_number = result is not None and not results
             if (is_number and tells_content(call.operator)) or (results and self._sizes_of(call, results).are_decided):
-                self.counting.add(str(self.leaf))
+                self.counting.add(str(self.within))
         return result
 
     def check_known(self, used: list[torch.Tensor]) -> None:
-        """Note which of the tensors should not be known to the leaf, or outside of leaves."""
-        for tensor in used if self.leaves else ():
+        """Note which of the tensors should not be known to the opaque module, or outside of opaque modules."""
+        for tensor in used if self.opaque_names else ():
             storage = None if self.tensors.is_new(tensor) else self.tensors.storage(tensor)
-            if storage is None or storage.leaf == self.leaf or storage.number in self._given:
+            if storage is None or storage.opaque == self.within or storage.number in self._given:
                 continue
             if not storage.is_state:
-                for leaf in {one for one in (storage.leaf, self.leaf) if one is not None}:
-                    self.leaky.setdefault(leaf, "shares tensors with other modules by other ways than arguments")
+                for opaque in {one for one in (storage.opaque, self.within) if one is not None}:
+                    self.leaky.setdefault(opaque, "shares tensors with other modules by other ways than arguments")
 
 
 def _raise_for(modules: dict[str, str], what: str, advice: str) -> None:

@@ -29,7 +29,7 @@ class Storage:
     """A storage; ``layout`` (shape, strides, offset in entries) is that of its first tensor, which is ``node``."""
 
     number: int
-    leaf: str | None  # that made it, if one did
+    opaque: str | None  # the opaque module that made it, if one did
     is_state: bool = False  # whether it is that of a parameter or buffer
     node: torch.fx.Node | None = None
     layout: Layout | None = None
@@ -147,14 +147,14 @@ class Tensors:
         node: torch.fx.Node | None = self._nodes.get(tensor)
         return node
 
-    def storage(self, tensor: torch.Tensor, leaf: str | None = None) -> Storage | None:
-        """The entry of the tensor's storage, None if it has no storage; a new entry says that ``leaf`` made it."""
+    def storage(self, tensor: torch.Tensor, opaque: str | None = None) -> Storage | None:
+        """The entry of the tensor's storage, None if it has no storage; a new entry says that ``opaque`` made it."""
         raw = storage_of(tensor)
         if raw is None:
             return None
         known = self._storages.get(raw)
         if known is None:
-            known = self._storages[raw] = Storage(self._count, leaf)
+            known = self._storages[raw] = Storage(self._count, opaque)
             self._count += 1
         return known
 

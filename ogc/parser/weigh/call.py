@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ...operators.registry import live_arguments, ones_like
 from ...operators.weights import Weights
-from ...program.leaf import Leaf
+from ...program.opaque import OpaqueCall
 from ...program.program import has_backward, storage_bytes, storage_of, tensor_leaves
 from ...program.tensors import ByStorage, Layout, contents, made_copies
 from ...torch_state.allocator import allocated_bytes, marked_bytes
@@ -165,13 +165,13 @@ class Call:
         return stop
 
 
-class LeafCall(Call):
+class CallOfOpaque(Call):
     """A call of an opaque module."""
 
     def __init__(self, record: Record, args: Any) -> None:
         self.module, given, self.state = args
         super().__init__(record, given, {})
-        self.leaf: Leaf = record.node.target  # type: ignore[assignment]
+        self.opaque: OpaqueCall = record.node.target  # type: ignore[assignment]
         self.leaves, self.copied = list(given), [record.in_place] * len(given)
         self.parameters = [t for t in self.state if t.requires_grad and t.is_leaf]
         modules = [] if self.module is None else list(self.module.modules())
@@ -185,7 +185,7 @@ class LeafCall(Call):
         super().prepare()
 
     def run(self, *internal: torch.Tensor) -> Any:
-        return self.leaf(self.module, self.inputs)
+        return self.opaque(self.module, self.inputs)
 
     def forward_compared(self) -> list[Any]:
         """The forward as plans run it that call the module again: what it saved is compared once it has returned.
@@ -211,9 +211,9 @@ class LeafCall(Call):
     def asks(self, tensor: torch.Tensor) -> bool:
         here = {storage_id(t) for t in contents(tensor) if storage_of(t) is not None}
         known = {
-            storage_id(t) for t in (self.state if self.leaf.repeatable else self.inputs) if storage_of(t) is not None
+            storage_id(t) for t in (self.state if self.opaque.repeatable else self.inputs) if storage_of(t) is not None
         }
-        return not here <= known if self.leaf.repeatable else bool(here & known)
+        return not here <= known if self.opaque.repeatable else bool(here & known)
 
     def counted_seed_bytes(self) -> int:
         """Of those that are there: others may hold them in a step."""
@@ -255,16 +255,16 @@ def leaf_nodes(root: torch.Tensor) -> set[Any]:
     return {node for node in nodes if hasattr(node, "variable")}
 
 
-def held_aside(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor]) -> list[int]:
+def held_aside(opaque: OpaqueCall, module: torch.nn.Module | None, given: list[torch.Tensor]) -> list[int]:
     """The numbers of given tensors that a call holds on to beside what it tells autograd to save.
 
     A custom function may keep them in attributes of its context. A result that is one of them, or a view, does not
     count. The model may be changed by the call.
     """
-    inputs = made_copies(given)  # as the graph holds what is a leaf of autograd
+    inputs = made_copies(given)  # as the graph holds what is an opaque module of autograd
     references = [(n, weakref.ref(storage)) for n, storage in enumerate(map(storage_of, inputs)) if storage is not None]
     with torch.enable_grad(), saved_until_done():
-        results = tensor_leaves(leaf(module, inputs))
+        results = tensor_leaves(opaque(module, inputs))
     inputs.clear()
     returned = {storage_of(t) for t in results}
     return [n for n, reference in references if (storage := reference()) is not None and storage not in returned]

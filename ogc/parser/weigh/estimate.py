@@ -18,12 +18,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.fx.node import map_aggregate
 
+from ...errors import optional
 from ...operators.gpus import gpu_of
 from ...operators.low_memory import Extra
 from ...operators.registry import Operator, is_elementwise, like, low_memory_variant, of, ones_like
 from ...operators.weights import InputGradient, Place, Use, Weights
-from ...optional import optional
-from ...program.leaf import Region, runs_once
+from ...program.opaque import Region, runs_once
 from ...program.program import WithoutGrad, has_backward, storage_bytes, tensor_leaves
 from ...program.tensors import Layout, is_dense
 from ...torch_state.allocator import can_measure
@@ -330,5 +330,5 @@ def pretended(leaf: Any, in_place: bool, device: torch.device | str = "meta") ->
         return torch.device(device) if isinstance(leaf, torch.device) else leaf
     shadow = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
     shadow.requires_grad_(leaf.requires_grad)
-    # A leaf could not be written in place.
+    # An opaque module could not be written in place.
     return shadow.clone() if in_place and leaf.requires_grad else shadow

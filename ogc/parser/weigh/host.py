@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...graph import RuntimeCosts
-from ...operation import Operation, Variant
+from ...graph import Operation, RuntimeCosts, Variant
 from ...program.autocast import run_saving
 from ...torch_state.module_state import WatchedModule
 from ...torch_state.reads import Reads, WatchedReads

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ...during_step import available_bytes
 from ...operators.weights import Weights
 from ...plan.saving import write_at_once
-from ...program.leaf import Leaf, Region
+from ...process import available_bytes
+from ...program.opaque import OpaqueCall, Region
 from ...program.program import WithoutGrad, device_of_model, has_backward, storage_bytes, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
 from ...torch_state.no_trace import untouched, unwatched
@@ -42,7 +42,7 @@ from ...torch_state.settings import cuda_devices
 from ..forward.flat import saving
 from ..passes.writes import COPIED, REBASED
 from .backward import Relaid
-from .call import REPEATS, Call, LeafCall, call_key, held_aside, with_measured_bytes
+from .call import REPEATS, Call, CallOfOpaque, call_key, held_aside, with_measured_bytes
 from .estimate import Estimator, input_gradients
 from .meter import Meter, Reading, Seconds
 from .record import Record
@@ -236,7 +236,7 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
 
     A module's bytes are those of the device that the model is on; its time and FLOPs come from the profiler.
     """
-    if not isinstance(record.node.target, Leaf):
+    if not isinstance(record.node.target, OpaqueCall):
         weights = profiler.weigh(record, args, kwargs)
         record.relaid = profiler.relaid(record, args, kwargs) if weights.gradients else None
         return weights
@@ -244,7 +244,7 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
     measurer = profiler if isinstance(profiler, Measurer) else None
     seconds = (profiler.estimator if isinstance(profiler, Measurer) else profiler).rates.seconds
     with untouched(model):
-        call = LeafCall(record, args)
+        call = CallOfOpaque(record, args)
         call.prepare()
         forward = _reading(call, seconds, call.forward)
         call.prepare()
@@ -273,7 +273,7 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
         )
 
 
-def _reading(call: LeafCall, seconds: Seconds, run: Callable[[], object]) -> Reading:
+def _reading(call: CallOfOpaque, seconds: Seconds, run: Callable[[], object]) -> Reading:
     """What ``run()`` costs; where nobody may look at its operators, by the clock alone."""
     if call.module not in unwatched:
         with Meter(seconds, on_meta=False) as meter:
@@ -284,18 +284,18 @@ def _reading(call: LeafCall, seconds: Seconds, run: Callable[[], object]) -> Rea
     return Reading(time.perf_counter() - start)
 
 
-def _peaks(call: LeafCall, home: torch.device, forward: Reading) -> tuple[int, int, int]:
+def _peaks(call: CallOfOpaque, home: torch.device, forward: Reading) -> tuple[int, int, int]:
     """The most bytes of a call, of one that is compared with another, and those that stay."""
     if not can_measure(home):  # what PyTorch's operators allocate has to do
         return forward.peak_bytes, forward.peak_bytes, forward.held_bytes
     peak, held = allocated_bytes(call.forward, home, call.prepare)
-    compared = allocated_bytes(call.forward_compared, home, call.prepare)[0] if call.leaf.repeatable else peak
+    compared = allocated_bytes(call.forward_compared, home, call.prepare)[0] if call.opaque.repeatable else peak
     return peak, compared, held
 
 
-def _bytes_aside(record: Record, call: LeafCall) -> int:
+def _bytes_aside(record: Record, call: CallOfOpaque) -> int:
     """Bytes of the program's values that a module holds on to beside what it saves, which are noted in the record."""
-    numbers = [] if record.in_place else held_aside(call.leaf, call.module, call.leaves)
+    numbers = [] if record.in_place else held_aside(call.opaque, call.module, call.leaves)
     held = [(ref, call.leaves[n]) for n in numbers if (ref := record.arguments[n].value) is not None]
     record.aside = [ref for ref, _ in held]
     return storage_bytes(tensor for _, tensor in held)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from ...during_step import progress
 from ...operators.low_memory import LowMemory
 from ...operators.registry import copies_strided_gradients, live_arguments, of, said_to_be_written
 from ...operators.weights import Place, Weights
-from ...program.leaf import Leaf
+from ...process import progress
+from ...program.opaque import OpaqueCall
 from ...program.program import (
     Saved,
     TensorRef,
@@ -255,15 +255,15 @@ class _Observer:
     def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         args, kwargs = args_of(node, values)
         record = Record(node)
-        is_leaf = isinstance(node.target, Leaf)
+        is_opaque = isinstance(node.target, OpaqueCall)
         refs, tensors = _tensor_arguments(node, values)
         versions = [version_of(tensor) for tensor in tensors]
         histories = [None if base_of(tensor) is None else base_of(tensor).grad_fn for tensor in tensors]
         packed: list[torch.Tensor] = []
         devices = {t.device for t in tensors if t.is_cuda}
         random_before = self.random if devices == self.devices else random_states(devices)
-        buffers = [(b, version_of(b)) for b in self.model.buffers()] if is_leaf else []
-        held = set(map(id, args[2])) if is_leaf else set()
+        buffers = [(b, version_of(b)) for b in self.model.buffers()] if is_opaque else []
+        held = set(map(id, args[2])) if is_opaque else set()
         own = {id(b): b.detach().clone() for b, _ in buffers if id(b) in held}
         with saving(packed), self.around:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -272,7 +272,7 @@ class _Observer:
         record.random = is_seeded or not same_states(random_before, self.random)
         said = set(map(id, said_to_be_written(node.target, args)))
         written = [t for t, v in zip(tensors, versions, strict=True) if version_of(t) != v or id(t) in said]
-        if is_leaf:
+        if is_opaque:
             written += self._other_writes(buffers, own)
             packed[:] = [inner for tensor in packed for inner in contents(tensor) if storage_of(inner) is not None]
         self.memory.note_reads(record, refs, tensors)
@@ -421,7 +421,7 @@ class _Memory:
             elif not is_external and key not in internal:
                 internal.add(key)
                 saves.internal_bytes += tensor.untyped_storage().nbytes()
-        if isinstance(record.node.target, Leaf):
+        if isinstance(record.node.target, OpaqueCall):
             # One slot for each argument that it saves in whatever way; the rest stays with it.
             refs = [argument.value for argument in reversed(record.arguments) if argument.value is not None]
             given = {self.result.storages[ref]: Saved(ref) for ref in refs}

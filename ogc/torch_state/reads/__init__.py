@@ -4,7 +4,7 @@ A recorded program has the values that Python read: attributes of modules and ot
 modules, globals, cells, default arguments, containers. They are observed once and compared at the start of each call.
 """
 
-from .observer import Observer, Write, call_unseen, leaf_call
+from .observer import Observer, Write, call_unseen, opaque_call
 from .owners import Reads, WatchedReads
 
-__all__ = ["Observer", "Reads", "WatchedReads", "Write", "call_unseen", "leaf_call"]
+__all__ = ["Observer", "Reads", "WatchedReads", "Write", "call_unseen", "opaque_call"]

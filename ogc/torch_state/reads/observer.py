@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import InputError
-from ...on_thread import OnThread
+from ...process import OnThread
 from ..forwards import original_class
 from ..private import MEMBERS
 from ..ranks import has_flat_parameters, views_of_flat
@@ -129,15 +129,15 @@ class Observer:
     def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str) -> None:
         self._where, self.root = where, weakref.ref(model)
         self.owners: dict[int, Owner] = {}  # by the identity of the object
-        self.assigned: dict[tuple[int, str], None] = {}  # attributes that the forward sets, but for what leaves do
+        self.assigned: dict[tuple[int, str], None] = {}  # attributes that the forward sets outside of opaque modules
         self.effects: dict[tuple[int, str], Any] = {}  # of these, plain values of such as it does not read
-        self.written_in_leaves: dict[tuple[int, str], str] = {}
-        self.leaves_that_write: dict[str, tuple[int, str]] = {}
-        self.mixed: dict[str, str] = {}  # modules that read what leaves write, and what that is
-        self.leaf: str | None = None
+        self.written_in_opaque: dict[tuple[int, str], str] = {}
+        self.opaque_that_write: dict[str, tuple[int, str]] = {}
+        self.mixed: dict[str, str] = {}  # modules that read what opaque modules write, and what that is
+        self.opaque: str | None = None
         self.thread = threading.get_ident()
         self.classes = ObservedClasses(self._told, self._assigned)
-        self.functions = CalledFunctions(self._called, lambda: self.leaf is None)
+        self.functions = CalledFunctions(self._called, lambda: self.opaque is None)
         self._is_busy = False
         self._told_of: set[tuple[int, str]] = set()  # objects, by identity, and attributes of theirs that were read
         is_flat = has_flat_parameters(model)
@@ -147,7 +147,7 @@ class Observer:
         self._modules = frozenset(self.owners)
 
     def where(self) -> str:
-        return self._where() if self.leaf is None else self.leaf
+        return self._where() if self.opaque is None else self.opaque
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def observed(*args: Any, **kwargs: Any) -> Any:
@@ -172,18 +172,18 @@ class Observer:
             self._observe_all()
 
     @contextmanager
-    def in_leaf(self, name: str) -> Iterator[None]:
-        """Inside, what is read makes no difference: a leaf runs, which reads it in each call."""
+    def in_opaque(self, name: str) -> Iterator[None]:
+        """Inside, what is read makes no difference: an opaque module runs, which reads it in each call."""
         before = self._differences()
-        self.leaf, outer = name, self.leaf
+        self.opaque, outer = name, self.opaque
         try:
             yield
         finally:
-            self.leaf = outer
+            self.opaque = outer
             for change, values in self._differences().items():
                 if not same_objects(values, before.get(change, ())):
-                    self.written_in_leaves[change] = name
-                    self.leaves_that_write[name] = change
+                    self.written_in_opaque[change] = name
+                    self.opaque_that_write[name] = change
 
     # -- what is read --------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Observer:
         owner = self.owners.get(id(thing))
         if owner is None or self._is_busy or threading.get_ident() != self.thread or name in owner.before.skipped:
             return
-        if (id(thing), name) in self._told_of and not self.written_in_leaves:
+        if (id(thing), name) in self._told_of and not self.written_in_opaque:
             owner.scope = self.where()
             return
         if frame.f_globals is _MODULE_CODE or str(frame.f_globals.get("__name__")).startswith("ogc."):
@@ -203,12 +203,12 @@ class Observer:
                 self._read_all(owner)
             elif not (name.startswith("__") and name.endswith("__")):
                 self._read(owner, name)
-                if self.leaf is None:
+                if self.opaque is None:
                     self._told_of.add((id(thing), name))
 
     def _assigned(self, thing: Any, name: str, _: FrameType) -> None:
         owner = self.owners.get(id(thing))
-        is_ours = owner is not None and self.leaf is None and threading.get_ident() == self.thread
+        is_ours = owner is not None and self.opaque is None and threading.get_ident() == self.thread
         if owner is not None and is_ours and not self._is_busy and name not in owner.before.skipped:
             self.assigned[owner.number, name] = None
 
@@ -254,23 +254,23 @@ class Observer:
         if not self._is_as_at_first(owner, name):
             return
         value = owner.now(name)
-        if self.leaf is None and not (value is ABSENT and isinstance(owner.thing, _NO_TABLE)):
+        if self.opaque is None and not (value is ABSENT and isinstance(owner.thing, _NO_TABLE)):
             owner.names[name] = None
         if value is not ABSENT:
             self._meet(value, Source(owner.number, "name", name))
 
     def _is_as_at_first(self, owner: Owner, name: str) -> bool:
         """Whether a name stands for what it stood for before the forward; what it wrote itself is no read."""
-        written = self.written_in_leaves.get((owner.number, name))
-        if written is not None and self.leaf is None:
+        written = self.written_in_opaque.get((owner.number, name))
+        if written is not None and self.opaque is None:
             self.mixed.setdefault(self.where(), f"reads {name}, which {written} writes while it runs")
         return owner.now(name) is owner.before.held(name)
 
     def _read_all(self, owner: Owner) -> None:
         """Note that all that an object holds was read."""
-        if self.leaf is None and not owner.is_whole:
+        if self.opaque is None and not owner.is_whole:
             owner.is_whole = True
-            written = self.written_in_leaves.get((owner.number, ""))
+            written = self.written_in_opaque.get((owner.number, ""))
             if written is not None:
                 self.mixed.setdefault(self.where(), f"reads what {written} writes while it runs")
         keys, items = items_of(owner.thing)
@@ -301,7 +301,7 @@ class Observer:
         owner = self._add(value, source)
         if is_new:
             self._observe(owner)
-        if is_whole and (is_new or (self.leaf is None and not owner.is_whole)):
+        if is_whole and (is_new or (self.opaque is None and not owner.is_whole)):
             self._read_all(owner)
 
     def _observe(self, owner: Owner) -> None:
@@ -316,7 +316,7 @@ class Observer:
 
     def _open(self, owner: Owner) -> None:
         """From now on the data of an object's classes count."""
-        if self.leaf is None and not owner.is_open:
+        if self.opaque is None and not owner.is_open:
             owner.is_open = True
             for kind in _mro(owner.thing):
                 if is_followed(kind.__module__):
@@ -325,7 +325,7 @@ class Observer:
     def _class(self, kind: type) -> Owner:
         """A class; of one whose attributes may change, all that are data count."""
         owner = self._add(kind, Source(FIXED, "", kind))
-        if self.leaf is None and not owner.is_open and is_followed(kind.__module__):
+        if self.opaque is None and not owner.is_open and is_followed(kind.__module__):
             owner.is_open = True
             self._read_all(owner)
         return owner
@@ -378,20 +378,20 @@ class Observer:
         return {(n, key): [owners[n].now(key)] if key else items_of(owners[n].thing)[1] for n, key in self._changed()}
 
     def changing(self) -> dict[str, str]:
-        """The modules that have changed something, leaves too, and what."""
+        """The modules that have changed something, opaque ones too, and what."""
         owners = list(self.owners.values())
-        of_leaves = [Write(owners[number], key, leaf) for leaf, (number, key) in self.leaves_that_write.items()]
-        found = (*self.writes(None), *of_leaves)
+        of_opaque = [Write(owners[number], key, opaque) for opaque, (number, key) in self.opaque_that_write.items()]
+        found = (*self.writes(None), *of_opaque)
         return {write.module: self.name(write) for write in found}
 
-    def writes(self, leaves: Collection[str] | None) -> list[Write]:
-        """What the forward has changed, but for what these leaves change, as they do in each call."""
-        owners, covered = list(self.owners.values()), tuple(f"{leaf}." for leaf in leaves or ())
+    def writes(self, opaque: Collection[str] | None) -> list[Write]:
+        """What the forward has changed, but for what these opaque modules change, as they do in each call."""
+        owners, covered = list(self.owners.values()), tuple(f"{opaque}." for opaque in opaque or ())
         known = numbers_of([owner.thing for owner in owners])
         found = []
         for number, key in self._changed():
-            owner, is_of_leaf = owners[number], (number, key) in self.written_in_leaves
-            if (is_of_leaf and leaves is not None) or owner.before.is_equal(owner.thing, key, known):
+            owner, is_of_opaque = owners[number], (number, key) in self.written_in_opaque
+            if (is_of_opaque and opaque is not None) or owner.before.is_equal(owner.thing, key, known):
                 continue
             module = str(owner.source.key) if owner.source.parent == MODULE else owner.scope
             if not f"{module}.".startswith(covered):
@@ -425,9 +425,9 @@ class Observer:
         before = [(owner, owner.before) for owner in self.owners.values()]
         for owner, _ in before:
             owner.forget()
-        for found in (self.written_in_leaves, self.assigned, self.effects, self._told_of):
+        for found in (self.written_in_opaque, self.assigned, self.effects, self._told_of):
             found.clear()
-        self.functions = CalledFunctions(self._called, lambda: self.leaf is None)
+        self.functions = CalledFunctions(self._called, lambda: self.opaque is None)
         try:
             yield
         finally:
@@ -446,10 +446,10 @@ _observer: OnThread[Observer | None] = OnThread(None)
 
 
 @contextmanager
-def leaf_call(name: str) -> Iterator[None]:
-    """Inside, a leaf runs: what it reads makes no difference to who observes."""
+def opaque_call(name: str) -> Iterator[None]:
+    """Inside, an opaque module runs: what it reads makes no difference to who observes."""
     observer = _observer.value
-    with nullcontext() if observer is None else observer.in_leaf(name):
+    with nullcontext() if observer is None else observer.in_opaque(name):
         yield
 
 

@@ -12,7 +12,7 @@ from ogc.parser.weigh.backward import Output
 from ogc.parser.weigh.estimate import Estimator
 from ogc.parser.weigh.record import Record
 from ogc.program.program import TensorRef
-from ogc.sizing.cuda.hidden import of_sum
+from ogc.sizing.cuda.kernels import of_sum
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Which submodules are leaves, and which of these may be called again for their backward."""
+"""Which submodules are opaque: called as they are; and which of these may be recomputed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..errors import InputError, ParseError, ReplayError
-from ..graph import SMALL_INTERNALS
-from ..program.leaf import Leaf
+from ..graph import MIB, SMALL_INTERNALS
+from ..program.opaque import OpaqueCall
 from ..program.program import device_of_model, storage_bytes, tensor_leaves
 from ..program.tensors import contents
 from ..torch_state.allocator import allocated_bytes, can_measure
@@ -29,25 +29,25 @@ from .weigh.record import Record
 
 log = logging.getLogger(__name__)
 
-OpaqueModules = Iterable[str | type[torch.nn.Module]]
+NamesAndTypes = Iterable[str | type[torch.nn.Module]]
 
 
-class Leaves:
-    """The leaf modules of one model, by name; more are added as recordings fail.
+class OpaqueModules:
+    """The opaque modules of one model, by name; more are added as recordings fail.
 
     Args:
-        asked_for: names and types of leaves.
-        repeatable: names and types of modules in which leaves may be called again; True for all, None for those that
-            are seen to compute the same again.
+        asked_for: which ones, by name or type.
+        repeatable: modules in which opaque ones may be recomputed; True for all, None for those that are seen to
+            compute the same again.
     """
 
     def __init__(
-        self, model: torch.nn.Module, asked_for: OpaqueModules, repeatable: OpaqueModules | bool | None = None
+        self, model: torch.nn.Module, asked_for: NamesAndTypes, repeatable: NamesAndTypes | bool | None = None
     ) -> None:
         refuse_root_hooks(model)
         self.modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-        self.reasons: dict[str, str] = {}  # of leaves that nobody asked for
-        self.obstacles: dict[str, str] = {}  # why leaves that were said to be repeatable are not
+        self.reasons: dict[str, str] = {}  # of those that nobody asked for
+        self.obstacles: dict[str, str] = {}  # why some that were said to be repeatable are not
         self.names = set(_resolve(self.modules, asked_for, "opaque_modules"))
         chosen = self.modules if repeatable is True else _resolve(self.modules, repeatable or (), "recompute_opaque")
         self.repeatable = set(chosen)
@@ -57,7 +57,7 @@ class Leaves:
         self._cover_at_sight()
 
     def cover(self, problem: OpaqueError) -> None:
-        """Make leaves of the modules that hide the problem, or of those around; ParseError if only the model does."""
+        """Make the modules opaque that hide the problem, or those around; ParseError if only the model does."""
         for name, why in problem.modules.items():
             # A module that is none of the model's is called by one that cannot be told.
             smallest = self._smallest(name) if name in self.modules else ""
@@ -81,24 +81,24 @@ class Leaves:
         return next((key for module, key in self.changing.items() if _is_within(module, [name])), None)
 
     def check_hooks(self, called: Iterable[str]) -> None:
-        """Raise ParseError if a graph made by hand goes past modules with hooks; ``called`` are the leaves in it."""
+        """Raise ParseError if a graph made by hand goes past modules with hooks; ``called`` are what it calls."""
         inside = set(called)
         for name in sorted(hooked_modules(self.modules)):
             if not _is_within(name, inside):
                 raise ParseError(f"module {name} has forward or backward hooks, and the graph does not call it")
 
     def is_repeatable(self, name: str) -> bool:
-        """Whether the user says that a leaf computes the same when it is called again."""
+        """Whether the user says that an opaque module computes the same when it is recomputed."""
         return _is_within(name, self.repeatable) or (not name and bool(self.repeatable))
 
     def report(self) -> None:
-        """Warnings that name the leaves that nobody asked for, and those that cannot be called again after all."""
-        for again, what in ((True, "as they are"), (False, "as they are, and never again for their backward")):
+        """Warnings that name those that nobody asked for, and those that cannot be recomputed after all."""
+        for again, what in ((True, "as they are"), (False, "as they are, and never recomputes them")):
             listed = {name: why for name, why in self.reasons.items() if (name in self.repeated) == again}
             if listed:
                 log.warning("ogc calls these modules %s: %s", what, _listed(listed))
         if self.obstacles:
-            log.warning("ogc cannot call these leaves again for their backward: %s", _listed(self.obstacles))
+            log.warning("ogc cannot recompute these opaque modules: %s", _listed(self.obstacles))
 
     def _cover_at_sight(self) -> None:
         hooked = hooked_modules(self.modules)
@@ -111,16 +111,16 @@ class Leaves:
                 self._add(name, "has forward or backward hooks")
 
     def _smallest(self, name: str) -> str:
-        """The smallest module that holds the named one and is not within a leaf; "" for the whole model."""
+        """The smallest module that holds the named one and is not within an opaque module; "" for the whole model."""
         while name and (_is_within(name, self.names) or only_holds(self.modules[name])):
             name = name.rpartition(".")[0]
         return name
 
     def _add(self, name: str, why: str) -> None:
         if not _is_within(name, self.names):
-            inside = {leaf for leaf in self.names if leaf.startswith(f"{name}.")}
+            inside = {one for one in self.names if one.startswith(f"{name}.")}
             self.names = self.names - inside | {name}
-            self.reasons = {leaf: reason for leaf, reason in self.reasons.items() if leaf not in inside}
+            self.reasons = {one: reason for one, reason in self.reasons.items() if one not in inside}
             self.reasons[name] = why
 
 
@@ -174,7 +174,7 @@ def _resolve(modules: dict[str, torch.nn.Module], asked_for: Any, argument: str)
     return resolved
 
 
-# -- whether a leaf may be called again ------------------------------------------------------------------
+# -- whether an opaque module may be recomputed ------------------------------------------------------------------
 
 
 FEW = 1024
@@ -182,8 +182,8 @@ FEW = 1024
 
 
 def refuse_chance(model: torch.nn.Module, node: torch.fx.Node, args: Any) -> None:
-    """Raise OpaqueError if a leaf returns something else from some of several random states."""
-    assert isinstance(node.target, Leaf)
+    """Raise OpaqueError if an opaque module returns something else from some of several random states."""
+    assert isinstance(node.target, OpaqueCall)
     module, given, _ = args
     for seed in range(CHANCES):
         with untouched(model):
@@ -192,40 +192,40 @@ def refuse_chance(model: torch.nn.Module, node: torch.fx.Node, args: Any) -> Non
                 _call(node.target, module, given)
             except ReplayError:
                 why = "returns something else by chance"
-                raise OpaqueError(f"the leaf module {node.target.module} {why}", {node.target.module: why}) from None
+                raise OpaqueError(f"the opaque module {node.target.module} {why}", {node.target.module: why}) from None
 
 
 CHANCES = 16
-"""Random states that a leaf which decides by random numbers is tried from."""
+"""Random states that an opaque module which decides by random numbers is tried from."""
 
 
 def why_not_repeatable(model: torch.nn.Module, record: Record, args: Any) -> str | None:
-    """Why a leaf must not be called again, in words; None if two calls from one random state show no reason."""
-    leaf, (module, given, _) = record.node.target, args
-    assert isinstance(leaf, Leaf)
-    if leaf.talks:
+    """Why an opaque module must not be recomputed, in words; None if two calls from one random state show none."""
+    opaque, (module, given, _) = record.node.target, args
+    assert isinstance(opaque, OpaqueCall)
+    if opaque.talks:
         return "runs collectives, which other ranks join once"
-    if leaf.takes_no_hooks:
+    if opaque.takes_no_hooks:
         return "differentiates by torch.func, and keeps what it saves for that"
     if module is not None and hooked_modules(dict(module.named_modules())):
         return "has hooks, which would be called again"
     if record.in_place:
         return "writes a buffer, or what it is given"
-    if any(leaf.returned.views[number] is not None for number in leaf.new):
+    if any(opaque.returned.views[number] is not None for number in opaque.new):
         return "returns a view of what it is given"
     with untouched(model):
-        return _difference(leaf, module, given, device_of_model(model, given))
+        return _difference(opaque, module, given, device_of_model(model, given))
 
 
 def _difference(
-    leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor], home: torch.device
+    opaque: OpaqueCall, module: torch.nn.Module | None, given: list[torch.Tensor], home: torch.device
 ) -> str | None:
     devices = cuda_devices()
     states, python_state = random_states(devices), python_random_state()
     called = torch.nn.Module() if module is None else module
     own = [(generator, generator.get_state()) for generator in generators_of([called])]
     before = attributes_of(called)
-    first = _call(leaf, module, given)
+    first = _call(opaque, module, given)
     for _, changed in changes(before, attributes_of(called)):
         return f"changes its attribute {changed}"
     if python_random_state() != python_state:
@@ -235,24 +235,26 @@ def _difference(
     if any(tensor.is_nested for tensor in chain(*first)):
         return "saves nested tensors in one piece (layout=torch.strided), which cannot be told apart"
     set_random_states(states, devices)
-    again = _call(leaf, module, given)
+    again = _call(opaque, module, given)
     if not all(len(a) == len(b) and all(map(same_bits, a, b)) for a, b in zip(first, again, strict=True)):
-        return "computes something else when it is called again"
+        return "computes something else when it is recomputed"
     del again
     if can_measure(home):
         results: list[torch.Tensor] = []
-        _, held = allocated_bytes(lambda: results.extend(_call(leaf, module, given)[1]), home)
+        _, held = allocated_bytes(lambda: results.extend(_call(opaque, module, given)[1]), home)
         others = held - storage_bytes(results)
         if others > FEW and others * SMALL_INTERNALS > storage_bytes([*first[0], *first[1]]):
-            return f"keeps {others / 1e6:.3g} MB for its backward that autograd does not know of"
-    if aside := held_aside(leaf, module, given):
-        return f"keeps {storage_bytes([given[n] for n in aside]) / 1e6:.3g} MB that it is given past autograd"
+            return f"keeps {others / MIB:.3g} MiB for its backward that autograd does not know of"
+    if aside := held_aside(opaque, module, given):
+        return f"keeps {storage_bytes([given[n] for n in aside]) / MIB:.3g} MiB that it is given past autograd"
     return None
 
 
-def _call(leaf: Leaf, module: torch.nn.Module | None, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
-    """The tensors that a call of a leaf saves, detached, and those that it returns."""
+def _call(
+    opaque: OpaqueCall, module: torch.nn.Module | None, given: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], ...]:
+    """The tensors that a call of an opaque module saves, detached, and those that it returns."""
     with saved_until_done() as packed:
-        results = tensor_leaves(leaf(module, given))
+        results = tensor_leaves(opaque(module, given))
         saved = [inner.detach() for tensor in packed for inner in contents(tensor)]
     return saved, results

@@ -1,6 +1,6 @@
 """Operations of a program that are no operators of PyTorch: all others ask the class, not which one it is.
 
-A leaf is a submodule that is called as it is, hooks and all, as one operation of a program.
+An opaque module is a submodule that is called as it is, hooks and all, as one operation of a program.
 
 It hides what cannot be replayed by operators: control flow on data, a custom ``autograd.Function``, hooks, scripted
 code. Nothing proves that it may run twice, so it runs once per step, unless it is seen or said to compute the same
@@ -30,7 +30,7 @@ class Opaque:
 
     Attributes:
         name: identifies it in generated code.
-        runs_once: it must not be called again for its backward.
+        runs_once: it must not be recomputed for its backward.
         live: the numbers of the arguments that it updates and its own results do not depend on.
         given: how many of its node's arguments a call is given; None for all.
     """
@@ -76,7 +76,7 @@ class Region(Opaque, ABC):
 
 
 def runs_once(target: Any) -> bool:
-    """Whether what a node calls must not be called again."""
+    """Whether what a node calls must not be recomputed."""
     return isinstance(target, Opaque) and target.runs_once
 
 
@@ -145,7 +145,7 @@ def _text(tensor: TensorSpec, same: int | None, view: tuple[int, int | None] | N
 
 
 @dataclass(frozen=True, eq=False)
-class Leaf(Opaque):
+class OpaqueCall(Opaque):
     """One call of a submodule."""
 
     name: str  # of the call in generated code
@@ -155,7 +155,7 @@ class Leaf(Opaque):
     returned: Returned  # what it returned when it was recorded
     grad: bool  # whether gradients were on
     autocast: tuple[tuple[str, torch.dtype], ...]  # device types for which autocast was on, and their dtypes
-    repeatable: bool = False  # may be called again for its backward
+    repeatable: bool = False  # may be recomputed for its backward
     function: type[torch.autograd.Function] | None = None  # the custom function that it is, if no submodule
     talks: bool = False  # runs collectives, which other ranks join once in each step
     takes_no_hooks: bool = False  # differentiates by torch.func, and saves past hooks for saved tensors
@@ -170,12 +170,12 @@ class Leaf(Opaque):
 
     @property
     def runs_once(self) -> bool:  # type: ignore[override]
-        """Whether it must not be called again."""
+        """Whether it must not be recomputed."""
         return not self.repeatable
 
     @property
     def __name__(self) -> str:
-        return "leaf"
+        return "opaque"
 
     def __call__(self, module: torch.nn.Module | None, given: list[torch.Tensor], state: Sequence[object] = ()) -> Any:
         """Call the module; ``state`` is what it holds, named for those who ask what the call depends on.
@@ -198,8 +198,8 @@ class Leaf(Opaque):
         returned, tensors = Returned.of(result, before, given, versions)
         if not self.returned.holds_for(returned):
             raise ReplayError(
-                f"the leaf module {self.module} returned {returned} where it returned {self.returned} when the "
-                "model was optimized, and a plan holds for that alone; make a module around it the leaf "
+                f"the opaque module {self.module} returned {returned} where it returned {self.returned} when the "
+                "model was optimized, and a plan holds for that alone; make a module around it the opaque module "
                 "(opaque_modules=), one whose results are always alike"
             )
         new = [tensors[number] for number in self.new]
@@ -223,7 +223,7 @@ class Leaf(Opaque):
         return None if offset is None else (number, (spec.shape, spec.stride), offset)
 
 
-def called_leaves(graph: torch.fx.Graph) -> set[str]:
+def opaque_in(graph: torch.fx.Graph) -> set[str]:
     """The submodules that a program calls as they are."""
-    leaves = [node.target for node in graph.nodes if isinstance(node.target, Leaf)]
-    return {leaf.module for leaf in leaves if leaf.submodule is not None}
+    calls = [node.target for node in graph.nodes if isinstance(node.target, OpaqueCall)]
+    return {opaque.module for opaque in calls if opaque.submodule is not None}

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from helpers import assert_same_training, forced, loss_of
-from test_leaves import PARTS, Net, X, hooked, leaves
+from test_opaque import PARTS, Net, X, hooked, opaque_calls
 from torch import nn
 
 import ogc
@@ -24,7 +24,7 @@ class BySize(nn.Module):
 
 
 class GivenSize(nn.Module):
-    """A leaf that is given a size, as a number."""
+    """An opaque module that is given a size, as a number."""
 
     def __init__(self):
         super().__init__()
@@ -69,7 +69,7 @@ GUARDED = {
 @pytest.mark.full
 @pytest.mark.parametrize("make", [ogc.optimize, forced], ids=["optimize", "by hand"])
 @pytest.mark.parametrize("name", GUARDED)
-def test_a_plan_with_a_leaf_is_carried_over_where_the_program_is_the_same(name, make, caplog):
+def test_a_plan_with_an_opaque_module_is_carried_over_where_the_program_is_the_same(name, make, caplog):
     model = Net(GUARDED[name]())
     kwargs = {"opaque_modules": ["body.0.1"]} if make is ogc.optimize and name == "by size" else {}
     optimised = make(model, X, **kwargs)
@@ -79,7 +79,7 @@ def test_a_plan_with_a_leaf_is_carried_over_where_the_program_is_the_same(name, 
     assert caplog.text.count("reused for") == 2 or "size" in name
 
 
-def test_another_size_is_planned_for_with_its_leaves(opened):
+def test_another_size_is_planned_for_with_its_opaque_modules(opened):
     model = Net(PARTS["branch"]())
     optimised = ogc.optimize(model, X, memory_budget=0.9)
     opened.clear()
@@ -135,12 +135,12 @@ class Counts(Summarises):
 
 @pytest.mark.full
 @pytest.mark.parametrize("make", [Fills, Averages, Summarises, Counts])
-def test_the_smallest_module_whose_results_have_fixed_shapes_is_the_leaf(make, caplog):
+def test_the_smallest_module_whose_results_have_fixed_shapes_is_the_opaque_module(make, caplog):
     model = Net(make())
-    optimised = ogc.optimize(model, X)
-    assert {op.module for op in leaves(optimised.graph)} == {"body.0.1"}
+    optimised = ogc.optimize(model, X, memory_budget="least")
+    assert {op.module for op in opaque_calls(optimised.graph)} == {"body.0.1"}
     (record,) = (r for r in caplog.records if "as they are" in r.getMessage())
-    assert "whose result has a shape that depends on the data, at test_leaves_guard.py:" in record.getMessage()
+    assert "whose result has a shape that depends on the data, at test_opaque_guard.py:" in record.getMessage()
     for data in (X, -X, X.flip(0) * 3, batch(5), batch(7)):
         assert_same_training(model, optimised, (data,), steps=1)
         assert_same_training(model, forced(model, X), (data,), steps=1)
@@ -159,12 +159,12 @@ def test_shapes_of_data_that_leave_every_submodule_are_refused():
     with pytest.raises(
         ParseError, match=r"aten::index, whose result has a shape that depends on the data.*fixed shapes"
     ):
-        ogc.optimize(PicksAtRoot(), X)
+        ogc.optimize(PicksAtRoot(), X, memory_budget="least")
 
 
-def test_a_leaf_by_hand_whose_result_changes_its_shape_is_found_before_training():
+def test_an_opaque_module_by_hand_whose_result_changes_its_shape_is_found_before_training():
     """Other inputs than the sample's show it."""
-    with pytest.raises(ParseError, match=r"leaf module picks returned .* where it returned"):
+    with pytest.raises(ParseError, match=r"opaque module picks returned .* where it returned"):
         forced(PicksAtRoot(), X, opaque_modules=["picks"])
 
 
@@ -188,7 +188,7 @@ def test_a_hook_that_comes_later_runs_the_plain_model_and_once(opened, caplog):
 def test_a_hook_that_goes_is_not_missed(opened):
     model = Net(nn.Tanh())
     handle = model.body[0][1].register_forward_hook(lambda module, given, result: result * 1.5)
-    optimised = ogc.optimize(model, X)
+    optimised = ogc.optimize(model, X, memory_budget="least")
     handle.remove()
     assert_same_training(model, optimised, (X,), steps=1)
 
@@ -197,7 +197,7 @@ def test_a_hook_that_goes_is_not_missed(opened):
 
 
 class HandsOn(nn.Module):
-    """A leaf that returns what it is given as another function of it sees the same memory."""
+    """An opaque module that returns what it is given as another function of it sees the same memory."""
 
     def __init__(self, seen_as):
         super().__init__()
@@ -239,15 +239,15 @@ def test_memory_that_is_taken_for_something_else_is_not_handed_on_as_it_is(seen_
 
 
 class Handed(nn.Module):
-    """A leaf that is given something and a part of it, and hands on a part of the part."""
+    """An opaque module that is given something and a part of it, and hands on a part of the part."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.leaf, self.last = nn.Linear(8, 8), HandsOn(lambda x, y: y[:, 1:]), nn.Linear(6, 6)
+        self.first, self.opaque, self.last = nn.Linear(8, 8), HandsOn(lambda x, y: y[:, 1:]), nn.Linear(6, 6)
 
     def forward(self, x):
         x = self.first(x).sigmoid()
-        return self.last(self.leaf(x, x[:, 1:])).tanh()
+        return self.last(self.opaque(x, x[:, 1:])).tanh()
 
 
 class WritesOne(nn.Module):
@@ -269,7 +269,7 @@ def wide_layers():
 
 def test_what_is_given_as_a_whole_and_as_a_part_of_it_is_so_in_planning():
     model = Handed()
-    assert_same_training(model, forced(model, torch.rand(5, 8), opaque_modules=["leaf"]), (torch.rand(20, 8)[5:10],))
+    assert_same_training(model, forced(model, torch.rand(5, 8), opaque_modules=["opaque"]), (torch.rand(20, 8)[5:10],))
 
 
 def overlapping(kind):
@@ -286,7 +286,7 @@ def overlapping(kind):
 @pytest.mark.parametrize("sample", ["apart", "views"])
 def test_inputs_that_are_written_may_share_memory_in_some_calls(sample):
     model = WritesOne()
-    optimised = ogc.optimize(model, overlapping(sample))
+    optimised = ogc.optimize(model, overlapping(sample), memory_budget="least")
     assert hasattr(optimised, "report")
     for kind in ("apart", "views", "the same", "numpy's"):
         losses = [loss_of(run(*overlapping(kind))) for run in (model, optimised)]

@@ -1,4 +1,4 @@
-"""Leaves that the user calls repeatable are called again for their backward, and every such call is verified."""
+"""Opaque modules that the user lets be recomputed are, and every such call is verified."""
 
 import gc
 import json
@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from helpers import assert_same_training, loss_of, measured_peak, random_tree
-from test_leaves import (
+from test_opaque import (
     PARTS,
     Branch,
     Cube,
@@ -21,13 +21,13 @@ from test_leaves import (
     Wide,
     X,
     assert_same_higher_gradients,
-    leaves,
+    opaque_calls,
 )
 from torch import nn
 
 import ogc
 from ogc.errors import ReplayError
-from ogc.parser import leaves as chosen_leaves
+from ogc.parser import opaque
 from ogc.torch_state.allocator import peak_bytes
 from ogc.torch_state.compare import fingerprint
 
@@ -39,16 +39,16 @@ CALLED_ONCE = {
     "hook on an in-place module": "has hooks, which would be called again",
     "hook on a module that does nothing": "has hooks, which would be called again",
     "backward hook": "has hooks, which would be called again",
-    "reentrant checkpoint": "keeps 0.00506 MB for its backward that autograd does not know of",  # the random state
+    "reentrant checkpoint": "keeps 0.00483 MiB for its backward that autograd does not know of",  # the random state
 }
 
 
 def called_again(optimised):
-    return "frame.call_again(" in optimised.code
+    return "frame.recompute(" in optimised.code
 
 
-def plans_that_call_again(model, graph, count):
-    """Random plans, as modules, that call a leaf again."""
+def plans_that_recompute_it(model, graph, count):
+    """Random plans, as modules, that call an opaque module again."""
     rng, found = random.Random(5), []
     while len(found) < count:
         optimised = ogc.apply(model, graph, ogc.make_plan(graph, random_tree(graph, rng)))
@@ -62,14 +62,14 @@ def plans_that_call_again(model, graph, count):
 def test_training_is_bitwise_the_plain_models(name, twice, caplog):
     model = Net(PARTS[name](), twice)
     graph = ogc.parse(model, X, recompute_opaque=True)
-    assert_same_training(model, ogc.optimize(model, X, recompute_opaque=True), (X,))
+    assert_same_training(model, ogc.optimize(model, X, recompute_opaque=True, memory_budget="least"), (X,))
     if name in CALLED_ONCE:
-        assert not any(op.replayable for op in leaves(graph))
-        assert f"cannot call these leaves again for their backward: body.0.1 ({CALLED_ONCE[name]})" in caplog.text
-    elif name != "checkpoint":  # which is no leaf
-        assert all(op.replayable for op in leaves(graph))
-        assert "again for their backward" not in caplog.text
-        for optimised in plans_that_call_again(model, graph, 8):
+        assert not any(op.replayable for op in opaque_calls(graph))
+        assert f"cannot recompute these opaque modules: body.0.1 ({CALLED_ONCE[name]})" in caplog.text
+    elif name != "checkpoint":  # which is no opaque module
+        assert all(op.replayable for op in opaque_calls(graph))
+        assert "never recomputes" not in caplog.text
+        for optimised in plans_that_recompute_it(model, graph, 8):
             assert_same_training(model, optimised, (X,), steps=2)
 
 
@@ -149,7 +149,7 @@ def test_results_that_stay_in_memory_are_not_made_twice():
 def test_arguments_and_results_may_be_nested():
     model = TakesPytrees()
     graph = ogc.parse(model, X, opaque_modules=[Pytrees], recompute_opaque=["part"])
-    for optimised in plans_that_call_again(model, graph, 4):
+    for optimised in plans_that_recompute_it(model, graph, 4):
         assert_same_training(model, optimised, (X,))
 
 
@@ -157,7 +157,7 @@ def test_double_backward_and_a_graph_that_is_kept():
     model = Net(Branch())
     x = X.clone().requires_grad_()
     graph = ogc.parse(model, x, recompute_opaque=True)
-    for optimised in plans_that_call_again(model, graph, 4):
+    for optimised in plans_that_recompute_it(model, graph, 4):
         assert_same_higher_gradients(model, optimised, x)
 
 
@@ -217,22 +217,22 @@ class SkipsByChance(nn.Module):
         return y + (self.layer(y).sigmoid() * torch.randn(6) if torch.rand(()) < 0.5 else 0)
 
 
-@pytest.mark.parametrize("leaf", [DropsByData, SkipsByChance])
-def test_leaves_that_draw_torchs_random_numbers_are_called_again_unasked(leaf, caplog):
-    model = Net(leaf())
+@pytest.mark.parametrize("make", [DropsByData, SkipsByChance])
+def test_opaque_modules_that_draw_torchs_random_numbers_are_called_again_unasked(make, caplog):
+    model = Net(make())
     optimised = wholly(model, X)
-    assert called_again(optimised) and "never again" not in caplog.text
+    assert called_again(optimised) and "never recomputes" not in caplog.text
     assert_same_training(model, optimised, (X,), steps=8)
     loss = loss_of(optimised(X))
     weights = [model.first[0].weight, model.body[0][0].weight]
     first, again = (torch.autograd.grad(loss, weights, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, again))
-    assert not any(op.replayable for op in leaves(ogc.parse(model, X, recompute_opaque=False)))
+    assert not any(op.replayable for op in opaque_calls(ogc.parse(model, X, recompute_opaque=False)))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("inside", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_autocast_and_no_grad_around_a_leaf(inside):
+def test_autocast_and_no_grad_around_an_opaque_module(inside):
     class Within(Net):
         def forward(self, x):
             x = self.first(x)
@@ -243,13 +243,13 @@ def test_autocast_and_no_grad_around_a_leaf(inside):
     model = Within(Branch())
     graph = ogc.parse(model, X, recompute_opaque=True)
     assert_same_training(model, wholly(model, X, recompute_opaque=True), (X,))
-    for optimised in plans_that_call_again(model, graph, 3):
+    for optimised in plans_that_recompute_it(model, graph, 3):
         assert_same_training(model, optimised, (X,), steps=2)
 
 
 def test_another_size_is_planned_for():
     model = Net(Branch())
-    optimised = ogc.optimize(model, X, recompute_opaque=True)
+    optimised = ogc.optimize(model, X, recompute_opaque=True, memory_budget="least")
     assert called_again(optimised)
     for size in (5, 3, 8):
         assert_same_training(model, optimised, (torch.randn(size, 6),), steps=1)
@@ -301,7 +301,9 @@ def test_a_call_that_differs_from_the_first_is_an_error(on, change):
     assert_same_training(model, optimised, (X,))
     loss = loss_of(optimised(X))
     outside(**change)
-    with pytest.raises(ReplayError, match=r"leaf module body.0.1 saved or returned something else when it was called"):
+    with pytest.raises(
+        ReplayError, match=r"opaque module body.0.1 saved or returned something else when it was recomputed"
+    ):
         loss.backward()
 
 
@@ -357,38 +359,38 @@ class HoldsPastAutograd(nn.Module):
         (Remembers, "changes its attribute calls"),
         (DrawsPython, "draws random numbers of Python or numpy"),
         (Writes, "writes a buffer, or what it is given"),
-        (HoldsPastAutograd, r"keeps 0\.024 MB for its backward that autograd does not know of"),
+        (HoldsPastAutograd, r"keeps 0\.0229 MiB for its backward that autograd does not know of"),
     ],
 )
 def test_what_is_seen_not_to_be_repeatable_is_called_once(part, why, caplog):
     model = nn.Sequential(nn.Tanh(), nn.Linear(6, 6), part(), nn.Linear(6, 6))
     graph = ogc.parse(model, torch.randn(1000, 6), opaque_modules=[part], recompute_opaque=[part])
-    assert [op.replayable for op in leaves(graph)] == [False]
-    assert re.search(rf"ogc cannot call these leaves again for their backward: 2 \({why}\)", caplog.text)
+    assert [op.replayable for op in opaque_calls(graph)] == [False]
+    assert re.search(rf"ogc cannot recompute these opaque modules: 2 \({why}\)", caplog.text)
 
 
 def test_a_second_call_that_computes_something_else_is_seen(monkeypatch, caplog):
-    states = chosen_leaves.python_random_state
+    states = opaque.python_random_state
 
     def and_change():  # it is asked for before and after the first call
         outside(scale=outside()["scale"] + 1)
         return states()
 
-    monkeypatch.setattr(chosen_leaves, "python_random_state", and_change)
+    monkeypatch.setattr(opaque, "python_random_state", and_change)
     model = Net(nn.Sequential(nn.Tanh(), nn.Linear(6, 6), Leans("scale")))
     graph = ogc.parse(model, X, opaque_modules=[Leans], recompute_opaque=[Leans])
-    assert not any(op.replayable for op in leaves(graph))
-    assert "computes something else when it is called again" in caplog.text
+    assert not any(op.replayable for op in opaque_calls(graph))
+    assert "computes something else when it is recomputed" in caplog.text
 
 
-def test_a_leaf_that_returns_a_view_is_called_once(caplog):
+def test_an_opaque_module_that_returns_a_view_is_called_once(caplog):
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Flatten(0))
     graph = ogc.parse(model, X, opaque_modules=["2"], recompute_opaque=["2"])
-    assert [op.replayable for op in leaves(graph)] == [False]
+    assert [op.replayable for op in opaque_calls(graph)] == [False]
     assert "2 (returns a view of what it is given)" in caplog.text
 
 
-def test_the_model_is_as_before_a_leaf_was_tried():
+def test_the_model_is_as_before_an_opaque_module_was_tried():
     model = nn.Sequential(nn.Linear(6, 6), Remembers(), Drops())
     state = torch.get_rng_state()
     ogc.parse(model, X, opaque_modules=["1"], recompute_opaque=True)
@@ -396,7 +398,7 @@ def test_the_model_is_as_before_a_leaf_was_tried():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# -- which leaves are meant --------------------------------------------------------------------------------
+# -- which modules are meant --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -411,10 +413,10 @@ def test_the_model_is_as_before_a_leaf_was_tried():
         (True, [True, True]),
     ],
 )
-def test_leaves_are_chosen_by_name_and_by_type_with_what_is_in_them(chosen, expected):
+def test_opaque_modules_are_chosen_by_name_and_by_type_with_what_is_in_them(chosen, expected):
     model = nn.Sequential(nn.Linear(6, 6), Branch(), nn.Sequential(nn.Tanh(), Branch()))
     graph = ogc.parse(model, X, recompute_opaque=chosen)
-    assert [op.replayable for op in leaves(graph)] == expected
+    assert [op.replayable for op in opaque_calls(graph)] == expected
 
 
 # -- memory ------------------------------------------------------------------------------------------------
@@ -433,12 +435,12 @@ class Routes(nn.Module):
 
 @pytest.mark.full
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
-def test_calling_again_saves_what_leaves_keep_and_the_allocator_agrees(profile):
+def test_calling_again_saves_what_opaque_modules_keep_and_the_allocator_agrees(profile):
     model, x = nn.Sequential(*(Routes() for _ in range(8)), nn.Linear(64, 1)), torch.randn(2000, 64)
     peaks = []
     for chosen in ((), [Routes]):
         graph = ogc.parse(model, x, profile=profile, recompute_opaque=chosen)
-        plan = ogc.solve(graph)
+        plan = ogc.solve(graph, memory_budget="least")
         optimised = ogc.apply(model, graph, plan)
         assert measured_peak(optimised, (x,)) == pytest.approx(plan.peak_bytes, rel=0.03)
         peaks.append(plan.peak_bytes / plan.plain_peak_bytes)
@@ -450,19 +452,19 @@ def test_calling_again_saves_what_leaves_keep_and_the_allocator_agrees(profile):
 @pytest.mark.parametrize("profile", ["estimate", "measure"])
 def test_the_allocator_agrees_on_random_plans(profile):
     model, x = Wide(), torch.randn(4, 1, 64, 64)
-    model.leaf[0][0] = nn.GroupNorm(2, 16)
-    graph = ogc.parse(model, x, profile=profile, opaque_modules=["leaf"], recompute_opaque=["leaf"])
-    assert [op.replayable for op in leaves(graph)] == [True]
-    for optimised in plans_that_call_again(model, graph, 6):
+    model.opaque[0][0] = nn.GroupNorm(2, 16)
+    graph = ogc.parse(model, x, profile=profile, opaque_modules=["opaque"], recompute_opaque=["opaque"])
+    assert [op.replayable for op in opaque_calls(graph)] == [True]
+    for optimised in plans_that_recompute_it(model, graph, 6):
         assert measured_peak(optimised, (x,)) == pytest.approx(optimised.plan.peak_bytes, rel=0.03)
 
 
-def test_slicing_the_batch_beside_a_repeatable_leaf():
+def test_slicing_the_batch_beside_an_opaque_module_that_is_recomputed():
     model, x = Wide(), torch.randn(4, 1, 64, 64)
-    model.leaf[0][0] = nn.GroupNorm(2, 16)
-    chosen = {"opaque_modules": ["leaf"], "recompute_opaque": ["leaf"]}
+    model.opaque[0][0] = nn.GroupNorm(2, 16)
+    chosen = {"opaque_modules": ["opaque"], "recompute_opaque": ["opaque"]}
     optimised = ogc.optimize(model, x, chunks=2, **chosen)
-    assert [op.replayable for op in leaves(optimised.graph)] == [True]
+    assert [op.replayable for op in opaque_calls(optimised.graph)] == [True]
     loss_of(optimised(x)).backward()
 
 
@@ -534,5 +536,5 @@ class HandedOn(nn.Module):
 
 def test_parts_of_tensors_are_handed_on_as_they_lie():
     model, x = HandedOn(), torch.randn(4, 8)
-    optimised = ogc.optimize(model, x, opaque_modules=["layer"])
+    optimised = ogc.optimize(model, x, opaque_modules=["layer"], memory_budget="least")
     assert_same_training(model, optimised, (x,))
