@@ -20,18 +20,16 @@ from ..process import collecting_new_only
 from ..program.opaque import Opaque, OpaqueCall, Region, opaque_in
 from ..program.program import SHAPE, Outcome, Program
 from ..program.structures import InputSpec
-from ..torch_state.compare import same_bits
-from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
-from .faithful import observed, with_expected
+from .follow import Unlike, followed, guards_along
 from .loss import modules_of, with_step_end
 from .opaque import OpaqueModules, refuse_root_hooks
 from .parse import lower, profiler_of, record_program
-from .passes.numbers import Unlike, check_memory, numbers_of
-from .traced import RecordAgain, Traced
+from .passes.numbers import check_memory, numbers_of
+from .traced import Traced
 from .weigh.measure import Profiler, weigh
 from .weigh.record import Record
 
@@ -112,34 +110,28 @@ def reuse_quickly(
     check_tensors(sample)
     with parameters_apart(model):
         try:
-            with observed(sample, plain_forward(model), set()) as (new, observer):
+            with followed(sample, known) as (found, observer):
                 is_changed = any((one.owner.number, one.key) not in observer.effects for one in observer.writes(None))
-                expected = Outcome.of(model, new.outputs)
-            check_same_program(known.graph, new.graph)
-            shapes = shapes_of(new.graph)
+                expected = Outcome.of(model, found.outputs)
+            shapes = [found.shapes.get(node.name, ()) for node in known.graph.nodes]
             if shapes != shapes_of(known.graph) and not (holds and holds(shapes)):
                 raise Unlike("the plan may not keep to its goal for these sizes")
-            numbers = numbers_of(program, known.graph, new.graph)
+            numbers = numbers_of(program, known.graph, found)
             if holds is None and not all(isinstance(number, float) for number in numbers.values()):
                 raise Unlike("integers are others")
-            saves = check_memory(program, known.graph, new.graph)
-        except RecordAgain:
-            raise ParseError("the forward is to be recorded otherwise") from None
+            saves = check_memory(program, known.graph, found)
+            guards = guards_along(program.guards, found)
         except Unlike as unlike:
             raise ParseError(str(unlike)) from None
-        if (new.guards is None) != (program.guards is None):
-            raise ParseError("Python reads something else out of tensors")
-        guards = with_expected(sample, new).guards
-    is_same = (new.output_spec, new.requires_grad) == (known.output_spec, known.requires_grad)
-    is_same &= program.constants.keys() <= new.constants.keys()
-    if is_changed or not is_same or not all(same_bits(t, new.constants[n]) for n, t in program.constants.items()):
-        raise ParseError("what the forward returns, writes or holds is another")
-    found = {name: new.constants[name] for name in program.constants}
+        if guards is not None:
+            with untouched(model):
+                guards = replace(guards, expected=guards.read(model, sample.copies()))
+    if is_changed or (found.output_spec, found.requires_grad) != (known.output_spec, known.requires_grad):
+        raise ParseError("what the forward returns or writes is another")
     reads = observer.reads()
     again = replace(
         program,
         inputs=sample.spec,
-        constants={**program.constants, **found},
         saves=saves,
         numbers=numbers,
         guards=guards,
@@ -155,7 +147,7 @@ Shapes = list[tuple[int, ...]]
 
 def shapes_of(graph: torch.fx.Graph) -> Shapes:
     """The shape of each tensor of a recorded program, those of its inputs first; () for what is no tensor."""
-    return [tuple(node.meta.get(SHAPE, ())) for node in graph.nodes]
+    return [() if node.op == "get_attr" else tuple(node.meta.get(SHAPE, ())) for node in graph.nodes]
 
 
 def _has_opaque(program: Program) -> bool:

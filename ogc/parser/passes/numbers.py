@@ -1,7 +1,7 @@
-"""Numbers of a planned program for another call, taken from a recording of that call.
+"""Numbers of a planned program for another call, by what a forward along the recorded program took.
 
-A recorded program and its planned form have most calls in common, by name. Where a call takes other numbers in another
-recording, so does the planned one. Calls that only the planned form has are parts of an unfolded one, or copies.
+A recorded program and its planned form have most calls in common, by name. Where a call takes other numbers, so does
+the planned one. Calls that only the planned form has are parts of an unfolded one, or copies.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 from ...operators.elementwise import WrittenOver
 from ...program.program import LowMemoryVariant, Place, Program, Saved
 from ...program.tensors import Layout
+from ..follow import Followed, Unlike, leaves_of
 from ..traced import SEEN, Seen
 from .calls import UNFOLDED, unfolds
 
@@ -28,36 +29,26 @@ ARITHMETIC = ("add", "sub", "rsub", "mul", "div")
 Numbers = dict[Place, Any]
 
 
-class Unlike(Exception):
-    """A recording that no planned form is known for; the argument says why."""
-
-
-def leaves_of(node: torch.fx.Node) -> list[Any]:
-    """What a node takes, in order."""
-    found: list[Any] = []
-    map_aggregate((node.args, node.kwargs), found.append)
-    return found
-
-
-def numbers_of(program: Program, known: torch.fx.Graph, new: torch.fx.Graph) -> Numbers:
-    """The numbers of ``new`` that are others than those of ``known``, which ``program`` is the planned form of.
-
-    Both recordings must be the same program up to numbers.
+def numbers_of(program: Program, known: torch.fx.Graph, found: Followed) -> Numbers:
+    """The numbers that a forward along the recorded program ``known`` took in the places of others.
 
     Raises:
-        Unlike: the planned form may not be that of the new program, or what its calls save is not seen.
+        Unlike: ``program``, the planned form of that, has them in another form.
     """
     planned = {node.name: node for node in program.graph.nodes}
     numbers: Numbers = {}
-    for then, now in zip(known.nodes, new.nodes, strict=True):
-        ours, theirs = leaves_of(then), leaves_of(now)
-        changed = [n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if _text(a) != _text(b)]
+    for node in known.nodes:
+        theirs = found.taken.get(node.name)
+        if theirs is None:
+            continue
+        ours = leaves_of(node.args, node.kwargs)
+        changed = [n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if b is not None and repr(a) != repr(b)]
         if changed:
-            _check_numbers(then, (x for n in changed for x in (ours[n], theirs[n])))
-            found = planned.get(then.name)
-            if found is None or list(map(_number, leaves_of(found))) != list(map(_number, ours)):
-                raise Unlike(f"{then.name} is planned in another form")
-            numbers |= {(then.name, n): theirs[n] for n in changed}
+            _check_numbers(node, (x for n in changed for x in (ours[n], theirs[n])))
+            one = planned.get(node.name)
+            if one is None or list(map(_text, leaves_of(one.args, one.kwargs))) != list(map(_text, ours)):
+                raise Unlike(f"{node.name} is planned in another form")
+            numbers |= {(node.name, n): theirs[n] for n in changed}
     return numbers
 
 
@@ -70,71 +61,76 @@ def _check_numbers(node: torch.fx.Node, numbers: Iterable[Any]) -> None:
             raise Unlike(f"{node.name} takes {number!r}")
 
 
-def check_memory(program: Program, known: torch.fx.Graph, new: torch.fx.Graph) -> tuple[tuple[Saved, ...], ...]:
-    """What each operation of ``program`` saves for the call of the recording ``new``.
+def check_memory(program: Program, known: torch.fx.Graph, found: Followed) -> tuple[tuple[Saved, ...], ...]:
+    """What each operation of ``program`` saves for the call of such a forward.
 
     Raises:
         Unlike: an operation saves, shares or takes something else there than in ``known``, or that is not seen.
     """
     then = {node.name: node for node in known.nodes}
-    now = {node.name: node for node in new.nodes}
-    for name, node in now.items():
-        before, seen = then[name].meta.get(SEEN), node.meta.get(SEEN)
-        if (before is None) != (seen is None) or (seen is not None and not seen.is_like(before)):
+    for name, seen in found.seen.items():
+        before = then[name].meta.get(SEEN)
+        if seen is None or before is None or not seen.is_like(before):
             raise Unlike(f"{name} does something else to memory")
-    _check_unfolded(program, now)
+    _check_unfolded(program, then, found)
     for t, variant in program.variants.items():
-        _check_variant(program.operations[t], variant, now)
+        _check_variant(program.operations[t], variant, then, found)
     each = zip(program.operations, program.saves, strict=True)
-    return tuple(_saves(saves, node, then.get(node.name), now.get(node.name)) for node, saves in each)
+    return tuple(_saves(saves, node, then.get(node.name), found.seen.get(node.name)) for node, saves in each)
 
 
-def _saves(planned: tuple[Saved, ...], node: torch.fx.Node, then: Any, now: Any) -> tuple[Saved, ...]:
+def _saves(planned: tuple[Saved, ...], node: torch.fx.Node, then: Any, seen: Seen | None) -> tuple[Saved, ...]:
     """What an operation saves, with the layouts of the other call."""
     if all(saved.layout is None for saved in planned):
         return planned
-    before, seen = (None if one is None else one.meta.get(SEEN) for one in (then, now))
+    before: Seen | None = None if then is None else then.meta.get(SEEN)
     if before is None or seen is None or then.target != node.target or len(before.saves) != len(planned):
         raise Unlike(f"{node.name} saves a view")
-    found = []
+    result = []
     for saved, one, other in zip(planned, before.saves, seen.saves, strict=True):
         if saved.layout is not None and (one is None or one[1] != saved.layout):
             raise Unlike(f"{node.name} saves a view")
-        found.append(saved if saved.layout is None else replace(saved, layout=other[1]))
-    return tuple(found)
+        result.append(saved if saved.layout is None else replace(saved, layout=other[1]))
+    return tuple(result)
 
 
-def _check_unfolded(program: Program, now: dict[str, torch.fx.Node]) -> None:
-    """Raise Unlike unless each unfolded call is made of the same for the new recording, with the same bits."""
+def _check_unfolded(program: Program, then: dict[str, torch.fx.Node], found: Followed) -> None:
+    """Raise Unlike unless each unfolded call is made of the same for the other call, with the same bits."""
     tried: dict[Any, Any] = {}
     for name, made_of in dict(n.meta[UNFOLDED] for n in program.operations if UNFOLDED in n.meta).items():
-        seen, numbers = now[name].meta.get(SEEN), [x for x in leaves_of(now[name]) if not isinstance(x, torch.fx.Node)]
-        key = now[name].target, seen, tuple(numbers)
+        node, seen = then[name], found.seen[name]
+        assert seen is not None
+        key = node.target, seen, tuple(found.taken[name])
         if key not in tried:
-            tried[key] = None if seen is None else unfolds(now[name].target, *_arguments(now[name], seen, "cpu"))
+            tried[key] = unfolds(node.target, *_arguments(node, found, "cpu"))
         if tried[key] is None or tried[key] != made_of:
             raise Unlike(f"{name} is made of something else")
 
 
-def _check_variant(node: torch.fx.Node, variant: LowMemoryVariant, now: dict[str, torch.fx.Node]) -> None:
+def _check_variant(
+    node: torch.fx.Node, variant: LowMemoryVariant, then: dict[str, torch.fx.Node], found: Followed
+) -> None:
     """Raise Unlike unless the low-memory variant of an operation is for such a call, too."""
-    seen = None if node.name not in now else now[node.name].meta.get(SEEN)
+    seen = found.seen.get(node.name)
     if seen is None or any(saved.layout is not None for saved in variant.saves):
         raise Unlike(f"{node.name} has another variant")
     is_here = all(spec.device.type == "cpu" for spec in seen.given)
-    args, _ = _arguments(now[node.name], seen, "meta")
+    args, _ = _arguments(then[node.name], found, "meta")
     with torch.enable_grad():
         if not ((is_here or isinstance(variant.target, WrittenOver)) and variant.target.pays(*args)):
             raise Unlike(f"{node.name} has another variant")
 
 
-def _arguments(node: torch.fx.Node, seen: Seen, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments like those of a recorded call, on a device."""
-    tensors, drawn = iter(seen.given), torch.Generator().manual_seed(0)
+def _arguments(node: torch.fx.Node, found: Followed, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments like those of a call, on a device."""
+    seen = found.seen[node.name]
+    assert seen is not None
+    tensors, numbers, drawn = iter(seen.given), iter(found.taken[node.name]), torch.Generator().manual_seed(0)
 
     def like(leaf: Any) -> Any:
+        number = next(numbers)
         if not isinstance(leaf, torch.fx.Node):
-            return leaf
+            return number
         spec = next(tensors)
         made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
         if device != "meta":
@@ -147,11 +143,6 @@ def _arguments(node: torch.fx.Node, seen: Seen, device: str) -> tuple[tuple[Any,
     return tuple(args), dict(kwargs)
 
 
-def _number(leaf: Any) -> str:
-    """The same for nodes of which another form may have others in their places."""
-    return "" if isinstance(leaf, torch.fx.Node) else repr(leaf)
-
-
 def _text(leaf: Any) -> str:
-    """Tells any two numbers apart, and nodes of any two programs by their names."""
-    return leaf.name if isinstance(leaf, torch.fx.Node) else repr(leaf)
+    """The same for all nodes, of which another form may have others in their places."""
+    return "" if isinstance(leaf, torch.fx.Node) else repr(leaf)

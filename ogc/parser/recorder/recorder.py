@@ -20,7 +20,7 @@ from ...torch_state.reads import opaque_call
 from ..forward.location import Scopes, user_line
 from ..traced import HISTORY, ON_CONSTANTS, SEEN, SIZED, OpaqueError
 from .operators import OPENED, Sizes, deciding, sizes_of, tells_content, usual_name
-from .tensors import Tensors
+from .tensors import Tensors, seen_of
 
 _casting: set[OpOverload] = set()
 """Operators that are made of such as autocast casts: where it is on, they are written down in parts."""
@@ -33,6 +33,25 @@ OPAQUE = {
     torch.UntypedStorage: "reaches a tensor through its storage",
 }
 """Arguments of operators that are another object, or another's, the next time."""
+
+
+def unprofiled(run: Callable[[Call], Any], call: Call) -> Any:
+    """What ``run`` makes of a call; profilers in Python are not told of all that it does itself."""
+    profiler = sys.getprofile()
+    if profiler is None or not SETS_PROFILERS_QUICKLY or call.operator.namespace != "aten":
+        return run(call)
+    sys.setprofile(None)  # PyTorch's own operators call no Python
+    try:
+        return run(call)
+    finally:
+        sys.setprofile(profiler)
+
+
+def is_opened(call: Call) -> bool:
+    """Whether a call is written down as the operators that it is made of; if autocast has a rule for it, with casts."""
+    return (
+        call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and bool(autocast_kinds()))
+    )
 
 
 class Read(NamedTuple):
@@ -114,14 +133,7 @@ class Recorder:
 
     def __call__(self, call: Call) -> Any:
         """Run a call of an operator in its place, write it down, and return its result."""
-        with_profiler = sys.getprofile()
-        if with_profiler is None or not SETS_PROFILERS_QUICKLY or call.operator.namespace != "aten":
-            return self._call(call)
-        sys.setprofile(None)  # of our own calls there are many, and PyTorch's operators call no Python
-        try:
-            return self._call(call)
-        finally:
-            sys.setprofile(with_profiler)
+        return unprofiled(self._call, call)
 
     def _call(self, call: Call) -> Any:
         if schema_of(call.operator).is_mutable:
@@ -129,7 +141,7 @@ class Recorder:
                 self._protect_written(call)
         if self.within is not None:
             return self._call_in_opaque(call)
-        if call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and autocast_kinds()):
+        if is_opened(call):
             return self._open(call)
         operator = usual_name(call.operator)
         call = call._replace(operator=operator)
@@ -238,7 +250,7 @@ class Recorder:
         if any(map(has_history, results)):
             node.meta[HISTORY] = self.tensors.history(results, self.saved)
         self._note_touched(node, [before.tensor for before in states], [before.tensor for before in written])
-        node.meta[SEEN] = self.tensors.seen([before.tensor for before in states], results, self.saved)
+        node.meta[SEEN] = seen_of([before.tensor for before in states], results, self.saved)
         name = operator_name(operator)
         if is_number:
             name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(name, name)

@@ -111,19 +111,6 @@ class Tensors:
             bytes=sum(raw.nbytes() for raw, entry in entries if entry is None),
         )
 
-    def seen(self, given: list[torch.Tensor], results: list[torch.Tensor], saved: list[torch.Tensor]) -> Seen | None:
-        """What is seen of a call; None where a tensor has no memory of its own."""
-        if any(storage_of(tensor) is None for tensor in (*given, *results, *saved)):
-            return None
-        known: list[tuple[torch.Tensor, tuple[bool, int]]] = [(t, (True, n)) for n, t in enumerate(results)]
-        known += [(t, (False, n)) for n, t in enumerate(given)]
-        places = {storage_id(t): n for n, t in reversed([*enumerate(given)])}
-        return Seen(
-            tuple(map(TensorSpec.of, given)),
-            tuple(places.get(storage_id(t)) for t in results),
-            tuple(alike(t, known) for t in saved),
-        )
-
     def node(self, tensor: torch.Tensor) -> torch.fx.Node:
         """The node of ``tensor``, made now if it has none."""
         node: torch.fx.Node | None = self._nodes.get(tensor)
@@ -221,3 +208,17 @@ class Tensors:
         if storage.layout != layout_of(tensor):
             result = self.graph.call_function(torch.ops.aten.as_strided.default, (result, *layout_of(tensor)))
         return result
+
+
+def seen_of(given: list[torch.Tensor], results: list[torch.Tensor], saved: list[torch.Tensor]) -> Seen | None:
+    """What is seen of a call; None where a tensor has no memory of its own."""
+    if any(storage_of(tensor) is None for tensor in (*given, *results, *saved)):
+        return None
+    known: list[tuple[torch.Tensor, tuple[bool, int]]] = [(t, (True, n)) for n, t in enumerate(results)]
+    known += [(t, (False, n)) for n, t in enumerate(given)]
+    places = {storage_id(t): n for n, t in reversed([*enumerate(given)])}
+    return Seen(
+        tuple(map(TensorSpec.of, given)),
+        tuple(places.get(storage_id(t)) for t in results),
+        tuple(alike(t, known) for t in saved),
+    )
