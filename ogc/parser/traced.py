@@ -57,19 +57,25 @@ class Seen(NamedTuple):
     # differs; None for an internal one
     saves: tuple[tuple[tuple[bool, int], Any] | None, ...]
 
-    def is_like(self, other: Seen) -> bool:
-        """Whether another call does the same to memory, up to sizes."""
+    def is_like(self, other: Seen, has_kinds: bool) -> bool:
+        """Whether another call does the same to memory, up to sizes; with ``has_kinds``, given tensors of one kind."""
         return (
             self.views == other.views
             and len(self.given) == len(other.given)
             and len(self.saves) == len(other.saves)
             and all(map(_alike, self.saves, other.saves))
-            and self._pattern() == other._pattern()
+            and list(map(_outline, self.given)) == list(map(_outline, other.given))
+            and (not has_kinds or self._kinds() == other._kinds())
         )
 
-    def _pattern(self) -> list[tuple[int, bool, bool]]:
-        """Which given tensors are of one kind, which are empty, and which are dense."""
-        return [(self.given.index(x), 0 in x.shape, Layout(x.shape, x.stride).is_dense) for x in self.given]
+    def _kinds(self) -> list[int]:
+        """For each given tensor, the first of its kind."""
+        return list(map(self.given.index, self.given))
+
+
+def _outline(spec: TensorSpec) -> tuple[Any, ...]:
+    """Which sizes are zero or one, and whether the tensor is dense."""
+    return *(min(size, 2) for size in spec.shape), Layout(spec.shape, spec.stride).is_dense
 
 
 def _alike(one: Any, other: Any) -> bool:

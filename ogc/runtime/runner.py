@@ -42,7 +42,7 @@ from .held import raise_what_is_known
 
 log = logging.getLogger(__name__)
 
-PLANS, SHAPES = 8, 64
+PLANS, SHAPES = 8, 256
 """Kinds of calls that are planned for beside the sample's, and other sizes and numbers that plans are reused for; the
 least recently used makes room."""
 
@@ -50,7 +50,7 @@ LOOKS = 16
 """At every so many calls in a row that need no plan, all of the model is looked at."""
 
 EVICTIONS = 3
-"""How many plans may make room for others before no more are made."""
+"""How many plans may make room for others before a plan is made only for calls that come again and again."""
 
 CHOOSES_ALGORITHMS = ("cuda",)
 """Types of devices on which ``torch.backends.cudnn.benchmark`` decides."""
@@ -86,6 +86,11 @@ class Entry:
     cold: WatchedReads | None = None  # the same before a first call, which runs the plain model and settles it
     problem: str = ""  # why there is no plan
     shared: list[Generated] = field(default_factory=list)  # the code for other sizes, with names for their numbers
+
+    @cached_property
+    def sizes(self) -> list[tuple[int, ...]]:
+        """Those of the tensors that are given: of two entries, they tell most."""
+        return _sizes(self.kind.inputs)
 
     @property
     def is_unplanned(self) -> bool:
@@ -129,6 +134,7 @@ class Runner:
         self.entries = [self.sample]  # most recently used first
         self.calls: Counter[tuple[str, str]] = Counter()  # by what kind of calls, and what ran them
         self.evictions = self.unseen = 0
+        self.waiting: list[tuple[Kind, int]] = []  # kinds of calls that run plain for now, and how many there were
         self.last_state: State | None = None  # of the module that was called last
         self.is_planning = False
         self.told: set[str] = set()
@@ -141,7 +147,7 @@ class Runner:
 
     def report(self) -> Report:
         """What ran the calls until now."""
-        return Report(tuple(Calls(kind, runs, number) for (kind, runs), number in self.calls.items()))
+        return Report(tuple(Calls(kind, runs, number) for (kind, runs), number in self.calls.items() if number))
 
     def add(self, model: torch.nn.Module, graph: Graph, plan: Plan) -> None:
         """Take in a plan for another kind of calls."""
@@ -171,14 +177,15 @@ class Runner:
         if self._stays_plain(model, inputs):
             return self._count(self.entries[0])
         kind = self._kind(model, inputs)
-        alike = [entry for entry in self.entries if entry.kind.fits(kind)]
+        sizes = _sizes(inputs)
+        alike = [entry for entry in self.entries if entry.sizes == sizes and entry.kind.fits(kind)]
         alike.sort(key=lambda entry: entry.is_unplanned)  # of those nothing is known
         is_first = False
         for known in alike:
             if not (difference := known.difference(model, tensors)):
                 return self._use(known, kind)
             is_first |= difference == SETTLES
-        if self.evictions > EVICTIONS:
+        if self.evictions > EVICTIONS and not self._is_met_often(kind):
             return self.ran_plain("more kinds of calls than are planned for")
         if self.planner is not None and (apart := self.planner.apart(model)) is not None:
             self.apart[model] = apart
@@ -190,6 +197,16 @@ class Runner:
             self._put_first(made)
             return self.ran_plain(SETTLES)
         return self._use(made, kind)
+
+    def _is_met_often(self, kind: Kind) -> bool:
+        """Whether a kind of calls has come often enough to be planned for: each plan that went doubles that."""
+        known = next((one for one in self.waiting if one[0].fits(kind)), None)
+        self.waiting = [
+            (kind, 1 if known is None else known[1] + 1),
+            *(one for one in self.waiting if one is not known),
+        ]
+        del self.waiting[SHAPES:]
+        return self.waiting[0][1] > 2 ** (self.evictions - EVICTIONS)
 
     def _use(self, entry: Entry, kind: Kind) -> Entry | None:
         """Note a call that an entry is for; the entry if a plan runs it."""
@@ -237,9 +254,15 @@ class Runner:
         held = nullcontext() if settings is entry.kind.flags else flags_held(settings)  # which takes longer
         tensors = input_tensors(args, kwargs)
         before = None if program.expected is None else _Before(model, tensors)
-        with without_autocast(), held:
-            step = Step(model, code.runs, bound, devices, settings)
-            outputs = code.forward(step, *tensors, *bound)
+        outputs: list[torch.Tensor] = []
+        try:
+            with without_autocast(), held:
+                step = Step(model, code.runs, bound, devices, settings)
+                outputs = code.forward(step, *tensors, *bound)
+        except Exception as error:
+            if before is None:
+                raise
+            log.info("%s", error)
         if before is not None and not self._is_as_expected(entry, model, outputs):
             del step, outputs
             before.put_back()
@@ -260,6 +283,8 @@ class Runner:
             problem = "the plan, reused for these sizes, did not give what the model gives"
             settled = Entry(entry.kind, entry.words, problem=problem)
             self._tell(f"ogc runs the plain model for calls where {entry.words}: {problem}")
+            self.calls[entry.words, entry.runs] -= 1
+            self._count(settled)
         self.entries = [settled if one is entry else one for one in self.entries]
         return is_same
 
@@ -332,8 +357,8 @@ class Runner:
         self.evictions += 1
         if self.evictions > EVICTIONS:
             self._tell(
-                f"ogc met more than {PLANS + EVICTIONS} kinds of calls that need a plan each and makes no more: "
-                "calls unlike those of the last plans run the plain model"
+                f"ogc met more than {PLANS + EVICTIONS} kinds of calls that need a plan each: calls unlike those of "
+                "the last plans run the plain model until they have come again and again"
             )
 
     def _difference(self, model: torch.nn.Module, call: Call, kind: Kind) -> str:
@@ -385,6 +410,10 @@ def plain_because(model: torch.nn.Module, training: bool) -> str:
     if is_functorch_active() or has_tangents():
         return TRANSFORMED
     return HOOKED if has_global_hooks() else CACHED if parametrizations_are_cached() else what_is_around()
+
+
+def _sizes(inputs: InputSpec) -> list[tuple[int, ...]]:
+    return [spec.shape for spec in inputs.tensors]
 
 
 def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate
 from ...operators.elementwise import WrittenOver
 from ...program.program import LowMemoryVariant, Place, Program, Saved
 from ...program.tensors import Layout
+from ...torch_state.private import schema_of
 from ..follow import Followed, Unlike, leaves_of
 from ..traced import SEEN, Seen
 from .calls import UNFOLDED, unfolds
@@ -70,7 +71,8 @@ def check_memory(program: Program, known: torch.fx.Graph, found: Followed) -> tu
     then = {node.name: node for node in known.nodes}
     for name, seen in found.seen.items():
         before = then[name].meta.get(SEEN)
-        if seen is None or before is None or not seen.is_like(before):
+        is_written = getattr(schema_of(then[name].target), "is_mutable", True)  # and may be out of place
+        if seen is None or before is None or not seen.is_like(before, has_kinds=is_written):
             raise Unlike(f"{name} does something else to memory")
     _check_unfolded(program, then, found)
     for t, variant in program.variants.items():
