@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar
@@ -43,10 +44,48 @@ def available_bytes() -> float:
     return _available_bytes.value
 
 
-def progress(items: Any = None, **options: Any) -> Any:
-    """A bar of tqdm's, on a terminal, where it is there for more than a second and no step is running."""
-    is_hidden = True if math.isfinite(available_bytes()) else None  # None: where there is no terminal
-    return tqdm(items, delay=1, leave=False, disable=is_hidden, **options)
+SHOWN_AFTER = 2.0
+"""Seconds after which planning shows what it does."""
+
+_bar: OnThread[Any] = OnThread(None)
+
+
+@contextmanager
+def shown() -> Iterator[None]:
+    """What is planned in here, on this thread, shows what it does: one bar of tqdm's, on a terminal."""
+    if _bar.value is not None:
+        yield
+        return
+    with tqdm(delay=SHOWN_AFTER, leave=False, disable=None, bar_format="{desc} [{elapsed}]") as bar, _bar.set_to(bar):
+        yield
+
+
+def tell_stage(what: str) -> None:
+    """Say what is done from here on."""
+    if _bar.value is not None:
+        _bar.value.set_description_str(f"ogc: {what}", refresh=False)
+        _bar.value.update()
+
+
+def counted(items: Any, what: str) -> Iterator[Any]:
+    """The items, while the bar counts them."""
+    for number, item in enumerate(items, 1):
+        tell_stage(f"{what} {number} of {len(items)}")
+        yield item
+
+
+_deadline = OnThread(math.inf)
+
+
+def within_seconds(seconds: float | None) -> AbstractContextManager[None]:
+    """What is planned in here, on this thread, is to be done after so many seconds; the first deadline holds."""
+    wanted = math.inf if seconds is None else time.perf_counter() + seconds
+    return _deadline.set_to(min(wanted, _deadline.value))
+
+
+def is_late() -> bool:
+    """Whether the best that is known by now has to do."""
+    return time.perf_counter() > _deadline.value
 
 
 @contextmanager

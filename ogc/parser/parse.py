@@ -15,7 +15,7 @@ from ..graph import Graph
 from ..operators.gpus import gpu_of
 from ..operators.registry import out_of_place
 from ..plan.simulate import plain_peak
-from ..process import collecting_new_only
+from ..process import collecting_new_only, shown
 from ..program.opaque import OpaqueCall
 from ..program.program import OUTSIDE, AfterForward, Loss
 from ..program.structures import autocast_state
@@ -46,6 +46,7 @@ Rewrite = Callable[[torch.fx.Graph, torch.device], object]
 
 
 @collecting_new_only()
+@shown()
 @plainly()
 @alone()
 def parse(

@@ -15,11 +15,11 @@ from functools import cached_property
 
 import numpy as np
 
-from ..graph import Graph, Operation
+from ..graph import MIB, Graph, Operation
 from ..plan.decisions import Decisions, Segment
 from ..plan.fast import Replay
 from ..plan.simulate import lower_bound, simulate
-from ..process import progress
+from ..process import is_late, tell_stage
 from .candidates import Candidate, drop_one_by_one, finest, front_of, selective, weigh, worth_keeping
 from .costs import Costs, Ints, SegmentCosts
 from .cuts import alike, choose_grids, distinct, narrowest
@@ -171,7 +171,7 @@ class Search:
     def least_peak(self) -> Candidate:
         """The plan with the least peak, and the fastest of those."""
         best = self._weigh(self._all_cuts.least_peak(lower_bound(self.graph) - 1))
-        if not self.nested:
+        if not self.nested or is_late():
             return best
         best = finest(self.costs, drop_one_by_one(self.costs, best))
         if len(self.graph) > KEPT_VALUES_UP_TO:
@@ -195,7 +195,7 @@ class Search:
         for _ in range(ROUNDS):
             before = found
             found = min(before, self._fitting(peak, self._around([before])) or before, key=_by_time)
-            if found.seconds > (1 - CLOSE) * before.seconds:
+            if found.seconds > (1 - CLOSE) * before.seconds or is_late():
                 break
         return found
 
@@ -230,7 +230,7 @@ class Search:
         for _ in range(ROUNDS):
             before = self._best_within(seconds)
             self._narrow_further(low, before, seconds)
-            if self._best_within(seconds).peak_bytes > (1 - CLOSE) * before.peak_bytes:
+            if self._best_within(seconds).peak_bytes > (1 - CLOSE) * before.peak_bytes or is_late():
                 break
         found = self._best_within(seconds)
         near = low[1] == np.inf or found.peak_bytes < PERHAPS_LEAST * lower_bound(self.graph)
@@ -265,7 +265,7 @@ class Search:
         halve = high[0] > WIDEST * low[0]
         for number in range(1 + peaks):
             least, most, before = (1 + close) * low[0], (1 - close) * high[0], high[0] / low[0]
-            if least > most:
+            if least > most or (number and is_late()):
                 break
             halve = halve or low[1] == np.inf
             guess = np.sqrt(float(low[0]) * high[0]) if halve else _between(low, high, seconds, number)
@@ -286,12 +286,10 @@ class Search:
         """Plans from the least peak to the saved model, each faster and larger than the one before."""
         peaks = np.geomspace(self._saved.peak_bytes, self.least_peak.peak_bytes, points)[1:-1]
         sweeps = 1 if self._some_cuts is self._all_cuts else 2
-        with progress(total=sweeps * len(peaks), desc="frontier") as bar:
-            for sweep in range(sweeps):
-                cuts = self._around(front_of(self.seen.values())) if sweep else self._some_cuts
-                for peak in peaks:  # descending: a table serves those below
-                    self._at(int(peak), cuts, ROUGH_LABELS)
-                    bar.update()
+        for sweep in range(sweeps):
+            cuts = self._around(front_of(self.seen.values())) if sweep else self._some_cuts
+            for peak in peaks:  # descending: a table serves those below
+                self._at(int(peak), cuts, ROUGH_LABELS)
         # What is a hair below the least peak recomputes the step many times over.
         found = (c for c in selective(self.costs) if c.peak_bytes > self.least_peak.peak_bytes)
         return front_of([self.least_peak, *self.seen.values(), *found])
@@ -347,6 +345,7 @@ class Search:
 
     def _at(self, peak: int, cuts: CutSearch, labels: int = LABELS) -> Candidate | None:
         """The fastest plan for ``peak`` between some cuts, or None if nothing fits."""
+        tell_stage(f"search within {peak / MIB:.1f} MiB")
         segments = cuts.fastest(peak, labels)
         return None if segments is None else self._weigh(segments)
 
@@ -381,7 +380,7 @@ class VariantSearch:
     def fastest(self, peak: int) -> Candidate | None:
         """The fastest plan found whose simulated peak is at most ``peak`` bytes."""
         own = self.own.fastest(peak) if max(self.own.graph.operation_bounds) <= peak else None
-        if own is not None and not self._variants_lower(own):
+        if own is not None and (is_late() or not self._variants_lower(own)):
             return own
         found = self.economical.fastest(peak)
         both = own, None if found is None else self._fewest(found, peak)
@@ -393,7 +392,7 @@ class VariantSearch:
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that add at most ``seconds``."""
         own = self.own.within(seconds)
-        if own is not None and not self._variants_lower(own):
+        if own is not None and (is_late() or not self._variants_lower(own)):
             return own
         found, limit = [*filter(None, [own]), self.least_peak], seconds
         for _ in range(ATTEMPTS):
@@ -401,7 +400,7 @@ class VariantSearch:
             if candidate is None:
                 break
             found.append(self._fewest(candidate))
-            if found[-1].seconds <= seconds:
+            if found[-1].seconds <= seconds or is_late():
                 break
             limit = seconds - (found[-1].seconds - candidate.seconds)  # less than what this one takes
         return min((c for c in found if c.seconds <= seconds), default=None)
@@ -468,7 +467,7 @@ def fair(search: VariantSearch | Search, seconds: float) -> Candidate | None:
     A plan that peaks up to ``NEAR_KNEE`` higher is one where it saves a larger share of the step than that.
     """
     least = search.within(seconds)
-    quicker = least and search.fastest(int(NEAR_KNEE * least.peak_bytes))
+    quicker = None if least is None or is_late() else search.fastest(int(NEAR_KNEE * least.peak_bytes))
 
     def price(candidate: Candidate) -> float:
         return candidate.peak_bytes * (search.graph.step_seconds + candidate.seconds)

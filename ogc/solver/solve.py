@@ -9,13 +9,14 @@ from typing import Any
 from ..errors import InputError, SolveError
 from ..graph import MIB, Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
-from ..process import collecting_new_only
+from ..process import collecting_new_only, is_late, shown
 from .goal import FAIR_OVERHEAD, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
 from .references import REFERENCES
 from .search import fair, search_of
 
 
 @collecting_new_only()
+@shown()
 def solve(
     graph: Graph,
     *,
@@ -52,6 +53,7 @@ def solve(
 
 
 @collecting_new_only()
+@shown()
 def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) -> Frontier:
     """Plans from the least peak to the plain model.
 
@@ -109,10 +111,11 @@ def optimal(graph: Graph, goal: Goal) -> Plan:
         found = search.within(goal.max_overhead * graph.step_seconds)
     else:
         of_one_level = search_of(graph, nested=False)
-        found = min(search.least_peak, of_one_level.least_peak)
-        plain = replace(plain, floor=(found.peak_bytes, found.seconds))
-        if not goal:
-            found = fair(of_one_level, FAIR_OVERHEAD * graph.step_seconds)
+        found = None if goal else fair(of_one_level, FAIR_OVERHEAD * graph.step_seconds)
+        if goal or not is_late():
+            lowest = min(search.least_peak, of_one_level.least_peak)
+            plain = replace(plain, floor=(lowest.peak_bytes, lowest.seconds))
+            found = lowest if goal else found
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
     if found is None or found.peak_bytes >= plain.peak_bytes - slack:
         return plain

@@ -1,14 +1,16 @@
 """What ran the calls of an optimized module, and messages that name what differs."""
 
 import logging
+from typing import ClassVar
 
 import pytest
 import torch
-from helpers import loss_of, measured_peak, peak_bytes
+from helpers import chain, loss_of, measured_peak, peak_bytes
 from torch import nn
 
 import ogc
-from ogc.process import during_step, progress
+from ogc.process import SHOWN_AFTER, counted, is_late, shown, tell_stage, within_seconds
+from ogc.solver.search import CutSearch
 
 
 class Net(nn.Module):
@@ -160,14 +162,54 @@ def test_evaluation_is_nothing_to_tell(net, x, caplog):
     assert not caplog.records
 
 
-def test_no_progress_is_shown_during_a_step(monkeypatch):
-    shown = []
-    monkeypatch.setattr("ogc.process.tqdm", lambda items, **options: shown.append(options["disable"]) or items)
-    progress([1])
-    with during_step(10):
-        progress([1])
-    progress([1])
-    assert shown == [None, True, None]
+class Bar:
+    """What stands in for tqdm: remembers what it is told."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, **options):
+        self.options, self.told = options, []
+        self.made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.is_closed = True
+
+    def set_description_str(self, text, refresh):
+        self.told.append(text)
+
+    def update(self):
+        pass
+
+
+def test_one_bar_tells_what_planning_does(monkeypatch):
+    monkeypatch.setattr("ogc.process.tqdm", Bar)
+    monkeypatch.setattr(Bar, "made", [])
+    with shown():
+        graph = ogc.parse(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(2, 4))
+        ogc.solve(graph, memory_budget="least")
+    tell_stage("nothing")  # no one looks
+    (bar,) = Bar.made
+    assert bar.is_closed and bar.options["delay"] == SHOWN_AFTER and bar.options["disable"] is None
+    for stage in ("ogc: record operation 2", "ogc: weigh operation 1 of ", "ogc: search within 0.0 MiB"):
+        assert any(text.startswith(stage) for text in bar.told), (stage, bar.told)
+    assert list(counted("ab", "letter")) == ["a", "b"]
+
+
+def test_past_a_deadline_the_best_plan_so_far_is_taken(monkeypatch):
+    graph, asked = chain([10 + t % 7 for t in range(60)]), []
+    fastest = CutSearch.fastest
+    monkeypatch.setattr(CutSearch, "fastest", lambda *args: asked.append(args) or fastest(*args))
+    plan = ogc.solve(graph)
+    unhurried = len(asked)
+    asked.clear()
+    with within_seconds(0.0), within_seconds(1000.0):
+        hurried = ogc.solve(graph)
+    assert len(asked) < unhurried and hurried.floor is None and not hurried.is_plain
+    assert plan.peak_bytes <= hurried.peak_bytes <= plan.plain_peak_bytes
+    assert not is_late()
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...process import tell_stage
 from ...program.program import CONSTANT, OWN, SHAPE, storage_of
 from ...program.structures import TensorSpec
 from ...program.tensors import ByStorage
@@ -87,6 +88,7 @@ class Tensors:
     def note_call(self, node: torch.fx.Node) -> None:
         """Number a call."""
         self._calls += 1
+        tell_stage(f"record operation {self._calls}")
         node.meta[CALL] = self._calls
 
     def note_ends(self) -> None:

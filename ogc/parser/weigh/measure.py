@@ -32,7 +32,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ...operators.weights import Weights
 from ...plan.saving import write_at_once
-from ...process import available_bytes
+from ...process import available_bytes, is_late
 from ...program.opaque import OpaqueCall, Region
 from ...program.program import WithoutGrad, device_of_model, has_backward, storage_bytes, tensor_leaves
 from ...torch_state.allocator import allocated_bytes, can_measure
@@ -199,7 +199,7 @@ class Measurer:
         settings = torch.get_num_threads(), str(self.device), torch.are_deterministic_algorithms_enabled()
         key = _key_of((call, settings))
         if key not in _known:
-            if self.spent > AFFORDABLE_SECONDS or needed_bytes > available_bytes():
+            if self.spent > AFFORDABLE_SECONDS or needed_bytes > available_bytes() or is_late():
                 return None
             start = time.perf_counter()
             with torch.random.fork_rng(cuda_devices()), torch.enable_grad():

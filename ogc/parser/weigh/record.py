@@ -18,7 +18,7 @@ import torch
 from ...operators.low_memory import LowMemory
 from ...operators.registry import copies_strided_gradients, live_arguments, of, said_to_be_written
 from ...operators.weights import Place, Weights
-from ...process import progress
+from ...process import counted
 from ...program.opaque import OpaqueCall
 from ...program.program import (
     Saved,
@@ -237,7 +237,7 @@ class _Observer:
         self.graph: list[Any] = []  # nodes for a backward, held until the outputs are gone
 
     def run(self, inputs: list[torch.Tensor]) -> Observation:
-        nodes = progress(self.traced.graph.nodes, desc="weigh operations")
+        nodes = counted(self.traced.graph.nodes, "weigh operation")
         with torch.enable_grad(), without_autocast():
             result = self.memory.result
             result.inputs = frozenset(map(self.memory.external_number, inputs))
