@@ -120,8 +120,11 @@ class Replanner:
         log.warning("the model was sharded since it was optimized: its units are planned one by one")
         return self.units(model)
 
-    def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
-        """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the goal."""
+    def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan, quickly: bool) -> Graph | None:
+        """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the goal.
+
+        ``quickly``, if that is seen by numbers alone.
+        """
         is_in_bytes = in_bytes(self.budget)
         inputs = InputSpec.of(call.args, call.kwargs)[0], graph.program.inputs
         sizes, planned = ([spec.shape for spec in given.tensors] for given in inputs)
@@ -137,11 +140,14 @@ class Replanner:
         def holds(shapes: Shapes) -> bool:
             return keeps is None or known.have(shapes, is_in_bytes)
 
-        if known.is_trusted and (sizes == planned or (known.are_two and holds(sizes))):
+        if quickly:
+            if not (known.is_trusted and (sizes == planned or (known.are_two and holds(sizes)))):
+                return None
             try:
                 return reuse_quickly(model, graph, call, holds if known.are_two else None)
             except Exception as error:  # be it slowly
                 known.miss(str(error))
+                return None
         try:
             reused = reuse(model, graph, call, weighed=keeps is not None)
             if keeps is None:

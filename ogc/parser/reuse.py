@@ -24,12 +24,12 @@ from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
-from .follow import Unlike, followed, guards_along
+from .faithful import follow
 from .loss import modules_of, with_step_end
 from .opaque import OpaqueModules, refuse_root_hooks
 from .parse import lower, profiler_of, record_program
-from .passes.numbers import check_memory, numbers_of
-from .traced import Traced
+from .passes.numbers import check_memory, guards_along, numbers_of
+from .traced import Traced, Unlike
 from .weigh.measure import Profiler, weigh
 from .weigh.record import Record
 
@@ -110,7 +110,7 @@ def reuse_quickly(
     check_tensors(sample)
     with parameters_apart(model):
         try:
-            with followed(sample, known) as (found, observer):
+            with follow(sample, known) as (found, observer):
                 is_changed = any((one.owner.number, one.key) not in observer.effects for one in observer.writes(None))
                 expected = Outcome.of(model, found.outputs)
             shapes = [found.shapes.get(node.name, ()) for node in known.graph.nodes]

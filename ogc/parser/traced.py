@@ -107,6 +107,22 @@ class FrontEnd(Protocol):
         """
 
 
+class Unlike(Exception):
+    """A forward does something else than a recorded program; the argument says what."""
+
+
+@dataclass
+class Followed:
+    """What a forward along a recorded program took, by the names of the nodes, and what came of it."""
+
+    taken: dict[str, list[Any]] = field(default_factory=dict)  # what each call takes, in order; None for tensors
+    seen: dict[str, Seen | None] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each tensor
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    output_spec: OutputSpec | None = None
+    requires_grad: list[bool] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class StepEnd:
     """How a step goes on from a forward."""

@@ -310,6 +310,13 @@ def run_nodes(
     raise AssertionError("a program has an output")
 
 
+def leaves_of(*trees: Any) -> list[Any]:
+    """What is in nested arguments of a node, in order."""
+    found: list[Any] = []
+    torch.fx.node.map_aggregate(trees, found.append)
+    return found
+
+
 def tensor_leaves(*trees: Any) -> list[torch.Tensor]:
     """The tensors in nested arguments or results, in order."""
     found: list[torch.Tensor] = []

@@ -23,7 +23,7 @@ from ..graph import Graph
 from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run
 from ..program.opaque import Opaque, OpaqueCall
-from ..program.program import Place, Program, Saved, TensorRef
+from ..program.program import Place, Program, Saved, TensorRef, leaves_of
 from .frame import DROP, KEEP, RunCode
 from .held import dropped, unpack
 from .layout import Layout, argument, call_of, copy_of, let_go, live_nodes, takes_notes, view_of
@@ -149,14 +149,8 @@ def _values(program: Program) -> dict[Place, Any]:
     """All numbers of a program as they are written in its graph, by their places."""
     found: dict[Place, Any] = {}
     for node in program.graph.nodes:
-        found.update(((node.name, n), leaf) for n, leaf in enumerate(_leaves(node)))
+        found.update(((node.name, n), leaf) for n, leaf in enumerate(leaves_of(node.args, node.kwargs)))
     return found | {place: layout for place, layout in numbers_of(program).items() if place not in program.numbers}
-
-
-def _leaves(node: torch.fx.Node) -> list[Any]:
-    found: list[Any] = []
-    map_aggregate((node.args, node.kwargs), found.append)
-    return found
 
 
 def with_names(program: Program, named: Mapping[Place, str]) -> Program:

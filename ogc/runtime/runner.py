@@ -9,7 +9,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count
+from itertools import count, product
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -59,8 +59,11 @@ CHOOSES_ALGORITHMS = ("cuda",)
 class Planner(Protocol):
     """Makes plans for calls that differ from the sample input. Whatever it raises, the plain model runs."""
 
-    def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
-        """``graph`` for inputs of other sizes, if the plan still holds; None if that is not sure."""
+    def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan, quickly: bool) -> Graph | None:
+        """``graph`` for inputs of other sizes, if the plan still holds; None if that is not sure.
+
+        ``quickly``, if it takes no more than a forward.
+        """
 
     def distrust(self, graph: Graph) -> None:
         """Take a graph that was found by numbers alone, and those like it, for wrong."""
@@ -324,14 +327,13 @@ class Runner:
 
     def _planned(self, planner: Planner, model: torch.nn.Module, call: Call, kind: Kind, why: str) -> Entry | None:
         """A plan that is reused from other sizes or numbers, or else one of its own."""
-        for origin in self.entries:
+        for quickly, origin in product((True, False), self.entries):
             if origin.graph is None or origin.plan is None or origin.is_reused:
                 continue
             if origin.kind.fits(kind, size=False):
-                graph = planner.reuse(model, call, origin.graph, origin.plan)
+                graph = planner.reuse(model, call, origin.graph, origin.plan, quickly)
                 if graph is not None:
-                    code = _code_of(origin, graph)
-                    return _entry(model, kind, why, graph, origin.plan, code, is_reused=True)
+                    return _entry(model, kind, why, graph, origin.plan, _code_of(origin, graph), is_reused=True)
         planned = planner.plan(model, call)
         return None if planned is None else _entry(model, kind, why, *planned)
 

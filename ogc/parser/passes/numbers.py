@@ -15,11 +15,10 @@ import torch
 from torch.fx.node import map_aggregate
 
 from ...operators.elementwise import WrittenOver
-from ...program.program import LowMemoryVariant, Place, Program, Saved
+from ...program.program import Guards, LowMemoryVariant, Place, Program, Saved, leaves_of
 from ...program.tensors import Layout
 from ...torch_state.private import schema_of
-from ..follow import Followed, Unlike, leaves_of
-from ..traced import SEEN, Seen
+from ..traced import SEEN, Followed, Seen, Unlike
 from .calls import UNFOLDED, unfolds
 
 SPECIAL = (0.0, 1.0, -1.0, 2.0, 0.5)
@@ -90,9 +89,12 @@ def _saves(planned: tuple[Saved, ...], node: torch.fx.Node, then: Any, seen: See
         raise Unlike(f"{node.name} saves a view")
     result = []
     for saved, one, other in zip(planned, before.saves, seen.saves, strict=True):
-        if saved.layout is not None and (one is None or one[1] != saved.layout):
+        if saved.layout is None:
+            result.append(saved)
+        elif one is None or other is None or one[1] != saved.layout:
             raise Unlike(f"{node.name} saves a view")
-        result.append(saved if saved.layout is None else replace(saved, layout=other[1]))
+        else:
+            result.append(replace(saved, layout=other[1]))
     return tuple(result)
 
 
@@ -148,3 +150,33 @@ def _arguments(node: torch.fx.Node, found: Followed, device: str) -> tuple[tuple
 def _text(leaf: Any) -> str:
     """The same for all nodes, of which another form may have others in their places."""
     return "" if isinstance(leaf, torch.fx.Node) else repr(leaf)
+
+
+# -- guards ----------------------------------------------------------------------------------------------
+
+
+def guards_along(known: Guards | None, found: Followed) -> Guards | None:
+    """The guards of the recorded program with the numbers of another call; what they read is to be found out.
+
+    Raises:
+        Unlike: they take numbers that no call of the program does.
+    """
+    if known is None:
+        return None
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in known.graph.nodes:
+        copies[node] = copy = graph.node_copy(node, copies.__getitem__)
+        leaves = leaves_of(node.args, node.kwargs)
+        if not any(type(leaf) in (int, float) for leaf in leaves):
+            continue
+        taken = found.taken.get(node.name, [])
+        if len(taken) != len(leaves):
+            raise Unlike(f"Python reads {node.name}")
+        numbers = iter(taken)
+        copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), lambda leaf: _number(next(numbers), leaf))  # noqa: B023
+    return replace(known, graph=graph)
+
+
+def _number(number: Any, leaf: Any) -> Any:
+    return leaf if isinstance(leaf, torch.fx.Node) else number

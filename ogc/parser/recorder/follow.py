@@ -9,58 +9,32 @@ from __future__ import annotations
 import operator as python_operator
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
 import torch
-from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..program.program import CONSTANT, OWN, Guards, WithoutGrad, tensor_leaves
-from ..program.structures import OutputSpec
-from ..torch_state.compare import same_bits
-from ..torch_state.dispatch import Call, complete, dispatched_to, unseen
-from ..torch_state.forwards import plain_forward
-from ..torch_state.no_trace import put_back_as_well, untouched, writing
-from ..torch_state.private import schema_of
-from ..torch_state.ranks import told_of_collectives
-from ..torch_state.reads import Observer
-from ..torch_state.settings import python_random_state
-from .arguments import Sample
-from .forward.flat import FlatForward, nothing_saved
-from .forward.location import running
-from .forward.patches import CONTENT, seen_as_recorded, wrap
-from .recorder.operators import tells_content, usual_name
-from .recorder.python_calls import REFUSED
-from .recorder.record import buffers_of, refuse_new_buffers
-from .recorder.recorder import is_opened, unprofiled
-from .recorder.tensors import seen_of
-from .traced import ON_CONSTANTS, Seen, Traced
-
-
-class Unlike(Exception):
-    """A forward does something else than a recorded program; the argument says what."""
-
-
-@dataclass
-class Followed:
-    """What a forward along a recorded program took, by the names of the nodes, and what came of it."""
-
-    taken: dict[str, list[Any]] = field(default_factory=dict)  # what each call takes, in order; None for tensors
-    seen: dict[str, Seen | None] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each tensor
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    output_spec: OutputSpec | None = None
-    requires_grad: list[bool] = field(default_factory=list)
-
-
-def leaves_of(*trees: Any) -> list[Any]:
-    """What is in nested arguments, in order."""
-    found: list[Any] = []
-    map_aggregate(trees, found.append)
-    return found
+from ...program.program import CONSTANT, OWN, WithoutGrad, leaves_of, tensor_leaves
+from ...torch_state.compare import same_bits
+from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
+from ...torch_state.forwards import plain_forward
+from ...torch_state.no_trace import put_back_as_well, untouched, writing
+from ...torch_state.private import schema_of
+from ...torch_state.ranks import told_of_collectives
+from ...torch_state.reads import Observer
+from ...torch_state.settings import python_random_state
+from ..arguments import Sample
+from ..forward.flat import FlatForward, nothing_saved
+from ..forward.location import running
+from ..forward.patches import CONTENT, seen_as_recorded, wrap
+from ..traced import ON_CONSTANTS, Followed, Traced, Unlike
+from .operators import tells_content, usual_name
+from .python_calls import REFUSED
+from .record import buffers_of, refuse_new_buffers
+from .recorder import is_opened, unprofiled
+from .tensors import seen_of
 
 
 @contextmanager
@@ -221,30 +195,3 @@ class _Follower:
     def _bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         self.nodes[tensor] = node
         self.found.shapes[node.name] = tuple(tensor.shape)
-
-
-def guards_along(known: Guards | None, found: Followed) -> Guards | None:
-    """The guards of the recorded program with the numbers of another call; what they read is to be found out.
-
-    Raises:
-        Unlike: they take numbers that no call of the program does.
-    """
-    if known is None:
-        return None
-    graph = torch.fx.Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    for node in known.graph.nodes:
-        copies[node] = copy = graph.node_copy(node, copies.__getitem__)
-        leaves = leaves_of(node.args, node.kwargs)
-        if not any(type(leaf) in (int, float) for leaf in leaves):
-            continue
-        taken = found.taken.get(node.name, [])
-        if len(taken) != len(leaves):
-            raise Unlike(f"Python reads {node.name}")
-        numbers = iter(taken)
-        copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), lambda leaf: _number(next(numbers), leaf))  # noqa: B023
-    return replace(known, graph=graph)
-
-
-def _number(number: Any, leaf: Any) -> Any:
-    return leaf if isinstance(leaf, torch.fx.Node) else number
