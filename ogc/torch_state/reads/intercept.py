@@ -161,18 +161,20 @@ class CalledFunctions:
             self._around = None
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event != "call":
+        if event != "call":  # as most are not
             return
-        self._around = self._around or frame.f_back
+        code = frame.f_code
         if id(code) in self._others:
             return
+        self._around = self._around or frame.f_back
         if not is_followed(frame.f_globals.get("__name__")):
             self._others[id(code)] = code
             return
-        seen_now = frame.f_locals
+        seen_now = frame.f_locals if code.co_argcount or code.co_freevars else {}
         first = seen_now.get(code.co_varnames[0]) if code.co_argcount else None
-        seen = id(code), type(first), self.mode(), *(id(seen_now.get(name)) for name in code.co_freevars)
+        seen: tuple[Any, ...] = id(code), type(first), self.mode()
+        if code.co_freevars:
+            seen += tuple(id(seen_now.get(name)) for name in code.co_freevars)
         if seen not in self._seen and not _is_of_collector(frame):
             self._codes[id(code)] = code
             self._seen.add(seen)
