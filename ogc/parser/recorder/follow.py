@@ -48,7 +48,7 @@ def followed(sample: Sample, known: Traced) -> Iterator[tuple[Followed, Observer
     model = sample.model
     if model in writing:
         raise Unlike("the forward writes parameters")
-    observer = Observer(model, running)
+    observer = Observer(model, running, is_brief=True)
     with untouched(model):
         try:
             tensors, buffers, draws = sample.copies(), buffers_of(model), python_random_state()

@@ -16,7 +16,7 @@ from ...program.program import SHARED, WithoutGrad, call_beside, has_history, op
 from ...program.structures import autocast_kinds
 from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
 from ...torch_state.private import OpOverload, schema_of, version_of
-from ...torch_state.reads import opaque_call
+from ...torch_state.reads import is_observer, opaque_call
 from ..forward.location import Scopes, user_line
 from ..traced import HISTORY, ON_CONSTANTS, SEEN, SIZED, OpaqueError
 from .operators import OPENED, Sizes, deciding, sizes_of, tells_content, usual_name
@@ -36,9 +36,9 @@ OPAQUE = {
 
 
 def unprofiled(run: Callable[[Call], Any], call: Call) -> Any:
-    """What ``run`` makes of a call; profilers in Python are not told of all that it does itself."""
+    """What ``run`` makes of a call; who observes the forward is not told of all that it does itself."""
     profiler = sys.getprofile()
-    if profiler is None or not SETS_PROFILERS_QUICKLY or call.operator.namespace != "aten":
+    if not (SETS_PROFILERS_QUICKLY and is_observer(profiler) and call.operator.namespace == "aten"):
         return run(call)
     sys.setprofile(None)  # PyTorch's own operators call no Python
     try:

@@ -6,7 +6,7 @@ import dis
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from logging import Logger, LoggerAdapter
@@ -34,8 +34,10 @@ class ObservedClasses:
     class stays what it is.
     """
 
-    def __init__(self, read: Told, assigned: Told) -> None:
+    def __init__(self, read: Told, assigned: Told, known: Collection[tuple[int, str]] = ()) -> None:
+        """Reads in ``known``, of objects by their identities, are not told of."""
         self.told = {"__getattribute__": read, "__setattr__": assigned}
+        self.known = known
         self._known: dict[tuple[type, str], bool] = {}
         self._restore: list[Callable[[], None]] = []
         self._of_modules: type[ModuleType] | None = None
@@ -83,13 +85,18 @@ class ObservedClasses:
 
     def _telling(self, kind: type, name: str) -> Callable[..., Any]:
         do: Callable[..., Any] = getattr(kind, name)
-        told, frame_of = self.told[name], sys._getframe
+        told, frame_of, known = self.told[name], sys._getframe, self.known
 
         def telling(self: Any, name: str, *value: Any) -> Any:
             told(self, name, frame_of(1))
             return do(self, name, *value)
 
-        return telling
+        def telling_of_new(self: Any, name: str) -> Any:
+            if (id(self), name) not in known:
+                told(self, name, frame_of(1))
+            return do(self, name)
+
+        return telling_of_new if name == "__getattribute__" and isinstance(known, set) else telling
 
 
 SERVICES = (Logger, LoggerAdapter)
@@ -201,6 +208,11 @@ class CalledFunctions:
             made.update(id(constant) for constant in frame.f_code.co_consts if isinstance(constant, CodeType))
             frame = frame.f_back
         return made
+
+
+def is_observer(profiler: Any) -> bool:
+    """Whether a profiler is that of :class:`CalledFunctions`."""
+    return getattr(profiler, "__func__", None) is CalledFunctions._note
 
 
 def _known(code: CodeType, frame: FrameType) -> list[FunctionType]:

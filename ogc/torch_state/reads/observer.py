@@ -124,9 +124,12 @@ _LARGEST = 100_000
 
 
 class Observer:
-    """Observes a forward of ``model`` on this thread; ``where`` gives the name of the module that runs."""
+    """Observes a forward of ``model`` on this thread; ``where`` gives the name of the module that runs.
 
-    def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str) -> None:
+    If it ``is_brief``, which module has read something last is not known, nor what opaque modules write.
+    """
+
+    def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str, is_brief: bool = False) -> None:
         self._where, self.root = where, weakref.ref(model)
         self.owners: dict[int, Owner] = {}  # by the identity of the object
         self.assigned: dict[tuple[int, str], None] = {}  # attributes that the forward sets outside of opaque modules
@@ -136,10 +139,10 @@ class Observer:
         self.mixed: dict[str, str] = {}  # modules that read what opaque modules write, and what that is
         self.opaque: str | None = None
         self.thread = threading.get_ident()
-        self.classes = ObservedClasses(self._told, self._assigned)
+        self._told_of: set[tuple[int, str]] = set()  # objects, by identity, and attributes of theirs that were read
+        self.classes = ObservedClasses(self._told, self._assigned, self._told_of if is_brief else frozenset())
         self.functions = CalledFunctions(self._called, lambda: self.opaque is None)
         self._is_busy = False
-        self._told_of: set[tuple[int, str]] = set()  # objects, by identity, and attributes of theirs that were read
         is_flat = has_flat_parameters(model)
         for name, module in model.named_modules():
             skipped = {*no_attributes(module), *UNWATCHED, *(views_of_flat(module) if is_flat else ())}
