@@ -1,7 +1,9 @@
 """Calls of a third size take one forward; whatever a size decides, each step has the plain model's bits."""
 
+import cProfile
 import gc
 import importlib
+import sys
 import weakref
 
 import pytest
@@ -145,6 +147,23 @@ def test_the_code_is_written_once_for_all_sizes(monkeypatch):
     for size in range(5, 30):
         assert_same_step(made, model, torch.randn(3, size, 8))
     assert len(written) <= 4
+
+
+def test_a_profiler_goes_on_where_a_size_is_new():
+    model = Net(lambda model, h: h)
+    made = optimised(model, torch.randn(3, 16, 8))
+    assert_same_step(made, model, torch.randn(3, 12, 8))
+    with cProfile.Profile() as profiler:
+        assert_same_step(made, model, torch.randn(3, 10, 8))
+        assert sys.getprofile() is profiler
+
+
+def test_data_may_decide_on_sizes(looks):
+    """As many rows as there are hits, another number in each batch."""
+    model = Net(lambda model, h: h[:, torch.arange(h.shape[1]) % 3 > 0].sin())
+    made = optimised(model, torch.randn(3, 16, 8))
+    for size in (12, 9, 14, 10):
+        assert_same_step(made, model, torch.randn(3, size, 8))
 
 
 def test_the_batch_too_may_be_another(looks):
