@@ -124,7 +124,10 @@ def optimised(model, x):
     return made
 
 
-@pytest.mark.parametrize("name", USES)
+QUICK = ("views", "attention with dropout", "a branch", "a cache by length")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in USES])
 def test_each_size_gives_what_the_model_gives(name, looks):
     use, count = USES[name]
     torch.manual_seed(0)
@@ -166,6 +169,7 @@ def test_data_may_decide_on_sizes(looks):
         assert_same_step(made, model, torch.randn(3, size, 8))
 
 
+@pytest.mark.full
 def test_the_batch_too_may_be_another(looks):
     model = Net(attention)
     made = optimised(model, torch.randn(4, 16, 8))
@@ -237,6 +241,7 @@ def test_a_share_is_looked_at_outside_of_the_sizes_that_keep_it(looks):
     assert len(looks) > before or made.plan.is_plain
 
 
+@pytest.mark.full
 def test_many_sizes_are_forgotten_and_found_again(monkeypatch):
     monkeypatch.setattr(runner, "SHAPES", 4)
     model = Net(lambda model, h: h)
