@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import chain
 from math import prod
@@ -18,7 +19,7 @@ import torch
 
 from .errors import InputError, ParseError, PlanError, SolveError
 from .graph import MIB, Graph
-from .parser import hooked_modules, reuse
+from .parser import Shapes, hooked_modules, reuse, reuse_quickly, shapes_of
 from .parser.weigh.measure import times_kept_in
 from .plan import Fingerprint, Plan, SavedPlan, make_plan, plain_plan, plan_on, simulate
 from .plan.decisions import Decisions
@@ -56,6 +57,37 @@ def meets(goal: Goal) -> Meets | None:
     return keeps if goal.is_bounded else None
 
 
+@dataclass
+class _Sizes:
+    """For which calls a plan is known to hold and to keep its goal, the first of them that for which it was made."""
+
+    sizes: list[Shapes]  # of the tensors of their programs, the inputs first
+    is_trusted: bool = True  # whether others may be found by their numbers alone
+    told: bool = False
+
+    @property
+    def are_two(self) -> bool:
+        return len(self.sizes) > 1
+
+    def have(self, sizes: Shapes, is_in_bytes: bool) -> bool:
+        """Whether a goal is kept for others as no size is larger than one, nor smaller than another, that keep it.
+
+        Smaller ones take fewer bytes, but not a smaller share of those that they take in the plain model.
+        """
+        below = is_in_bytes or any(_is_within(one, sizes) for one in self.sizes)
+        return below and any(_is_within(sizes, one) for one in self.sizes)
+
+    def miss(self, why: str) -> None:
+        """Note that a call was not found by its numbers."""
+        if not self.told:
+            log.info("the plan is not reused by numbers alone: %s", why)
+        self.told = True
+
+
+def _is_within(small: Shapes, large: Shapes) -> bool:
+    return not any(map(gt, chain.from_iterable(small), chain.from_iterable(large)))
+
+
 @dataclass(frozen=True, eq=False)
 class Replanner:
     """Reuses plans to other sizes and, given ``make``, makes plans for any other call.
@@ -72,6 +104,7 @@ class Replanner:
     keeps: Meets | None = None
     units: Callable[[torch.nn.Module], torch.nn.Module] | None = None
     anew: Callable[[torch.nn.Module, Call], torch.nn.Module] | None = None
+    known: dict[int, _Sizes] = field(default_factory=dict)  # of each graph, by the identity of its program
 
     def apart(self, model: torch.nn.Module, call: Call) -> torch.nn.Module | None:
         """The model planned unit by unit if it was sharded since it was planned, anew if it has got hooks."""
@@ -82,8 +115,11 @@ class Replanner:
         new = [name for name in hooked if name and name not in self.hooked]
         return None if self.anew is None or not new or _collecting(model) else self.anew(model, call)
 
-    def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
-        """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the goal."""
+    def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan, quickly: bool) -> Graph | None:
+        """``graph`` for inputs of other sizes, or None unless ``plan`` still holds and meets the goal.
+
+        ``quickly``, if that is seen by numbers alone.
+        """
         is_in_bytes = in_bytes(self.budget)
         inputs = InputSpec.of(call.args, call.kwargs)[0], graph.program.inputs
         sizes, planned = ([spec.shape for spec in given.tensors] for given in inputs)
@@ -94,6 +130,19 @@ class Replanner:
             return graph
         missed = isinstance(self.budget, float) and plan.budget_bytes is None  # where it was made
         keeps = None if missed else self.keeps
+        known = self._sizes_of(graph)
+
+        def holds(shapes: Shapes) -> bool:
+            return keeps is None or known.have(shapes, is_in_bytes)
+
+        if quickly:
+            if not (known.is_trusted and (sizes == planned or (known.are_two and holds(sizes)))):
+                return None
+            try:
+                return reuse_quickly(model, graph, call, holds if known.are_two else None)
+            except Exception as error:  # be it slowly
+                known.miss(str(error))
+                return None
         try:
             reused = reuse(model, graph, call, weighed=keeps is not None)
             if keeps is None:
@@ -104,7 +153,21 @@ class Replanner:
         except Exception as error:  # if the call is broken, so is the plain model's
             log.info("the plan is not reused: %s", error)
             return None
-        return reused
+        known.sizes.append(shapes_of(reused.program.recorded.graph))
+        return replace(reused, program=replace(reused.program, recorded=None))
+
+    def distrust(self, graph: Graph) -> None:
+        """Find no more graphs like this one by numbers alone."""
+        self._sizes_of(graph).is_trusted = False
+
+    def _sizes_of(self, graph: Graph) -> _Sizes:
+        """Those for which a graph, or the one that it was found from, is known."""
+        program, key = graph.program.graph, id(graph.program.graph)
+        if key not in self.known:
+            recorded = graph.program.recorded
+            self.known[key] = _Sizes([] if recorded is None else [shapes_of(recorded.graph)])
+            weakref.finalize(program, self.known.pop, key, None)
+        return self.known[key]
 
     def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
         """A graph and a plan for the call, by the goal that the module was optimised for."""

@@ -4,6 +4,16 @@ from ..program.program import Loss
 from .custom import ParseGraph
 from .opaque import NamesAndTypes, hooked_modules
 from .parse import parse
-from .reuse import reuse
+from .reuse import Shapes, reuse, reuse_quickly, shapes_of
 
-__all__ = ["Loss", "NamesAndTypes", "ParseGraph", "hooked_modules", "parse", "reuse"]
+__all__ = [
+    "Loss",
+    "NamesAndTypes",
+    "ParseGraph",
+    "Shapes",
+    "hooked_modules",
+    "parse",
+    "reuse",
+    "reuse_quickly",
+    "shapes_of",
+]

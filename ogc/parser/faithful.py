@@ -21,12 +21,15 @@ from .forward.flat import FlatForward, raise_own_error, state_of
 from .forward.location import running
 from .forward.patches import seen_as_recorded
 from .opaque import OpaqueModules
-from .recorder import record
+from .recorder import followed, record
 from .traced import FrontEnd, OpaqueError, RecordAgain, Traced
 from .verify import verify
 
 front_end: FrontEnd = record
 """The one in use."""
+
+follow = followed
+"""Runs a forward along a program that it recorded."""
 
 
 @contextmanager

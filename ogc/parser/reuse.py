@@ -7,6 +7,7 @@ as kernels are chosen by shape.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,21 +16,20 @@ import torch
 
 from ..errors import InputError, ParseError
 from ..graph import Graph, Operation, Variant
-from ..program.opaque import OpaqueCall, Region, opaque_in
-from ..program.program import Program
+from ..process import collecting_new_only
+from ..program.opaque import Opaque, OpaqueCall, Region, opaque_in
+from ..program.program import SHAPE, Outcome, Program
 from ..program.structures import InputSpec
-from ..torch_state.compare import same_bits
-from ..torch_state.forwards import plain_forward
 from ..torch_state.no_trace import plainly, untouched
 from ..torch_state.ranks import alone, parameters_apart
 from .arguments import Sample, call_arguments, check_tensors
 from .assemble import graph_of, memory_of, program_of, values_of, versions_of
-from .faithful import observed
+from .faithful import follow
 from .loss import modules_of, with_step_end
 from .opaque import OpaqueModules
 from .parse import lower, profiler_of, record_program
-from .passes.calls import with_numbers
-from .traced import RecordAgain, Traced
+from .passes.numbers import check_memory, guards_along, numbers_of
+from .traced import Traced, Unlike
 from .weigh.measure import Profiler, weigh
 from .weigh.record import Record
 
@@ -39,8 +39,7 @@ from .weigh.record import Record
 def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool = False) -> Graph:
     """``graph`` as it is for another call.
 
-    The forward runs as often as in :func:`ogc.parse`, with the memory of inference; once where nothing but numbers has
-    changed, be they arguments or attributes.
+    The forward runs as often as in :func:`ogc.parse`, with the memory of inference; see :func:`reuse_quickly` for once.
 
     A loss that does not take what the model returns for that call counts in proportion to what it took for the first.
 
@@ -58,12 +57,11 @@ def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool
         raise ParseError("a plan in chunks, or compiled, is not reused")
     sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
     home = check_tensors(sample)
-    if (same := _with_other_numbers(sample, graph)) is not None:
-        return same
     opaque = {node.target.name: node.target for node in program.operations if isinstance(node.target, OpaqueCall)}
     profiler = profiler_of(graph.profile, home, home) if weighed else None
     with untouched(*modules_of(program.after_forward.loss), given=sample.spec.constants), parameters_apart(model):
         recorded = record_program(sample, program.parse_graph, OpaqueModules(model, sorted(opaque_in(program.graph))))
+        bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())
         recorded, has_loss = _with_step_end(sample, recorded, program)
         traced, observation = lower(sample, recorded, home, partial(_visit, model, opaque, profiler))
     if weighed:
@@ -78,36 +76,79 @@ def reuse(model: torch.nn.Module, graph: Graph, sample_input: Any, weighed: bool
         operations = tuple(_reused(op, fields) for op, fields in zip(known, seen, strict=True))
         values = values_of(traced, observation)
         found = replace(graph, operations=operations, values=values, program=again, outside=outside)
-    found = replace(found, program=replace(found.program, parse_graph=program.parse_graph))
+    found = replace(found, program=replace(found.program, parse_graph=program.parse_graph, recorded=bare))
     return found if has_loss else _with_outside_of(graph, found)
 
 
-def _with_other_numbers(sample: Sample, graph: Graph) -> Graph | None:
-    """The graph for a call in which Python's numbers alone are others, if that takes no look at its memory.
+@plainly()
+@alone()
+@collecting_new_only()
+def reuse_quickly(
+    model: torch.nn.Module, graph: Graph, sample_input: Any, holds: Callable[[Shapes], bool] | None = None
+) -> Graph:
+    """``graph`` for a call in which numbers alone are others, be they arguments, attributes or sizes.
 
-    It takes one forward: the program was verified for other numbers, and what it saves does not depend on them.
+    It takes one forward, with the memory of inference: the program was verified for other numbers, and what its
+    operations save and share is seen there. ``program.graph`` stays that of the known call: the numbers of this one are
+    apart. The weights stay, too.
+
+    Args:
+        model, graph, sample_input: as for :func:`reuse`.
+        holds: whether the plan holds for these shapes, in the order of :func:`shapes_of`. By default, shapes and
+            integers must be those of the known call.
+
+    Raises:
+        ParseError: another program, or what numbers alone do not tell.
     """
     program: Program = graph.program
     known: Traced | None = program.recorded
-    if known is None or program.parse_graph or program.guards or sample.spec.tensors != program.inputs.tensors:
-        return None
-    model = sample.model
-    try:
-        with observed(sample, plain_forward(model), set()) as (new, observer):
-            is_changed = any((one.owner.number, one.key) not in observer.effects for one in observer.writes(None))
-        check_same_program(known.graph, new.graph)
-    except (ParseError, RecordAgain):  # what is in the way is found out where all is done
-        return None
-    is_same = (new.output_spec, new.requires_grad, new.guards) == (known.output_spec, known.requires_grad, None)
-    constants = program.constants.items()
-    if is_changed or not is_same or not all(same_bits(t, new.constants.get(name, t[:0])) for name, t in constants):
-        return None
-    numbered = with_numbers(program.graph, known.graph, new.graph)
-    if numbered is None:
-        return None
-    found = {name: new.constants[name] for name in program.constants if name in new.constants}
-    again = replace(program, graph=numbered, inputs=sample.spec, constants={**program.constants, **found})
-    return replace(graph, program=replace(again, reads=observer.reads(), cold=None))
+    if known is None or program.parse_graph or program.cold is not None or _has_opaque(program):
+        raise ParseError("the program has parts that numbers do not tell")
+    sample = Sample(model, *InputSpec.of(*call_arguments(sample_input)))
+    check_tensors(sample)
+    with parameters_apart(model):
+        try:
+            with follow(sample, known) as (found, observer):
+                is_changed = any((one.owner.number, one.key) not in observer.effects for one in observer.writes(None))
+                expected = Outcome.of(model, found.outputs)
+            shapes = [found.shapes.get(node.name, ()) for node in known.graph.nodes]
+            if shapes != shapes_of(known.graph) and not (holds and holds(shapes)):
+                raise Unlike("the plan may not keep to its goal for these sizes")
+            numbers = numbers_of(program, known.graph, found)
+            if holds is None and not all(isinstance(number, float) for number in numbers.values()):
+                raise Unlike("integers are others")
+            saves = check_memory(program, known.graph, found)
+            guards = guards_along(program.guards, found)
+        except Unlike as unlike:
+            raise ParseError(str(unlike)) from None
+        if guards is not None:
+            guards = replace(guards, expected=guards.read(model, sample.tensors))  # as before each call
+    if is_changed or (found.output_spec, found.requires_grad) != (known.output_spec, known.requires_grad):
+        raise ParseError("what the forward returns or writes is another")
+    reads = observer.reads()
+    again = replace(
+        program,
+        inputs=sample.spec,
+        saves=saves,
+        numbers=numbers,
+        guards=guards,
+        reads=reads,
+        cold=None,
+        expected=expected,
+    )
+    return replace(graph, program=again)
+
+
+Shapes = list[tuple[int, ...]]
+
+
+def shapes_of(graph: torch.fx.Graph) -> Shapes:
+    """The shape of each tensor of a recorded program, those of its inputs first; () for what is no tensor."""
+    return [() if node.op == "get_attr" else tuple(node.meta.get(SHAPE, ())) for node in graph.nodes]
+
+
+def _has_opaque(program: Program) -> bool:
+    return any(isinstance(node.target, Opaque) for node in program.operations)
 
 
 def _with_step_end(sample: Sample, recorded: Traced, program: Program) -> tuple[Traced, bool]:

@@ -13,7 +13,8 @@ from ..errors import ParseError
 from ..operators.registry import updates_statistics
 from ..program.opaque import OpaqueCall
 from ..program.program import AfterForward, Guards
-from ..program.structures import OutputSpec
+from ..program.structures import OutputSpec, TensorSpec
+from ..program.tensors import Layout
 from ..torch_state.private import schema_of
 from ..torch_state.reads import Reads
 from .arguments import Sample
@@ -32,6 +33,9 @@ BYTES, HISTORY = "bytes", "history"
 """In a node's ``meta``, if the front end knows: the bytes of the memory that its result was the first to be in; and, of
 a call that autograd has a node for, its :class:`History`."""
 
+SEEN = "seen"
+"""In a node's ``meta``: the :class:`Seen` of its call, None where the front end does not know."""
+
 ON_CONSTANTS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.detach_.default}
 """Calls by PyTorch on a tensor that it makes of Python's data: nothing comes of them, and no program has them."""
 
@@ -42,6 +46,42 @@ class History(NamedTuple):
     results: tuple[str, ...]  # names of the nodes whose results were the first in the memory of its own results
     saved: tuple[str, ...]  # the same of what it saves
     bytes: int  # of what it saves besides
+
+
+class Seen(NamedTuple):
+    """What a call was given, shares and saves."""
+
+    given: tuple[TensorSpec, ...]  # each tensor that it is given, in order
+    views: tuple[int | None, ...]  # for each result, the number of a given tensor whose storage it shares
+    # for each saved tensor, whether a result it is like and which, or which given tensor, and its layout where that
+    # differs; None for an internal one
+    saves: tuple[tuple[tuple[bool, int], Any] | None, ...]
+
+    def is_like(self, other: Seen, has_kinds: bool) -> bool:
+        """Whether another call does the same to memory, up to sizes; with ``has_kinds``, given tensors of one kind."""
+        return (
+            self.views == other.views
+            and len(self.given) == len(other.given)
+            and len(self.saves) == len(other.saves)
+            and all(map(_alike, self.saves, other.saves))
+            and list(map(_outline, self.given)) == list(map(_outline, other.given))
+            and (not has_kinds or self._kinds() == other._kinds())
+        )
+
+    def _kinds(self) -> list[int]:
+        """For each given tensor, the first of its kind."""
+        return list(map(self.given.index, self.given))
+
+
+def _outline(spec: TensorSpec) -> tuple[Any, ...]:
+    """Which sizes are zero or one, and whether the tensor is dense."""
+    return *(min(size, 2) for size in spec.shape), Layout(spec.shape, spec.stride).is_dense
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one[0] == other[0] and (one[1] is None) == (other[1] is None)
 
 
 class FrontEnd(Protocol):
@@ -65,6 +105,22 @@ class FrontEnd(Protocol):
             RecordAgain: it has turned out how to write it down; to be called again from the state before.
             Exception: whatever the model's own forward raises, with a note saying so.
         """
+
+
+class Unlike(Exception):
+    """A forward does something else than a recorded program; the argument says what."""
+
+
+@dataclass
+class Followed:
+    """What a forward along a recorded program took, by the names of the nodes, and what came of it."""
+
+    taken: dict[str, list[Any]] = field(default_factory=dict)  # what each call takes, in order; None for tensors
+    seen: dict[str, Seen | None] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of each tensor
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    output_spec: OutputSpec | None = None
+    requires_grad: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

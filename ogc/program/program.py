@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
+from ..torch_state.compare import fingerprint
 from ..torch_state.private import OpOverload, id_of_storage, is_any_autocast_enabled, is_view, pytree
 from ..torch_state.reads import Reads
-from .structures import InputSpec, OutputSpec, autocast_kinds
+from .structures import InputSpec, OutputSpec, TensorSpec, autocast_kinds
 
 Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
 """A function of what the forward returns; ``"outputs"`` is whatever starts the backward at all outputs."""
@@ -92,6 +93,27 @@ class LowMemoryVariant:
     saves: tuple[Saved, ...]
 
 
+Place = tuple[str, int]
+"""Of a number in a program: the name of a node, and the number among all that it takes."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a forward comes to: fingerprints of its outputs, with their layouts, and of what it changes."""
+
+    outputs: tuple[Any, ...]
+    state: tuple[Any, ...]
+
+    @staticmethod
+    def of(model: torch.nn.Module, outputs: Iterable[torch.Tensor]) -> Outcome:
+        """That of a forward which has just run."""
+        return Outcome(tuple(map(_look, outputs)), tuple(map(_look, [*model.buffers(), torch.get_rng_state()])))
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return TensorSpec.of(tensor)[:4], int(fingerprint(tensor)) if tensor.layout is torch.strided else None
+
+
 @dataclass(frozen=True)
 class Program:
     """What the runtime needs to run a model's forward operation by operation."""
@@ -119,6 +141,9 @@ class Program:
     # what is read in a first call, run plain, that settles what all others read, if there is one
     cold: Reads | None = None
     recorded: Any = None  # the forward as it was recorded, before anything was made of it
+    # numbers that a call takes in the places of those in ``graph``, which is that of the call that was planned
+    numbers: dict[Place, Any] = field(default_factory=dict)
+    expected: Outcome | None = None  # of the first call, where the program has not run for such a call
 
     @property
     def operations(self) -> list[torch.fx.Node]:
@@ -288,6 +313,13 @@ def run_nodes(
             if not users[used]:
                 del values[used]
     raise AssertionError("a program has an output")
+
+
+def leaves_of(*trees: Any) -> list[Any]:
+    """What is in nested arguments of a node, in order."""
+    found: list[Any] = []
+    torch.fx.node.map_aggregate(trees, found.append)
+    return found
 
 
 def tensor_leaves(*trees: Any) -> list[torch.Tensor]:

@@ -74,6 +74,16 @@ class Layout(NamedTuple):
         return all(size == 1 or mine == theirs for size, mine, theirs in axes)
 
     @property
+    def is_dense(self) -> bool:
+        """Whether it covers a block of memory without gaps or overlaps."""
+        expected = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    @property
     def span(self) -> int:
         """Entries of memory from the first to the last one, with the gaps between them."""
         axes = zip(self.shape, self.strides, strict=True)
@@ -93,12 +103,7 @@ def of_sum(one: Layout, other: Layout) -> Layout:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the tensor covers a block of memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return Layout.of(tensor).is_dense
 
 
 # -- tensors of classes with operators of their own ------------------------------------------------------

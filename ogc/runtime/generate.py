@@ -9,20 +9,21 @@ import linecache
 import math
 import operator
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import count
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.node import map_aggregate
 
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..plan.schedule import FORWARD, Run
 from ..program.opaque import Opaque, OpaqueCall
-from ..program.program import Saved, TensorRef
+from ..program.program import Place, Program, Saved, TensorRef, leaves_of
 from .frame import DROP, KEEP, RunCode
 from .held import dropped, unpack
 from .layout import Layout, argument, call_of, copy_of, let_go, live_nodes, takes_notes, view_of
@@ -40,6 +41,7 @@ class Generated:
         bound: names of what that is given of the model and the constants: parameters, buffers, opaque modules.
         copied: those of which ``bound`` has a copy too, behind them: buffers that recomputation writes to no purpose.
         runs: the code of each recomputation.
+        numbers: by their places, the names in the code of numbers that differ between calls.
     """
 
     source: str
@@ -47,11 +49,42 @@ class Generated:
     bound: tuple[str, ...]
     copied: tuple[str, ...]
     runs: dict[int, RunCode]
+    numbers: dict[Place, str] = field(default_factory=dict)
+    key: object = field(default_factory=object)  # the same for all that is made of it for other numbers
+
+    def of(self, program: Program) -> Generated | None:
+        """The same code for another call of the program, with its numbers; None if it has numbers that have no name."""
+        numbers = numbers_of(program)
+        if not numbers.keys() <= self.numbers.keys():
+            return None
+        names = dict(self.forward.__globals__)
+        names.update((self.numbers[place], number) for place, number in numbers.items())
+
+        def made(function: Callable[..., Any]) -> Any:
+            return FunctionType(function.__code__, names, function.__name__)  # type: ignore[attr-defined]
+
+        runs = {number: replace(run, program=made(run.program)) for number, run in self.runs.items()}
+        return replace(self, forward=made(self.forward), runs=runs)
 
 
-def generate(graph: Graph, plan: Plan) -> Generated:
-    """Generate and compile the code that runs ``plan`` over ``graph.program``."""
-    layout = Layout(graph, plan.decisions)
+def numbers_of(program: Program) -> dict[Place, Any]:
+    """The numbers of a program that are others in other calls: those that it takes, and layouts of what it saves."""
+    layouts = {
+        (f"{node.name} saves", k): saved.layout
+        for node, saves in zip(program.operations, program.saves, strict=True)
+        for k, saved in enumerate(saves)
+        if saved.layout is not None
+    }
+    return program.numbers | layouts
+
+
+def generate(graph: Graph, plan: Plan, numbers: Collection[Place] = ()) -> Generated:
+    """Generate and compile the code that runs ``plan`` over ``graph.program``.
+
+    Numbers in these places have a name in it: the code is for calls with others, too; see :meth:`Generated.of`.
+    """
+    named = {place: f"{_prefix(graph.program)}{n}" for n, place in enumerate(sorted(numbers))}
+    layout = Layout(replace(graph, program=with_names(graph.program, named)) if named else graph, plan.decisions)
     again = [_RunWriter(layout, number) for number in range(1, len(layout.schedule.runs))]
     source = "\n\n".join([_ForwardWriter(layout).text(), *(writer.text() for writer in again)])
     targets = [node.target for node in graph.program.operations]
@@ -59,13 +92,86 @@ def generate(graph: Graph, plan: Plan) -> Generated:
     names: dict[str, Any] = {"torch": torch, "operator": operator, "low_memory": variants}
     names.update(saved_tensors_hooks=saved_tensors_hooks, unpack=unpack, dropped=dropped)
     names.update(inf=math.inf, nan=math.nan)
+    values = _values(graph.program)
+    names.update((name, values[place]) for place, name in named.items())
     names.update({target.name: target for target in targets if isinstance(target, Opaque)})
     filename = f"<ogc plan {next(_serial)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)  # for tracebacks
     exec(compile(source, filename, "exec"), names)
-    weakref.finalize(names["forward"], linecache.cache.pop, filename, None)  # goes with all that it names
+    weakref.finalize(names["forward"].__code__, linecache.cache.pop, filename, None)  # goes with all that it names
     runs = {writer.number: writer.code(names[f"run_{writer.number}"]) for writer in again}
-    return Generated(source, names["forward"], *layout.bound_names(), runs)
+    return Generated(source, names["forward"], *layout.bound_names(), runs, named)
+
+
+# -- numbers that have a name ------------------------------------------------------------------------------
+
+
+class _NamedInt(int):
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class _NamedFloat(float):
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class _NamedLayout(tuple[Any, ...]):
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+_NAMED: dict[type, Any] = {int: _NamedInt, float: _NamedFloat, tuple: _NamedLayout}
+
+
+def _named(value: Any, name: str) -> Any:
+    """The number, whose text is the name."""
+    result = _NAMED[type(value)](value)
+    result.name = name
+    return result
+
+
+def _prefix(program: Program) -> str:
+    """How the names of numbers begin, and none of a node."""
+    prefix = "number_"
+    while any(node.name.startswith(prefix) for node in program.graph.nodes):
+        prefix = f"_{prefix}"
+    return prefix
+
+
+def _values(program: Program) -> dict[Place, Any]:
+    """All numbers of a program as they are written in its graph, by their places."""
+    found: dict[Place, Any] = {}
+    for node in program.graph.nodes:
+        found.update(((node.name, n), leaf) for n, leaf in enumerate(leaves_of(node.args, node.kwargs)))
+    return found | {place: layout for place, layout in numbers_of(program).items() if place not in program.numbers}
+
+
+def with_names(program: Program, named: Mapping[Place, str]) -> Program:
+    """The program with names for the numbers in these places."""
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in program.graph.nodes:
+        copies[node] = copy = graph.node_copy(node, copies.__getitem__)
+        places = count()
+
+        def leaf_of(leaf: Any) -> Any:
+            name = named.get((node.name, next(places)))  # noqa: B023 - called at once
+            return leaf if name is None else _named(leaf, name)
+
+        copy.args, copy.kwargs = map_aggregate((copy.args, copy.kwargs), leaf_of)
+    saves = []
+    for node, kept in zip(program.operations, program.saves, strict=True):
+        names = [named.get((f"{node.name} saves", k)) for k in range(len(kept))]
+        each = zip(kept, names, strict=True)
+        saves.append(tuple(s if n is None else replace(s, layout=_named(s.layout, n)) for s, n in each))
+    return replace(program, graph=graph, saves=tuple(saves))
 
 
 class _ForwardWriter:

@@ -7,22 +7,22 @@ import time
 import weakref
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count
+from itertools import count, product
 from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
-from ..errors import OgcError
+from ..errors import OgcError, ReplayError
 from ..graph import Graph
 from ..plan.plan import Plan
 from ..process import during_step
 from ..program.opaque import OpaqueCall
-from ..program.program import Program, attribute, get_attribute, tensor_leaves, without_autocast
+from ..program.program import Outcome, Program, attribute, get_attribute, tensor_leaves, without_autocast
 from ..program.structures import Call, InputSpec, input_tensors
-from ..torch_state.forwards import DISPATCH, MODE, SAVED, is_as_assigned, what_is_around
+from ..torch_state.forwards import DISPATCH, MODE, SAVED, is_as_assigned, plain_forward, what_is_around
 from ..torch_state.module_state import State, WatchedModule
 from ..torch_state.no_trace import is_plain
 from ..torch_state.private import (
@@ -31,17 +31,18 @@ from ..torch_state.private import (
     is_functorch_active,
     is_fx_tracing,
     parametrizations_are_cached,
+    version_of,
 )
 from ..torch_state.reads import WatchedReads
-from ..torch_state.settings import Flags, flags, flags_held, without_benchmark
+from ..torch_state.settings import Flags, flags, flags_held, random_put_back, without_benchmark
 from .calls import Calls, Kind, Report
 from .frame import Step
-from .generate import Generated, generate
+from .generate import Generated, generate, numbers_of
 from .held import raise_what_is_known
 
 log = logging.getLogger(__name__)
 
-PLANS, SHAPES = 8, 64
+PLANS, SHAPES = 8, 256
 """Kinds of calls that are planned for beside the sample's, and other sizes and numbers that plans are reused for; the
 least recently used makes room."""
 
@@ -49,7 +50,7 @@ LOOKS = 16
 """At every so many calls in a row that need no plan, all of the model is looked at."""
 
 EVICTIONS = 3
-"""How many plans may make room for others before no more are made."""
+"""How many plans may make room for others before a plan is made only for calls that come again and again."""
 
 LIKE_SAMPLE = "like the sample"
 """The kind of calls that were planned for first, in words."""
@@ -61,8 +62,14 @@ CHOOSES_ALGORITHMS = ("cuda",)
 class Planner(Protocol):
     """Makes plans for calls that differ from the sample input. Whatever it raises, the plain model runs."""
 
-    def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan) -> Graph | None:
-        """``graph`` for inputs of other sizes, if the plan still holds; None if that is not sure."""
+    def reuse(self, model: torch.nn.Module, call: Call, graph: Graph, plan: Plan, quickly: bool) -> Graph | None:
+        """``graph`` for inputs of other sizes, if the plan still holds; None if that is not sure.
+
+        ``quickly``, if it takes no more than a forward.
+        """
+
+    def distrust(self, graph: Graph) -> None:
+        """Take a graph that was found by numbers alone, and those like it, for wrong."""
 
     def plan(self, model: torch.nn.Module, call: Call) -> tuple[Graph, Plan] | None:
         """A plan of its own, if this planner makes any."""
@@ -84,6 +91,12 @@ class Entry:
     reads: WatchedReads | None = None  # what its program depends on, outside of tensors
     cold: WatchedReads | None = None  # the same before a first call, which runs the plain model and settles it
     problem: str = ""  # why there is no plan
+    shared: list[Generated] = field(default_factory=list)  # the code for other sizes, with names for their numbers
+
+    @cached_property
+    def sizes(self) -> list[tuple[int, ...]]:
+        """Those of the tensors that are given: of two entries, they tell most."""
+        return _sizes(self.kind.inputs)
 
     @property
     def is_unplanned(self) -> bool:
@@ -127,6 +140,7 @@ class Runner:
         self.entries = [self.sample]  # most recently used first
         self.calls: Counter[tuple[str, str]] = Counter()  # by what kind of calls, and what ran them
         self.evictions = self.unseen = 0
+        self.waiting: list[tuple[Kind, int]] = []  # kinds of calls that run plain for now, and how many there were
         self.last_state: State | None = None  # of the module that was called last
         self.is_planning = False
         self.told: set[str] = set()
@@ -140,7 +154,7 @@ class Runner:
 
     def report(self) -> Report:
         """What ran the calls until now."""
-        return Report(tuple(Calls(kind, runs, number) for (kind, runs), number in self.calls.items()))
+        return Report(tuple(Calls(kind, runs, number) for (kind, runs), number in self.calls.items() if number))
 
     def add(self, model: torch.nn.Module, graph: Graph, plan: Plan) -> None:
         """Take in a plan for another kind of calls."""
@@ -170,14 +184,15 @@ class Runner:
         if self._stays_plain(model, inputs):
             return self._count(self.entries[0])
         kind = self._kind(model, inputs)
-        alike = [entry for entry in self.entries if entry.kind.fits(kind)]
+        sizes = _sizes(inputs)
+        alike = [entry for entry in self.entries if entry.sizes == sizes and entry.kind.fits(kind)]
         alike.sort(key=lambda entry: entry.is_unplanned)  # of those nothing is known
         is_first = False
         for known in alike:
             if not (difference := known.difference(model, tensors)):
                 return self._use(known, kind)
             is_first |= difference == SETTLES
-        if self.evictions > EVICTIONS:
+        if self.evictions > EVICTIONS and not self._is_met_often(kind):
             return self.ran_plain("more kinds of calls than are planned for")
         if self._is_apart(model, Call(args, kwargs), kind):
             return None
@@ -188,6 +203,16 @@ class Runner:
             self._put_first(made)
             return self.ran_plain(SETTLES)
         return self._use(made, kind)
+
+    def _is_met_often(self, kind: Kind) -> bool:
+        """Whether a kind of calls has come often enough to be planned for: each plan that went doubles that."""
+        known = next((one for one in self.waiting if one[0].fits(kind)), None)
+        self.waiting = [
+            (kind, 1 if known is None else known[1] + 1),
+            *(one for one in self.waiting if one is not known),
+        ]
+        del self.waiting[SHAPES:]
+        return self.waiting[0][1] > 2 ** (self.evictions - EVICTIONS)
 
     def _use(self, entry: Entry, kind: Kind) -> Entry | None:
         """Note a call that an entry is for; the entry if a plan runs it."""
@@ -230,15 +255,44 @@ class Runner:
         program, device = entry.graph.program, torch.device(entry.graph.device)
         devices = (device,) if device.type == "cuda" and program.random else ()
         code = entry.code
-        bound = self.watched[model].bound(code, partial(_bound, model, program, code))
+        bound = self.watched[model].bound(code.key, partial(_bound, model, program, code))
         settings = self._settings(entry, device)
         held = nullcontext() if settings is entry.kind.flags else flags_held(settings)  # which takes longer
-        with without_autocast(), held:
-            step = Step(model, code.runs, bound, devices, settings)
-            outputs = code.forward(step, *input_tensors(args, kwargs), *bound)
+        tensors = input_tensors(args, kwargs)
+        before = None if program.expected is None else _Before(model, tensors)
+        outputs: list[torch.Tensor] = []
+        try:
+            with without_autocast(), held:
+                step = Step(model, code.runs, bound, devices, settings)
+                outputs = code.forward(step, *tensors, *bound)
+        except Exception as error:
+            if before is None:
+                raise
+            log.info("%s", error)
+        if before is not None and not self._is_as_expected(entry, model, outputs):
+            del step, outputs
+            before.put_back()
+            return plain_forward(model)(*args, **kwargs)
         if entry.reads is not None:
             entry.reads.write(model)
         return program.outputs.deliver(outputs, args, kwargs)
+
+    def _is_as_expected(self, entry: Entry, model: torch.nn.Module, outputs: list[torch.Tensor]) -> bool:
+        """Whether the first call by code for other numbers gave what the model gave; else that runs from now on."""
+        assert entry.graph is not None and self.planner is not None
+        program = entry.graph.program
+        is_same: bool = Outcome.of(model, outputs) == program.expected
+        if is_same:
+            settled = replace(entry, graph=replace(entry.graph, program=replace(program, expected=None)))
+        else:
+            self.planner.distrust(entry.graph)
+            problem = "the plan, reused for these sizes, did not give what the model gives"
+            settled = Entry(entry.kind, entry.words, problem=problem)
+            self._tell(f"ogc runs the plain model for calls where {entry.words}: {problem}")
+            self.calls[entry.words, entry.runs] -= 1
+            self._count(settled)
+        self.entries = [settled if one is entry else one for one in self.entries]
+        return is_same
 
     def _settings(self, entry: Entry, device: torch.device) -> Flags:
         """Those of planned forwards and of recomputation: cuDNN may choose another algorithm each time."""
@@ -303,14 +357,13 @@ class Runner:
 
     def _planned(self, planner: Planner, model: torch.nn.Module, call: Call, kind: Kind, why: str) -> Entry | None:
         """A plan that is reused from other sizes or numbers, or else one of its own."""
-        for origin in self.entries:
+        for quickly, origin in product((True, False), self.entries):
             if origin.graph is None or origin.plan is None or origin.is_reused:
                 continue
             if origin.kind.fits(kind, size=False):
-                graph = planner.reuse(model, call, origin.graph, origin.plan)
+                graph = planner.reuse(model, call, origin.graph, origin.plan, quickly)
                 if graph is not None:
-                    code = origin.code if _runs_the_same(graph, origin.graph) else None
-                    return _entry(model, kind, why, graph, origin.plan, code, is_reused=True)
+                    return _entry(model, kind, why, graph, origin.plan, _code_of(origin, graph), is_reused=True)
         planned = planner.plan(model, call)
         return None if planned is None else _entry(model, kind, why, *planned)
 
@@ -336,8 +389,8 @@ class Runner:
         self.evictions += 1
         if self.evictions > EVICTIONS:
             self._tell(
-                f"ogc met more than {PLANS + EVICTIONS} kinds of calls that need a plan each and makes no more: "
-                "calls unlike those of the last plans run the plain model"
+                f"ogc met more than {PLANS + EVICTIONS} kinds of calls that need a plan each: calls unlike those of "
+                "the last plans run the plain model until they have come again and again"
             )
 
     def _difference(self, model: torch.nn.Module, call: Call, kind: Kind) -> str:
@@ -412,6 +465,10 @@ def plain_because(model: torch.nn.Module, training: bool) -> str:
     return HOOKED if has_global_hooks() else CACHED if parametrizations_are_cached() else what_is_around()
 
 
+def _sizes(inputs: InputSpec) -> list[tuple[int, ...]]:
+    return [spec.shape for spec in inputs.tensors]
+
+
 def _bound(model: torch.nn.Module, program: Program, code: Generated) -> tuple[Any, ...]:
     """What the code is given of the model and of the program's constants."""
     found = [get_attribute(model, program.constants, name) for name in code.bound]
@@ -432,6 +489,44 @@ def _entry(
     reads = WatchedReads(graph.program.reads, model)
     cold = None if graph.program.cold is None else WatchedReads(graph.program.cold, model)
     return Entry(kind, words, graph, plan, code or generate(graph, plan), is_reused, reads, cold)
+
+
+class _Before:
+    """What a planned forward may change, as it was before."""
+
+    def __init__(self, model: torch.nn.Module, inputs: list[torch.Tensor]) -> None:
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self.random = random_put_back()
+        self.inputs = [(tensor, version_of(tensor)) for tensor in inputs]
+
+    def put_back(self) -> None:
+        """Let all be as before; ReplayError if inputs were written."""
+        if any(version_of(tensor) != version for tensor, version in self.inputs):
+            raise ReplayError(
+                "the plan, reused for inputs of another size, gave something else than the model, which changes its "
+                "inputs; optimize it for this size, or let it leave its inputs as they are"
+            )
+        for buffer, copy in self.buffers:
+            buffer.data.copy_(copy)  # unseen by version counters: an earlier forward may wait for its backward
+        self.random()
+
+
+def _code_of(origin: Entry, graph: Graph) -> Generated | None:
+    """The code of ``origin`` for another call, whose graph that is; None if it has to be written anew."""
+    assert origin.graph is not None and origin.plan is not None
+    if origin.code is None:
+        return None
+    program = graph.program
+    if program.graph is not origin.graph.program.graph:  # it was recorded and verified as a whole
+        return origin.code if _runs_the_same(graph, origin.graph) else None
+    if not program.numbers and program.saves == origin.graph.program.saves:
+        return origin.code
+    found = origin.shared[0].of(program) if origin.shared else None
+    if found is None:
+        known = origin.shared[0].numbers if origin.shared else {}
+        origin.shared[:] = [generate(origin.graph, origin.plan, numbers_of(program).keys() | known.keys())]
+        found = origin.shared[0].of(program)
+    return found
 
 
 def _runs_the_same(a: Graph, b: Graph) -> bool:

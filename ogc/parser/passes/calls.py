@@ -2,26 +2,23 @@
 
 Bindings are functions by which PyTorch calls its operators from Python: they take a third of the time of torch.ops.
 Casts of one parameter that autocast shares become one call. Some calls are unfolded into the operators that PyTorch
-makes them of, after a trial. A planned program gets the numbers of one that was recorded anew.
+makes them of, after a trial.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
-from math import isfinite
 from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
 
 from ...operators.registry import of
-from ...program.opaque import OpaqueCall
-from ...program.program import SHAPE, SHARED, WithoutGrad, call_beside, tensor_leaves
+from ...program.program import SHARED, WithoutGrad, call_beside, tensor_leaves
 from ...torch_state.compare import same_bits
 from ...torch_state.dispatch import Call, complete, dispatched_to
-from ...torch_state.private import NN_FUNCTIONS, OpOverload, nn_functions, pytree, schema_of
+from ...torch_state.private import NN_FUNCTIONS, OpOverload, nn_functions, schema_of
 from ..weigh.call import call_key, own_argument
 
 
@@ -106,6 +103,9 @@ def share_casts(graph: torch.fx.Graph) -> None:
 # -- calls that are unfolded -----------------------------------------------------------------------------
 
 
+UNFOLDED = "unfolded"
+"""In a node's ``meta``: the name of the recorded call that it is a part of, and what that is made of."""
+
 MadeOf = Callable[..., Any]
 """``made_of(call, *args, **kwargs)``: the result, made by ``call(operator, *args, **kwargs)`` for each in turn."""
 
@@ -134,6 +134,12 @@ def _tried(state: torch.Tensor, function: Callable[..., Any], args: Any, kwargs:
     return [result.detach(), *gradients, torch.get_rng_state()]
 
 
+def _made_beside(node: torch.fx.Node, made_of: MadeOf, operator: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+    made = call_beside(node, operator, *args, **kwargs)
+    made.meta[UNFOLDED] = node.name, made_of
+    return made
+
+
 class Unfolding:
     """Calls that were met in a program and may be unfolded; of those that are alike, one is tried."""
 
@@ -155,61 +161,9 @@ class Unfolding:
         """Put what they are made of in the place of the calls that were found; whether there were any."""
         calls = [node for node in graph.nodes if node.name in self.found]
         for node in calls:
+            made_of = self.found.pop(node.name)
             with graph.inserting_before(node):
-                result = self.found.pop(node.name)(partial(call_beside, node), *node.args, **node.kwargs)
+                result = made_of(partial(_made_beside, node, made_of), *node.args, **node.kwargs)
             node.replace_all_uses_with(result)
             graph.erase_node(node)
         return bool(calls)
-
-
-# -- numbers of a program that was recorded anew ---------------------------------------------------------
-
-
-SPECIAL = (0.0, 1.0, -1.0, 2.0, 0.5)
-"""Numbers for which an operator may do something else, such as save nothing: x ** 2, a dropout of nothing."""
-ARITHMETIC = ("add", "sub", "rsub", "mul", "div")
-"""Operators for which no number is special."""
-
-
-def with_numbers(planned: torch.fx.Graph, known: torch.fx.Graph, new: torch.fx.Graph) -> torch.fx.Graph | None:
-    """A copy of ``planned``, a form of the recorded program ``known``, with the floats of ``new`` in their places.
-
-    ``new`` is the same program up to numbers. None unless floats alone differ that no operator takes for special,
-    shapes do not, and each of these floats is in the planned form as it was recorded.
-    """
-    changed: dict[str, tuple[list[Any], list[Any]]] = {}
-    for then, now in zip(known.nodes, new.nodes, strict=True):
-        if then.meta.get(SHAPE) != now.meta.get(SHAPE) or isinstance(then.target, OpaqueCall):
-            return None
-        ours, theirs = _leaves(then), _leaves(now)
-        if different := [(a, b) for a, b in zip(ours, theirs, strict=True) if _text(a) != _text(b)]:
-            special = () if getattr(then.target, "__name__", "").partition(".")[0] in ARITHMETIC else SPECIAL
-            numbers = chain.from_iterable(different)
-            if not all(isinstance(x, float) and isfinite(x) and x not in special for x in numbers):
-                return None
-            changed[then.name] = ours, theirs
-    result = torch.fx.Graph()
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    for node in planned.nodes:
-        copies[node] = copy = result.node_copy(node, copies.__getitem__)
-        if node.name in changed:
-            ours, theirs = changed.pop(node.name)
-            if list(map(_text, _leaves(node))) != list(map(_text, ours)):
-                return None
-            copy.args, copy.kwargs = pytree.tree_map(partial(_next_number, iter(theirs)), (copy.args, copy.kwargs))
-    return None if changed else result
-
-
-def _leaves(node: torch.fx.Node) -> list[Any]:
-    """What a node takes, in order."""
-    return pytree.tree_leaves((node.args, node.kwargs))
-
-
-def _text(leaf: Any) -> str:
-    """Tells any two numbers apart, and nodes of any two programs by their names."""
-    return leaf.name if isinstance(leaf, torch.fx.Node) else repr(leaf)
-
-
-def _next_number(numbers: Iterator[Any], leaf: Any) -> Any:
-    number = next(numbers)
-    return leaf if isinstance(leaf, torch.fx.Node) else number

@@ -5,6 +5,7 @@ calls of submodules and custom functions, hooks, numbers that Python reads out o
 program can hold is refused, unless an opaque module hides it.
 """
 
+from .follow import followed
 from .record import record
 
-__all__ = ["record"]
+__all__ = ["followed", "record"]

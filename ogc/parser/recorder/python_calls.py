@@ -34,7 +34,7 @@ from .recorder import Recorder, writes_of
 _SIZES = ("size", "numel", "nelement", "__len__")
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_REFUSED = (
+REFUSED = (
     *(
         (owner, name, "sets torch's random state ({})")
         for owner, name in product((torch, torch.random), ("manual_seed", "seed", "set_rng_state"))
@@ -109,7 +109,7 @@ class PythonCalls:
         for names, call in ((CONTENT, self._content), (_SIZES, self._size), (TEXT, self._text)):
             for name in names:
                 wrap(stack, torch.Tensor, name, call)
-        for owner, name, what in _REFUSED:
+        for owner, name, what in REFUSED:
             wrap(stack, owner, name, partial(self._refused, what))
         wrap(stack, torch.Tensor, "requires_grad_", self._requires_grad)
         replace(stack, torch.Tensor, "shape", lambda shape: property(partial(self._size, shape.__get__)))

@@ -38,7 +38,7 @@ def record(sample: Sample, forward: Callable[..., Any], opaque: set[str], is_car
     recorder = Recorder(model, tensors, opaque)
     recorder.shares_casts = shares_casts(spec)
     flat = FlatForward(forward, spec)
-    parameters, buffers = dict(model.named_parameters()), _buffers(model)
+    parameters, buffers = dict(model.named_parameters()), buffers_of(model)
     try:
         outputs, has_draws = _run(recorder, flat, tensors, is_careful)
     finally:
@@ -47,9 +47,10 @@ def record(sample: Sample, forward: Callable[..., Any], opaque: set[str], is_car
     if not recorder.is_valid or (has_draws and not is_careful):
         raise RecordAgain(is_careful or has_draws)
     nodes = [recorder.tensors.node(tensor) for tensor in outputs]
+    recorder.tensors.note_ends()
     recorder.raise_if_leaky()
     _refuse_new_parameters(model, parameters)
-    _refuse_new_buffers(model, buffers, opaque)
+    refuse_new_buffers(model, buffers, opaque)
     guards = guards_of(recorder, nodes)
     recorder.raise_if_opaque()
     _refuse_shared_casts(recorder.graph)
@@ -134,17 +135,17 @@ def _refuse_new_parameters(model: torch.nn.Module, before: Mapping[str, torch.Te
             )
 
 
-def _buffers(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, TensorSpec, int]]:
+def buffers_of(model: torch.nn.Module) -> dict[str, tuple[torch.Tensor, TensorSpec, int]]:
     """Each buffer, by name, with what it is like and where its memory is."""
     found = {name: (buffer, storage_of(buffer)) for name, buffer in model.named_buffers()}
     return {n: (b, TensorSpec.of(b), 0 if raw is None else id_of_storage(raw)) for n, (b, raw) in found.items()}
 
 
-def _refuse_new_buffers(
+def refuse_new_buffers(
     model: torch.nn.Module, before: Mapping[str, tuple[torch.Tensor, TensorSpec, int]], opaque: Collection[str]
 ) -> None:
     """Raise OpaqueError if the forward gave the model another buffer, or one of its buffers other memory or sizes."""
-    for name, (buffer, *memory) in _buffers(model).items():
+    for name, (buffer, *memory) in buffers_of(model).items():
         known, *was = before.get(name, (None, None))
         if (known is buffer and memory == was) or any(name.startswith(f"{one}.") for one in opaque):
             continue

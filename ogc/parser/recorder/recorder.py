@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator as python_operator
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,20 +16,42 @@ from ...program.program import SHARED, WithoutGrad, call_beside, has_history, op
 from ...program.structures import autocast_kinds
 from ...torch_state.dispatch import Call, complete, dispatched_to, unseen
 from ...torch_state.private import OpOverload, schema_of, version_of
-from ...torch_state.reads import opaque_call
+from ...torch_state.reads import is_observer, opaque_call
 from ..forward.location import Scopes, user_line
-from ..traced import HISTORY, ON_CONSTANTS, SIZED, OpaqueError
+from ..traced import HISTORY, ON_CONSTANTS, SEEN, SIZED, OpaqueError
 from .operators import OPENED, Sizes, deciding, sizes_of, tells_content, usual_name
-from .tensors import Tensors
+from .tensors import Tensors, seen_of
 
 _casting: set[OpOverload] = set()
 """Operators that are made of such as autocast casts: where it is on, they are written down in parts."""
+
+SETS_PROFILERS_QUICKLY = sys.version_info < (3, 12)
+"""Since 3.12, all code is prepared anew whenever a profiler is set."""
 
 OPAQUE = {
     torch.Generator: "draws from a torch.Generator of its own",
     torch.UntypedStorage: "reaches a tensor through its storage",
 }
 """Arguments of operators that are another object, or another's, the next time."""
+
+
+def unprofiled(run: Callable[[Call], Any], call: Call) -> Any:
+    """What ``run`` makes of a call; who observes the forward is not told of all that it does itself."""
+    profiler = sys.getprofile()
+    if not (SETS_PROFILERS_QUICKLY and is_observer(profiler) and call.operator.namespace == "aten"):
+        return run(call)
+    sys.setprofile(None)  # PyTorch's own operators call no Python
+    try:
+        return run(call)
+    finally:
+        sys.setprofile(profiler)
+
+
+def is_opened(call: Call) -> bool:
+    """Whether a call is written down as the operators that it is made of; if autocast has a rule for it, with casts."""
+    return (
+        call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and bool(autocast_kinds()))
+    )
 
 
 class Read(NamedTuple):
@@ -110,12 +133,15 @@ class Recorder:
 
     def __call__(self, call: Call) -> Any:
         """Run a call of an operator in its place, write it down, and return its result."""
+        return unprofiled(self._call, call)
+
+    def _call(self, call: Call) -> Any:
         if schema_of(call.operator).is_mutable:
             with unseen():
                 self._protect_written(call)
         if self.within is not None:
             return self._call_in_opaque(call)
-        if call.is_cast or operator_name(call.operator) in OPENED or (call.operator in _casting and autocast_kinds()):
+        if is_opened(call):
             return self._open(call)
         operator = usual_name(call.operator)
         call = call._replace(operator=operator)
@@ -224,6 +250,7 @@ class Recorder:
         if any(map(has_history, results)):
             node.meta[HISTORY] = self.tensors.history(results, self.saved)
         self._note_touched(node, [before.tensor for before in states], [before.tensor for before in written])
+        node.meta[SEEN] = seen_of([before.tensor for before in states], results, self.saved)
         name = operator_name(operator)
         if is_number:
             name = {"is_nonzero": "bool", "_local_scalar_dense": "item"}.get(name, name)

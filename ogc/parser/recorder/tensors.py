@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -13,10 +15,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...process import tell_stage
 from ...program.program import CONSTANT, OWN, SHAPE, storage_of
+from ...program.structures import TensorSpec
 from ...program.tensors import ByStorage
+from ...torch_state.private import storage_id
 from ..forward.location import user_line
-from ..traced import ALIVE, BYTES, CALL, History
-from ..weigh.record import layout_of
+from ..traced import ALIVE, BYTES, CALL, History, Seen
+from ..weigh.record import alike, layout_of
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
 
@@ -31,6 +35,7 @@ class Storage:
     node: torch.fx.Node | None = None
     layout: Layout | None = None
     dtype: torch.dtype | None = None
+    since: int = 0  # calls until that one
     is_written: bool = False
     is_aliased: bool = False  # seen past autograd, as by .data
 
@@ -54,16 +59,17 @@ class Tensors:
         self._names = {id(tensor): name for name, tensor in self.state.items()}  # all are held by the model
         self._nodes = WeakTensorKeyDictionary()
         self._storages: ByStorage[Storage] = ByStorage()
-        self._made: ByStorage[Storage] = ByStorage()  # below, those that the forward makes
+        self._alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = {}  # by number, if not external
         self._calls = 0
         self._count = 0
+        self.external_numbers: frozenset[int] = frozenset()
         for number, tensor in enumerate(inputs):
             self.bind(tensor, graph.placeholder(f"input_{number}"))
         for tensor in self.state.values():
             if (storage := self.storage(tensor)) is not None:
                 storage.is_state = True
-        self._made = ByStorage()
         self.external_numbers = frozenset(range(self._count))  # of the storages of inputs, parameters and buffers
+        self._alive.clear()
 
     def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         """From here on ``node`` stands for ``tensor``."""
@@ -73,16 +79,28 @@ class Tensors:
         storage = self.storage(tensor)
         if storage is not None and storage.node is None:
             storage.node, storage.layout, storage.dtype = node, layout_of(tensor), tensor.dtype
-            node.meta[BYTES] = tensor.untyped_storage().nbytes()
+            raw = tensor.untyped_storage()
+            node.meta[BYTES] = raw.nbytes()
+            if storage.number not in self.external_numbers:
+                storage.since = self._calls
+                self._alive[storage.number] = storage, weakref.ref(raw, partial(self._note_end, storage.number))
 
     def note_call(self, node: torch.fx.Node) -> None:
-        """Number a call, and note which storages the forward holds during it."""
+        """Number a call."""
         self._calls += 1
         tell_stage(f"record operation {self._calls}")
         node.meta[CALL] = self._calls
-        for storage in self._made.values():
-            if storage.node is not None:
-                storage.node.meta[ALIVE] = self._calls
+
+    def note_ends(self) -> None:
+        """Note that what the forward holds still is there at its last call."""
+        for number in list(self._alive):
+            self._note_end(number)
+
+    def _note_end(self, number: int, _: object = None) -> None:
+        """Note the last call during which the forward held a storage."""
+        storage, _reference = self._alive.pop(number, (None, None))
+        if storage is not None and storage.node is not None and self._calls > storage.since:
+            storage.node.meta[ALIVE] = self._calls
 
     def history(self, results: list[torch.Tensor], saved: list[torch.Tensor]) -> History:
         """That of a call with these results, which saves these tensors."""
@@ -125,7 +143,7 @@ class Tensors:
             return None
         known = self._storages.get(raw)
         if known is None:
-            known = self._storages[raw] = self._made[raw] = Storage(self._count, opaque)
+            known = self._storages[raw] = Storage(self._count, opaque)
             self._count += 1
         return known
 
@@ -192,3 +210,17 @@ class Tensors:
         if storage.layout != layout_of(tensor):
             result = self.graph.call_function(torch.ops.aten.as_strided.default, (result, *layout_of(tensor)))
         return result
+
+
+def seen_of(given: list[torch.Tensor], results: list[torch.Tensor], saved: list[torch.Tensor]) -> Seen | None:
+    """What is seen of a call; None where a tensor has no memory of its own."""
+    if any(storage_of(tensor) is None for tensor in (*given, *results, *saved)):
+        return None
+    known: list[tuple[torch.Tensor, tuple[bool, int]]] = [(t, (True, n)) for n, t in enumerate(results)]
+    known += [(t, (False, n)) for n, t in enumerate(given)]
+    places = {storage_id(t): n for n, t in reversed([*enumerate(given)])}
+    return Seen(
+        tuple(map(TensorSpec.of, given)),
+        tuple(places.get(storage_id(t)) for t in results),
+        tuple(alike(t, known) for t in saved),
+    )

@@ -4,7 +4,8 @@ A recorded program has the values that Python read: attributes of modules and ot
 modules, globals, cells, default arguments, containers. They are observed once and compared at the start of each call.
 """
 
+from .intercept import is_observer
 from .observer import Observer, Write, call_unseen, opaque_call
 from .owners import Reads, WatchedReads
 
-__all__ = ["Observer", "Reads", "WatchedReads", "Write", "call_unseen", "opaque_call"]
+__all__ = ["Observer", "Reads", "WatchedReads", "Write", "call_unseen", "is_observer", "opaque_call"]

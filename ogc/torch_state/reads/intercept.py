@@ -6,7 +6,7 @@ import dis
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from logging import Logger, LoggerAdapter
@@ -34,8 +34,10 @@ class ObservedClasses:
     class stays what it is.
     """
 
-    def __init__(self, read: Told, assigned: Told) -> None:
+    def __init__(self, read: Told, assigned: Told, known: Collection[tuple[int, str]] = ()) -> None:
+        """Reads in ``known``, of objects by their identities, are not told of."""
         self.told = {"__getattribute__": read, "__setattr__": assigned}
+        self.known = known
         self._known: dict[tuple[type, str], bool] = {}
         self._restore: list[Callable[[], None]] = []
         self._of_modules: type[ModuleType] | None = None
@@ -83,13 +85,18 @@ class ObservedClasses:
 
     def _telling(self, kind: type, name: str) -> Callable[..., Any]:
         do: Callable[..., Any] = getattr(kind, name)
-        told, frame_of = self.told[name], sys._getframe
+        told, frame_of, known = self.told[name], sys._getframe, self.known
 
         def telling(self: Any, name: str, *value: Any) -> Any:
             told(self, name, frame_of(1))
             return do(self, name, *value)
 
-        return telling
+        def telling_of_new(self: Any, name: str) -> Any:
+            if (id(self), name) not in known:
+                told(self, name, frame_of(1))
+            return do(self, name)
+
+        return telling_of_new if name == "__getattribute__" and isinstance(known, set) else telling
 
 
 SERVICES = (Logger, LoggerAdapter)
@@ -166,19 +173,21 @@ class CalledFunctions:
             self._around = None
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event != "call":
+        if event != "call":  # as most are not
             return
-        self._around = self._around or frame.f_back
+        code = frame.f_code
         if id(code) in self._others:
             return
+        self._around = self._around or frame.f_back
         if not is_followed(frame.f_globals.get("__name__")):
             self._others.add(id(code))
             _kept[id(code)] = code
             return
-        seen_now = frame.f_locals
+        seen_now = frame.f_locals if code.co_argcount or code.co_freevars else {}
         first = seen_now.get(code.co_varnames[0]) if code.co_argcount else None
-        seen = id(code), type(first), self.mode(), *(id(seen_now.get(name)) for name in code.co_freevars)
+        seen: tuple[Any, ...] = id(code), type(first), self.mode()
+        if code.co_freevars:
+            seen += tuple(id(seen_now.get(name)) for name in code.co_freevars)
         if seen not in self._seen and not _is_of_collector(frame):
             _kept[id(code)] = code
             self._seen.add(seen)
@@ -187,12 +196,11 @@ class CalledFunctions:
     def _of(self, code: CodeType, frame: FrameType) -> list[FunctionType]:
         """The functions that have a code and the closure of a call; none where the forward has made it."""
         known = _known(code, frame)
-        if self._has_looked or (known and _are_all_known(code)):
+        if self._has_looked or (known and _are_all_known(code)) or id(code) in (made := self._made_within(frame)):
             return known
         self._has_looked = True
         _references.clear()
         old = {id(function) for found in _functions.values() for reference in found if (function := reference())}
-        made = self._made_within(frame)
         _functions.clear()
         for function in _all_functions():
             is_made = id(function.__code__) in made and id(function) not in old
@@ -208,6 +216,11 @@ class CalledFunctions:
             made.update(id(constant) for constant in frame.f_code.co_consts if isinstance(constant, CodeType))
             frame = frame.f_back
         return made
+
+
+def is_observer(profiler: Any) -> bool:
+    """Whether a profiler is that of :class:`CalledFunctions`."""
+    return getattr(profiler, "__func__", None) is CalledFunctions._note
 
 
 def _known(code: CodeType, frame: FrameType) -> list[FunctionType]:

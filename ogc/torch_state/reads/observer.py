@@ -124,9 +124,12 @@ _LARGEST = 100_000
 
 
 class Observer:
-    """Observes a forward of ``model`` on this thread; ``where`` gives the name of the module that runs."""
+    """Observes a forward of ``model`` on this thread; ``where`` gives the name of the module that runs.
 
-    def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str) -> None:
+    If it ``is_brief``, which module has read something last is not known, nor what opaque modules write.
+    """
+
+    def __init__(self, model: torch.nn.Module, where: Callable[[], str] = str, is_brief: bool = False) -> None:
         self._where, self.root = where, weakref.ref(model)
         self.owners: dict[int, Owner] = {}  # by the identity of the object
         self.assigned: dict[tuple[int, str], None] = {}  # attributes that the forward sets outside of opaque modules
@@ -136,7 +139,8 @@ class Observer:
         self.mixed: dict[str, str] = {}  # modules that read what opaque modules write, and what that is
         self.opaque: str | None = None
         self.thread = threading.get_ident()
-        self.classes = ObservedClasses(self._told, self._assigned)
+        self._told_of: set[tuple[int, str]] = set()  # objects, by identity, and attributes of theirs that were read
+        self.classes = ObservedClasses(self._told, self._assigned, self._told_of if is_brief else frozenset())
         self.functions = CalledFunctions(self._called, lambda: self.opaque is None)
         self._is_busy = False
         is_flat = has_flat_parameters(model)
@@ -190,6 +194,9 @@ class Observer:
         owner = self.owners.get(id(thing))
         if owner is None or self._is_busy or threading.get_ident() != self.thread or name in owner.before.skipped:
             return
+        if (id(thing), name) in self._told_of and not self.written_in_opaque:
+            owner.scope = self.where()
+            return
         if frame.f_globals is _MODULE_CODE or str(frame.f_globals.get("__name__")).startswith("ogc."):
             return
         with self._busy():
@@ -199,6 +206,8 @@ class Observer:
                 self._read_all(owner)
             elif not (name.startswith("__") and name.endswith("__")):
                 self._read(owner, name)
+                if self.opaque is None:
+                    self._told_of.add((id(thing), name))
 
     def _assigned(self, thing: Any, name: str, _: FrameType) -> None:
         owner = self.owners.get(id(thing))
@@ -419,7 +428,7 @@ class Observer:
         before = [(owner, owner.before) for owner in self.owners.values()]
         for owner, _ in before:
             owner.forget()
-        for found in (self.written_in_opaque, self.assigned, self.effects):
+        for found in (self.written_in_opaque, self.assigned, self.effects, self._told_of):
             found.clear()
         self.functions = CalledFunctions(self._called, lambda: self.opaque is None)
         try:
