@@ -9,8 +9,11 @@ from typing import Any
 from ..errors import InputError, SolveError
 from ..graph import MIB, Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
+from ..plan.fast import library
 from ..process import collecting_new_only, is_late, shown
+from .candidates import Candidate
 from .goal import FAIR_OVERHEAD, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
+from .polish import Price, polished
 from .references import REFERENCES
 from .search import fair, search_of
 
@@ -23,6 +26,7 @@ def solve(
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
     solver: str = "optimal",
+    effort: int = 1,
 ) -> Plan:
     """The plan that is asked for; without a goal, the least peak that about one forward more can buy.
 
@@ -37,6 +41,8 @@ def solve(
         max_overhead: the least peak with at most this share of the plain step's time recomputed.
         solver: ``"optimal"`` or, to compare with, ``"none"`` (the plain model) or one of :mod:`ogc.solver.references`:
             ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a goal.
+        effort: how long a local search improves what the dynamic program finds: 0 not at all, 1 for less time than
+            that takes, 2 and 3 for ten and a hundred times as many moves. Without a compiler fewer are made.
 
     Returns:
         The plan. If the plain model meets the goal, or nothing beats it by more than half a percent of its peak, that
@@ -48,8 +54,11 @@ def solve(
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
     _check_graph(graph)
+    if effort not in EFFORTS or isinstance(effort, bool):
+        raise InputError(f"effort must be 0, 1, 2 or 3, not {effort!r}")
     goal = Goal(memory_budget, max_overhead)
-    return solver_of(solver, goal)(graph, goal)
+    found = solver_of(solver, goal)
+    return optimal(graph, goal, effort) if found is optimal else found(graph, goal)
 
 
 @collecting_new_only()
@@ -87,7 +96,7 @@ def _check_graph(graph: Any) -> None:
         raise InputError(f"graph must be a Graph, as ogc.parse(model, sample_input) returns, not {kind}")
 
 
-def optimal(graph: Graph, goal: Goal) -> Plan:
+def optimal(graph: Graph, goal: Goal, effort: int = 1) -> Plan:
     """The plan that is asked for, with the least peak that any has in :attr:`ogc.Plan.floor` where nothing is.
 
     Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.levels`). For a goal, one that
@@ -101,25 +110,72 @@ def optimal(graph: Graph, goal: Goal) -> Plan:
     plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
     if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
         return plain
-    search = search_of(graph)
+    search, lowest, seconds = search_of(graph), None, goal.max_overhead
     if budget is not None:
         found = search.fastest(budget)
         if found is None:
             least = plain.deciding(search.least_peak.decisions, "optimal")
             raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
-    elif goal.max_overhead is not None:
-        found = search.within(goal.max_overhead * graph.step_seconds)
+    elif seconds is not None:
+        found = search.within(seconds * graph.step_seconds)
     else:
         of_one_level = search_of(graph, nested=False)
-        found = None if goal else fair(of_one_level, FAIR_OVERHEAD * graph.step_seconds)
+        if not goal:
+            seconds = FAIR_OVERHEAD
+            found = fair(of_one_level, seconds * graph.step_seconds)
         if goal or not is_late():
             lowest = min(search.least_peak, of_one_level.least_peak)
-            plain = replace(plain, floor=(lowest.peak_bytes, lowest.seconds))
             found = lowest if goal else found
+    if found is not None and (moves := _moves(effort, graph)):
+        price = _price(graph, plain.peak_bytes, budget, seconds, is_fair=not goal)
+        found = polished(search.costs, found, price, moves, nested=bool(goal))
+    if lowest is not None:
+        lowest = min(lowest, found or lowest)
+        plain = replace(plain, floor=(lowest.peak_bytes, lowest.seconds))
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
     if found is None or found.peak_bytes >= plain.peak_bytes - slack:
         return plain
     return plain.deciding(found.decisions, "optimal")
+
+
+EFFORTS = {0: 0, 1: 3_000, 2: 30_000, 3: 300_000}
+"""Moves of the local search by ``effort``."""
+
+MOVES_TIMES_OPERATIONS = 2_000_000
+"""With effort 1, in long programs: a simulation takes the longer, the longer they are."""
+
+SLOWER = 50
+"""How many times longer a simulation takes where none is compiled."""
+
+OVER, BROKEN = 3.0, 0.02
+"""What a plan that misses its bound costs for each share of the plain step by which it does, and at least."""
+
+BESIDE = 0.002
+"""What time counts beside the peak where that is asked for, and the other way."""
+
+
+def _moves(effort: int, graph: Graph) -> int:
+    moves = EFFORTS[effort]
+    if effort == 1:
+        moves = min(moves, MOVES_TIMES_OPERATIONS // len(graph))
+    return moves if library() is not None else moves // SLOWER
+
+
+def _price(graph: Graph, plain: int, budget: int | None, overhead: float | None, is_fair: bool) -> Price:
+    """What less of is better for a goal, as a share of the plain step's."""
+
+    def missed(by: float) -> float:
+        return OVER * by + BROKEN if by > 0 else 0.0
+
+    def price(candidate: Candidate) -> float:
+        peak, seconds = candidate.peak_bytes / plain, candidate.seconds / graph.step_seconds
+        if budget is not None:
+            return seconds + BESIDE * peak + missed((candidate.peak_bytes - budget) / plain)
+        if overhead is not None:
+            return peak * (1 + seconds * is_fair) + BESIDE * seconds + missed(seconds - overhead)
+        return peak + BESIDE * seconds
+
+    return price
 
 
 def _infeasible(graph: Graph, least: Plan, budget: int) -> str:
