@@ -50,7 +50,8 @@ def largest(trial: Trial, options: argparse.Namespace) -> Data:
             seconds.append(timed(run, batch, time.process_time, trial.loss))
 
         peak = peak_bytes(timed_step, device)
-        return {"bytes": fixed_needs(model, batch, optimizer).with_activations(peak), "seconds": seconds[0] / size}
+        needs = fixed_needs(model, batch, optimizer, gradients="kept")
+        return {"bytes": needs.with_activations(peak), "seconds": seconds[0] / size}
 
     start = time.process_time()
     found = ogc.largest_batches(
@@ -60,6 +61,7 @@ def largest(trial: Trial, options: argparse.Namespace) -> Data:
         device_memory=options.device_memory,
         optimizer=optimizer,
         loss=planned_as(trial.loss),
+        gradients="kept",
         profile="auto" if options.profile == "measure" else options.profile,
     )
     seconds, plain, blocks, blocks_step = time.process_time() - start, found[0].plain, None, None

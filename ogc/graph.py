@@ -163,6 +163,8 @@ class Graph:
         plain_peak_bytes: peak of the plain model, where these operations are not the plain model's; else None.
         runtime: what the runtime's own work takes.
         outside: how many operations at the end are the caller's, such as a loss; no plan recomputes them.
+        left_bytes: parameters' gradients that the backward leaves, where there are none before it; they count among
+            all other gradients.
     """
 
     operations: tuple[Operation, ...]
@@ -173,6 +175,7 @@ class Graph:
     plain_peak_bytes: int | None = None
     runtime: RuntimeCosts = RuntimeCosts()
     outside: int = 0
+    left_bytes: int = 0
     chunks: int = 1
     chunked: tuple[tuple[str, str], ...] = ()
     unchunked: Graph | None = field(default=None, compare=False, repr=False)

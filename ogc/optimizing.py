@@ -43,6 +43,7 @@ def optimize(
     device_memory: Budget | None = None,
     optimizer: Optimizer | None = None,
     ddp: bool | str = False,
+    gradients: str = "none",
     solver: str = "optimal",
     profile: str = "auto",
     chunks: int = 1,
@@ -78,6 +79,8 @@ def optimize(
             :func:`ogc.estimate` finds beside activations is taken off. On CUDA what its allocator reserves counts.
         optimizer: what is to train the model, or a class such as ``torch.optim.AdamW``; for ``device_memory``.
         ddp: whether it is trained in DistributedDataParallel; for ``device_memory``, see :func:`ogc.estimate`.
+        gradients: ``"none"`` before each forward, ``"kept"``, or ``"freed"`` in the backward; for ``device_memory``,
+            whose plans count parameters' gradients as they come; see :func:`ogc.estimate`.
         solver: another name than ``"optimal"`` plans by a method to compare with; see :func:`ogc.solve`.
         profile: how operations are weighed, ``"auto"``, ``"time"``, ``"estimate"`` or ``"measure"``; see
             :func:`ogc.parse`.
@@ -145,7 +148,8 @@ def optimize(
         optimized = within(memory_budget)
     elif memory_budget is None:
         sizing = optional("sizing.needs")
-        needs = sizing.fixed_needs(model, sample_input, optimizer, ddp=ddp)
+        needs = sizing.fixed_needs(model, sample_input, optimizer, ddp=ddp, gradients=gradients)
+        parsing["gradients"] = needs.when
         optimized = sizing.within_device(needs, device_memory, within, lambda made: getattr(type(made), OWN_PLAN))
     else:
         raise InputError("give memory_budget or device_memory, not both")

@@ -53,6 +53,8 @@ class Weights:
     internal_bytes: int | None = None  # None: as observed
     saves: tuple[Place | None, ...] | None = None  # where each saved tensor lies; None: as observed
     ready_bytes: int = 0  # of gradients that its forward makes and its backward hands out
+    own_gradient_bytes: int = 0  # of parameters that are no arguments, as an opaque module's
+    own_working_bytes: int = 0  # ``working_bytes`` where these stay
     low_memory: Weights | None = None  # of its low-memory variant
     plain_scratch_bytes: int | None = None  # of the plain model, where that takes less
     plain_working_bytes: int | None = None  # of the plain model, where that runs another operator

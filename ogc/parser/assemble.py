@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -35,11 +36,11 @@ def graph_of(
     taken = versions_of(traced.graph, observation)
     ends = refs_of_outputs(traced.graph)
     returned = [observation.rebased.get(ends[n], ends[n]) for n in end_of(traced).starts]
-    live = gradient_bytes([record.backward() for record in records], returned)
-    in_variants = gradient_bytes(
-        [record.backward(record.weights.low_memory if record.variant else None) for record in records], returned
-    )
-    of_plain = gradient_bytes([record.backward(_of_plain(record.weights)) for record in records], returned)
+    alive = partial(gradient_bytes, returned=returned, gradients=end_of(traced).after_forward.gradients)
+    live, left = alive([record.backward() for record in records])
+    low_memory = (record.weights.low_memory if record.variant else None for record in records)
+    in_variants, _ = alive([record.backward(low) for record, low in zip(records, low_memory, strict=True)])
+    of_plain, _ = alive([record.backward(_of_plain(record.weights)) for record in records])
     seen = memory_of(observation, taken)
     each = zip(records, live, in_variants, of_plain, seen, strict=True)
     values = values_of(traced, observation)
@@ -54,7 +55,7 @@ def graph_of(
         operations, costs = beside_device(operations, costs, hook_seconds())
     copies = sum(record.weights.plain_seconds for record in records)
     costs = replace(costs, left_out=costs.left_out + copies)
-    return Graph(operations, values, program, device, kind, runtime=costs, outside=outside)
+    return Graph(operations, values, program, device, kind, runtime=costs, outside=outside, left_bytes=left)
 
 
 def end_of(traced: Traced) -> StepEnd:

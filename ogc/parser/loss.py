@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ def with_step_end(
     loss = after_forward.loss
     if after_forward.outputs not in ("all", "loss"):
         raise InputError(f'outputs must be "all" or "loss", not {after_forward.outputs!r}')
+    _check_gradients(after_forward.gradients)
     if loss is None or isinstance(loss, str):
         if loss not in (None, "outputs"):
             raise InputError(f'loss must be a function of the model\'s output, or "outputs", not {loss!r}')
@@ -60,6 +61,13 @@ def with_step_end(
         _check(root, spec, given)
         found = record(Sample(root, spec, given), None, OpaqueModules(root, ()))
     return _joined(traced, found, root, places, StepEnd((len(traced.outputs),), after_forward))
+
+
+def _check_gradients(given: Any) -> None:
+    if not (isinstance(given, Mapping) or (isinstance(given, str) and given in ("kept", "none"))):
+        raise InputError(
+            f'gradients must be "kept", "none", or by shape the bytes of a step that frees one, not {given!r}'
+        )
 
 
 def _with_the_loss_alone(traced: Traced) -> Traced:

@@ -17,7 +17,7 @@ from ..operators.registry import out_of_place
 from ..plan.simulate import plain_peak
 from ..process import collecting_new_only, shown
 from ..program.opaque import OpaqueCall
-from ..program.program import OUTSIDE, AfterForward, Loss
+from ..program.program import OUTSIDE, AfterForward, Gradients, Loss
 from ..program.structures import autocast_state
 from ..torch_state.compare import difference, same_bits
 from ..torch_state.dispatch import run_in
@@ -56,6 +56,7 @@ def parse(
     loss: Loss | None = None,
     holds_outputs: bool = True,
     outputs: str = "all",
+    gradients: Gradients = "kept",
     parse_graph: ParseGraph | bool | None = None,
     profile: str = "auto",
     device: torch.device | str | None = None,
@@ -80,6 +81,9 @@ def parse(
             at the one scalar output that requires grad, of several at the one named ``loss``, or else at all outputs.
         holds_outputs: the caller holds all outputs through the backward; with False nothing but the loss.
         outputs: with ``"loss"`` the program returns None in the place of all tensors but the loss.
+        gradients: of the parameters. ``"kept"``: they are there all the time and do not count; ``"none"``: the backward
+            makes them, and from then on they count. A dict: hooks step the optimizer and free each at once, and such a
+            step takes so many bytes for a parameter of that shape.
         parse_graph: ``parse_graph(model, *inputs)`` returns a graph made by hand, to be parsed instead of the forward:
             a ``torch.fx.Graph`` or ``GraphModule``, a ``torch.export.ExportedProgram``, an :class:`ogc.GraphBuilder`,
             or the published ``(networkx.MultiDiGraph, source, target)``. It must give bitwise what the forward gives.
@@ -121,7 +125,7 @@ def parse(
     check_gpu(gpu, target)
     make = parse_graph_of(model, parse_graph)
     opaque = OpaqueModules(model, opaque_modules, recompute_opaque)
-    after_forward = AfterForward(loss, holds_outputs, outputs)
+    after_forward = AfterForward(loss, holds_outputs, outputs, gradients)
     visit = partial(visited, model, profiler_of(kind, target, home, gpu), opaque)
     is_elsewhere = contents is not None or home.type != target.type
     with (

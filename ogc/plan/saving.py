@@ -78,7 +78,8 @@ class Fingerprint:
 def structure_of(graph: Graph) -> tuple[Any, ...]:
     """All of a graph that plans depend on but times."""
     once = [t for t, op in enumerate(graph.operations) if not op.replayable]
-    return astuple(Fingerprint.of(graph)), once, graph.device.partition(":")[0], graph.profile, graph.low_memory
+    where = graph.device.partition(":")[0]
+    return astuple(Fingerprint.of(graph)), once, where, graph.profile, graph.low_memory, graph.left_bytes
 
 
 def _named(op: Operation) -> str:

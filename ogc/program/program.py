@@ -5,7 +5,7 @@ The parser makes it, the runtime runs it; neither needs to know the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,10 @@ Loss = Callable[[Any], torch.Tensor] | Literal["outputs"]
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 """An optimizer of a model, or a class or function that makes one of parameters."""
 
+Gradients = Literal["kept", "none"] | Mapping[tuple[int, ...], int]
+"""Where parameters' gradients are: there all the time, none before the backward makes them, or gone as soon as they are
+made, as a hook steps the optimizer; then by shape the bytes that such a step takes."""
+
 
 @dataclass(frozen=True)
 class AfterForward:
@@ -33,6 +37,7 @@ class AfterForward:
     loss: Loss | None = None  # from what the backward starts; None to find that out
     holds_outputs: bool = True  # all outputs are held through the backward
     outputs: str = "all"  # ``"all"`` of them are wanted, or the ``"loss"`` alone
+    gradients: Gradients = "kept"
 
 
 def losses_among(output: Any, tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> list[int]:

@@ -46,7 +46,7 @@ class HollowRun:
 
 
 def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | None = None) -> HollowRun:
-    """One step, forward and backward, by a plan for CUDA, with gradients of all parameters already there.
+    """One step, forward and backward, by a plan for CUDA, with parameters' gradients where the graph has them.
 
     It starts from the loss that the graph was parsed with, which is given meta tensors; without one from the sum of the
     outputs, whose gradient takes no memory, though kernels that need it whole copy it unseen.
@@ -58,7 +58,7 @@ def hollow_run(model: torch.nn.Module, graph: Graph, plan: Plan, *, gpu: str | N
         gpu: which one is meant, as for :func:`ogc.parse`.
 
     Returns:
-        The peak in bytes, without parameters, their gradients, buffers and inputs.
+        The peak in bytes, without parameters, buffers, inputs and gradients that are kept.
 
     Raises:
         InputError: the graph is not for CUDA.
@@ -102,7 +102,9 @@ class _HollowStep:
         bound = [get_attribute(self.model, constants, name) for name in self.code.bound]
         self.bound = [*bound, *(torch.zeros_like(attribute(self.model, name)) for name in self.code.copied)]
         self.inputs = [_like(spec) for spec in self.program.inputs.tensors]
-        gradients = {tensor: torch.zeros_like(tensor) for tensor in held.values() if tensor.requires_grad}
+        trained = [tensor for tensor in held.values() if tensor.requires_grad]
+        is_kept = self.program.after_forward.gradients == "kept"
+        gradients = {tensor: torch.zeros_like(tensor) for tensor in trained if is_kept}
         for tensor, gradient in gradients.items():
             tensor.grad = gradient
         known = (*self.inputs, *gradients.values(), *tensor_leaves(self.bound), *held.values())

@@ -69,6 +69,7 @@ def largest_batch(
     step: int = 1,
     device: torch.device | str | None = None,
     ddp: bool | str = False,
+    gradients: str = "none",
     **parsing: Any,
 ) -> LargestBatch:
     """The largest batch, or length of a sequence, whose training step fits on a device.
@@ -80,7 +81,7 @@ def largest_batch(
         model: the module to train.
         make_sample: ``make_sample(n)`` returns a sample input of size n: a batch of n, or a sequence of that length.
         device_memory: bytes of the device, or a text such as ``"24GB"``.
-        optimizer, device, ddp: as for :func:`ogc.estimate`.
+        optimizer, device, ddp, gradients: as for :func:`ogc.estimate`.
         loss: as for :func:`ogc.optimize`, where it takes outputs of any size.
         make_loss: or ``make_loss(n)`` returns the loss for size n.
         max_overhead: the share of a plain step's time that a plan may add; without it any.
@@ -102,6 +103,7 @@ def largest_batch(
         step=step,
         device=device,
         ddp=ddp,
+        gradients=gradients,
         **parsing,
     )
     return found
@@ -120,13 +122,14 @@ def largest_batches(
     step: int = 1,
     device: torch.device | str | None = None,
     ddp: bool | str = False,
+    gradients: str = "none",
     **parsing: Any,
 ) -> tuple[LargestBatch, ...]:
     """What :func:`largest_batch` gives for each of several overheads, with what they share found once.
 
     Args:
         max_overheads: in any order; None for one without a limit.
-        model, make_sample, device_memory, optimizer, loss, make_loss, step, device, ddp, parsing: as for
+        model, make_sample, device_memory, optimizer, loss, make_loss, step, device, ddp, gradients, parsing: as for
             :func:`largest_batch`.
 
     Raises:
@@ -140,10 +143,11 @@ def largest_batches(
         raise InputError(f"max_overheads must be a list of shares of a step's time, not {max_overheads!r}")
     for max_overhead in max_overheads:
         Goal(max_overhead=max_overhead)
-    needs = fixed_needs(model, make_sample(step), optimizer, device, ddp)
+    needs = fixed_needs(model, make_sample(step), optimizer, device, ddp, gradients)
     if needs.device == "cpu" and set(max_overheads) == {None}:  # where bytes are all that counts, and not measured
         parsing = {"profile": "estimate", **parsing}
-    graphs = Graphs(model, make_sample, make_loss or (lambda size: loss), step, {"device": device, **parsing})
+    parsing = {"device": device, "gradients": needs.when, **parsing}
+    graphs = Graphs(model, make_sample, make_loss or (lambda size: loss), step, parsing)
     search = _Search(graphs, needs, device_bytes(device_memory), step)
     return search.find(max_overheads)
 

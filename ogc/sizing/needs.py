@@ -1,17 +1,14 @@
 """What a training step needs of a device beside activations, and with them.
 
-What CUDA and its libraries take beside the tensors of a step is listed by name; none of it was measured here. What an
-optimizer takes is found by two of its steps on meta tensors.
+What CUDA and its libraries take beside the tensors of a step is listed by name; none of it was measured here.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,24 +16,22 @@ from ..errors import InputError, SolveError
 from ..graph import Graph, table
 from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
-from ..parser.weigh.meter import Meter
 from ..plan import Plan
 from ..plan.plan import plain_plan
 from ..program.program import (
     SHARED,
+    Gradients,
     Optimizer,
     TensorRef,
     device_of_model,
     each_storage_bytes,
     storage_bytes,
-    tensor_leaves,
 )
 from ..program.structures import InputSpec
 from ..solver import Budget, solve
 from ..solver.goal import LEAST, bytes_of
-from ..torch_state.no_trace import untouched
-from ..torch_state.private import TorchDispatchMode
 from .allocator import AllocatorSettings, DeviceFullError
+from .optimizers import alone_bytes, optimizer_bytes
 from .requests import MemoryPeaks, Move, WholeStep, memory_peaks, plain_moves, requests
 
 CACHING = {"cuda"}
@@ -73,9 +68,6 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = MIB, 25 * MIB
 """DDP closes a bucket once it has so many bytes. Source: ``_DEFAULT_FIRST_BUCKET_BYTES`` of torch.distributed and
 ``bucket_cap_mb`` of DistributedDataParallel; ``compute_bucket_assignment_by_size`` in reducer.cpp."""
 
-FOREACH = {"cuda"}
-"""Types of devices on which PyTorch's optimizers take all parameters at once unless they are told otherwise."""
-
 TRIES = 8
 """Smaller budgets that are tried where what is reserved does not fit, before the least peak."""
 
@@ -83,8 +75,6 @@ SHARE = 0.92
 """Of a plan's peak, the next budget."""
 
 T = TypeVar("T")
-
-aten = torch.ops.aten
 
 USES_CUDNN = (
     *(torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d),
@@ -97,20 +87,22 @@ USES_CUDNN = (
 class Estimate:
     """Bytes that a training step needs on a device.
 
-    Gradients count throughout, as they are there from the second step on unless they are set to None. The optimizer's
-    step comes after the backward, when activations are gone.
+    The optimizer's step comes after the backward, when activations are gone but for outputs that the caller holds.
 
     Attributes:
         parameters, buffers: of the model, each storage once.
-        gradients: of the parameters that are trained.
+        gradients: of the parameters that are trained, once all are there.
         optimizer: what it holds from step to step.
-        optimizer_step: the most that its step takes beside that.
+        optimizer_step: the most that its step takes beside that, once the backward is over.
+        first_step: the most that its first step takes, which makes what it holds.
+        when: where gradients are, as :func:`ogc.parse` takes it: if ``"kept"``, throughout.
         inputs: the tensors of the sample input.
         context, cublas, cudnn: allowances for what CUDA and its libraries take.
         ddp_buckets: what DistributedDataParallel gathers gradients in.
         autocast: weights that autocast keeps in other types; they are among the activations.
         tensors: bytes of each tensor that is there before a step, in the order in which they come to be, but inputs.
-        plain: the peak of activations and their gradients in the plain model; None where it was not asked for.
+        plain: the peak of activations and their gradients in the plain model, with parameters' gradients that are not
+            there throughout; None where it was not asked for.
         least: the plan with the least peak; None likewise.
         device: the type of the device.
     """
@@ -127,6 +119,8 @@ class Estimate:
     device: str
     ddp_buckets: int = 0
     autocast: int = 0
+    first_step: int = 0
+    when: Gradients = "kept"
     tensors: tuple[int, ...] = field(default=(), repr=False)
     plain: int | None = None
     least: Plan | None = None
@@ -139,12 +133,32 @@ class Estimate:
     @property
     def fixed(self) -> int:
         """Bytes that no plan changes, and that are there while activations are."""
-        held = self.parameters + self.buffers + self.gradients + self.optimizer + self.inputs
-        return held + self.context + self.workspaces + self.ddp_buckets
+        held = self.parameters + self.buffers + self.optimizer + self.inputs + self.ddp_buckets
+        return held + self.context + self.workspaces + (self.gradients if self.when == "kept" else 0)
 
-    def with_activations(self, peak_bytes: int) -> int:
-        """Bytes of the whole step where activations peak at ``peak_bytes``."""
-        return self.fixed + max(peak_bytes, self.optimizer_step)
+    def with_activations(self, peak_bytes: int, left_bytes: int | None = None, is_first: bool | None = None) -> int:
+        """Bytes of the whole step where activations, and gradients that are not kept, peak at ``peak_bytes``.
+
+        Args:
+            peak_bytes: of forward and backward.
+            left_bytes: of what these leave to the optimizer's step; without it gradients that are not kept.
+            is_first: whether it is the first step; without it what all steps need.
+        """
+        left = (self.gradients if self.when == "none" else 0) if left_bytes is None else left_bytes
+        first = self.fixed - self.optimizer + max(peak_bytes, left + self.first_step)
+        later = self.fixed + max(peak_bytes, left + self.optimizer_step)
+        first = first if isinstance(self.when, str) else later  # where the state is made within the backward
+        return max(first, later) if is_first is None else (first if is_first else later)
+
+    def bytes_of(self, plan: Plan, is_first: bool | None = None) -> int:
+        """The same of a step by a plan; one of a model in parts knows no gradients of parameters, so all count."""
+        graph = getattr(plan, "graph", None)
+        if graph is None:
+            made = 0 if isinstance(self.when, str) else self.optimizer_step
+            made += self.gradients if self.when == "none" else 0
+            return self.with_activations(plan.peak_bytes + made, is_first=is_first)
+        outputs = sum(value.bytes for value in graph.values if value.is_output)
+        return self.with_activations(plan.peak_bytes, graph.left_bytes + outputs, is_first)
 
     def step(self, moves: tuple[Move, ...]) -> WholeStep:
         """The whole step as CUDA's allocator sees it: what is there throughout comes first."""
@@ -172,12 +186,17 @@ class Estimate:
         return self.with_activations(0) if self.least is None else needed_bytes(self, self.least)
 
     def __str__(self) -> str:
-        rows = [[name.replace("_", " "), f"{getattr(self, name) / 2**20:.1f}"] for name in KINDS if getattr(self, name)]
+        names = {name: name.replace("_", " ") for name in KINDS if getattr(self, name)}
+        if self.gradients:
+            names["gradients"] += " (kept)" if self.when == "kept" else " (none before the backward)"
+        rows = [[text, f"{getattr(self, name) / 2**20:.1f}"] for name, text in names.items()]
         if self.least is not None:
+            counted = "activations and gradients" if self.when == "none" else "activations"
             rows += [
-                ["activations, plain", f"{(self.plain or 0) / 2**20:.1f}"],
-                ["activations, least", f"{self.least.peak_bytes / 2**20:.1f}"],
+                [f"{counted}, plain", f"{(self.plain or 0) / 2**20:.1f}"],
+                [f"{counted}, least", f"{self.least.peak_bytes / 2**20:.1f}"],
             ]
+        graph = None if self.least is None else self.least.graph
         if self.autocast:
             rows.append(["of these autocast's weights", f"{self.autocast / 2**20:.1f}"])
         lines = [table([f"on {self.device}", "MiB"], rows)]
@@ -185,6 +204,9 @@ class Estimate:
             plain, least = self.plain_bytes / 2**20, self.least_bytes / 2**20
             others = f"at least {least:.1f} MiB at +{self.least.overhead:.0%} time" if least < plain else "no plan less"
             lines.append(f"a plain step needs {plain:.1f} MiB, {others}")
+            if self.optimizer and graph is not None:
+                first = self.bytes_of(plain_plan(graph), is_first=True) / 2**20
+                lines.append(f"the first one, before which the optimizer holds nothing, needs {first:.1f} MiB")
             if self.device in CACHING and (memory := self.memory()) is not None:
                 lines.append(f"{memory}, {ROOMY}")
         return "\n".join(lines)
@@ -198,6 +220,7 @@ def estimate(
     optimizer: Optimizer | None = None,
     device: torch.device | str | None = None,
     ddp: bool | str = False,
+    gradients: str = "none",
     **parsing: Any,
 ) -> Estimate:
     """What a training step needs: nothing is trained, and the forward runs with the memory of inference.
@@ -208,6 +231,10 @@ def estimate(
             ``torch.optim.AdamW``. Two steps of it are run on meta tensors.
         device: for this device instead of the model's own; it need not exist here.
         ddp: whether the model is trained in DistributedDataParallel; ``"views"`` with ``gradient_as_bucket_view=True``.
+        gradients: ``"none"`` if they are set to None before each forward, as ``optimizer.zero_grad()`` does: the
+            backward makes them one by one. ``"kept"`` if they are there in the forward too, with
+            ``zero_grad(set_to_none=False)`` or where steps accumulate them. ``"freed"`` if the backward steps the
+            optimizer, for each parameter by a hook that then sets its gradient to None.
         parsing: further arguments of :func:`ogc.parse`.
 
     Returns:
@@ -216,8 +243,9 @@ def estimate(
     Raises:
         InputError, ParseError: as :func:`ogc.parse` does, and where the optimizer is none.
     """
-    least = solve(parse(model, sample_input, loss=loss, device=device, **parsing), memory_budget=LEAST)
-    needs = fixed_needs(model, sample_input, optimizer, device, ddp)
+    needs = fixed_needs(model, sample_input, optimizer, device, ddp, gradients)
+    graph = parse(model, sample_input, loss=loss, device=device, gradients=needs.when, **parsing)
+    least = solve(graph, memory_budget=LEAST)
     autocast = autocast_bytes(least.graph) if least.graph is not None else 0
     return replace(needs, plain=least.plain_peak_bytes, least=least, autocast=autocast)
 
@@ -228,24 +256,36 @@ def fixed_needs(
     optimizer: Optimizer | None,
     device: torch.device | str | None = None,
     ddp: bool | str = False,
+    gradients: str = "none",
 ) -> Estimate:
     """What a step needs beside activations; raises InputError where an argument is of the wrong kind."""
+    if gradients not in ("none", "kept", "freed"):
+        raise InputError(f'gradients must be "none", "kept" or "freed", not {gradients!r}')
     if ddp not in (False, True, "views"):
         raise InputError(f'ddp must be True, False or "views", for gradient_as_bucket_view=True, not {ddp!r}')
     check_model(model)
     tensors = InputSpec.of(*call_arguments(sample_input))[1]
     target = device_of_model(model, tensors) if device is None else device_of(device)
     found, trained = optimizer_bytes(model, optimizer, target), [p for p in model.parameters() if p.requires_grad]
-    gradients, buckets = [p.numel() * p.element_size() for p in trained], bucket_bytes(trained) if ddp else ()
+    sizes, buckets = [p.numel() * p.element_size() for p in trained], bucket_bytes(trained) if ddp else ()
+    if ddp == "views":
+        gradients = "kept"  # buckets are there throughout, and gradients are parts of them
+    when: Gradients = "none" if gradients == "none" else "kept"
+    working = found.working
+    if gradients == "freed":
+        when = alone_bytes(model, optimizer, target)
+        working = max(when.values(), default=0)
     libraries, cudnn = cublas_bytes(target), cudnn_bytes(model, target)
     held = each_storage_bytes(model.parameters()), each_storage_bytes(model.buffers())
-    apart = () if ddp == "views" else gradients  # else they are parts of buckets
+    apart = sizes if when == "kept" and ddp != "views" else ()  # else they are parts of buckets
     return Estimate(
         parameters=sum(held[0]),
         buffers=sum(held[1]),
-        gradients=sum(gradients),
+        gradients=sum(sizes) if gradients != "freed" else 0,
         optimizer=found.state,
-        optimizer_step=found.working,
+        optimizer_step=working,
+        first_step=found.first,
+        when=when,
         inputs=input_bytes(sample_input),
         context=CONTEXT_BYTES.get(target.type, 0),
         cublas=sum(libraries),
@@ -315,94 +355,6 @@ def autocast_bytes(graph: Graph) -> int:
     return sum(graph.values[v].bytes for v in {graph.program.storages[TensorRef(node.name, 0)] for node in casts})
 
 
-class OptimizerBytes(NamedTuple):
-    """Bytes that an optimizer holds from step to step, in all and by tensor, and the most that a step takes beside
-    them.
-    """
-
-    state: int
-    working: int
-    tensors: tuple[int, ...] = ()
-
-
-def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device: torch.device) -> OptimizerBytes:
-    """What an optimizer takes for the parameters of ``model`` on ``device``.
-
-    Raises:
-        InputError: it is none, or its step cannot be run without numbers.
-    """
-    if optimizer is None:
-        return OptimizerBytes(0, 0)
-    copied = _on_meta(_instance(model, optimizer), device)
-    meter = Meter(lambda *cost: 0.0)
-    try:
-        with untouched(), _WithoutNumbers(), meter:
-            copied.step()  # makes what is held
-            meter.take()
-            copied.step()
-    except Exception as error:
-        raise InputError(
-            f"what {type(copied).__name__} takes cannot be told, as its step needs numbers: {error!r}; leave optimizer "
-            "out, and take what it takes off the memory yourself"
-        ) from error
-    held = tuple(each_storage_bytes(tensor_leaves(*copied.state.values())))
-    return OptimizerBytes(sum(held), meter.take().peak_bytes, held)
-
-
-def _instance(model: torch.nn.Module, optimizer: Any) -> torch.optim.Optimizer:
-    if not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
-        optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(
-            "optimizer must be a torch.optim.Optimizer, or a class or function that makes one of parameters, not "
-            f"{type(optimizer).__name__}"
-        )
-    return optimizer
-
-
-def _on_meta(optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
-    """The same optimizer for parameters without content, with gradients and its state, and without hooks."""
-    copied = copy.copy(optimizer)
-    copied.param_groups = [_group(group, device) for group in optimizer.param_groups]
-    copied.state = defaultdict(dict)
-    for group, of_twin in zip(optimizer.param_groups, copied.param_groups, strict=True):
-        for parameter, meta in zip(group["params"], of_twin["params"], strict=True):
-            if parameter in optimizer.state:
-                copied.state[meta] = {key: _without_content(one) for key, one in optimizer.state[parameter].items()}
-    for name in [name for name in vars(copied) if name.startswith("_optimizer_step_")]:
-        setattr(copied, name, OrderedDict())
-    return copied
-
-
-def _without_content(held: Any) -> Any:
-    """A tensor of a state without its content; what counts steps keeps it."""
-    is_large = isinstance(held, torch.Tensor) and held.dim() > 0
-    return torch.empty_like(held, device="meta") if is_large else copy.deepcopy(held)
-
-
-def _group(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    parameters = []
-    for parameter in group["params"]:
-        meta = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-        meta.grad = torch.empty_like(meta) if parameter.requires_grad else None
-        parameters.append(meta)
-    chosen: dict[str, Any] = {"params": parameters}
-    if group.get("fused"):  # writes over what it holds, and takes nothing beside it
-        chosen |= {"fused": False, "foreach": False}
-    elif "foreach" in group and group["foreach"] is None:
-        chosen["foreach"] = device.type in FOREACH
-    return {**group, **chosen}
-
-
-class _WithoutNumbers(TorchDispatchMode):
-    """A number that is read out of a tensor without content is one."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is aten._local_scalar_dense.default and args[0].is_meta:
-            return args[0].new_ones((), device="cpu").item()
-        return function(*args, **(kwargs or {}))
-
-
 def moves_of(plan: Plan) -> tuple[Move, ...] | None:
     """What a plan's step asks the allocator for; None where that is not known: in parts, or plain beside chunks."""
     graph = getattr(plan, "graph", None)  # that of a model in parts has none
@@ -418,7 +370,7 @@ def used_bytes(needs: Estimate, plan: Plan, room: int | None = None) -> int:
         DeviceFullError: CUDA's allocator finds no room, though it gives back what it can.
     """
     if needs.device not in CACHING or (moves := moves_of(plan)) is None:
-        return needs.with_activations(plan.peak_bytes)
+        return needs.bytes_of(plan)
     left = None if room is None else max(0, room - needs.context)
     return needs.context + needs.step(moves).peaks(AllocatorSettings.of_environment(), left).reserved
 
@@ -426,7 +378,7 @@ def used_bytes(needs: Estimate, plan: Plan, room: int | None = None) -> int:
 def needed_bytes(needs: Estimate, plan: Plan) -> int:
     """Bytes of the smallest device on which whole steps run, on CUDA to 1 %."""
     if needs.device not in CACHING or (moves := moves_of(plan)) is None:
-        return needs.with_activations(plan.peak_bytes)
+        return needs.bytes_of(plan)
     return needs.context + needs.step(moves).needed_bytes(AllocatorSettings.of_environment())
 
 
@@ -454,9 +406,8 @@ def within_device(needs: Estimate, device_memory: Budget, plan: Callable[[int], 
     except SolveError as error:
         if error.least_peak_bytes is None:
             raise
-        least, which = needs.with_activations(error.least_peak_bytes), "the smallest that would do has"
-        if needs.device in CACHING:
-            least, which = needed_bytes(needs, plan_of(plan(error.least_peak_bytes))), "one that would do has"
+        least = needed_bytes(needs, plan_of(plan(error.least_peak_bytes)))
+        which = "one that would do has" if needs.device in CACHING else "the smallest that would do has"
         raise SolveError(
             f"no plan fits on a device of {room / 1e6:.1f} MB; {which} "
             f"{least / 1e6:.1f} MB, of which activations take {error.least_peak_bytes / 1e6:.1f} MB:\n{needs}"
@@ -471,6 +422,10 @@ def made_within(needs: Estimate, room: int, budget: int, plan: Callable[[int], T
     """
     found = plan(budget)
     if needs.device not in CACHING:
+        if (beyond := needs.bytes_of(plan_of(found)) - room) > 0:  # such as gradients, of which parts know nothing
+            found = plan(max(1, plan_of(found).peak_bytes - beyond))
+        if not fits(needs, plan_of(found), room):
+            raise SolveError(f"no plan fits on a device of {room / 1e6:.1f} MB, where the optimizer's step does not")
         return found
     for number in range(TRIES + 1):
         if fits(needs, plan_of(found), room):

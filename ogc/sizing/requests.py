@@ -31,8 +31,9 @@ class Move(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """The moves of one step, after which nothing is alive, and the simulator's events with the number of moves
-    before each.
+    """The moves of one step, and the simulator's events with the number of moves before each.
+
+    After the moves outputs are alive, and gradients of parameters that the backward made.
     """
 
     moves: tuple[Move, ...]
@@ -48,7 +49,7 @@ def requests(graph: Graph, plan: Decided | Decisions | Iterable[Segment]) -> Req
             model's.
     """
     found = replay(_Requesting(Schedule.of_step(graph, plan, "the plain model's requests are not known")))
-    found.end()
+    found.gradients.reach(graph.left_bytes)
     return Requests(tuple(found.moves), tuple(found.timeline), tuple(found.places))
 
 
@@ -88,12 +89,6 @@ class _Requesting(Memory):
         while size:
             yield min(size, most)
             size -= min(size, most)
-
-    def end(self) -> None:
-        """Let go of what outlives the backward."""
-        for block in (*self.blocks.values(), *self.internal_blocks.values()):
-            self.free(block)
-        self.gradients.reach(0)
 
     def take(self, number: int, step: Step) -> None:
         """Carry out one step."""
@@ -270,8 +265,8 @@ class WholeStep:
     """A training step as the allocator sees it.
 
     Attributes:
-        moves: of the forward and the backward.
-        held: bytes of each tensor that is there throughout: parameters, their gradients, and so on.
+        moves: of the forward and the backward; what these leave goes after the optimizer's step.
+        held: bytes of each tensor that is there throughout: parameters, their gradients if kept, and so on.
         behind: bytes that the optimizer's step takes after the backward.
     """
 
@@ -295,6 +290,8 @@ class WholeStep:
                     allocator.free(handles.pop(block))
             if self.behind:
                 allocator.free(allocator.allocate(self.behind))
+            for handle in handles.values():
+                allocator.free(handle)
         return allocator.peak
 
     def needed_bytes(self, settings: AllocatorSettings = DEFAULTS) -> int:

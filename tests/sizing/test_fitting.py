@@ -210,10 +210,13 @@ def test_ddp_gathers_gradients_in_buckets():
 
 def test_ddp_takes_buckets_beside_gradients_or_instead_of_them():
     model = Network()
-    alone, beside, views = (fixed_needs(model, IMAGES, None, ddp=ddp) for ddp in (False, True, "views"))
+    kept = (fixed_needs(model, IMAGES, None, ddp=ddp, gradients="kept") for ddp in (False, True, "views"))
+    alone, beside, views = kept
     assert beside.ddp_buckets == alone.gradients == beside.gradients
     assert beside.fixed == alone.fixed + alone.gradients
     assert views.fixed == alone.fixed and views.ddp_buckets == 0
+    assert fixed_needs(model, IMAGES, None, ddp="views") == views  # the buckets are there throughout
+    assert fixed_needs(model, IMAGES, None, ddp=True).fixed == alone.fixed
     assert len(views.tensors) < len(alone.tensors) and sum(views.tensors) == sum(alone.tensors)
     assert "ddp buckets" in str(ogc.estimate(model, IMAGES, ddp=True))
     with pytest.raises(InputError, match='ddp must be True, False or "views"'):

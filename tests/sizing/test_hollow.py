@@ -62,17 +62,17 @@ GOALS = {"plain": {"solver": "none"}, "least": {}, "quick": {"max_overhead": 0.1
 
 
 @cache
-def parsed(name):
+def parsed(name, gradients):
     make, x = NETWORKS[name]
     model = on_meta(make)
-    return model, ogc.parse(model, x, device="cuda", profile="estimate", gpu=GPU)
+    return model, ogc.parse(model, x, device="cuda", profile="estimate", gpu=GPU, gradients=gradients)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("goal", GOALS)
+@pytest.mark.parametrize(("gradients", "goal"), [*(("kept", goal) for goal in GOALS), ("none", "least")])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_plans_for_cuda_peak_as_promised(name, goal):
-    model, graph = parsed(name)
+def test_plans_for_cuda_peak_as_promised(name, gradients, goal):
+    model, graph = parsed(name, gradients)
     plan = ogc.solve(graph, **GOALS[goal])
     assert goal == "plain" or plan.segments
     assert hollow_run(model, graph, plan, gpu=GPU).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.005)

@@ -1,6 +1,7 @@
 """The largest batch that fits: proved by the simulator at its end, and by the allocator."""
 
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 
 import pytest
@@ -40,7 +41,7 @@ def used_by_a_step(model, run, number):
         optimizer.step()
 
     step()
-    return fixed_needs(model, inputs, optimizer).fixed + peak_bytes(step, "cpu")
+    return fixed_needs(model, inputs, optimizer, gradients="kept").fixed + peak_bytes(step, "cpu")
 
 
 @pytest.mark.full
@@ -48,6 +49,7 @@ def used_by_a_step(model, run, number):
 def test_the_largest_batch_fits_and_the_next_does_not(max_overhead):
     model, room = Network(), 12 * 2**20
     sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.01), "make_loss": loss_for}
+    sgd["gradients"] = "kept"
     found = ogc.largest_batch(model, images, device_memory=room, max_overhead=max_overhead, **sgd)
     assert 1 < found.plain < found.size == found.too_large - 1
     assert max_overhead is None or found.plan.overhead <= max_overhead
@@ -55,7 +57,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(max_overhead):
     assert used_by_a_step(model, optimised, found.size) <= 1.01 * room
     assert used_by_a_step(model, model, found.plain) <= 1.01 * room
     assert used_by_a_step(model, model, found.plain + 1) > 0.99 * room
-    needs = fixed_needs(model, images(found.too_large), None)
+    needs = fixed_needs(model, images(found.too_large), None, gradients="kept")
     graph = ogc.parse(model, images(found.too_large), loss=loss_for(found.too_large))
     try:
         next_plan = ogc.solve(graph, memory_budget=room - needs.fixed)
@@ -82,10 +84,11 @@ class Attention(nn.Module):
 @pytest.mark.full
 def test_the_longest_sequence_is_found():
     model, room = Attention(), 4 * 2**20
-    found = ogc.largest_batch(model, lambda length: torch.randn(1, length, 16), device_memory=room, step=8)
+    kept = {"gradients": "kept"}
+    found = ogc.largest_batch(model, lambda length: torch.randn(1, length, 16), device_memory=room, step=8, **kept)
     assert found.size % 8 == found.plain % 8 == 0 < found.plain < found.size
     peak = plain_peak(ogc.parse(model, torch.randn(1, found.plain, 16)))
-    assert fixed_needs(model, torch.randn(1, found.plain, 16), None).fixed + peak <= room
+    assert fixed_needs(model, torch.randn(1, found.plain, 16), None, **kept).fixed + peak <= room
 
 
 def counted(model, room, **options):
@@ -129,7 +132,9 @@ def test_several_overheads_are_answered_as_each_alone():
 def test_the_graph_that_is_found_is_the_parsed_one():
     model = Network(width=16)
     found = ogc.largest_batch(model, images, device_memory=8 * 2**20, make_loss=loss_for)
-    parsed = ogc.parse(model, images(found.size), loss=loss_for(found.size), profile="estimate")
+    given = {"loss": loss_for(found.size), "gradients": "none", "profile": "estimate"}
+    parsed = ogc.parse(model, images(found.size), **given)
+    assert parsed.left_bytes == found.graph.left_bytes == found.needs.gradients
     assert found.graph.operations == parsed.operations and found.graph.values == parsed.values
     assert found.plan.graph is found.graph
     check = ogc.check(model, ogc.apply(model, found.graph, found.plan), images(found.size))
@@ -148,12 +153,12 @@ class Branching(Network):
 
 @pytest.mark.full
 def test_a_program_that_depends_on_the_size_is_not_taken_for_another():
-    model, least = Branching(width=16), ogc.solve
+    model, least = Branching(width=16), partial(ogc.solve, memory_budget="least")
     for room, is_above in ((8 * 2**20, True), (2 * 2**20, False)):
-        found = ogc.largest_batch(model, images, device_memory=room)
+        found = ogc.largest_batch(model, images, device_memory=room, gradients="kept")
         assert 0 < found.plain < found.size and (found.size > 10) == is_above
         for size, fits in ((found.size, True), (found.too_large, False)):
-            beside = fixed_needs(model, images(size), None).fixed
+            beside = fixed_needs(model, images(size), None, gradients="kept").fixed
             assert (beside + least(ogc.parse(model, images(size), profile="estimate")).peak_bytes <= room) == fits
 
 
@@ -172,11 +177,12 @@ class Recurrent(nn.Module):
 def test_what_shapes_do_not_tell_is_parsed(caplog):
     caplog.set_level("INFO")
     model, room = Recurrent(), 400_000
-    found = ogc.largest_batch(model, lambda number: torch.randn(number, 9, 16), device_memory=room)
+    found = ogc.largest_batch(model, lambda number: torch.randn(number, 9, 16), device_memory=room, gradients="kept")
     assert "each size is parsed" in caplog.text
     for size, fits in ((found.plain, True), (found.plain + 1, False)):
         inputs = torch.randn(size, 9, 16)
-        assert (fixed_needs(model, inputs, None).fixed + plain_peak(ogc.parse(model, inputs)) <= room) == fits
+        beside = fixed_needs(model, inputs, None, gradients="kept").fixed
+        assert (beside + plain_peak(ogc.parse(model, inputs)) <= room) == fits
 
 
 @pytest.mark.full
@@ -186,10 +192,10 @@ def test_a_failed_trial_is_not_passed_over(monkeypatch, request):
     monkeypatch.setattr(parts, "PART_BYTES", 1 << 16)
     monkeypatch.setattr(parts, "_give_the_same_bits", lambda kind, _: False)
     model, room = Network(width=16), 8 * 2**20
-    found = ogc.largest_batch(model, images, device_memory=room)
+    found = ogc.largest_batch(model, images, device_memory=room, gradients="kept")
     for size in (found.size, found.too_large):
         graph = ogc.parse(model, images(size), profile="estimate")
-        budget = room - fixed_needs(model, images(size), None).fixed
+        budget = room - fixed_needs(model, images(size), None, gradients="kept").fixed
         if size == found.size:
             assert found.graph.operations == graph.operations
             assert ogc.solve(graph, memory_budget=budget).peak_bytes <= budget
@@ -201,7 +207,7 @@ def test_a_failed_trial_is_not_passed_over(monkeypatch, request):
 @pytest.mark.full
 def test_long_steps_are_not_timed_but_scaled(monkeypatch):
     model, room = Network(width=16), 8 * 2**20
-    options = {"device_memory": room, "max_overhead": 0.3, "make_loss": loss_for}
+    options = {"device_memory": room, "max_overhead": 0.3, "make_loss": loss_for, "gradients": "kept"}
     monkeypatch.setattr(graphs, "TIMED_SECONDS", 0.0)
     found = ogc.largest_batch(model, images, **options)
     parsed = ogc.parse(model, images(found.size), loss=loss_for(found.size), profile="time")

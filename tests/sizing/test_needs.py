@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import ogc
 from ogc.errors import InputError, SolveError
-from ogc.sizing.needs import optimizer_bytes
+from ogc.plan import plain_plan
+from ogc.sizing.optimizers import optimizer_bytes
 from ogc.torch_state.allocator import allocated_bytes, peak_bytes
 
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def test_what_is_no_optimizer_is_refused():
 @pytest.mark.parametrize("name", named("SGD", "Adam", "AdamW", "Adafactor"))
 def test_each_line_is_that_of_a_real_step(name):
     model = Network()
-    needs = ogc.estimate(model, IMAGES, loss=loss, optimizer=OPTIMIZERS[name])
+    needs = ogc.estimate(model, IMAGES, loss=loss, optimizer=OPTIMIZERS[name], gradients="kept")
     optimizer = OPTIMIZERS[name](model.parameters())
 
     def forward_and_backward():
@@ -132,8 +133,14 @@ def test_the_table_says_what_a_step_needs():
     needs = ogc.estimate(Network(), IMAGES, loss=loss, optimizer=torch.optim.Adam)
     text = str(needs)
     assert f"{needs.plain_bytes / 2**20:.1f} MiB" in text
-    assert "optimizer step" in text and "activations, least" in text
-    assert needs.plain_bytes == needs.fixed + max(needs.plain, needs.optimizer_step)
+    assert "optimizer step" in text and "activations and gradients, least" in text
+    assert f"holds nothing, needs {needs.bytes_of(plain_plan(needs.least.graph), is_first=True) / 2**20:.1f}" in text
+    assert needs.plain_bytes == needs.with_activations(needs.plain)
+    assert "gradients (none before the backward)" in text
+    kept = ogc.estimate(Network(), IMAGES, loss=loss, optimizer=torch.optim.Adam, gradients="kept")
+    assert kept.plain_bytes == kept.fixed + max(kept.plain, kept.optimizer_step) > needs.plain_bytes
+    assert kept.fixed == needs.fixed + needs.gradients
+    assert "gradients (kept)" in str(kept) and "activations, least" in str(kept)
 
 
 def test_a_device_that_is_not_there_has_allowances():
@@ -162,21 +169,26 @@ def test_shared_and_frozen_parameters_count_for_what_they_are():
     assert needs.gradients == sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
 
 
-def test_the_memory_of_a_device_is_kept_by_a_whole_step():
+@pytest.mark.parametrize("gradients", ["none", "kept"])
+def test_the_memory_of_a_device_is_kept_by_a_whole_step(gradients):
     model = Network()
-    needs = ogc.estimate(model, IMAGES, loss=loss, optimizer=torch.optim.Adam)
+    options = {"loss": loss, "optimizer": torch.optim.Adam, "gradients": gradients}
+    needs = ogc.estimate(model, IMAGES, **options)
     room = (needs.plain_bytes + needs.least_bytes) // 2
-    optimised = ogc.optimize(model, IMAGES, loss=loss, optimizer=torch.optim.Adam, device_memory=room)
+    optimised = ogc.optimize(model, IMAGES, device_memory=room, **options)
     assert optimised.plan.budget_bytes == room - needs.fixed
     assert not optimised.plan.is_plain
     optimizer = torch.optim.Adam(model.parameters())
 
     def step():
-        optimizer.zero_grad(set_to_none=False)
+        if gradients == "kept":
+            optimizer.zero_grad(set_to_none=False)
         loss(optimised(IMAGES)).backward()
         optimizer.step()
 
     step()
+    if gradients == "none":
+        optimizer.zero_grad()
     assert needs.fixed + peak_bytes(step, CPU) <= 1.01 * room
 
 

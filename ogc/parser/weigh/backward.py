@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 
 from ...operators.registry import copies_strided_gradients, is_elementwise, of
 from ...operators.weights import InputGradient, Weights
-from ...program.program import TensorRef, tensor_leaves, without_autocast
+from ...program.program import Gradients, TensorRef, tensor_leaves, without_autocast
 from ...program.tensors import Layout, of_sum
 from ...torch_state.private import OpOverload
 
@@ -120,10 +120,15 @@ class LiveGradients:
     late: int  # once it has let go of what it saved
 
 
-def gradient_bytes(operations: Sequence[Backward], returned: Sequence[TensorRef]) -> list[LiveGradients]:
-    """For each operation, the bytes of gradients alive around its backward."""
-    engine = _Engine(operations, returned)
-    return [engine.run(op) for op in reversed(operations)][::-1]
+def gradient_bytes(
+    operations: Sequence[Backward], returned: Sequence[TensorRef], gradients: Gradients = "kept"
+) -> tuple[list[LiveGradients], int]:
+    """For each operation, the bytes of gradients alive around its backward; and those that the last one leaves in
+    ``.grad`` where there was none.
+    """
+    engine = _Engine(operations, returned, gradients)
+    found = [engine.run(op) for op in reversed(operations)][::-1]
+    return found, sum(engine.bytes[storage] for storage in engine.left)
 
 
 def reached(operations: Sequence[Backward], ends: Sequence[TensorRef], storages: Mapping[TensorRef, int]) -> list[bool]:
@@ -147,7 +152,9 @@ class _Gradient:
 
 
 class _Engine:
-    def __init__(self, operations: Sequence[Backward], returned: Sequence[TensorRef]) -> None:
+    def __init__(self, operations: Sequence[Backward], returned: Sequence[TensorRef], gradients: Gradients) -> None:
+        self.gradients = gradients
+        self.left: set[int] = set()  # storages of new parameters' gradients
         self.waiting: dict[TensorRef, _Gradient] = {}
         self.bytes: list[int] = []  # of each storage
         self.owners: list[int] = []
@@ -201,6 +208,8 @@ class _Engine:
             return self._keep(op.outputs[0].bytes, incoming[0], before)
         op, is_exact = self._as_given(op, incoming)
         weights = op.weights
+        if self.gradients == "none" and weights.own_gradient_bytes:
+            weights = replace(weights, working_bytes=weights.own_working_bytes)
         strided = sum(op.outputs[n].bytes for n, g in incoming.items() if not g.dense) if op.copies_strided else 0
         reused = {g.argument: mine for g in weights.gradients if (mine := self._written_over(incoming, g)) is not None}
         spared = sum(self.bytes[g.storage] for g in reused.values())
@@ -215,6 +224,9 @@ class _Engine:
             if (receiver := op.arguments[argument].receiver) is not None:
                 self.receive(receiver, gradient, self.sizes[receiver])
         self._hand_to_parameters(op, handed)
+        if weights.own_gradient_bytes and self.gradients != "kept":
+            stepping = 0 if isinstance(self.gradients, str) else max(self.gradients.values(), default=0)
+            self._stay(_Gradient(self.allocate(weights.own_gradient_bytes)), stepping)
         first = before + weights.first_bytes
         if weights.late_bytes:
             return LiveGradients(first, max(first, early), self.most)
@@ -259,10 +271,39 @@ class _Engine:
                 self.release(gradient)
             else:
                 self.receive(parameter, gradient, size)
-        for parameter in filter(None, (op.parameter(gradient.argument) for gradient in op.weights.gradients)):
+        for given in op.weights.gradients:
+            parameter = op.parameter(given.argument)
+            if parameter is None:
+                continue
             self.parameter_uses[parameter] -= 1
             if not self.parameter_uses[parameter] and parameter in self.waiting:
-                self.release(self.waiting.pop(parameter))
+                self._accumulate(self.waiting.pop(parameter), op.arguments[given.argument], given)
+
+    def _accumulate(self, gradient: _Gradient, parameter: Argument, given: InputGradient) -> None:
+        """The gradient of a parameter is added to its ``.grad``, or becomes that, itself or as a copy.
+
+        Source: as above.
+        """
+        if self.gradients == "kept":
+            self.release(gradient)
+            return
+        is_held = self.owners[gradient.storage] > 1 and not gradient.is_view
+        is_sparse = not given.dense and given.layout is None
+        if (is_held or not gradient.dense) and parameter.kind and not is_sparse:
+            dtype, shape = parameter.kind[:2]
+            copied = _Gradient(self.allocate(prod(shape) * dtype.itemsize))
+            self.release(gradient)
+            gradient = copied
+        shape = parameter.kind[1] if parameter.kind else ()
+        self._stay(gradient, 0 if isinstance(self.gradients, str) else self.gradients.get(shape, 0))
+
+    def _stay(self, gradient: _Gradient, stepping: int) -> None:
+        """A gradient is a ``.grad``, until the optimizer's step where hooks do not make that at once."""
+        if isinstance(self.gradients, str):
+            self.left.add(gradient.storage)
+        else:
+            self.release(_Gradient(self.allocate(stepping)))
+            self.release(gradient)
 
     def _written_over(self, incoming: dict[int, _Gradient], gradient: InputGradient) -> _Gradient | None:
         """The incoming gradient whose storage the operation's own takes over, if that is nobody else's."""

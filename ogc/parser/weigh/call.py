@@ -53,6 +53,7 @@ class Call:
         self.seed_bytes = self.root_bytes = 0  # of these, and of the gradient that the backward starts from
         self.first_seed_bytes = 0
         self.held: list[torch.Tensor] = []
+        self.own_gradients: list[torch.Tensor] | None = None  # of parameters beside its arguments, where they stay
         self.mark: Callable[[str], None] | None = None
 
     def prepare(self) -> None:
@@ -160,6 +161,8 @@ class Call:
         def stop(gradients: tuple[torch.Tensor | None, ...]) -> tuple[None]:
             if number is not None and gradients[0] is not None:
                 self.found.append((number, gradients[0].detach()))
+            if number is None and gradients[0] is not None and self.own_gradients is not None:
+                self.own_gradients.append(gradients[0].detach())
             return (None,)
 
         return stop

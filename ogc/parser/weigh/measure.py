@@ -260,13 +260,20 @@ def weigh(model: torch.nn.Module, profiler: Profiler, record: Record, args: Any,
             return weights
         backward = _reading(call, seconds, call.backward)
         working, first = max(0, backward.peak_bytes - call.seed_bytes), 0
+        own_working, own = working, storage_bytes(call.parameters)
         if can_measure(home):
             call.prepare()  # so that nothing is there of the run before
             working, first = call.backward_bytes(home)
+            call.prepare()
+            call.own_gradients = []
+            own_working, own = call.backward_bytes(home)[0], storage_bytes(call.own_gradients)
+            call.own_gradients = None
         return replace(
             weights,
             working_bytes=working,
             first_bytes=first,
+            own_working_bytes=own_working,
+            own_gradient_bytes=own,
             gradients=input_gradients(call.found, call.seeds),
             backward_seconds=measurer.seconds(call.backward, call.prepare_backward) if measurer else backward.seconds,
             backward_flops=backward.flops,
