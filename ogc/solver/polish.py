@@ -10,8 +10,8 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from random import Random
 
@@ -36,26 +36,60 @@ is followed by another before it is weighed; is made for all values and operatio
 PERIODS = 4
 """Lengths of layers that are looked at."""
 
-Price = Callable[[Candidate], float]
-"""What less of is better, as a share of the plain step's."""
+OVER, BROKEN = 3.0, 0.02
+"""What a plan costs that misses its bound: for each share of the plain step by which it does, and at least."""
+
+BESIDE = 0.002
+"""What time counts beside the peak where that is asked for, and the other way."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """The least time within a budget of bytes, or else the least peak, perhaps within so many seconds.
+
+    Attributes:
+        plain_bytes, plain_seconds: peak and time of the plain step.
+    """
+
+    plain_bytes: int
+    plain_seconds: float
+    budget: int | None = None
+    seconds: float | None = None
+
+    def excess(self, plan: Candidate) -> float:
+        """By what share of the plain step a plan misses its bound."""
+        if self.budget is not None:
+            return max(0.0, (plan.peak_bytes - self.budget) / self.plain_bytes)
+        return 0.0 if self.seconds is None else max(0.0, (plan.seconds - self.seconds) / self.plain_seconds)
+
+    def price(self, plan: Candidate) -> float:
+        """What less of is better, as a share of the plain step."""
+        excess, peak, time = self.excess(plan), plan.peak_bytes / self.plain_bytes, plan.seconds / self.plain_seconds
+        wanted, other = (peak, time) if self.budget is None else (time, peak)
+        return wanted + BESIDE * other + (OVER * excess + BROKEN if excess else 0.0)
+
+    def best(self, plans: Iterable[Candidate | None]) -> Candidate | None:
+        """The best of those plans that keep the bound."""
+        return min((plan for plan in plans if plan and not self.excess(plan)), key=self.price, default=None)
+
 
 Level = tuple[Segment, ...]
 
 
-def polished(costs: Replay, start: Candidate, price: Price, moves: int, nested: bool = True) -> Candidate:
+def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool = True) -> Candidate:
     """The best plan met in so many moves from one that was found.
 
     Args:
         costs: of the graph's plans.
         start: where to begin; what is returned is no worse.
-        price: of a plan.
+        aim: what a plan is to be.
         moves: how many are tried.
         nested: whether segments may have levels and values be recomputed one by one, so that operations run more than
             twice.
     """
     moving, random = _Moves(costs.graph, Random(0), nested), Random(1)
     best = now = start
-    best_price = price_now = price(start)
+    best_price = price_now = aim.price(start)
     hot = HOT * min(1.0, SHORT / len(costs.graph))
     for number in range(moves):
         if is_late():
@@ -68,10 +102,10 @@ def polished(costs: Replay, start: Candidate, price: Price, moves: int, nested: 
             found = weigh(costs, decisions)
         except PlanError:  # an operation would run twice that must not
             continue
-        price_found = price(found)
+        price_found = aim.price(found)
         if price_found <= price_now or random.random() < math.exp((price_now - price_found) / heat):
             now, price_now = found, price_found
-            if price_found < best_price:
+            if price_found < best_price and not aim.excess(found):
                 best, best_price = found, price_found
     return best
 
