@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import InputError, SolveError
-from ..graph import Graph
+from ..graph import MIB, Graph
 from ..parser import Loss
 from ..plan import Plan, plain_plan
 from ..plan.simulate import lower_bound, plain_peak
@@ -190,8 +190,8 @@ class _Search:
                 least = self._needs(self.step).with_activations(least_plan.peak_bytes)
                 without = "" if max_overhead is None else " without max_overhead"
                 raise SolveError(
-                    f"no step of size {self.step} fits on a device of {self.room / 1e6:.1f} MB; the smallest that "
-                    f"would do{without} has {least / 1e6:.1f} MB"
+                    f"no step of size {self.step} fits on a device of {self.room / MIB:.1f} MiB; the smallest that "
+                    f"would do{without} has {least / MIB:.1f} MiB"
                 )
             if self.graphs.holds(size, is_planned=True):
                 return size

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import InputError, SolveError
-from ..graph import Graph, table
+from ..graph import MIB, Graph, table
 from ..parser import Loss, parse
 from ..parser.arguments import call_arguments, check_model, device_of
 from ..plan import Plan
@@ -44,8 +44,6 @@ KINDS = (
     *("context", "cublas", "cudnn", "ddp_buckets"),
 )
 
-
-MIB = 2**20
 
 CONTEXT_BYTES = {"cuda": 600 * MIB}
 """What a process takes past the allocator: the driver's context and loaded kernels. A round figure above what is
@@ -409,8 +407,8 @@ def within_device(needs: Estimate, device_memory: Budget, plan: Callable[[int], 
         least = needed_bytes(needs, plan_of(plan(error.least_peak_bytes)))
         which = "one that would do has" if needs.device in CACHING else "the smallest that would do has"
         raise SolveError(
-            f"no plan fits on a device of {room / 1e6:.1f} MB; {which} "
-            f"{least / 1e6:.1f} MB, of which activations take {error.least_peak_bytes / 1e6:.1f} MB:\n{needs}"
+            f"no plan fits on a device of {room / MIB:.1f} MiB; {which} "
+            f"{least / MIB:.1f} MiB, of which activations take {error.least_peak_bytes / MIB:.1f} MiB:\n{needs}"
         ) from error
 
 
@@ -425,7 +423,7 @@ def made_within(needs: Estimate, room: int, budget: int, plan: Callable[[int], T
         if (beyond := needs.bytes_of(plan_of(found)) - room) > 0:  # such as gradients, of which parts know nothing
             found = plan(max(1, plan_of(found).peak_bytes - beyond))
         if not fits(needs, plan_of(found), room):
-            raise SolveError(f"no plan fits on a device of {room / 1e6:.1f} MB, where the optimizer's step does not")
+            raise SolveError(f"no plan fits on a device of {room / MIB:.1f} MiB, where the optimizer's step does not")
         return found
     for number in range(TRIES + 1):
         if fits(needs, plan_of(found), room):
@@ -441,4 +439,4 @@ def made_within(needs: Estimate, room: int, budget: int, plan: Callable[[int], T
             if fits(needs, plan_of(found), room):
                 return found
             raise
-    raise SolveError(f"no plan fits on a device of {room / 1e6:.1f} MB, by what CUDA's allocator reserves")
+    raise SolveError(f"no plan fits on a device of {room / MIB:.1f} MiB, by what CUDA's allocator reserves")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import InputError, SolveError
 from ..graph import MIB, Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
+from ..plan.fast import library
 from ..process import collecting_new_only, is_late, shown
-from .goal import FAIR_OVERHEAD, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
+from .candidates import Candidate, front_of
+from .goal import FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
+from .polish import Aim, polished
 from .references import REFERENCES
 from .search import fair, search_of
 
@@ -23,6 +28,7 @@ def solve(
     memory_budget: Budget | None = None,
     max_overhead: float | None = None,
     solver: str = "optimal",
+    effort: int = 1,
 ) -> Plan:
     """The plan that is asked for; without a goal, the least peak that about one forward more can buy.
 
@@ -37,6 +43,8 @@ def solve(
         max_overhead: the least peak with at most this share of the plain step's time recomputed.
         solver: ``"optimal"`` or, to compare with, ``"none"`` (the plain model) or one of :mod:`ogc.solver.references`:
             ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a goal.
+        effort: how long a local search improves what the dynamic program finds: 0 not at all, 1 for less time than
+            that takes, 2 and 3 for ten and a hundred times as many moves. Without a compiler fewer are made.
 
     Returns:
         The plan. If the plain model meets the goal, or nothing beats it by more than half a percent of its peak, that
@@ -48,8 +56,11 @@ def solve(
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
     _check_graph(graph)
+    if isinstance(effort, bool) or effort not in EFFORTS:
+        raise InputError(f"effort must be 0, 1, 2 or 3, not {effort!r}")
     goal = Goal(memory_budget, max_overhead)
-    return solver_of(solver, goal)(graph, goal)
+    found = solver_of(solver, goal)
+    return optimal(graph, goal, effort) if found is optimal else found(graph, goal)
 
 
 @collecting_new_only()
@@ -73,12 +84,14 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
     plain = plain_plan(graph)
     if not len(graph):
         return Frontier((plain,))
-    search = search_of(graph)
-    peaks = (bytes_of(budget, plain.peak_bytes) for budget in budgets)
-    for peak in sorted((p for p in peaks if p < plain.peak_bytes), reverse=True):  # a table serves those below
-        search.fastest(peak)
-    found = (plain.deciding(c.decisions, "optimal") for c in search.curve(points) if c.peak_bytes < plain.peak_bytes)
-    return Frontier((*found, plain))
+    optimal(graph, LEAST_PEAK)
+    for peak in sorted({bytes_of(budget, plain.peak_bytes) for budget in budgets}):
+        with suppress(SolveError):
+            optimal(graph, Goal(max(1, peak)))
+    curve = front_of([*search_of(graph).curve(points), *_known_of(graph).plans])
+    return Frontier(
+        (*(plain.deciding(c.decisions, "optimal") for c in curve if c.peak_bytes < plain.peak_bytes), plain)
+    )
 
 
 def _check_graph(graph: Any) -> None:
@@ -87,7 +100,7 @@ def _check_graph(graph: Any) -> None:
         raise InputError(f"graph must be a Graph, as ogc.parse(model, sample_input) returns, not {kind}")
 
 
-def optimal(graph: Graph, goal: Goal) -> Plan:
+def optimal(graph: Graph, goal: Goal, effort: int = 1) -> Plan:
     """The plan that is asked for, with the least peak that any has in :attr:`ogc.Plan.floor` where nothing is.
 
     Segments are saved, recomputed at once, or recomputed through parts (:mod:`ogc.solver.levels`). For a goal, one that
@@ -97,15 +110,15 @@ def optimal(graph: Graph, goal: Goal) -> Plan:
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
     plain = plain_plan(graph)
-    budget = goal.budget_bytes(plain.peak_bytes)
+    budget, overhead = goal.budget_bytes(plain.peak_bytes), goal.max_overhead if goal else FAIR_OVERHEAD
     plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
     if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
         return plain
-    search = search_of(graph)
+    known, search = _known_of(graph), search_of(graph)
     if budget is not None:
         found = search.fastest(budget)
-        if found is None:
-            least = plain.deciding(search.least_peak.decisions, "optimal")
+        if found is None and min([search.least_peak, *known.plans]).peak_bytes > budget:
+            least = plain.deciding(min([search.least_peak, *known.plans]).decisions, "optimal")
             raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
     elif goal.max_overhead is not None:
         found = search.within(goal.max_overhead * graph.step_seconds)
@@ -113,13 +126,60 @@ def optimal(graph: Graph, goal: Goal) -> Plan:
         of_one_level = search_of(graph, nested=False)
         found = None if goal else fair(of_one_level, FAIR_OVERHEAD * graph.step_seconds)
         if goal or not is_late():
-            lowest = min(search.least_peak, of_one_level.least_peak)
-            plain = replace(plain, floor=(lowest.peak_bytes, lowest.seconds))
-            found = lowest if goal else found
+            known.plans.append(min(search.least_peak, of_one_level.least_peak))
+            plain = replace(plain, floor=(known.plans[-1].peak_bytes, known.plans[-1].seconds))
+    seconds = None if overhead is None or goal.is_least else overhead * graph.step_seconds
+    aim, asked = Aim(plain.peak_bytes, graph.step_seconds, budget, seconds), (goal, effort)
+    found = aim.best([found, known.answers.get(asked), *(known.plans if goal else ())])
+    if found is not None and (moves := _moves(effort, graph)) and asked not in known.answers:
+        found = polished(search.costs, found, aim, moves, nested=bool(goal))
+    known.answer(asked, found)
+    if plain.floor is not None and (lowest := min(filter(None, [found, *known.plans]), default=None)) is not None:
+        plain = replace(plain, floor=(lowest.peak_bytes, lowest.seconds))
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
     if found is None or found.peak_bytes >= plain.peak_bytes - slack:
         return plain
     return plain.deciding(found.decisions, "optimal")
+
+
+@dataclass
+class _Known:
+    """The plans of a graph that were found for any goal, and the best one for each; so no two answers contradict."""
+
+    plans: list[Candidate] = field(default_factory=list)
+    answers: dict[object, Candidate | None] = field(default_factory=dict)
+
+    def answer(self, asked: object, found: Candidate | None) -> None:
+        """Remember what was answered, and the plans that no other beats."""
+        self.answers[asked] = found
+        self.plans = front_of([*self.plans, *filter(None, [found])])
+
+
+_known: dict[int, _Known] = {}
+
+
+def _known_of(graph: Graph) -> _Known:
+    if id(graph) not in _known:
+        _known[id(graph)] = _Known()
+        weakref.finalize(graph, _known.pop, id(graph))
+    return _known[id(graph)]
+
+
+EFFORTS = {0: 0, 1: 3_000, 2: 30_000, 3: 300_000}
+"""Moves of the local search by ``effort``."""
+
+MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS = 40, 2_000_000
+"""Most moves with effort 1: short programs have few, and in long ones each takes longer."""
+
+SLOWER = 50
+"""How many times longer a simulation takes where none is compiled."""
+
+
+def _moves(effort: int, graph: Graph) -> int:
+    moves = EFFORTS[effort]
+    if effort == 1:
+        moves = min(moves, MOVES_PER_OPERATION * len(graph), MOVES_TIMES_OPERATIONS // len(graph))
+    return moves if library() is not None else moves // SLOWER
 
 
 def _infeasible(graph: Graph, least: Plan, budget: int) -> str:

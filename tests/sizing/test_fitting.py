@@ -106,7 +106,7 @@ def test_a_device_on_which_nothing_fits_is_told_what_would_do():
     for room in (needed // 3, 3 * MIB + least.peak_bytes, int(0.98 * needed)):
         with pytest.raises(SolveError, match="one that would do has") as caught:
             within_device(on_cuda, room, lambda budget: ogc.solve(graph, memory_budget=budget), lambda plan: plan)
-        assert f"{needed / 1e6:.1f} MB" in str(caught.value)
+        assert f"{needed / 2**20:.1f} MiB" in str(caught.value)
 
 
 @pytest.fixture

@@ -200,7 +200,7 @@ def test_a_device_that_is_too_small_is_told_what_would_do():
     for room in (needs.least_bytes // 2, needs.fixed // 2):
         with pytest.raises(SolveError, match="the smallest that would do has") as caught:
             ogc.optimize(model, IMAGES, device_memory=room, **options)
-        assert f"{needs.least_bytes / 1e6:.1f} MB" in str(caught.value)
+        assert f"{needs.least_bytes / 2**20:.1f} MiB" in str(caught.value)
     ogc.optimize(model, IMAGES, device_memory=needs.least_bytes + 1, **options)
 
 

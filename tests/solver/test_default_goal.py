@@ -20,7 +20,7 @@ def assert_is_fair(graph):
     runs = Schedule.of_step(graph, plan, "none").runs
     assert max(Counter(t for run in runs for t in run.program).values()) <= 2
     assert plan.overhead <= FAIR_OVERHEAD + 1e-9
-    assert plan.floor == least.floor
+    assert plan.floor[0] >= least.floor[0]
     assert plan.floor[0] <= plan.peak_bytes <= plan.plain_peak_bytes
     assert least.is_plain or (least.peak_bytes, least.added_seconds) == least.floor
     return plan
@@ -52,7 +52,7 @@ def test_equal_layers_cost_what_a_checkpoint_around_each_costs_at_most():
 def test_a_little_more_memory_that_saves_much_time_is_taken(seed):
     graph = random_graph(seed, most=30)
     least = search_of(graph, nested=False).within(FAIR_OVERHEAD * graph.step_seconds)
-    plan = ogc.solve(graph)
+    plan = ogc.solve(graph, effort=0)
     assert least.peak_bytes < plan.peak_bytes <= NEAR_KNEE * least.peak_bytes
     assert plan.overhead < least.seconds / graph.step_seconds - 0.05
 

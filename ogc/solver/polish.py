@@ -1,0 +1,330 @@
+"""Local search over all that a plan can say: cuts, levels, policies of values and variants.
+
+Simulated annealing from a plan that the search found. Moves are counted, and drawn from a fixed seed: a graph and a
+goal give one plan, whatever the machine. Equal layers get the same move at once, or the segments of one of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from random import Random
+
+from ..errors import PlanError
+from ..graph import Graph
+from ..plan import Decisions, Segment, recomputed, saved
+from ..plan.decisions import Policies, Policy
+from ..plan.fast import Replay
+from ..process import is_late
+from .candidates import Candidate, weigh
+
+HOT, COOLING = 0.004, 0.025
+"""By what share of the plain step a move may be worse that is taken one time in e; what is left of that at last."""
+
+SHORT = 150
+"""Operations up to which that is so: in a longer program a move changes less of the step."""
+
+POLICY, VARIANT, STAMP, DEEPER, TWICE, ALIKE = 0.35, 0.1, 0.2, 0.4, 0.15, 0.35
+"""How often a move is one of a policy, of a variant, else the segments of a layer put on others; goes a level deeper;
+is followed by another before it is weighed; is made for all values and operations of equal layers."""
+
+PERIODS = 4
+"""Lengths of layers that are looked at."""
+
+OVER, BROKEN = 3.0, 0.02
+"""What a plan costs that misses its bound: for each share of the plain step by which it does, and at least."""
+
+BESIDE = 0.002
+"""What time counts beside the peak where that is asked for, and the other way."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """The least time within a budget of bytes, or else the least peak, perhaps within so many seconds.
+
+    Attributes:
+        plain_bytes, plain_seconds: peak and time of the plain step.
+    """
+
+    plain_bytes: int
+    plain_seconds: float
+    budget: int | None = None
+    seconds: float | None = None
+
+    def excess(self, plan: Candidate) -> float:
+        """By what share of the plain step a plan misses its bound."""
+        if self.budget is not None:
+            return max(0.0, (plan.peak_bytes - self.budget) / self.plain_bytes)
+        return 0.0 if self.seconds is None else max(0.0, (plan.seconds - self.seconds) / self.plain_seconds)
+
+    def price(self, plan: Candidate) -> float:
+        """What less of is better, as a share of the plain step."""
+        excess, peak, time = self.excess(plan), plan.peak_bytes / self.plain_bytes, plan.seconds / self.plain_seconds
+        wanted, other = (peak, time) if self.budget is None else (time, peak)
+        return wanted + BESIDE * other + (OVER * excess + BROKEN if excess else 0.0)
+
+    def best(self, plans: Iterable[Candidate | None]) -> Candidate | None:
+        """The best of those plans that keep the bound."""
+        return min((plan for plan in plans if plan and not self.excess(plan)), key=self.price, default=None)
+
+
+Level = tuple[Segment, ...]
+
+
+def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool = True) -> Candidate:
+    """The best plan met in so many moves from one that was found.
+
+    Args:
+        costs: of the graph's plans.
+        start: where to begin; what is returned is no worse.
+        aim: what a plan is to be.
+        moves: how many are tried.
+        nested: whether segments may have levels and values be recomputed one by one, so that operations run more than
+            twice.
+    """
+    moving, random = _Moves(costs.graph, Random(0), nested), Random(1)
+    best = now = start
+    best_price = price_now = aim.price(start)
+    hot = HOT * min(1.0, SHORT / len(costs.graph))
+    for number in range(moves):
+        if is_late():
+            break
+        heat = hot * COOLING ** (number / moves)
+        decisions = moving.moved(now)
+        if decisions is None or decisions == now.decisions:
+            continue
+        try:
+            found = weigh(costs, decisions)
+        except PlanError:  # an operation would run twice that must not
+            continue
+        price_found = aim.price(found)
+        if price_found <= price_now or random.random() < math.exp((price_now - price_found) / heat):
+            now, price_now = found, price_found
+            if price_found < best_price and not aim.excess(found):
+                best, best_price = found, price_found
+    return best
+
+
+class _Moves:
+    """Random changes of a plan of one graph."""
+
+    def __init__(self, graph: Graph, random: Random, nested: bool) -> None:
+        self.graph, self.random, self.nested = graph, random, nested
+        self.cuts, self.is_cut = graph.cuts, frozenset(graph.cuts)
+        self.values = [v for v, value in enumerate(graph.values) if not value.is_output]
+        kinds: dict[object, list[int]] = {}
+        for t, key in enumerate(map(self._look, range(len(graph)))):
+            kinds.setdefault(key, []).append(t)
+        self.alike = {t: operations for operations in kinds.values() for t in operations}
+        self.layers = [*_layers([operations[0] for operations in map(self.alike.__getitem__, range(len(graph)))])]
+        self.of_level = [self._shift] * 3 + [self._merge, self._split, self._toggle] + [self._nest] * nested
+
+    def _look(self, t: int) -> object:
+        """Equal for an operation and those that do the same in other layers."""
+        op, values = self.graph.operations[t], self.graph.values
+        sizes = tuple(values[v].bytes for v in op.writes)
+        return op.target, re.sub(r"\d+", "", op.module), op.source, sizes, len(op.reads)
+
+    def moved(self, now: Candidate) -> Decisions | None:
+        """Another plan; None where this move cannot be made."""
+        found = self._moved(now.decisions, now.peak_values)
+        if found is not None and self.random.random() < TWICE:
+            return self._moved(found, now.peak_values) or found
+        return found
+
+    def _moved(self, decisions: Decisions, peak_values: Sequence[int]) -> Decisions | None:
+        kind = self.random.random()
+        if kind < POLICY:
+            return self._policy(decisions, peak_values)
+        if kind < POLICY + VARIANT:
+            return self._variant(decisions)
+        is_stamp = self.layers and self.random.random() < STAMP
+        segments = self._stamp(decisions.segments) if is_stamp else self._level(decisions.segments)
+        return None if segments is None else replace(decisions, segments=segments)
+
+    def _policy(self, decisions: Decisions, peak_values: Sequence[int]) -> Decisions | None:
+        """Another policy for a value, one that is alive at the peak as often as not."""
+        random, policies = self.random, dict(decisions.policies)
+        pools = [peak_values, peak_values, [*policies], self.values]
+        pool = random.choice([pool for pool in pools if pool] or [[]])
+        if not pool or self.graph.values[value := random.choice(pool)].is_output:
+            return None
+        possible = (None, Policy.SAVED, Policy.RECOMPUTED)[: 2 + self.nested]
+        policy = random.choice([other for other in possible if other is not policies.get(value)])
+        for v in self._values_alike(value) if random.random() < ALIKE else [value]:
+            if policy is None:
+                policies.pop(v, None)
+            else:
+                policies[v] = policy
+        return replace(decisions, policies=tuple(sorted(policies.items())))
+
+    def _values_alike(self, value: int) -> list[int]:
+        operations, t = self.graph.operations, self.graph.producers[value]
+        place = operations[t].writes.index(value)
+        return [operations[other].writes[place] for other in self.alike[t]]
+
+    def _variant(self, decisions: Decisions) -> Decisions | None:
+        """The other variant for an operation."""
+        if not self.graph.low_memory:
+            return None
+        chosen = self.random.choice(self.graph.low_memory)
+        others = set(self.alike[chosen] if self.random.random() < ALIKE else [chosen]) & set(self.graph.low_memory)
+        low = set(decisions.low_memory)
+        return replace(decisions, low_memory=tuple(sorted(low - others if chosen in low else low | others)))
+
+    # -- segments --------------------------------------------------------------------------------------------
+
+    def _level(self, segments: Level) -> Level | None:
+        """A change of the segments of some level."""
+        inner = [n for n, one in enumerate(segments) if one.parts and one.stop - one.start > 2] if self.nested else []
+        if not inner or self.random.random() >= DEEPER:
+            return self.random.choice(self.of_level)(segments)
+        n = self.random.choice(inner)
+        parts = self._level(segments[n].parts)
+        return parts and (*segments[:n], replace(segments[n], parts=parts), *segments[n + 1 :])
+
+    def _shift(self, segments: Level) -> Level | None:
+        """A cut between two segments somewhere near."""
+        if len(segments) < 2:
+            return None
+        n = self.random.randrange(len(segments) - 1)
+        place = bisect_left(self.cuts, segments[n].stop) + self.random.choice((-1, 1)) * self.random.choice(
+            (1, 1, 1, 2, 3, 5)
+        )
+        first, second = segments[n : n + 2]
+        if not (0 < place < len(self.cuts) and first.start < (cut := self.cuts[place]) < second.stop):
+            return None
+        both = self._between(first, first.start, cut), self._between(second, cut, second.stop)
+        return (*segments[:n], *both, *segments[n + 2 :])
+
+    def _merge(self, segments: Level) -> Level | None:
+        """One segment in the place of two."""
+        if len(segments) < 2:
+            return None
+        n = self.random.randrange(len(segments) - 1)
+        first, second = segments[n : n + 2]
+        ends, policies = (first.start, second.stop), first.policies + second.policies
+        choices = [saved(*ends), replace(recomputed(*ends), policies=policies)]
+        if not first.parts and not second.parts:
+            choices = [saved(*ends)]
+        elif self.nested and first.parts and second.parts:
+            choices = [
+                choices[1],
+                Segment(*ends, first.parts + second.parts, policies),
+                recomputed(*ends, first, second),
+            ]
+        return (*segments[:n], self.random.choice(choices), *segments[n + 2 :])
+
+    def _split(self, segments: Level) -> Level | None:
+        """Two segments in the place of one, of which one may be recomputed in the place of saved or the other way."""
+        n = self.random.randrange(len(segments))
+        if (cut := self._cut_in(segments[n])) is None:
+            return None
+        one = segments[n]
+        both = [self._between(one, one.start, cut), self._between(one, cut, one.stop)]
+        changed = self.random.randrange(4)
+        if changed < len(both):
+            both[changed] = _toggled(both[changed])
+        return (*segments[:n], *both, *segments[n + 1 :])
+
+    def _toggle(self, segments: Level) -> Level:
+        """A segment recomputed in the place of saved, or the other way."""
+        n = self.random.randrange(len(segments))
+        return (*segments[:n], _toggled(segments[n]), *segments[n + 1 :])
+
+    def _nest(self, segments: Level) -> Level | None:
+        """A recomputed segment with parts in the place of none, or none in the place of some."""
+        n = self.random.randrange(len(segments))
+        one = segments[n]
+        if not one.parts:
+            return None
+        if len(one.parts) > 1 and self.random.random() < 0.5:
+            parts: Level = (saved(one.start, one.stop),)
+        elif (cut := self._cut_in(one)) is None:
+            return None
+        else:
+            parts = (recomputed(one.start, cut), saved(cut, one.stop))
+            if self.random.random() < 0.3:
+                parts = (saved(one.start, cut), recomputed(cut, one.stop))
+        return (*segments[:n], replace(one, parts=parts), *segments[n + 1 :])
+
+    def _cut_in(self, one: Segment) -> int | None:
+        first, last = bisect_left(self.cuts, one.start) + 1, bisect_left(self.cuts, one.stop)
+        return self.cuts[self.random.randrange(first, last)] if first < last else None
+
+    def _stamp(self, segments: Level) -> Level | None:
+        """The segments of one layer for those beside it too."""
+        length, first, last = self.random.choice(self.layers)
+        starts = [one.start for one in segments if first <= one.start <= last - length]
+        if not starts:
+            return None
+        start = self.random.choice(starts)
+        before, after = (start - first) // length, (last - length - start) // length
+        if self.random.random() < 0.5:
+            before, after = self.random.randint(0, before), self.random.randint(0, after)
+        edges = range(start - before * length, start + (after + 2) * length, length)
+        if len(edges) < 3 or not self.is_cut.issuperset(edges):
+            return None
+        layer = [*self._clipped(segments, start, start + length)]
+        stamped = (self._shifted(one, edge - start) for edge in edges[:-1] for one in layer)
+        end = len(self.graph)
+        return (*self._clipped(segments, 0, edges[0]), *stamped, *self._clipped(segments, edges[-1], end))
+
+    def _shifted(self, one: Segment, by: int) -> Segment:
+        parts = tuple(self._shifted(part, by) for part in one.parts)
+        return Segment(one.start + by, one.stop + by, parts, tuple(sorted(self._policies_shifted(one.policies, by))))
+
+    def _policies_shifted(self, policies: Policies, by: int) -> Iterator[tuple[int, Policy]]:
+        operations, producers = self.graph.operations, self.graph.producers
+        for value, policy in policies:
+            there = operations[producers[value] + by].writes
+            place = operations[producers[value]].writes.index(value)
+            if place < len(there) and producers[there[place]] == producers[value] + by:
+                yield there[place], policy
+
+    def _clipped(self, segments: Level, start: int, stop: int) -> Iterator[Segment]:
+        """The segments as far as they lie between two positions."""
+        for one in segments:
+            if one.start < stop and one.stop > start:
+                yield self._between(one, max(one.start, start), min(one.stop, stop))
+
+    def _between(self, one: Segment, start: int, stop: int) -> Segment:
+        """A segment with other ends: its parts are clipped, and the outer ones reach to the ends."""
+        if (one.start, one.stop) == (start, stop):
+            return one
+        if not one.parts:
+            return saved(start, stop)
+        parts = [part for part in one.parts if part.start < stop and part.stop > start]
+        if not parts:
+            parts = [saved(start, stop)]
+        edges = [start, *(part.start for part in parts[1:]), stop]
+        inner = tuple(self._between(part, *ends) for part, *ends in zip(parts, edges, edges[1:], strict=False))
+        policies = tuple(each for each in one.policies if start <= self.graph.producers[each[0]] < stop)
+        return Segment(start, stop, inner, policies)
+
+
+def _toggled(one: Segment) -> Segment:
+    return saved(one.start, one.stop) if one.parts else recomputed(one.start, one.stop)
+
+
+def _layers(kinds: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """The length of layers that follow one another, and where the first starts and the last stops."""
+    last: dict[int, int] = {}
+    lengths: Counter[int] = Counter()
+    for t, kind in enumerate(kinds):
+        if t - last.get(kind, t) > 1:
+            lengths[t - last[kind]] += 1
+        last[kind] = t
+    for length, _ in lengths.most_common(PERIODS):
+        same = [one == other for one, other in zip(kinds, kinds[length:], strict=False)]
+        start = 0
+        for is_same, run in groupby(same):
+            stop = start + len([*run])
+            if is_same and stop - start >= length:
+                yield length, start, stop + length
+            start = stop
