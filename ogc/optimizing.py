@@ -22,7 +22,7 @@ from .planning import Store, saved_plan
 from .program.program import Optimizer, device_of_model
 from .program.structures import Call
 from .runtime.module import TARGETS, with_loss
-from .solver import Budget, Goal
+from .solver import Budget, Goal, check_effort, is_number
 from .torch_state.forwards import outside_of_modes
 from .torch_state.ranks import within_data_parallel
 
@@ -53,6 +53,8 @@ def optimize(
     plan: str | PathLike[str] | Plan | PartsPlan | SavedPlan | None = None,
     cache_dir: str | PathLike[str] | None = None,
     verify: bool = False,
+    effort: int = 1,
+    planning_seconds: float | None = None,
 ) -> torch.nn.Module:
     """The same model with less activation memory: as much less as about one forward more can buy, or as is asked for.
 
@@ -104,6 +106,9 @@ def optimize(
             one at the first call, and after the parameters moved, from another seed, on another input that is made of
             it. That takes the time of these and the memory of a plain step; :func:`ogc.check` tries more seeds, and a
             smaller batch.
+        effort: how long a local search improves what the dynamic program finds, 0 to 3; see :func:`ogc.solve`.
+        planning_seconds: after which the best plan found so far is taken, for each call that is planned. What is then
+            not measured yet is estimated. Recording the forward is not cut short.
 
     Returns:
         A module of a subclass of the model's class. Calls like the sample input in training recompute by
@@ -141,12 +146,15 @@ def optimize(
         "recompute_opaque": recompute_opaque,
     }
 
+    check_effort(effort)
+    if planning_seconds is not None and not (is_number(planning_seconds) and planning_seconds > 0):
+        raise InputError(f"planning_seconds must be a number of seconds above 0, not {planning_seconds!r}")
     if device_memory is not None and memory_budget is not None:
         raise InputError("give memory_budget or device_memory, not both")
     device = None if device_memory is None else OnDevice(device_memory, optimizer, ddp, gradients)
     planning = Planning(
         parsing, profile, opaque_modules, Goal(memory_budget, max_overhead), solver, chunks, store, saved,
-        backend=backend, device=device, verify=verify,
+        backend=backend, device=device, verify=verify, effort=effort, planning_seconds=planning_seconds,
     )  # fmt: skip
     return planning.result(model, sample_input, plain)
 

@@ -32,6 +32,7 @@ from .parser.parse import check_options
 from .plan.plan import Plan
 from .plan.saving import PARTS, SavedPlan, structure_of
 from .planning import NOWHERE, Replanner, Store, agreed_plan, key_of, meets, taken_up
+from .process import within_seconds
 from .program.program import Optimizer, device_of_model, get_attribute
 from .program.structures import Call
 from .runtime import optimized_module
@@ -89,6 +90,8 @@ class Planning:
     verify: bool = False
     submodule: str = ""
     is_one_of_many: bool = False
+    effort: int = 1
+    planning_seconds: float | None = None
 
     def result(self, model: torch.nn.Module, sample_input: Any, plain: torch.nn.Module) -> torch.nn.Module:
         """What :func:`optimize` returns for a model, which may have a loss behind the ``plain`` one."""
@@ -146,7 +149,7 @@ class Planning:
         if self.device is not None:
             result = self.device.within(replace(self, device=None), model, sample_input)
         else:
-            with self.store.times(), remembering():
+            with within_seconds(self.planning_seconds), self.store.times(), remembering():
                 result = self.now(model, sample_input)
             plan = getattr(type(result), OWN_PLAN)
             is_known = self.backend is None and not isinstance(plan, property)  # of units none is; code is not saved
@@ -241,7 +244,7 @@ class Planning:
                 found = chunk_batch(model, sample_input, graph, chunks=self.chunks, **self.parsing, **asked)
             else:
                 keeps_little = self.is_one_of_many and self.solver == "optimal"
-                plan = frugal_plan(self.options, graph) if keeps_little else solve(graph, solver=self.solver, **asked)
+                plan = frugal_plan(self.options, graph) if keeps_little else self._solved(graph, asked)
                 found = graph, plan
             self.store.keep(key, found[1].as_saved)
             return found
@@ -257,6 +260,9 @@ class Planning:
         )
         return compiled
 
+    def _solved(self, graph: Graph, asked: dict[str, Any]) -> Plan:
+        return solve(graph, solver=self.solver, effort=self.effort, **asked)
+
     def _taken_up(
         self, model: torch.nn.Module, sample_input: Any, graph: Graph, goal: Goal, saved: SavedPlan
     ) -> tuple[Graph, Plan] | None:
@@ -269,7 +275,7 @@ class Planning:
 
     def make(self, model: torch.nn.Module, sample_input: Any, budget: Budget | None) -> tuple[Graph, Plan]:
         """A plan for a call unlike the first, which a loss with the first one's targets bound in may not take."""
-        with self.store.times():
+        with within_seconds(self.planning_seconds), self.store.times():
             try:
                 graph = self.graph_of(model, sample_input)
             except InputError as error:

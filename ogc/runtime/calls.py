@@ -10,12 +10,13 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import chain
+from textwrap import wrap
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 
-from ..graph import table
 from ..process import OnThread
 from ..program.program import tensor_leaves
 from ..program.structures import EACH_BY_ITSELF, HolderSpec, InputSpec, Same, TensorSpec, same_leaf
@@ -143,13 +144,26 @@ class Report:
         return Report(tuple(replace(calls, module=module) for calls in self.calls))
 
     def __str__(self) -> str:
-        rows = [(*([c.module] if self._has_parts else []), str(c.count), c.kind, c.runs) for c in self.calls]
-        header = (*(["part"] if self._has_parts else []), "calls", "where", "ran")
-        return f"{table(header, rows)}\n{self.planned} calls by a plan, {self.plain} plain"
+        """What ran by a plan, its price first; kinds that one plan ran together, in lines of ``WIDTH`` columns."""
+        plans = dict.fromkeys(calls.runs.removeprefix("plan: ") for calls in self.calls if not calls.is_plain)
+        only = f": {next(iter(plans))}" if len(plans) == 1 else ""
+        together: dict[tuple[str, str], list[Calls]] = {}
+        for calls in self.calls:
+            together.setdefault((calls.module, calls.runs), []).append(calls)
+        lines = (_lines(*found) for found in together.values())
+        return "\n".join([f"{self.planned} calls by a plan, {self.plain} plain{only}", *chain.from_iterable(lines)])
 
-    @property
-    def _has_parts(self) -> bool:
-        return any(calls.module for calls in self.calls)
+
+WIDTH = 100
+"""Columns of a printed report."""
+
+
+def _lines(first: Calls, *others: Calls) -> list[str]:
+    """What is printed of calls that one plan ran, or that were plain for one reason."""
+    count = sum(calls.count for calls in (first, *others))
+    where = f"{1 + len(others)} kinds, the first: {first.kind}" if others else first.kind
+    text = " ".join(filter(None, [first.module and f"{first.module}:", first.runs, where and f"({where})"]))
+    return wrap(text, WIDTH, initial_indent=f"{count:7}  ", subsequent_indent=" " * 9, break_long_words=False)
 
 
 beside = OnThread(True)

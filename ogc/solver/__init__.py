@@ -1,7 +1,7 @@
 """From a weighted graph to a plan. Numbers in, plain data out: nothing here needs torch."""
 
-from .goal import FAIR, FAIR_OVERHEAD, LEAST, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
-from .solve import SOLVERS, frontier, optimal, solve, solver_of
+from .goal import FAIR, FAIR_OVERHEAD, LEAST, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of, is_number
+from .solve import SOLVERS, check_effort, frontier, optimal, solve, solver_of
 
 __all__ = [
     "FAIR",
@@ -14,7 +14,9 @@ __all__ = [
     "Goal",
     "Solver",
     "bytes_of",
+    "check_effort",
     "frontier",
+    "is_number",
     "optimal",
     "solve",
     "solver_of",

@@ -43,7 +43,7 @@ class Goal:
         share = self.max_overhead
         if self.memory_budget is not None and share is not None:
             raise InputError("give memory_budget or max_overhead, not both: each is bounded as the other allows")
-        if share is not None and not (_is_number(share) and share >= 0):
+        if share is not None and not (is_number(share) and share >= 0):
             raise InputError(f"max_overhead must be a share of the plain step's time, such as 0.2, not {share!r}")
         self.budget_bytes(1)
 
@@ -97,7 +97,7 @@ def bytes_of(budget: Budget, plain: int) -> int:
         found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?\s*", budget.lower())
         if found is not None:
             return int(float(found[1]) * UNITS[found[2] or ""])
-    elif _is_number(budget) and budget > 0 and (isinstance(budget, int) or budget <= 1):
+    elif is_number(budget) and budget > 0 and (isinstance(budget, int) or budget <= 1):
         return budget if isinstance(budget, int) else int(budget * plain)
     raise InputError(
         f"memory_budget must be bytes, a text like '8GB' or '512MiB', a share in (0, 1] of the plain peak, or 'least', "
@@ -105,5 +105,6 @@ def bytes_of(budget: Budget, plain: int) -> int:
     )
 
 
-def _is_number(goal: Any) -> bool:
+def is_number(goal: Any) -> bool:
+    """Whether this is a number, which True is not."""
     return isinstance(goal, (int, float)) and not isinstance(goal, bool)

@@ -56,8 +56,7 @@ def solve(
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
     _check_graph(graph)
-    if isinstance(effort, bool) or effort not in EFFORTS:
-        raise InputError(f"effort must be 0, 1, 2 or 3, not {effort!r}")
+    check_effort(effort)
     goal = Goal(memory_budget, max_overhead)
     found = solver_of(solver, goal)
     return optimal(graph, goal, effort) if found is optimal else found(graph, goal)
@@ -173,6 +172,12 @@ MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS = 40, 2_000_000
 
 SLOWER = 50
 """How many times longer a simulation takes where none is compiled."""
+
+
+def check_effort(effort: Any) -> None:
+    """Raise InputError unless this is one."""
+    if isinstance(effort, bool) or effort not in EFFORTS:
+        raise InputError(f"effort must be 0, 1, 2 or 3, not {effort!r}")
 
 
 def _moves(effort: int, graph: Graph) -> int:

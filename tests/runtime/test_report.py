@@ -10,6 +10,7 @@ from torch import nn
 
 import ogc
 from ogc.process import SHOWN_AFTER, counted, is_late, shown, tell_stage, within_seconds
+from ogc.runtime.calls import WIDTH, Calls, Report
 from ogc.solver.search import CutSearch
 
 
@@ -23,6 +24,10 @@ class Net(nn.Module):
         for layer in self.layers:
             x = torch.tanh(self.batch(layer(x)) * scale).square()
         return self.drop(x)
+
+
+def unwrapped(report):
+    return " ".join(str(report).split())
 
 
 def hook_on_all():
@@ -66,7 +71,7 @@ def test_a_message_names_what_differs(words, net, x, caplog):
     with caplog.at_level(logging.INFO, "ogc"):
         optimised(*args, **kwargs).sum().backward()
     assert words in caplog.text
-    assert words in str(optimised.report())
+    assert words in unwrapped(optimised.report())
 
 
 def test_settings_and_autocast_are_named(net, x, caplog):
@@ -100,7 +105,20 @@ def test_a_report_counts_what_ran_and_why(net, x):
     assert report.calls[0].kind == "like the sample" and report.calls[0].runs.startswith("plan: peak")
     assert report.calls[1].runs.startswith("reused")
     assert report.calls[2].is_plain and report.calls[2].runs == "plain: gradients are off"
-    assert str(report).endswith("4 calls by a plan, 3 plain")
+    first, *lines = str(report).splitlines()
+    assert first == "4 calls by a plan, 3 plain" and all(len(line) <= WIDTH for line in lines)
+
+
+def test_calls_that_one_plan_ran_are_one_line_of_a_report():
+    kinds = [Calls(f"x is float32 [{n}, 16] on cpu, not [64, 16]", "reused from a plan of peak", 1) for n in range(40)]
+    report = Report((Calls("like the sample", "plan: peak 1.0 of 2.0 MiB", 3), *kinds))
+    assert str(report).splitlines() == [
+        "43 calls by a plan, 0 plain",
+        "      3  plan: peak 1.0 of 2.0 MiB (like the sample)",
+        "     40  reused from a plan of peak (40 kinds, the first: x is float32 [0, 16] on cpu, not [64, 16])",
+    ]
+    alone = str(Report(report.calls[:1])).splitlines()
+    assert alone[0] == "3 calls by a plan, 0 plain: peak 1.0 of 2.0 MiB"
 
 
 def test_a_report_of_parts_names_them():
@@ -210,6 +228,28 @@ def test_past_a_deadline_the_best_plan_so_far_is_taken(monkeypatch):
     assert len(asked) < unhurried and hurried.floor is None and not hurried.is_plain
     assert plan.peak_bytes <= hurried.peak_bytes <= plan.plain_peak_bytes
     assert not is_late()
+
+
+def test_a_model_is_planned_with_little_time_or_much_effort(net, x):
+    hurried = ogc.optimize(net, x, planning_seconds=1e-3)
+    assert hurried.plan.floor is None
+    plans = [ogc.optimize(net, x, memory_budget="least", effort=effort).plan for effort in (0, 2)]
+    assert plans[1].peak_bytes <= plans[0].peak_bytes
+    for plain, planned in zip(net.parameters(), hurried.parameters(), strict=True):
+        assert plain is planned
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"planning_seconds": 0}, "planning_seconds must be a number of seconds above 0, not 0"),
+        ({"planning_seconds": "1"}, "planning_seconds must be"),
+        ({"effort": 4}, "effort must be 0, 1, 2 or 3, not 4"),
+    ],
+)
+def test_bad_limits_of_planning_are_refused(asked, words, net):
+    with pytest.raises(ogc.InputError, match=words):
+        ogc.optimize(net, **asked)
 
 
 @pytest.mark.full
