@@ -83,6 +83,11 @@ def test_what_python_reads_and_writes_is_the_plain_models(number):
     assert_same_steps(number)
 
 
+@pytest.mark.parametrize("number", [30897, 30991])  # a write in the first call alone; a function with another's code
+def test_programs_that_once_differed_do_not(number):
+    assert assert_same_steps(number)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(50))
 def test_of_five_thousand_programs_none_differs(part):

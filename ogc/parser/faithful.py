@@ -130,6 +130,7 @@ def _refuse_writes(observer: Observer, writes: list[Write], when: str) -> NoRetu
         f"a replayed forward leaves attributes as they are: {all_of_them}. Return what others are to have "
         "instead, hold it in a buffer; if only its first call is another, call the model before it is optimized.",
         reasons,
+        are_written=True,
     )
 
 

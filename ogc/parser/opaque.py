@@ -51,6 +51,7 @@ class OpaqueModules:
         self.finds_repeatable = repeatable is None
         self.repeated: set[str] = set()
         self.changing: dict[str, str] = {}  # an attribute that the forward changes, for each module
+        self.written: dict[str, str] = {}  # what is changed in modules that are opaque for that, if in one call alone
         self._cover_at_sight()
 
     def cover(self, problem: OpaqueError) -> None:
@@ -61,6 +62,8 @@ class OpaqueModules:
             if not smallest:
                 raise ParseError(f"{problem}{self._advice()}") from problem.__cause__
             self._add(smallest, why)
+            if problem.are_written:
+                self.written[smallest] = why.removeprefix("changes ")
 
     def _advice(self) -> str:
         """Advice for messages where nothing smaller than the whole model hides a problem, or nothing."""
@@ -75,7 +78,8 @@ class OpaqueModules:
 
     def changed_attribute(self, name: str) -> str | None:
         """An attribute that the forward changes in the module or below it."""
-        return next((key for module, key in self.changing.items() if _is_within(module, [name])), None)
+        changed = {**self.written, **self.changing}
+        return next((key for module, key in changed.items() if _is_within(module, [name])), None)
 
     def check_hooks(self, called: Iterable[str]) -> None:
         """Raise ParseError if a graph made by hand goes past modules with hooks; ``called`` are what it calls."""

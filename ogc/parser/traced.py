@@ -168,9 +168,10 @@ class RecordAgain(Exception):
 class OpaqueError(ParseError):
     """The forward does what no program can hold; modules that hide it, by name, and why each would have to."""
 
-    def __init__(self, message: str, modules: dict[str, str]) -> None:
+    def __init__(self, message: str, modules: dict[str, str], are_written: bool = False) -> None:
         super().__init__(message)
         self.modules = modules
+        self.are_written = are_written  # what calls compute, they change for the next ones
 
 
 def forget_calls(node: torch.fx.Node) -> None:
