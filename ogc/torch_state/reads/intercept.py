@@ -143,9 +143,6 @@ _functions: dict[int, list[weakref.ref[FunctionType]]] = {}
 _kept: dict[int, CodeType] = {}
 """Codes of which the numbers are not used again: those of functions that were called while somebody looked."""
 
-_references: dict[int, int] = {}
-"""By the number of a code, the fewest references to it that were seen beside those of its known functions."""
-
 
 class CalledFunctions:
     """Tells of functions that this thread calls, once for each class of the first argument, closure and ``mode()``."""
@@ -154,7 +151,7 @@ class CalledFunctions:
         self.told, self.mode = told, mode
         self._others: set[int] = set()  # numbers of codes that are not followed
         self._seen: set[tuple[Any, ...]] = set()
-        self._has_looked = False
+        self._has_looked = self._is_sure = False
         self._around: FrameType | None = None  # the frame that calls the forward
 
     @contextmanager
@@ -195,18 +192,23 @@ class CalledFunctions:
 
     def _of(self, code: CodeType, frame: FrameType) -> list[FunctionType]:
         """The functions that have a code and the closure of a call; none where the forward has made it."""
+        if not self._is_sure:
+            _forget_those_with_other_codes()
+            self._is_sure = True
         known = _known(code, frame)
-        if self._has_looked or (known and _are_all_known(code)) or id(code) in (made := self._made_within(frame)):
+        if (
+            self._has_looked
+            or (known and not _has_siblings(known[0]))
+            or id(code) in (made := self._made_within(frame))
+        ):
             return known
         self._has_looked = True
-        _references.clear()
         old = {id(function) for found in _functions.values() for reference in found if (function := reference())}
         _functions.clear()
         for function in _all_functions():
             is_made = id(function.__code__) in made and id(function) not in old
             if not is_made and is_followed(function.__globals__.get("__name__")):
                 _functions.setdefault(id(function.__code__), []).append(weakref.ref(function))
-        _are_all_known(code)
         return _known(code, frame)
 
     def _made_within(self, frame: FrameType | None) -> set[int]:
@@ -224,24 +226,17 @@ def is_observer(profiler: Any) -> bool:
 
 
 def _known(code: CodeType, frame: FrameType) -> list[FunctionType]:
-    return [function for function in _with_code(code) if _has_cells_of(function, frame)]
-
-
-def _with_code(code: CodeType) -> list[FunctionType]:
     found = (reference() for reference in _functions.get(id(code), ()))
-    return [function for function in found if function is not None and function.__code__ is code]
+    alike = [function for function in found if function is not None and function.__code__ is code]
+    return [function for function in alike if _has_cells_of(function, frame)]
 
 
-def _are_all_known(code: CodeType) -> bool:
-    """Whether no other function can have got a code since its functions were looked for.
-
-    It would refer to the code. A call that is running does too, so that this may be False without need.
-    """
-    known = _with_code(code)
-    beside = sys.getrefcount(code) - len(known)
-    before = _references.setdefault(id(code), beside)
-    _references[id(code)] = min(before, beside)
-    return beside <= before and len(known) == len(_functions[id(code)])
+def _forget_those_with_other_codes() -> None:
+    """Have all functions be looked for if one has got another's code."""
+    for number, found in _functions.items():
+        if any((function := reference()) is not None and id(function.__code__) != number for reference in found):
+            _functions.clear()
+            return
 
 
 def _has_cells_of(function: FunctionType, frame: FrameType) -> bool:
