@@ -196,11 +196,7 @@ class CalledFunctions:
             _forget_those_with_other_codes()
             self._is_sure = True
         known = _known(code, frame)
-        if (
-            self._has_looked
-            or (known and not _has_siblings(known[0]))
-            or id(code) in (made := self._made_within(frame))
-        ):
+        if self._has_looked or known or id(code) in (made := self._made_within(frame)):
             return known
         self._has_looked = True
         old = {id(function) for found in _functions.values() for reference in found if (function := reference())}
