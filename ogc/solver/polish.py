@@ -39,7 +39,7 @@ PERIODS = 4
 OVER, BROKEN = 3.0, 0.02
 """What a plan costs that misses its bound: for each share of the plain step by which it does, and at least."""
 
-BESIDE = 0.002
+BESIDE = 1e-5
 """What time counts beside the peak where that is asked for, and the other way."""
 
 

@@ -24,7 +24,7 @@ FAMILIES = ("operators/", "sizing/cuda/", "rewrites/rules.py")
 
 ELSEWHERE = {
     "sizing/hollow.py": {"add"},  # what autograd's engine calls by itself
-    "sizing/needs.py": {"_local_scalar_dense"},  # numbers that an optimizer reads
+    "sizing/optimizers.py": {"_local_scalar_dense"},  # numbers that an optimizer reads
     "parser/traced.py": {"lift_fresh", "detach_"},  # what recording is about: data that become tensors
     "parser/recorder/recorder.py": {"lift_fresh", "requires_grad_", "to"},  # and casts of autocast's
     # Calls that a pass or the recorder puts into a program.

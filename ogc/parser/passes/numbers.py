@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from ...operators.elementwise import WrittenOver
 from ...program.program import Guards, LowMemoryVariant, Place, Program, Saved, leaves_of
 from ...program.tensors import Layout
 from ...torch_state.private import schema_of
@@ -121,7 +120,7 @@ def _check_variant(
     is_here = all(spec.device.type == "cpu" for spec in seen.given)
     args, _ = _arguments(then[node.name], found, "meta")
     with torch.enable_grad():
-        if not ((is_here or isinstance(variant.target, WrittenOver)) and variant.target.pays(*args)):
+        if not ((is_here or variant.target.writes_over) and variant.target.pays(*args)):
             raise Unlike(f"{node.name} has another variant")
 
 
