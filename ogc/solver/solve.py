@@ -132,7 +132,8 @@ def optimal(graph: Graph, goal: Goal, effort: int = 1) -> Plan:
     found = aim.best([found, known.answers.get(asked), *(known.plans if goal else ())])
     if found is not None and (moves := _moves(effort, graph)) and asked not in known.answers:
         found = polished(search.costs, found, aim, moves, nested=bool(goal))
-    known.answer(asked, found)
+    if not is_late():
+        known.answer(asked, found)
     if plain.floor is not None and (lowest := min(filter(None, [found, *known.plans]), default=None)) is not None:
         plain = replace(plain, floor=(lowest.peak_bytes, lowest.seconds))
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
