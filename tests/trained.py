@@ -38,7 +38,7 @@ class Training:
         self.models.append(model)
         if self.is_plain:
             return model
-        optimised = ogc.optimize(model, sample, **goal)
+        optimised = ogc.optimize(model, sample, **(goal or {"memory_budget": "least"}))
         assert sample is None or not optimised.plan.is_plain
         self.optimised.append(optimised)
         return optimised
