@@ -245,7 +245,7 @@ def test_bad_input(tmp_path):
 @pytest.mark.parametrize("source", ["plan", "cache_dir"])
 def test_a_plan_that_does_not_keep_the_goal_is_made_anew(tmp_path, caplog, kind, source):
     model, given, goal = model_of(kind)
-    least = ogc.optimize(model, given, **goal).plan
+    least = ogc.optimize(model, given, memory_budget="least", **goal).plan
     loose = ogc.optimize(model, given, memory_budget=0.95, **goal).plan
     budget = (least.peak_bytes + loose.peak_bytes) // 2
     assert least.peak_bytes < budget < loose.peak_bytes

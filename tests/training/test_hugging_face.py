@@ -188,8 +188,8 @@ def test_checkpointing_of_transformers_beside_it(when, reentrant, tmp_path, monk
         settings = {"gradient_checkpointing": True, **options} if when == "by the trainer" else {}
         training.measured(trainer_of(run, tmp_path, **settings).train)
 
-    # those of the reentrant kind leave nothing to plan
-    assert_trained_alike(train, monkeypatch, 1.02, runs_plan=not reentrant)
+    # those of the reentrant kind leave hardly anything to plan
+    assert_trained_alike(train, monkeypatch, 1.02, runs_plan=None if reentrant else True)
 
 
 def test_the_model_is_made_by_the_trainer(tmp_path, monkeypatch):
