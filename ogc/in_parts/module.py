@@ -8,6 +8,7 @@ instance that shares everything with the part. In any other case the part is cal
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -230,6 +231,11 @@ class PartCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
         assert module is not None
+        if torch.compiler.is_dynamo_compiling():
+            return own_call(module)(*args, **kwargs)
+        caller = sys._getframe(1).f_locals.get("self")  # another one where the part's attributes were copied or shared
+        if isinstance(caller, torch.nn.Module) and caller is not module and vars(caller).get(CALL) is self:
+            return own_call(caller)(*args, **kwargs)
         if torch.compiler.is_compiling():
             return own_call(module)(*args, **kwargs)
         for parts, hooks in _running.stack:  # the outermost has planned for all of it

@@ -278,3 +278,28 @@ def test_tools_see_the_plain_submodule_and_model(tool):
         made = SEEN_BY[tool](module)
         torch.manual_seed(0)
         assert torch.equal(made(X), expected)
+
+
+def test_a_copy_of_the_plain_model_and_what_shares_its_attributes_are_called_themselves():
+    class Scaled(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(8, 8), nn.Tanh())
+            self.scale = 2.0
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    class Doubled(Scaled):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model, x = Scaled(), torch.randn(4, 8)
+    optimised = ogc.optimize(model)
+    expected = model(x)
+    shallow = copy.copy(model)
+    shallow.scale = 3.0
+    assert torch.equal(shallow(x), expected / 2 * 3)
+    other = Doubled()
+    other.__dict__ = model.__dict__
+    assert torch.equal(other(x), 2 * expected)
+    assert torch.equal(model(x), expected) and torch.equal(optimised(x), expected)
