@@ -184,8 +184,8 @@ def test_peaks_of_a_residual_network(monkeypatch, threads):
     """The least peak takes as little time as within a budget, and what is better lost goes whatever the times."""
     graph = ogc.parse(CASES["resnet18"].build(), torch.randn(8, 3, 224, 224), profile="estimate")
     for goal in ({"memory_budget": "least"}, {"max_overhead": 0.3}):
-        plan = ogc.solve(graph, **goal)
-        within = ogc.solve(graph, memory_budget=plan.peak_bytes)
+        plan = ogc.solve(replace(graph), **goal)
+        within = ogc.solve(replace(graph), memory_budget=plan.peak_bytes)
         assert within.peak_bytes == plan.peak_bytes
         assert plan.added_seconds <= within.added_seconds
     noise, peaks = random.Random(0), []

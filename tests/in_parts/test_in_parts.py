@@ -279,7 +279,7 @@ def plans_of_parts(model):
     """The plan that each block ran by last; none of those that run as they are."""
     for block in model.blocks:
         found = vars(block).get(CALL)
-        (parts,) = found.part_of if found is not None else [None]
+        parts = next(iter(found.part_of if found is not None else ()), None)
         yield parts and parts.members[id(block)].runner.entries[0].plan
 
 
