@@ -448,12 +448,19 @@ class Graph:
         return [str(position), op.name, op.target, op.module, op.source, *(f"{number:.3f}" for number in numbers)]
 
 
-def price(peak: int, plain: int, overhead: float, floor: tuple[int, float] | None) -> str:
-    """A plan in one line: its peak and the plain model's in bytes, its overhead; peak and overhead of the floor."""
-    text = f"peak {peak / MIB:.1f} of {plain / MIB:.1f} MiB, {overhead:+.0%} time"
+def price(peak: int, plain: int, added: float, step: float, floor: tuple[int, float] | None) -> str:
+    """A plan in one line: its peak and the plain model's in bytes, and the share of the plain step that it adds.
+
+    Args:
+        peak, plain: in bytes.
+        added, step: seconds that the plan adds, and of the plain step.
+        floor: peak and added seconds of the plan with the least peak, if that is known.
+    """
+    share = 1 / step if step else 0.0
+    text = f"peak {peak / MIB:.1f} of {plain / MIB:.1f} MiB, {share * added:+.0%} time"
     if floor is None or floor[0] >= peak:
         return text
-    return f"{text}; floor {floor[0] / MIB:.1f} MiB at {floor[1]:+.0%}"
+    return f"{text}; floor {floor[0] / MIB:.1f} MiB at {share * floor[1]:+.0%}"
 
 
 def fold(rows: Sequence[T], key: Callable[[T], object], most: int = 64) -> Iterator[tuple[Sequence[T], int]]:

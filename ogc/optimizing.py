@@ -106,7 +106,8 @@ def optimize(
             one at the first call, and after the parameters moved, from another seed, on another input that is made of
             it. That takes the time of these and the memory of a plain step; :func:`ogc.check` tries more seeds, and a
             smaller batch.
-        effort: how long a local search improves what the dynamic program finds, 0 to 3; see :func:`ogc.solve`.
+        effort: how long a local search improves what the dynamic program finds, 0 to 3; see :func:`ogc.solve`. It is
+            for plans of the whole model: chunks and parts are planned with 0.
         planning_seconds: after which the best plan found so far is taken, for each call that is planned. What is then
             not measured yet is estimated. Recording the forward is not cut short.
 

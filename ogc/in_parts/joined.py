@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -21,6 +21,7 @@ from itertools import accumulate
 from ..errors import SolveError
 from ..graph import Graph, Operation, RuntimeCosts, Value
 from ..plan import Decisions, Plan, Segment, make_plan, plain_plan, saved
+from ..plan.decisions import Policies, Policy, clipped, shifted
 from ..plan.schedule import FORWARD, Schedule
 from ..plan.simulate import Memory
 from ..solver import FAIR, FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Goal, optimal
@@ -169,11 +170,12 @@ class Joined:
     def decisions(self, choice: Choice) -> Decisions:
         """The plans of all parts as one of the graph."""
         segments: list[Segment] = []
-        policies, variants = [], []
+        policies: list[tuple[int, Policy]] = []
+        variants: list[int] = []
         for n, part in enumerate(self.calls):
-            one, region, first = choice[part].decisions, self.regions[n], self.firsts[n] + 1
-            segments += [saved(region, region + 1), *(_moved(segment, region + 1, first) for segment in one.segments)]
-            policies += [(first + v, policy) for v, policy in one.policies]
+            one, region, moved = choice[part].decisions, self.regions[n], partial(_renumbered, self.firsts[n] + 1)
+            segments += [saved(region, region + 1), *(shifted(segment, region + 1, moved) for segment in one.segments)]
+            policies += moved(one.policies)
             variants += [region + 1 + t for t in one.low_memory]
         return Decisions((*segments, saved(self.regions[-1], self.regions[-1] + 1)), tuple(policies), tuple(variants))
 
@@ -181,11 +183,12 @@ class Joined:
         """A plan of the graph as that of a call."""
         graph, start, first = self.parts[self.calls[n]], self.regions[n] + 1, self.firsts[n] + 1
         stop, end = start + len(graph), first + len(graph.values)
-        segments = tuple(_clipped(decisions.segments, (start, stop), (first, end)))
+        own = clipped(decisions.segments, start, stop, lambda v, *_: first <= v < end)
+        segments = tuple(shifted(segment, -start, partial(_renumbered, -first)) for segment in own)
         variants = tuple(t - start for t in decisions.low_memory if start <= t < stop)
         if not variants and not any(segment.parts for segment in segments):
             return plain_plan(graph)
-        policies = tuple((v - first, policy) for v, policy in decisions.policies if first <= v < end)
+        policies = _renumbered(-first, tuple(each for each in decisions.policies if first <= each[0] < end))
         return make_plan(graph, Decisions(segments, policies, variants), solver)
 
     def with_call(self, name: str, graph: Graph, beside: int) -> Joined:
@@ -319,22 +322,8 @@ def _heavier(op: Operation, outside: int) -> Operation:
     )
 
 
-def _moved(segment: Segment, by: int, values: int) -> Segment:
-    parts, policies = (
-        (_moved(part, by, values) for part in segment.parts),
-        ((v + values, policy) for v, policy in segment.policies),
-    )
-    return Segment(segment.start + by, segment.stop + by, tuple(parts), tuple(policies))
-
-
-def _clipped(segments: Iterable[Segment], between: tuple[int, int], values: tuple[int, int]) -> Iterator[Segment]:
-    """The segments as far as they are between two positions; these, and values, are counted from the first then."""
-    (start, stop), (first, end) = between, values
-    for segment in segments:
-        if segment.start < stop and segment.stop > start:
-            policies = tuple((v - first, policy) for v, policy in segment.policies if first <= v < end)
-            parts = tuple(_clipped(segment.parts, between, values))
-            yield Segment(max(segment.start, start) - start, min(segment.stop, stop) - start, parts, policies)
+def _renumbered(by: int, policies: Policies) -> Policies:
+    return tuple((v + by, policy) for v, policy in policies)
 
 
 ATTEMPTS = 8

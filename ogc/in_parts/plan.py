@@ -237,8 +237,7 @@ class PartsPlan:
     @property
     def summary(self) -> str:
         """Its price in one line; see :attr:`ogc.Plan.summary`."""
-        floor = self.floor and (self.floor[0], self.floor[1] / self.step_seconds if self.step_seconds else 0.0)
-        return price(self.peak_bytes, self.plain_peak_bytes, self.overhead, floor)
+        return price(self.peak_bytes, self.plain_peak_bytes, self.added_seconds, self.step_seconds, self.floor)
 
     @property
     def is_plain(self) -> bool:

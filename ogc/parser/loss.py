@@ -27,17 +27,17 @@ from .opaque import OpaqueModules
 from .traced import StepEnd, Traced, forget_calls, without_unused
 
 
-def check_rest(rest: AfterForward) -> None:
-    """Raise InputError if what is said of the rest of a step is of the wrong kind."""
-    loss = rest.loss
-    if rest.outputs not in ("all", "loss"):
-        raise InputError(f'outputs must be "all" or "loss", not {rest.outputs!r}')
-    _check_gradients(rest.gradients)
+def check_after_forward(after_forward: AfterForward) -> None:
+    """Raise InputError if what is said of how a step goes on is of the wrong kind."""
+    loss = after_forward.loss
+    if after_forward.outputs not in ("all", "loss"):
+        raise InputError(f'outputs must be "all" or "loss", not {after_forward.outputs!r}')
+    _check_gradients(after_forward.gradients)
     if isinstance(loss, str) and loss != "outputs":
         raise InputError(f'loss must be a function of the model\'s output, or "outputs", not {loss!r}')
     if loss is None or isinstance(loss, str):
         return
-    if rest.outputs == "loss":
+    if after_forward.outputs == "loss":
         raise InputError('outputs="loss" needs a model that returns its loss; ogc.optimize makes one with loss=')
     if not callable(loss):
         raise InputError(f"loss must be a function of the model's output, such as a criterion, not {loss!r}")
@@ -54,7 +54,7 @@ def with_step_end(
     InputError if the loss is no function, fails, or returns something else than one number to differentiate; or if
     nothing but the loss is wanted, and no output is the loss.
     """
-    check_rest(after_forward)
+    check_after_forward(after_forward)
     loss = after_forward.loss
     if loss is None or isinstance(loss, str):
         found = replace(traced, end=StepEnd(_starts(sample, traced, loss), after_forward))

@@ -29,7 +29,7 @@ from .assemble import end_of, graph_of
 from .custom import CustomForward, ParseGraph, custom_forward, parse_graph_of
 from .faithful import faithful_program
 from .forward.flat import FlatForward, other_state, state_of
-from .loss import check_rest, modules_of, with_step_end
+from .loss import check_after_forward, modules_of, with_step_end
 from .opaque import NamesAndTypes, OpaqueModules, names_in, refuse_chance, why_not_repeatable
 from .passes.calls import Bindings, Unfolding, share_casts
 from .passes.lifetimes import unused_memory
@@ -169,7 +169,7 @@ def check_options(
     """Raise InputError if an argument of :func:`parse` is of the wrong kind, as far as that is known without a call."""
     home = device_of_model(model)
     profile_kind(profile, home, home)
-    check_rest(AfterForward(loss, holds_outputs, outputs))
+    check_after_forward(AfterForward(loss, holds_outputs, outputs))
     parse_graph_of(model, parse_graph)
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     names_in(modules, opaque_modules, recompute_opaque)

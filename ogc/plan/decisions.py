@@ -5,7 +5,7 @@ What that means for operations and values: :mod:`ogc.plan.schedule`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import chain, pairwise
@@ -126,6 +126,37 @@ def cut_into_segments(cuts: Sequence[int], recompute: Sequence[bool]) -> tuple[S
     return tuple(
         recomputed(*span) if again else saved(*span) for span, again in zip(pairwise(cuts), recompute, strict=True)
     )
+
+
+MadeWithin = Callable[[int, int, int], bool]
+"""Whether a value is made between two positions."""
+
+
+def fitted(segment: Segment, start: int, stop: int, made_within: MadeWithin) -> Segment:
+    """The segment with other ends: its parts are clipped, the outer ones reach to the ends; its policies as far as
+    they are on values that it makes then."""
+    if (segment.start, segment.stop) == (start, stop):
+        return segment
+    if not segment.parts:
+        return saved(start, stop)
+    parts = [part for part in segment.parts if part.start < stop and part.stop > start] or [saved(start, stop)]
+    edges = [start, *(part.start for part in parts[1:]), stop]
+    inner = (fitted(part, *ends, made_within) for part, ends in zip(parts, pairwise(edges), strict=True))
+    policies = tuple(each for each in segment.policies if made_within(each[0], start, stop))
+    return Segment(start, stop, tuple(inner), policies)
+
+
+def clipped(segments: Iterable[Segment], start: int, stop: int, made_within: MadeWithin) -> Iterator[Segment]:
+    """The segments as far as they lie between two positions."""
+    for segment in segments:
+        if segment.start < stop and segment.stop > start:
+            yield fitted(segment, max(segment.start, start), min(segment.stop, stop), made_within)
+
+
+def shifted(segment: Segment, by: int, renumbered: Callable[[Policies], Policies]) -> Segment:
+    """The segment so many operations further on, where its policies are on other values."""
+    parts = tuple(shifted(part, by, renumbered) for part in segment.parts)
+    return Segment(segment.start + by, segment.stop + by, parts, renumbered(segment.policies))
 
 
 def up_to(segments: Iterable[Segment], stop: int) -> tuple[Segment, ...]:

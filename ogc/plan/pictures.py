@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DependencyError, InputError
-from ..graph import Graph, Operation
+from ..graph import MIB, Graph, Operation
 from .decisions import Decisions, Segment
 from .schedule import Schedule
 from .simulate import Event, plain_peak, plain_timeline, trace
@@ -35,7 +35,6 @@ try:
 except ImportError as error:
     raise DependencyError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
 
-MIB = 2**20
 FORMATS = (".png", ".svg", ".pdf")
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",

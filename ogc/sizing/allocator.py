@@ -17,13 +17,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..errors import InputError, OgcError
+from ..graph import MIB
 
 log = logging.getLogger(__name__)
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Of the environment; the first that is there counts."""
 
-MIB = 2**20
 
 UNIT = 512
 """Sizes are rounded up to multiples of this."""

@@ -187,16 +187,16 @@ class Estimate:
         names = {name: name.replace("_", " ") for name in KINDS if getattr(self, name)}
         if self.gradients:
             names["gradients"] += " (kept)" if self.when == "kept" else " (none before the backward)"
-        rows = [[text, f"{getattr(self, name) / 2**20:.1f}"] for name, text in names.items()]
+        rows = [[text, f"{getattr(self, name) / MIB:.1f}"] for name, text in names.items()]
         if self.least is not None:
             counted = "activations and gradients" if self.when == "none" else "activations"
             rows += [
-                [f"{counted}, plain", f"{(self.plain or 0) / 2**20:.1f}"],
-                [f"{counted}, least", f"{self.least.peak_bytes / 2**20:.1f}"],
+                [f"{counted}, plain", f"{(self.plain or 0) / MIB:.1f}"],
+                [f"{counted}, least", f"{self.least.peak_bytes / MIB:.1f}"],
             ]
         graph = None if self.least is None else self.least.graph
         if self.autocast:
-            rows.append(["of these autocast's weights", f"{self.autocast / 2**20:.1f}"])
+            rows.append(["of these autocast's weights", f"{self.autocast / MIB:.1f}"])
         lines = [table([f"on {self.device}", "MiB"], rows)]
         if self.least is not None:
             plain, least = self.plain_bytes / 2**20, self.least_bytes / 2**20

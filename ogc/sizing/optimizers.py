@@ -50,7 +50,7 @@ def optimizer_bytes(model: torch.nn.Module, optimizer: Optimizer | None, device:
         return OptimizerBytes()
     state, first, working = _two_steps(_on_meta(optimizer, groups, device))
     if all(group.get("fused") for group in groups):  # writes over what it holds
-        working = _laid_out_bytes(groups) if device.type == "cpu" else 0
+        working = _fused_bytes(groups, device)
         first = sum(state) + working
     if optimizer.state:  # the first step is over
         first = sum(state) + working
@@ -73,17 +73,17 @@ def alone_bytes(
         for shape, parameter in {tuple(p.shape): p for p in group["params"]}.items():
             one = {**group, "params": [parameter]}
             if group.get("fused"):
-                working = _laid_out_bytes([one]) if device.type == "cpu" else 0
+                working = _fused_bytes([one], device)
             else:
                 working = _two_steps(_on_meta(optimizer, [one], device))[2]
             found[shape] = max(working, found.get(shape, 0))
     return found
 
 
-def _laid_out_bytes(groups: list[dict[str, Any]]) -> int:
-    """Bytes that fused steps take on a CPU, which copy one gradient of another layout, such as channels last."""
-    parameters = (p for group in groups for p in group["params"] if not p.is_contiguous())
-    return max((p.nbytes for p in parameters), default=0)
+def _fused_bytes(groups: list[dict[str, Any]], device: torch.device) -> int:
+    """What fused steps take: none, but on a CPU a copy of one gradient of another layout, such as channels last."""
+    laid_out = (p for group in groups for p in group["params"] if not p.is_contiguous() and device.type == "cpu")
+    return max((p.nbytes for p in laid_out), default=0)
 
 
 def _two_steps(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], int, int]:

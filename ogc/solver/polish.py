@@ -12,13 +12,14 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from random import Random
 
 from ..errors import PlanError
 from ..graph import Graph
 from ..plan import Decisions, Segment, recomputed, saved
-from ..plan.decisions import Policies, Policy
+from ..plan.decisions import Policies, Policy, clipped, fitted, shifted
 from ..plan.fast import Replay
 from ..process import is_late
 from .candidates import Candidate, weigh
@@ -193,13 +194,12 @@ class _Moves:
         if len(segments) < 2:
             return None
         n = self.random.randrange(len(segments) - 1)
-        place = bisect_left(self.cuts, segments[n].stop) + self.random.choice((-1, 1)) * self.random.choice(
-            (1, 1, 1, 2, 3, 5)
-        )
+        by = self.random.choice((-1, 1)) * self.random.choice((1, 1, 1, 2, 3, 5))
+        place = bisect_left(self.cuts, segments[n].stop) + by
         first, second = segments[n : n + 2]
         if not (0 < place < len(self.cuts) and first.start < (cut := self.cuts[place]) < second.stop):
             return None
-        both = self._between(first, first.start, cut), self._between(second, cut, second.stop)
+        both = self._fitted(first, first.start, cut), self._fitted(second, cut, second.stop)
         return (*segments[:n], *both, *segments[n + 2 :])
 
     def _merge(self, segments: Level) -> Level | None:
@@ -226,7 +226,7 @@ class _Moves:
         if (cut := self._cut_in(segments[n])) is None:
             return None
         one = segments[n]
-        both = [self._between(one, one.start, cut), self._between(one, cut, one.stop)]
+        both = [self._fitted(one, one.start, cut), self._fitted(one, cut, one.stop)]
         changed = self.random.randrange(4)
         if changed < len(both):
             both[changed] = _toggled(both[changed])
@@ -270,42 +270,30 @@ class _Moves:
         edges = range(start - before * length, start + (after + 2) * length, length)
         if len(edges) < 3 or not self.is_cut.issuperset(edges):
             return None
-        layer = [*self._clipped(segments, start, start + length)]
-        stamped = (self._shifted(one, edge - start) for edge in edges[:-1] for one in layer)
-        end = len(self.graph)
-        return (*self._clipped(segments, 0, edges[0]), *stamped, *self._clipped(segments, edges[-1], end))
+        before_them, layer, behind_them = (
+            [*clipped(segments, *ends, self._is_made_within)]
+            for ends in ((0, edges[0]), (start, start + length), (edges[-1], len(self.graph)))
+        )
+        further = ((edge - start, partial(self._policies_further, edge - start)) for edge in edges[:-1])
+        stamped = (shifted(one, *by) for by in further for one in layer)
+        return (*before_them, *stamped, *behind_them)
 
-    def _shifted(self, one: Segment, by: int) -> Segment:
-        parts = tuple(self._shifted(part, by) for part in one.parts)
-        return Segment(one.start + by, one.stop + by, parts, tuple(sorted(self._policies_shifted(one.policies, by))))
-
-    def _policies_shifted(self, policies: Policies, by: int) -> Iterator[tuple[int, Policy]]:
+    def _policies_further(self, by: int, policies: Policies) -> Policies:
+        """The policies of the values that take the places of these so many operations further on."""
         operations, producers = self.graph.operations, self.graph.producers
+        found: dict[int, Policy] = {}
         for value, policy in policies:
             there = operations[producers[value] + by].writes
             place = operations[producers[value]].writes.index(value)
             if place < len(there) and producers[there[place]] == producers[value] + by:
-                yield there[place], policy
+                found[there[place]] = policy
+        return tuple(sorted(found.items()))
 
-    def _clipped(self, segments: Level, start: int, stop: int) -> Iterator[Segment]:
-        """The segments as far as they lie between two positions."""
-        for one in segments:
-            if one.start < stop and one.stop > start:
-                yield self._between(one, max(one.start, start), min(one.stop, stop))
+    def _fitted(self, one: Segment, start: int, stop: int) -> Segment:
+        return fitted(one, start, stop, self._is_made_within)
 
-    def _between(self, one: Segment, start: int, stop: int) -> Segment:
-        """A segment with other ends: its parts are clipped, and the outer ones reach to the ends."""
-        if (one.start, one.stop) == (start, stop):
-            return one
-        if not one.parts:
-            return saved(start, stop)
-        parts = [part for part in one.parts if part.start < stop and part.stop > start]
-        if not parts:
-            parts = [saved(start, stop)]
-        edges = [start, *(part.start for part in parts[1:]), stop]
-        inner = tuple(self._between(part, *ends) for part, *ends in zip(parts, edges, edges[1:], strict=False))
-        policies = tuple(each for each in one.policies if start <= self.graph.producers[each[0]] < stop)
-        return Segment(start, stop, inner, policies)
+    def _is_made_within(self, value: int, start: int, stop: int) -> bool:
+        return start <= self.graph.producers[value] < stop
 
 
 def _toggled(one: Segment) -> Segment:

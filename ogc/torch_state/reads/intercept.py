@@ -140,16 +140,14 @@ _OF_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"}
 _functions: dict[int, list[weakref.ref[FunctionType]]] = {}
 """By the number of a code, which they keep alive: the functions that had it when they were last looked for."""
 
-_kept: dict[int, CodeType] = {}
-"""Codes of which the numbers are not used again: those of functions that were called while somebody looked."""
-
 
 class CalledFunctions:
     """Tells of functions that this thread calls, once for each class of the first argument, closure and ``mode()``."""
 
     def __init__(self, told: Callable[[Called], None], mode: Callable[[], object]) -> None:
         self.told, self.mode = told, mode
-        self._others: set[int] = set()  # numbers of codes that are not followed
+        self._codes: dict[int, CodeType] = {}  # of those that are followed
+        self._others: dict[int, CodeType] = {}  # which also keeps their numbers from being used again
         self._seen: set[tuple[Any, ...]] = set()
         self._has_looked = self._is_sure = False
         self._around: FrameType | None = None  # the frame that calls the forward
@@ -177,8 +175,7 @@ class CalledFunctions:
             return
         self._around = self._around or frame.f_back
         if not is_followed(frame.f_globals.get("__name__")):
-            self._others.add(id(code))
-            _kept[id(code)] = code
+            self._others[id(code)] = code
             return
         seen_now = frame.f_locals if code.co_argcount or code.co_freevars else {}
         first = seen_now.get(code.co_varnames[0]) if code.co_argcount else None
@@ -186,7 +183,7 @@ class CalledFunctions:
         if code.co_freevars:
             seen += tuple(id(seen_now.get(name)) for name in code.co_freevars)
         if seen not in self._seen and not _is_of_collector(frame):
-            _kept[id(code)] = code
+            self._codes[id(code)] = code
             self._seen.add(seen)
             self.told(Called(self._of(code, frame), frame.f_globals, _globals_named(code), first))
 

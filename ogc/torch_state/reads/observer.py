@@ -389,7 +389,7 @@ class Observer:
 
     def writes(self, opaque: Collection[str] | None) -> list[Write]:
         """What the forward has changed, but for what these opaque modules change, as they do in each call."""
-        owners, covered = list(self.owners.values()), tuple(f"{opaque}." for opaque in opaque or ())
+        owners, covered = list(self.owners.values()), tuple(f"{name}." for name in opaque or ())
         known = numbers_of([owner.thing for owner in owners])
         found = []
         for number, key in self._changed():
