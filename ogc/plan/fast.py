@@ -13,7 +13,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import accumulate, chain
 from pathlib import Path
-from struct import unpack
+from struct import Struct, unpack
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,12 @@ from .schedule import with_saved_end
 from .simulate import simulate
 
 Array = NDArray[np.generic]
+
+ROW = Struct("4i")
+"""Of a segment: start, stop, how many parts, how many policies."""
+
+MOST_KNOWN = 50_000
+"""Segments whose rows are held."""
 
 
 class Cost(NamedTuple):
@@ -56,6 +62,7 @@ class Replay:
             raise MemoryError("there is no memory to weigh plans in")
         weakref.finalize(self, self._library.ogc_delete, self._state)
         self._cost = array("q", bytes(48))
+        self._flat: dict[int, tuple[Segment, bytes, bytes]] = {}  # by the identity of the segment, which is held
 
     def __call__(self, decisions: Decisions) -> Cost:
         """The cost of a plan.
@@ -77,35 +84,35 @@ class Replay:
         """Count with the library; False where the plan cannot be carried out."""
         graph, library = self.graph, self._library
         assert library is not None
-        columns = start, stop, parent, is_recomputed = array("i"), array("i"), array("i"), array("B")
-        segment, value, kind = array("i"), array("i"), array("B")
-
-        def add(number: int, policies: Policies) -> None:
-            for v, policy in policies:
-                segment.append(number)
-                value.append(v)
-                kind.append(policy)
-
-        def flatten(segments: Iterable[Segment], around: int) -> None:
-            for one in segments:
-                number = len(start)
-                start.append(one.start)
-                stop.append(one.stop)
-                parent.append(around)
-                is_recomputed.append(bool(one.parts))
-                add(number, one.policies)
-                flatten(one.parts, number)
-
-        add(-1, decisions.policies)
-        flatten(with_saved_end(graph, decisions.segments), -1)
-        is_low = array("B", bytes(len(graph)))
+        if len(self._flat) > MOST_KNOWN:
+            self._flat.clear()
+        found = [self._flattened(one) for one in with_saved_end(graph, decisions.segments)]
+        segments = b"".join([rows for _, rows, _ in found])
+        policies = _packed(decisions.policies) + b"".join([policies for _, _, policies in found])
+        is_low = bytearray(len(graph))
         for t in decisions.low_memory:
             if not 0 <= t < len(graph):
                 return False
             is_low[t] = graph.operations[t].low_memory is not None
-        addresses = (column.buffer_info()[0] for column in (*columns, segment, value, kind, is_low))
-        plan = array("q", (len(start), len(segment), *addresses))
+        columns = [array("B", column) for column in (segments, policies, is_low)]
+        counts = len(segments) // ROW.size, len(decisions.policies)
+        plan = array("q", (*counts, *(column.buffer_info()[0] for column in columns)))
         return bool(library.ogc_replay(self._state, plan.buffer_info()[0], self._cost.buffer_info()[0]) == 0)
+
+    def _flattened(self, one: Segment) -> tuple[Segment, bytes, bytes]:
+        """A segment, itself and its parts as rows, and their policies; the segments of other plans are known."""
+        if (known := self._flat.get(id(one))) is not None:
+            return known
+        row, policies = ROW.pack(one.start, one.stop, len(one.parts), len(one.policies)), _packed(one.policies)
+        for _, rows_of_part, policies_of_part in map(self._flattened, one.parts):
+            row += rows_of_part
+            policies += policies_of_part
+        self._flat[id(one)] = one, row, policies
+        return self._flat[id(one)]
+
+
+def _packed(policies: Policies) -> bytes:
+    return array("i", chain.from_iterable(policies)).tobytes()
 
 
 def _seconds(op: Operation) -> float:

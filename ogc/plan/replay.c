@@ -5,6 +5,7 @@
  */
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { KEPT = 1, REMADE = 2 };
 enum { FOUND = 0, NO_PLAN = 1, RUNS_TWICE = 2, NO_MEMORY = 3 };
@@ -30,11 +31,18 @@ typedef struct {
 } Graph;
 
 typedef struct {
-    int64_t segments, policies;
-    const int32_t *start, *stop, *parent; /* a segment before its parts, else in program order; parent -1: outermost */
-    const uint8_t *is_recomputed;
-    const int32_t *segment, *value; /* of policies; segment -1: in all runs */
-    const uint8_t *policy, *is_low_memory;
+    int32_t value, policy;
+} Policy;
+
+typedef struct {
+    int32_t start, stop, parts, policies; /* how many parts and policies of its own it has */
+} Segment;
+
+typedef struct {
+    int64_t segments, policies; /* in all, and policies in all runs */
+    const Segment *segment;     /* each before its parts, else in program order */
+    const Policy *policy;       /* in all runs first, then those of each segment */
+    const uint8_t *is_low_memory;
 } Plan;
 
 typedef struct {
@@ -52,26 +60,29 @@ typedef struct {
     int32_t run, operation, during; /* IN_FORWARD, IN_BACKWARD, or the operation whose backward waits */
 } Step;
 
+/* A value that a run makes or finds; the last step that needs it, and the next copy with the same last step. */
 typedef struct {
-    int32_t value, born, gone;
-} Life;
+    int32_t run, value, last, next, born, gone; /* events; born -1: not yet */
+} Copy;
 
 typedef struct {
     const Graph *graph;
     const Plan *plan;
     Run *runs;
     Step *steps;
-    Life *lives;
-    int32_t count, step_count, life_count, program_count, need_count, backward_count, failed;
-    int64_t run_room, step_room, life_room, program_room, need_room, head_room, peak_room;
+    Copy *copies;
+    int32_t count, step_count, copy_count, program_count, need_count, backward_count, failed;
+    int64_t run_room, step_room, copy_room, program_room, need_room, head_room, peak_room;
     int32_t *programs, *needs;
     int32_t *backwards;            /* run, start, stop of saved segments, as their backwards come */
     int32_t *last_part, *previous; /* of a segment; [segments]: of the outermost level */
-    uint8_t *policies, *keeps, *kept;
+    int32_t *policy_at;            /* of a segment, its first policy */
+    uint8_t *everywhere, *policies, *keeps, *kept; /* everywhere, policies: of all runs, and of the one in question */
     int32_t *leaf_of, *keepers;    /* for each operation, the run that supplies its backward, and its internal tensors */
     int32_t *needed, *wanted, *alive, *read, mark;
-    int32_t *made, *known, generation;    /* for each run and value */
-    int32_t *last, *born, *next, *head, *peak_values;
+    int32_t *made, generation;            /* for each run and value */
+    int32_t *place;                       /* for each run and value, its place in copies, if that is there */
+    int32_t *head, *peak_values;
 } State;
 
 static void *room_for(State *s, void *items, int64_t *room, int64_t count, size_t size) {
@@ -86,70 +97,90 @@ static const Variant *variant(const State *s, int32_t t) { return &s->graph->var
 
 /* -- runs ------------------------------------------------------------------------------------------------------- */
 
-/* Whether segments cover what they are parts of, in order, between cuts; policies name what they can. */
-static int is_plan(State *s) {
-    const Graph *g = s->graph;
-    const Plan *p = s->plan;
-    for (int32_t i = 0; i <= p->segments; i++) s->last_part[i] = -1;
-    for (int32_t i = 0; i < p->segments; i++) {
-        int64_t around = p->parent[i] < 0 ? p->segments : p->parent[i];
-        int32_t before = s->last_part[around];
-        int32_t begin = before >= 0 ? p->stop[before] : p->parent[i] < 0 ? 0 : p->start[p->parent[i]];
-        if (p->start[i] != begin || p->stop[i] <= begin || p->stop[i] > g->operations || !g->is_cut[p->stop[i]]) return 0;
-        s->previous[i] = before;
-        s->last_part[around] = i;
-    }
-    for (int32_t i = 0; i <= p->segments; i++) {
-        int64_t stop = i == p->segments ? g->operations : p->stop[i], part = s->last_part[i];
-        if (i == p->segments || p->is_recomputed[i] ? part < 0 || p->stop[part] != stop : part >= 0) return 0;
-    }
-    for (int32_t i = 0; i < p->policies; i++) {
-        int32_t v = p->value[i], in = p->segment[i];
-        if (v < 0 || v >= g->values) return 0;
-        if (in >= 0 && (!p->is_recomputed[in] || g->producers[v] < p->start[in] || g->producers[v] >= p->stop[in])) return 0;
+/* Whether policies name what they can: values, and in a segment those that it makes again. */
+static int are_policies(const Graph *g, const Policy *policy, int64_t count, int32_t start, int32_t stop) {
+    for (int64_t i = 0; i < count; i++) {
+        int32_t v = policy[i].value;
+        if (v < 0 || v >= g->values || g->producers[v] < start || g->producers[v] >= stop) return 0;
     }
     return 1;
 }
 
-static void visit(State *s, int32_t number, int32_t part) {
+/* Read a segment and its parts, which begin where those before them stop; the number of the next one, or -1. */
+static int64_t read_segment(State *s, int64_t i, int64_t around, int32_t begin) {
+    const Graph *g = s->graph;
+    const Segment *one = s->plan->segment + i;
+    if (one->start != begin || one->stop <= begin || one->stop > g->operations || !g->is_cut[one->stop]) return -1;
+    if (one->policies && !one->parts) return -1;
+    s->policy_at[i + 1] = s->policy_at[i] + one->policies;
+    if (!are_policies(g, s->plan->policy + s->policy_at[i], one->policies, one->start, one->stop)) return -1;
+    s->previous[i] = s->last_part[around];
+    s->last_part[around] = (int32_t)i;
+    s->last_part[i] = -1;
+    int64_t next = i + 1;
+    for (int32_t n = 0; n < one->parts && next >= 0; n++, begin = next < 0 ? 0 : s->plan->segment[s->last_part[i]].stop)
+        next = read_segment(s, next, i, begin);
+    return next >= 0 && (!one->parts || begin == one->stop) ? next : -1;
+}
+
+/* Whether segments cover what they are parts of, in order, between cuts; policies name what they can. */
+static int is_plan(State *s) {
     const Plan *p = s->plan;
+    int32_t stop = 0;
+    s->last_part[p->segments] = -1;
+    s->policy_at[0] = (int32_t)p->policies;
+    for (int64_t i = 0; i < p->segments;) {
+        int64_t first = i;
+        if ((i = read_segment(s, i, p->segments, stop)) < 0) return 0;
+        stop = p->segment[first].stop;
+    }
+    return stop == s->graph->operations && are_policies(s->graph, p->policy, p->policies, 0, stop);
+}
+
+static void visit(State *s, int32_t number, int32_t part) {
+    const Segment *segments = s->plan->segment;
     for (; part >= 0; part = s->previous[part]) {
-        if (p->is_recomputed[part]) {
+        const Segment *one = segments + part;
+        if (one->parts) {
             int32_t child = s->count++;
-            s->runs[child] = (Run){.start = p->start[part], .stop = p->stop[part], .parent = number, .segment = part};
+            s->runs[child] = (Run){.start = one->start, .stop = one->stop, .parent = number, .segment = part};
             visit(s, child, s->last_part[part]);
         } else {
             int32_t *entry = s->backwards + 3 * s->backward_count++;
-            entry[0] = number, entry[1] = p->start[part], entry[2] = p->stop[part];
-            for (int32_t t = p->start[part]; t < p->stop[part]; t++) s->leaf_of[t] = number;
+            entry[0] = number, entry[1] = one->start, entry[2] = one->stop;
+            for (int32_t t = one->start; t < one->stop; t++) s->leaf_of[t] = number;
         }
     }
 }
 
-/* The policies that hold in a run: those of segments around it go before its own, those of all runs before these. */
+/* The policies that hold in a run beside those of all runs: those of segments around it go before its own. */
 static void set_policies(State *s, int32_t number, int is_on) {
-    const Plan *p = s->plan;
     for (int32_t run = number; run > FORWARD; run = s->runs[run].parent)
-        for (int32_t i = 0; i < p->policies; i++)
-            if (p->segment[i] == s->runs[run].segment) s->policies[p->value[i]] = is_on ? p->policy[i] : 0;
-    for (int32_t i = 0; i < p->policies; i++)
-        if (p->segment[i] < 0) s->policies[p->value[i]] = is_on ? p->policy[i] : 0;
+        for (int32_t i = s->policy_at[s->runs[run].segment]; i < s->policy_at[s->runs[run].segment + 1]; i++)
+            s->policies[s->plan->policy[i].value] = is_on ? (uint8_t)s->plan->policy[i].policy : 0;
 }
 
 static int is_remade(const State *s, const Run *run, int32_t v) {
-    if (s->policies[v]) return s->policies[v] == REMADE;
+    uint8_t policy = s->everywhere[v] ? s->everywhere[v] : s->policies[v];
+    if (policy) return policy == REMADE;
     return s->graph->producers[v] >= run->start && s->graph->last_uses[v] < run->stop;
 }
 
 static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+static int32_t most(int32_t a, int32_t b) { return a > b ? a : b; }
 
 static int32_t want(State *s, int32_t v, int32_t first) {
     s->wanted[v] = s->mark;
     return least(first, s->graph->producers[v]);
 }
 
-static int32_t need(State *s, const Run *run, int32_t v, int32_t first) {
+static void set_needed(State *s, int32_t v) {
+    if (s->needed[v] != s->mark) s->needs[s->need_count++] = v;
     s->needed[v] = s->mark;
+}
+
+static int32_t need(State *s, const Run *run, int32_t v, int32_t first) {
+    set_needed(s, v);
     return s->wanted[v] != s->mark && is_remade(s, run, v) ? want(s, v, first) : first;
 }
 
@@ -159,6 +190,9 @@ static int write_program(State *s, int32_t number) {
     Run *run = s->runs + number;
     int32_t first = run->start, complete = 0;
     s->mark++;
+    s->needs = room_for(s, s->needs, &s->need_room, s->need_count + g->values, sizeof *s->needs);
+    if (s->failed) return NO_MEMORY;
+    run->needs = s->need_count;
     set_policies(s, number, 1);
     for (int32_t t = run->start; t < run->stop; t++) {
         if (s->leaf_of[t] != number) continue;
@@ -199,14 +233,13 @@ static int write_program(State *s, int32_t number) {
             if (s->alive[g->last_writes[v]] == s->mark && is_remade(s, run, v)) made[v] = s->generation;
         }
         for (int32_t i = g->read_at[t]; i < g->read_at[t + 1]; i++)
-            if (t > g->last_writes[g->reads[i]]) s->needed[g->reads[i]] = s->mark;
+            if (t > g->last_writes[g->reads[i]]) set_needed(s, g->reads[i]);
     }
     run->program_stop = s->program_count;
-    s->needs = room_for(s, s->needs, &s->need_room, s->need_count + g->values, sizeof *s->needs);
-    if (s->failed) return NO_MEMORY;
-    run->needs = s->need_count;
-    for (int32_t v = 0; v < g->values; v++)
-        if (s->needed[v] == s->mark && made[v] != s->generation) s->needs[s->need_count++] = v;
+    int32_t stop = s->need_count;
+    s->need_count = run->needs;
+    for (int32_t i = run->needs; i < stop; i++)
+        if (made[s->needs[i]] != s->generation) s->needs[s->need_count++] = s->needs[i];
     run->needs_stop = s->need_count;
     set_policies(s, number, 0);
     return result;
@@ -264,18 +297,33 @@ static int set_steps(State *s) {
 
 /* -- memory ----------------------------------------------------------------------------------------------------- */
 
+/* The copy of a value that a run makes or finds; NULL if no step has made or needed it. */
+static Copy *copy_of(const State *s, int32_t run, int32_t v) {
+    int32_t place = s->place[(int64_t)run * s->graph->values + v];
+    Copy *copy = s->copies + place;
+    return place < s->copy_count && copy->run == run && copy->value == v ? copy : NULL;
+}
+
 static void note(State *s, int32_t run, int32_t v, int32_t step) {
-    int64_t copy = (int64_t)run * s->graph->values + v;
-    s->known[copy] = s->generation;
-    s->last[copy] = step;
+    Copy *copy = copy_of(s, run, v);
+    if (!copy) {
+        copy = s->copies + s->copy_count;
+        *copy = (Copy){.run = run, .value = v, .born = -1};
+        s->place[(int64_t)run * s->graph->values + v] = s->copy_count++;
+    }
+    copy->last = step;
 }
 
 /* For each step, a list of the copies that none behind it makes or needs. */
 static int set_last_needs(State *s) {
     const Graph *g = s->graph;
+    s->copies = room_for(s, s->copies, &s->copy_room, s->count * g->values, sizeof *s->copies);
+    s->head = room_for(s, s->head, &s->head_room, s->step_count, sizeof *s->head);
+    if (s->failed) return NO_MEMORY;
     for (int32_t n = 0; n < s->step_count; n++) {
         const Step *step = s->steps + n;
         int32_t t = step->operation;
+        s->head[n] = -1;
         if (step->during == IN_BACKWARD) {
             const Variant *f = variant(s, t);
             for (int32_t i = f->save_at[t]; i < f->save_at[t + 1]; i++)
@@ -288,19 +336,13 @@ static int set_last_needs(State *s) {
             note(s, t <= g->last_writes[v] ? step->run : source(s, step->run, v), v, n);
         }
     }
-    for (int32_t v = 0; v < g->values; v++)
-        if (g->is_returned[v] && !g->is_output[v] && s->last[v] < g->operations - 1) s->last[v] = (int32_t)g->operations - 1;
-    s->head = room_for(s, s->head, &s->head_room, s->step_count, sizeof *s->head);
-    if (s->failed) return NO_MEMORY;
-    for (int32_t n = 0; n < s->step_count; n++) s->head[n] = -1;
-    for (int32_t run = 0; run < s->count; run++)
-        for (int32_t v = 0; v < g->values; v++) {
-            int64_t copy = (int64_t)run * g->values + v;
-            if (s->known[copy] != s->generation) continue;
-            s->born[copy] = -1;
-            s->next[copy] = s->head[s->last[copy]];
-            s->head[s->last[copy]] = (int32_t)copy;
-        }
+    for (int32_t i = 0; i < s->copy_count; i++) {
+        Copy *copy = s->copies + i;
+        if (copy->run == FORWARD && g->is_returned[copy->value] && !g->is_output[copy->value])
+            copy->last = most(copy->last, (int32_t)g->operations - 1);
+        copy->next = s->head[copy->last];
+        s->head[copy->last] = i;
+    }
     return FOUND;
 }
 
@@ -314,23 +356,21 @@ static void record(Memory *m, int64_t extra) {
     m->events++;
 }
 
-static void drop(State *s, Memory *m, int32_t copy) {
-    int32_t v = copy % (int32_t)s->graph->values;
-    if (s->born[copy] < 0) return;
-    s->lives[s->life_count++] = (Life){v, s->born[copy], m->events};
-    s->born[copy] = -1;
-    m->live -= s->graph->bytes[v];
+static void drop(State *s, Memory *m, Copy *copy) {
+    if (copy->born < 0 || copy->gone >= 0) return;
+    copy->gone = m->events;
+    m->live -= s->graph->bytes[copy->value];
 }
 
 static void drop_done(State *s, Memory *m, int32_t step) {
-    for (int32_t copy = s->head[step]; copy >= 0; copy = s->next[copy])
-        if (copy >= s->graph->values || !s->graph->is_output[copy]) drop(s, m, copy);
+    for (int32_t i = s->head[step]; i >= 0; i = s->copies[i].next)
+        if (s->copies[i].run != FORWARD || !s->graph->is_output[s->copies[i].value]) drop(s, m, s->copies + i);
 }
 
 static void take(State *s, Memory *m, int32_t n) {
     const Graph *g = s->graph;
     const Step step = s->steps[n];
-    int32_t t = step.operation, taken = g->takes_over[t], first = step.run * (int32_t)g->values;
+    int32_t t = step.operation, taken = g->takes_over[t];
     const Variant *f = variant(s, t);
     if (step.during == IN_BACKWARD) {
         record(m, f->backward[t]);
@@ -339,12 +379,16 @@ static void take(State *s, Memory *m, int32_t n) {
         m->live -= f->internal[t];
         return;
     }
-    for (int32_t i = g->write_at[t]; i < g->write_at[t + 1]; i++)
-        if (s->born[first + g->writes[i]] < 0) {
-            s->born[first + g->writes[i]] = m->events;
-            m->live += g->bytes[g->writes[i]];
-        }
-    if (taken >= 0 && s->known[first + taken] == s->generation && s->last[first + taken] == n) drop(s, m, first + taken);
+    for (int32_t i = g->write_at[t]; i < g->write_at[t + 1]; i++) {
+        Copy *copy = copy_of(s, step.run, g->writes[i]);
+        if (copy->born >= 0 && copy->gone < 0) continue;
+        copy->born = m->events, copy->gone = -1;
+        m->live += g->bytes[copy->value];
+    }
+    if (taken >= 0) {
+        Copy *copy = copy_of(s, step.run, taken);
+        if (copy && copy->last == n) drop(s, m, copy);
+    }
     record(m, (step.during >= 0 ? g->gradient[step.during] : 0) + f->internal[t] + f->scratch[t]);
     if (step.run == s->keepers[t]) m->live += f->internal[t];
     drop_done(s, m, n);
@@ -359,16 +403,17 @@ State *ogc_new(const Graph *graph) {
     s->graph = graph;
     s->leaf_of = calloc(n, sizeof(int32_t)), s->keepers = calloc(n, sizeof(int32_t));
     s->alive = calloc(n, sizeof(int32_t)), s->keeps = calloc(n, 1);
-    s->policies = calloc(v, 1), s->kept = calloc(v, 1);
+    s->everywhere = calloc(v, 1), s->policies = calloc(v, 1), s->kept = calloc(v, 1);
     s->needed = calloc(v, sizeof(int32_t)), s->wanted = calloc(v, sizeof(int32_t));
-    s->failed = !(s->leaf_of && s->keepers && s->alive && s->keeps && s->policies && s->kept && s->needed && s->wanted);
+    s->failed = !(s->leaf_of && s->keepers && s->alive && s->keeps && s->everywhere && s->policies && s->kept);
+    s->failed |= !(s->needed && s->wanted);
     return s;
 }
 
 void ogc_delete(State *s) {
-    void *all[] = {s->runs, s->steps, s->lives, s->programs, s->needs, s->backwards, s->last_part, s->previous,
-                   s->policies, s->keeps, s->kept, s->leaf_of, s->keepers, s->needed, s->wanted, s->alive,
-                   s->made, s->known, s->last, s->born, s->next, s->head, s->peak_values, s};
+    void *all[] = {s->runs, s->steps, s->copies, s->programs, s->needs, s->backwards, s->last_part, s->previous,
+                   s->policy_at, s->everywhere, s->policies, s->keeps, s->kept, s->leaf_of, s->keepers, s->needed,
+                   s->wanted, s->alive, s->made, s->place, s->head, s->peak_values, s};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
@@ -376,17 +421,14 @@ void ogc_delete(State *s) {
 static void set_room(State *s, int64_t segments) {
     int64_t runs = 2 * (segments + 1), copies = runs * s->graph->values;
     if (segments + 1 <= s->run_room) return;
-    int32_t **by_copy[] = {&s->made, &s->known, &s->last, &s->born, &s->next};
-    for (size_t i = 0; i < sizeof by_copy / sizeof *by_copy; i++) {
-        free(*by_copy[i]);
-        *by_copy[i] = calloc((size_t)copies + 1, sizeof(int32_t));
-        s->failed |= !*by_copy[i];
-    }
-    free(s->runs), free(s->backwards), free(s->last_part), free(s->previous);
+    free(s->made), free(s->place);
+    s->made = calloc((size_t)copies + 1, sizeof(int32_t)), s->place = calloc((size_t)copies + 1, sizeof(int32_t));
+    free(s->runs), free(s->backwards), free(s->last_part), free(s->previous), free(s->policy_at);
     s->runs = malloc((size_t)runs * sizeof *s->runs);
     s->backwards = malloc(3 * (size_t)runs * sizeof(int32_t));
     s->last_part = malloc((size_t)runs * sizeof(int32_t)), s->previous = malloc((size_t)runs * sizeof(int32_t));
-    s->failed |= !(s->runs && s->backwards && s->last_part && s->previous);
+    s->policy_at = malloc((size_t)runs * sizeof(int32_t));
+    s->failed |= !(s->made && s->place && s->runs && s->backwards && s->last_part && s->previous && s->policy_at);
     s->run_room = runs;
 }
 
@@ -394,7 +436,7 @@ static void set_room(State *s, int64_t segments) {
 int ogc_replay(State *s, const Plan *plan, Cost *cost) {
     const Graph *g = s->graph;
     s->plan = plan;
-    s->count = s->step_count = s->life_count = s->program_count = s->need_count = s->backward_count = 0;
+    s->count = s->step_count = s->copy_count = s->program_count = s->need_count = s->backward_count = 0;
     set_room(s, plan->segments);
     if (s->failed) return NO_MEMORY;
     s->generation++;
@@ -402,9 +444,12 @@ int ogc_replay(State *s, const Plan *plan, Cost *cost) {
     s->runs[s->count++] = (Run){.stop = (int32_t)g->operations, .parent = -1, .segment = -1, .is_done = 1};
     visit(s, FORWARD, s->last_part[plan->segments]);
 
-    for (int32_t v = 0; v < g->values; v++) s->kept[v] = 0;
-    for (int32_t i = 0; i < plan->policies; i++)
-        if ((plan->segment[i] < 0 || plan->parent[plan->segment[i]] < 0) && plan->policy[i] == KEPT) s->kept[plan->value[i]] = 1;
+    memset(s->kept, 0, (size_t)g->values), memset(s->everywhere, 0, (size_t)g->values);
+    for (int64_t i = 0; i < plan->policies; i++) s->everywhere[plan->policy[i].value] = (uint8_t)plan->policy[i].policy;
+    for (int64_t i = 0; i < plan->policies; i++) s->kept[plan->policy[i].value] |= plan->policy[i].policy == KEPT;
+    for (int32_t part = s->last_part[plan->segments]; part >= 0; part = s->previous[part])
+        for (int32_t i = s->policy_at[part]; i < s->policy_at[part + 1]; i++)
+            s->kept[plan->policy[i].value] |= plan->policy[i].policy == KEPT;
     for (int32_t t = 0; t < g->operations; t++) {
         int all_kept = g->write_at[t] < g->write_at[t + 1];
         for (int32_t i = g->write_at[t]; i < g->write_at[t + 1]; i++) all_kept &= s->kept[g->writes[i]];
@@ -416,8 +461,6 @@ int ogc_replay(State *s, const Plan *plan, Cost *cost) {
     }
     set_keepers(s);
     if (set_steps(s) != FOUND || set_last_needs(s) != FOUND) return NO_MEMORY;
-    s->lives = room_for(s, s->lives, &s->life_room, s->step_count + (int64_t)s->count * g->values, sizeof *s->lives);
-    if (s->failed) return NO_MEMORY;
 
     Memory memory = {0, -1, 0, 0};
     for (int32_t n = 0; n < s->step_count; n++) take(s, &memory, n);
@@ -427,14 +470,13 @@ int ogc_replay(State *s, const Plan *plan, Cost *cost) {
             cost->recomputed_seconds += variant(s, s->programs[i])->repeat_seconds[s->programs[i]];
     for (int32_t t = 0; t < g->operations; t++)
         if (s->leaf_of[t] != FORWARD) cost->seen_tensors += g->saved_tensors[t];
-    for (int64_t copy = 0; copy < s->count * g->values; copy++)
-        if (s->known[copy] == s->generation && s->born[copy] >= 0)
-            s->lives[s->life_count++] = (Life){(int32_t)(copy % g->values), s->born[copy], memory.events};
-    s->peak_values = room_for(s, s->peak_values, &s->peak_room, s->life_count, sizeof *s->peak_values);
+    s->peak_values = room_for(s, s->peak_values, &s->peak_room, s->copy_count, sizeof *s->peak_values);
     if (s->failed) return NO_MEMORY;
-    for (int32_t i = 0; i < s->life_count; i++)
-        if (s->lives[i].born <= memory.peak_event && memory.peak_event < s->lives[i].gone)
-            s->peak_values[cost->alive++] = s->lives[i].value;
+    for (int32_t i = 0; i < s->copy_count; i++) {
+        const Copy *copy = s->copies + i;
+        if (copy->born >= 0 && copy->born <= memory.peak_event && (copy->gone < 0 || memory.peak_event < copy->gone))
+            s->peak_values[cost->alive++] = copy->value;
+    }
     cost->peak_values = s->peak_values;
     return FOUND;
 }

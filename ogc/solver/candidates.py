@@ -1,10 +1,9 @@
 """Candidate plans that the simulator weighs: values and cuts dropped one by one, and selective checkpointing.
 
-Selective checkpointing: a recomputed segment keeps what costs most time to make for its bytes. That is what
-convolutions and matrix products make; normalisation, activations and sums are recomputed. Bytes are those of the value
-and of the internal tensors that are kept with it. A threshold in seconds per byte holds for all values; which segments
-keep, and at which of a few thresholds, is left to the search. One of them lies where the seconds per byte fall most:
-between the products and everything else, if that is how they differ.
+Selective checkpointing: a recomputed segment keeps what costs more to make than to keep, at a price in seconds per
+byte. To make a value takes its operation and, in turn, what that reads and no backward asks for. Bytes are those of the
+value and of the internal tensors that are kept with it. Which segments keep, and at which of a few prices, is left to
+the search.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise, product
+from math import inf
 
 import numpy as np
 
@@ -122,12 +122,15 @@ def _remaking(costs: Replay, segments: tuple[Segment, ...], lost: tuple[int, ...
         return plan
 
 
-SHARES = (0.3, 0.5, 0.7, 0.85, 0.95)
-"""Shares of the program's time that the values which may be kept make up, one for each threshold but that of the fall.
-A few, as each is one more mode of every segment."""
+SHARES = (0.03, 0.08, 0.15, 0.25, 0.4, 0.6)
+"""Shares of the program's time that are recomputed where sets of values are kept. A few, as each is one more mode of
+every segment."""
 
-SELECTIVE_SHARES = tuple(1 - np.geomspace(0.7, 0.005, 12))
-"""Shares of the program's time that the values kept by selective plans make up; closer where little is made again."""
+SELECTIVE_SHARES = tuple(np.geomspace(0.005, 0.7, 12))
+"""The same for selective plans; closer where little is recomputed."""
+
+PRICES = 24
+"""Prices that are tried for each share."""
 
 PARTS = 200
 """Segments of a selective plan at most: each looks at what comes before it."""
@@ -137,25 +140,68 @@ SELECTING = 10_000
 
 
 def worth_keeping(graph: Graph, shares: Sequence[float] = SHARES) -> list[frozenset[int]]:
-    """A set of values for each threshold, from the highest to the lowest, without those that are the same."""
-    seconds = np.zeros(len(graph.values))
-    size = np.array([0 if v.is_output else v.bytes for v in graph.values], np.int64)
-    internal = np.zeros(len(size), np.int64)
-    for op, again, stays in zip(graph.operations, graph.repeat_seconds, graph.keeps_internals, strict=True):
-        for v in op.writes:
-            seconds[v] += again
-            internal[v] += 0 if stays else op.internal_bytes
-    candidates = np.flatnonzero((size > 0) & (seconds > 0))
-    worth = seconds[candidates] / (size + internal)[candidates]
-    order = np.argsort(-worth, kind="stable")
-    candidates, worth = candidates[order], worth[order]
-    share = np.cumsum(seconds[candidates]) / sum(graph.repeat_seconds)
-    counts = {int(np.searchsorted(share, s)) for s in shares}
-    half = 1 + int(np.searchsorted(share, 0.5))
-    falls = worth[half - 1 : -1] / worth[half:]
-    if len(falls):
-        counts.add(half + int(np.argmax(falls)))
-    return [frozenset(int(v) for v in candidates[:count]) for count in sorted(counts) if count]
+    """A set of values for each share of the program's time that is recomputed where they are kept, from the largest
+    share on, without those that are the same."""
+    worth, whole = _Worth(graph), sum(graph.repeat_seconds)
+    unit = whole / max(1, sum(worth.size))
+    found = []
+    for share in shares:
+        low, high = 1e-4 * unit, 1e4 * unit
+        for _ in range(PRICES):
+            price = (low * high) ** 0.5
+            if worth.kept(price)[1] <= share * whole:
+                low = price
+            else:
+                high = price
+        found.append(worth.kept(low)[0])
+    return sorted(filter(None, {*found}), key=lambda kept: (len(kept), sorted(kept)))
+
+
+class _Worth:
+    """Which values are worth keeping at a price of bytes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, operations = graph, graph.operations
+        self.seconds = [
+            again if op.replayable else inf for again, op in zip(graph.repeat_seconds, operations, strict=True)
+        ]
+        self.size = [0 if value.is_output else value.bytes for value in graph.values]
+        self.with_internals = [*self.size]  # which are kept with the values
+        self.asked_for = {v for op in operations for v in op.saves}  # by some backward
+        for op, stays in zip(operations, graph.keeps_internals, strict=True):
+            if op.internal_bytes and not stays:
+                self.asked_for.update(op.writes)
+                for v in op.writes:
+                    self.with_internals[v] += op.internal_bytes
+        self.in_order = sorted(range(len(self.size)), key=graph.producers.__getitem__)
+
+    def kept(self, price: float) -> tuple[frozenset[int], float]:
+        """The values that are kept at so many seconds per byte, and the seconds of what is recomputed then.
+
+        A value is kept where its bytes cost less than the operation that makes it and what that reads. What some
+        backward asks for is there anyway; anything else is kept for this one or made in its turn.
+        """
+        operations, producers = self.graph.operations, self.graph.producers
+        cost = [0.0] * len(self.size)  # of having a value that no backward asks for
+        is_kept = [True] * len(self.size)
+        for v in self.in_order:
+            if not self.size[v]:
+                continue
+            bytes_cost = price * self.with_internals[v]
+            again = self.seconds[producers[v]] + sum(cost[u] for u in operations[producers[v]].reads if u != v)
+            is_kept[v] = bytes_cost <= again
+            cost[v] = 0.0 if v in self.asked_for else min(bytes_cost, again)
+        recomputed_operations: set[int] = set()
+        wanted, waiting = {*self.asked_for}, [*self.asked_for]
+        while waiting:
+            v = waiting.pop()
+            if not is_kept[v] and producers[v] not in recomputed_operations:
+                recomputed_operations.add(producers[v])
+                more = {*operations[producers[v]].reads} - wanted
+                wanted |= more
+                waiting += more
+        kept = frozenset(v for v in wanted if is_kept[v] and self.size[v])
+        return kept, sum(map(self.seconds.__getitem__, sorted(recomputed_operations)))
 
 
 def selective(costs: Replay) -> Iterator[Candidate]:

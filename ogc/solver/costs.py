@@ -172,7 +172,6 @@ class SegmentCosts:
         # One after the other: each takes memory.
         for n, mode in enumerate(chain((self._whole, self._at_once), map(self._recomputed, kept_values))):
             kept[n], local[n], seconds[n] = mode.kept.T, np.maximum(mode.forward, mode.local).T, mode.seconds.T
-        local[2:][seconds[2:] >= seconds[1:-1]] = NEVER  # nothing is gained
         return Costs(self.cuts, self.grain, kept, local, seconds, ((), (), *producers))
 
     @cached_property

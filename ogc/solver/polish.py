@@ -24,15 +24,16 @@ from ..plan.fast import Replay
 from ..process import is_late
 from .candidates import Candidate, weigh
 
-HOT, COOLING = 0.004, 0.025
-"""By what share of the plain step a move may be worse that is taken one time in e; what is left of that at last."""
-
-SHORT = 150
-"""Operations up to which that is so: in a longer program a move changes less of the step."""
+HOT, COOLING = 0.6, 0.025
+"""By what share of an operation's part of the plain step a move may be worse that is taken one time in e, and what is
+left of that at last."""
 
 POLICY, VARIANT, STAMP, DEEPER, TWICE, ALIKE = 0.35, 0.1, 0.2, 0.4, 0.15, 0.35
 """How often a move is one of a policy, of a variant, else the segments of a layer put on others; goes a level deeper;
 is followed by another before it is weighed; is made for all values and operations of equal layers."""
+
+SOME, CHANGED = 0.5, 0.5
+"""How often that is done in some of the layers; a layer is changed before the others get its segments."""
 
 PERIODS = 4
 """Lengths of layers that are looked at."""
@@ -91,7 +92,7 @@ def polished(costs: Replay, start: Candidate, aim: Aim, moves: int, nested: bool
     moving, random = _Moves(costs.graph, Random(0), nested), Random(1)
     best = now = start
     best_price = price_now = aim.price(start)
-    hot = HOT * min(1.0, SHORT / len(costs.graph))
+    hot = HOT / len(costs.graph)
     for number in range(moves):
         if is_late():
             break
@@ -144,8 +145,7 @@ class _Moves:
             return self._policy(decisions, peak_values)
         if kind < POLICY + VARIANT:
             return self._variant(decisions)
-        is_stamp = self.layers and self.random.random() < STAMP
-        segments = self._stamp(decisions.segments) if is_stamp else self._level(decisions.segments)
+        segments = self._level(decisions.segments)
         return None if segments is None else replace(decisions, segments=segments)
 
     def _policy(self, decisions: Decisions, peak_values: Sequence[int]) -> Decisions | None:
@@ -167,14 +167,22 @@ class _Moves:
     def _values_alike(self, value: int) -> list[int]:
         operations, t = self.graph.operations, self.graph.producers[value]
         place = operations[t].writes.index(value)
-        return [operations[other].writes[place] for other in self.alike[t]]
+        return [operations[other].writes[place] for other in self._some_alike(t)]
+
+    def _some_alike(self, t: int) -> list[int]:
+        """An operation and those that do the same in layers beside it, or in all."""
+        alike = self.alike[t]
+        if self.random.random() >= SOME:
+            return alike
+        n = bisect_left(alike, t)
+        return alike[self.random.randint(0, n) : self.random.randint(n, len(alike)) + 1]
 
     def _variant(self, decisions: Decisions) -> Decisions | None:
         """The other variant for an operation."""
         if not self.graph.low_memory:
             return None
         chosen = self.random.choice(self.graph.low_memory)
-        others = set(self.alike[chosen] if self.random.random() < ALIKE else [chosen]) & set(self.graph.low_memory)
+        others = set(self._some_alike(chosen) if self.random.random() < ALIKE else [chosen]) & set(self.graph.low_memory)
         low = set(decisions.low_memory)
         return replace(decisions, low_memory=tuple(sorted(low - others if chosen in low else low | others)))
 
@@ -184,6 +192,8 @@ class _Moves:
         """A change of the segments of some level."""
         inner = [n for n, one in enumerate(segments) if one.parts and one.stop - one.start > 2] if self.nested else []
         if not inner or self.random.random() >= DEEPER:
+            if self.layers and self.random.random() < STAMP:
+                return self._stamp(segments)
             return self.random.choice(self.of_level)(segments)
         n = self.random.choice(inner)
         parts = self._level(segments[n].parts)
@@ -258,22 +268,25 @@ class _Moves:
         return self.cuts[self.random.randrange(first, last)] if first < last else None
 
     def _stamp(self, segments: Level) -> Level | None:
-        """The segments of one layer for those beside it too."""
+        """The segments of one layer, changed or as they are, for those beside it too."""
         length, first, last = self.random.choice(self.layers)
-        starts = [one.start for one in segments if first <= one.start <= last - length]
+        low, high = max(first, segments[0].start), min(last, segments[-1].stop)
+        starts = [one.start for one in segments if low <= one.start <= high - length]
         if not starts:
             return None
         start = self.random.choice(starts)
-        before, after = (start - first) // length, (last - length - start) // length
-        if self.random.random() < 0.5:
+        before, after = (start - low) // length, (high - length - start) // length
+        if self.random.random() < SOME:
             before, after = self.random.randint(0, before), self.random.randint(0, after)
         edges = range(start - before * length, start + (after + 2) * length, length)
         if len(edges) < 3 or not self.is_cut.issuperset(edges):
             return None
         before_them, layer, behind_them = (
-            [*clipped(segments, *ends, self._is_made_within)]
+            (*clipped(segments, *ends, self._is_made_within),)
             for ends in ((0, edges[0]), (start, start + length), (edges[-1], len(self.graph)))
         )
+        if self.random.random() < CHANGED:
+            layer = self._level(layer) or layer
         further = ((edge - start, partial(self._policies_further, edge - start)) for edge in edges[:-1])
         stamped = (shifted(one, *by) for by in further for one in layer)
         return (*before_them, *stamped, *behind_them)
