@@ -71,7 +71,12 @@ class Aim:
 
     def best(self, plans: Iterable[Candidate | None]) -> Candidate | None:
         """The best of those plans that keep the bound."""
-        return min((plan for plan in plans if plan and not self.excess(plan)), key=self.price, default=None)
+
+        def rank(plan: Candidate) -> tuple[float, ...]:
+            both = (plan.peak_bytes, plan.seconds)
+            return both if self.budget is None else both[::-1]
+
+        return min((plan for plan in plans if plan and not self.excess(plan)), key=rank, default=None)
 
 
 Level = tuple[Segment, ...]

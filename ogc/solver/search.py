@@ -68,6 +68,10 @@ PERHAPS_LEAST = 2.0
 """Ratios of a budget, and of a peak found for a time in a long program, to the lower bound, up to which the plan with
 the least peak is looked at too."""
 
+NEARLY_ALL = 0.9
+"""Share of the seconds that are allowed which a plan takes, or else something in its way: then what else may do is looked
+at, low-memory variants and, in a long program, the plan with the least peak."""
+
 ROUNDS = 3
 FURTHER = 0.93
 FEW_PEAKS = 3
@@ -234,7 +238,8 @@ class Search:
                 break
         found = self._best_within(seconds)
         near = low[1] == np.inf or found.peak_bytes < PERHAPS_LEAST * lower_bound(self.graph)
-        return min(found, self.least_peak) if near and self.least_peak.seconds <= seconds else found
+        perhaps = near or found.seconds < NEARLY_ALL * seconds
+        return min(found, self.least_peak) if perhaps and self.least_peak.seconds <= seconds else found
 
     def _narrow_further(self, low: Known, found: Candidate, seconds: float) -> None:
         """Look at peaks below that of a plan between cuts like those that it uses."""
@@ -293,6 +298,12 @@ class Search:
         # What is a hair below the least peak recomputes the step many times over.
         found = (c for c in selective(self.costs) if c.peak_bytes > self.least_peak.peak_bytes)
         return front_of([self.least_peak, *self.seen.values(), *found])
+
+    @property
+    def found(self) -> Iterable[Candidate]:
+        """All plans that were weighed."""
+        least = vars(self).get("least_peak")
+        return [*self.seen.values(), *filter(None, [least])]
 
     @cached_property
     def _saved(self) -> Candidate:
@@ -360,6 +371,7 @@ class VariantSearch:
 
     def __init__(self, graph: Graph, nested: bool = True) -> None:
         self.graph, self.nested, self.costs = graph, nested, Replay(graph)
+        self.weighed: list[Candidate] = []
 
     @cached_property
     def economical(self) -> Search:
@@ -392,11 +404,11 @@ class VariantSearch:
     def within(self, seconds: float) -> Candidate | None:
         """The plan found with the least simulated peak of those that add at most ``seconds``."""
         own = self.own.within(seconds)
-        if own is not None and (is_late() or not self._variants_lower(own)):
+        if own is not None and (is_late() or not self._variants_may_lower(own, seconds)):
             return own
         found, limit = [*filter(None, [own]), self.least_peak], seconds
         for _ in range(ATTEMPTS):
-            candidate = self.economical.within(limit)
+            candidate = self.economical.within(limit) if self.least_peak.seconds > seconds else None
             if candidate is None:
                 break
             found.append(self._fewest(candidate))
@@ -412,6 +424,18 @@ class VariantSearch:
             found += [self._fewest(c) for c in self.economical.curve(points)]
         return front_of([self.least_peak, *found])
 
+    def _variants_may_lower(self, found: Candidate, seconds: float) -> bool:
+        """Whether variants would lower the peak of a plan, or of another where this one leaves seconds over."""
+        if self._variants_lower(found):
+            return True
+        enough = (1 - WORTH_A_SEARCH) * found.peak_bytes
+        return found.seconds < NEARLY_ALL * seconds and self.least_peak.peak_bytes < enough
+
+    @property
+    def found(self) -> Iterable[Candidate]:
+        """All plans that were weighed, but for those in which each variant costs nothing."""
+        return [*self.own.found, *self.weighed]
+
     def _variants_lower(self, found: Candidate) -> bool:
         """Whether all variants would lower the peak of a plan that has none by enough.
 
@@ -423,7 +447,12 @@ class VariantSearch:
         return weigh(self.costs, replace(found.decisions, low_memory=self.graph.low_memory)).peak_bytes < enough
 
     def _fewest(self, found: Candidate, peak: int | None = None) -> Candidate:
-        """A plan that was made for all variants, with the fewest for ``peak`` bytes, or for what it peaks at.
+        """A plan that was made for all variants, with the fewest for ``peak`` bytes, or for what it peaks at."""
+        self.weighed.append(self._with_fewest(found, peak))
+        return self.weighed[-1]
+
+    def _with_fewest(self, found: Candidate, peak: int | None) -> Candidate:
+        """What :meth:`_fewest` gives.
 
         A variant that saves what PyTorch's own operator saves only changes the bytes while the operation itself runs:
         those that are needed are read off one timeline. The others are tried one by one.
@@ -461,18 +490,22 @@ def search_of(graph: Graph, nested: bool = True) -> VariantSearch | Search:
     return VariantSearch(graph, nested) if graph.low_memory else Search(graph, nested)
 
 
-def fair(search: VariantSearch | Search, seconds: float) -> Candidate | None:
-    """The least peak that so many ``seconds`` can buy, or a better bargain.
-
-    A plan that peaks up to ``NEAR_KNEE`` higher is one where it saves a larger share of the step than that.
-    """
+def search_fairly(search: VariantSearch | Search, seconds: float) -> None:
+    """Look for the least peak that so many ``seconds`` can buy, and for quicker plans near it."""
     least = search.within(seconds)
-    quicker = None if least is None or is_late() else search.fastest(int(NEAR_KNEE * least.peak_bytes))
+    if least is not None and not is_late():
+        search.fastest(int(NEAR_KNEE * least.peak_bytes))
 
-    def price(candidate: Candidate) -> float:
-        return candidate.peak_bytes * (search.graph.step_seconds + candidate.seconds)
 
-    return min(filter(None, (least, quicker)), key=price, default=None)
+def fairest(plans: Iterable[Candidate], step: float, seconds: float) -> Candidate | None:
+    """The least peak of the plans that take so many ``seconds``, or a better bargain.
+
+    A plan that peaks up to ``NEAR_KNEE`` higher is one where it saves a larger share of the ``step`` than that.
+    """
+    within = [plan for plan in plans if plan.seconds <= seconds]
+    most = NEAR_KNEE * min((plan.peak_bytes for plan in within), default=0)
+    near = (plan for plan in within if plan.peak_bytes <= most)
+    return min(near, key=lambda plan: (plan.peak_bytes * (step + plan.seconds), plan), default=None)
 
 
 def _known(segments: tuple[Segment, ...] | None) -> tuple[Segment, ...]:

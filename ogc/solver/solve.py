@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,12 +13,13 @@ from ..errors import InputError, SolveError
 from ..graph import MIB, Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
 from ..plan.fast import library
+from ..plan.schedule import Schedule
 from ..process import collecting_new_only, is_late, shown
 from .candidates import Candidate, front_of
 from .goal import FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
 from .polish import Aim, polished
 from .references import REFERENCES
-from .search import fair, search_of
+from .search import Search, VariantSearch, fairest, search_fairly, search_of
 
 
 @collecting_new_only()
@@ -58,8 +60,13 @@ def solve(
     _check_graph(graph)
     check_effort(effort)
     goal = Goal(memory_budget, max_overhead)
-    found = solver_of(solver, goal)
-    return optimal(graph, goal, effort) if found is optimal else found(graph, goal)
+    find = solver_of(solver, goal)
+    if find is optimal:
+        return optimal(graph, goal, effort)
+    plan = find(graph, goal)
+    if not plan.is_plain:
+        _known_of(graph).learn([Candidate(plan.peak_bytes, plan.added_seconds, plan.decisions)])
+    return plan
 
 
 @collecting_new_only()
@@ -87,9 +94,10 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
     for peak in sorted({bytes_of(budget, plain.peak_bytes) for budget in budgets}):
         with suppress(SolveError):
             optimal(graph, Goal(max(1, peak)))
-    curve = front_of([*search_of(graph).curve(points), *_known_of(graph).plans])
+    known = _known_of(graph)
+    known.learn(search_of(graph).curve(points))
     return Frontier(
-        (*(plain.deciding(c.decisions, "optimal") for c in curve if c.peak_bytes < plain.peak_bytes), plain)
+        (*(plain.deciding(c.decisions, "optimal") for c in known.plans if c.peak_bytes < plain.peak_bytes), plain)
     )
 
 
@@ -113,46 +121,84 @@ def optimal(graph: Graph, goal: Goal, effort: int = 0) -> Plan:
     plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
     if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
         return plain
-    known, search = _known_of(graph), search_of(graph)
-    if budget is not None:
-        found = search.fastest(budget)
-        if found is None and min([search.least_peak, *known.plans]).peak_bytes > budget:
-            least = plain.deciding(min([search.least_peak, *known.plans]).decisions, "optimal")
-            raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
-    elif goal.max_overhead is not None:
-        found = search.within(goal.max_overhead * graph.step_seconds)
-    else:
-        of_one_level = search_of(graph, nested=False)
-        found = None if goal else fair(of_one_level, FAIR_OVERHEAD * graph.step_seconds)
-        if goal or not is_late():
-            known.plans.append(min(search.least_peak, of_one_level.least_peak))
-            plain = replace(plain, floor=(known.plans[-1].peak_bytes, known.plans[-1].seconds))
     seconds = None if overhead is None or goal.is_least else overhead * graph.step_seconds
-    aim, asked = Aim(plain.peak_bytes, graph.step_seconds, budget, seconds), (goal, effort)
-    found = aim.best([found, known.answers.get(asked), *(known.plans if goal else ())])
-    if found is not None and (moves := _moves(effort, graph)) and asked not in known.answers:
-        found = polished(search.costs, found, aim, moves, nested=bool(goal))
+    aim, known = Aim(plain.peak_bytes, graph.step_seconds, budget, seconds), _known_of(graph)
+    asked = goal, effort
+    search = search_of(graph, nested=bool(goal))
+    _look(search, known, aim)
+
+    def best() -> Candidate | None:
+        return (
+            aim.best(known.plans) if goal else fairest(known.at_most_twice(graph), graph.step_seconds, seconds or 0.0)
+        )
+
+    found, moves = best(), _moves(effort, graph)
+    if found is not None and moves and asked not in known.answered:
+        known.learn([polished(search.costs, found, aim, moves, nested=bool(goal))])
+        found = best()
     if not is_late():
-        known.answer(asked, found)
-    if plain.floor is not None and (lowest := min(filter(None, [found, *known.plans]), default=None)) is not None:
-        plain = replace(plain, floor=(lowest.peak_bytes, lowest.seconds))
+        known.answered.add(asked)
+    if budget is None and goal.max_overhead is None and known.plans:
+        plain = replace(plain, floor=(known.plans[0].peak_bytes, known.plans[0].seconds))
+    if budget is not None and found is None:
+        least = plain.deciding(known.plans[0].decisions, "optimal")
+        raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
     if found is None or found.peak_bytes >= plain.peak_bytes - slack:
         return plain
     return plain.deciding(found.decisions, "optimal")
 
 
+def _look(search: VariantSearch | Search, known: _Known, aim: Aim) -> None:
+    """Look for plans; what is found is known then."""
+    graph = search.graph
+    if aim.budget is not None:
+        search.fastest(aim.budget)
+        if aim.best([*search.found, *known.plans]) is None:
+            least = min([search.least_peak, *known.plans])
+            known.learn([polished(search.costs, least, aim, _moves(LAST_EFFORT, graph))])
+    elif not search.nested:
+        search_fairly(search, aim.seconds or 0.0)
+        if not is_late():
+            known.learn([min(search.least_peak, search_of(graph).least_peak)])
+    elif aim.seconds is not None:
+        search.within(aim.seconds)
+    else:
+        known.learn([search.least_peak, search_of(graph, nested=False).least_peak])
+    known.learn(search.found)
+
+
 @dataclass
 class _Known:
-    """The plans of a graph that were found for any goal, and the best one for each; so no two answers contradict."""
+    """The plans of a graph that were found for any goal, so that no two answers contradict.
+
+    Attributes:
+        plans: those that no other beats in both peak and time, by ascending peak.
+        of_one_level: the same of those without levels and values that are recomputed one by one.
+        answered: the goals and efforts for which there was time to look.
+    """
 
     plans: list[Candidate] = field(default_factory=list)
-    answers: dict[object, Candidate | None] = field(default_factory=dict)
+    of_one_level: list[Candidate] = field(default_factory=list)
+    answered: set[object] = field(default_factory=set)
 
-    def answer(self, asked: object, found: Candidate | None) -> None:
-        """Remember what was answered, and the plans that no other beats."""
-        self.answers[asked] = found
-        self.plans = front_of([*self.plans, *filter(None, [found])])
+    def learn(self, found: Iterable[Candidate]) -> None:
+        """Remember plans."""
+        found = list(found)
+        flat = (c for c in found if not c.decisions.policies and all(s.depth <= 1 for s in c.decisions.segments))
+        self.plans = front_of([*self.plans, *found])
+        self.of_one_level = front_of([*self.of_one_level, *flat])
+
+    def at_most_twice(self, graph: Graph) -> list[Candidate]:
+        """Those plans in which no operation runs more than twice."""
+        self.of_one_level = front_of([*self.of_one_level, *(c for c in self.plans if _runs(graph, c) <= 2)])
+        return self.of_one_level
+
+
+def _runs(graph: Graph, plan: Candidate) -> int:
+    """How often the operation runs that a plan runs most often."""
+    runs = Schedule(graph, plan.decisions).runs
+    return max(Counter(t for run in runs for t in run.program).values(), default=0)
 
 
 _known: dict[int, _Known] = {}
@@ -167,6 +213,9 @@ def _known_of(graph: Graph) -> _Known:
 
 EFFORTS = {0: 0, 1: 3_000, 2: 30_000, 3: 300_000}
 """Moves of the local search by ``effort``."""
+
+LAST_EFFORT = 1
+"""What is tried where nothing that was found fits a budget."""
 
 MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS = 40, 2_000_000
 """Most moves with effort 1: short programs have few, and in long ones each takes longer."""
