@@ -69,8 +69,8 @@ PERHAPS_LEAST = 2.0
 the least peak is looked at too."""
 
 NEARLY_ALL = 0.9
-"""Share of the seconds that are allowed which a plan takes, or else something in its way: then what else may do is looked
-at, low-memory variants and, in a long program, the plan with the least peak."""
+"""Share of the seconds that are allowed which a plan takes, or else something is in its way: then low-memory variants are
+looked at and, in a long program, the plan with the least peak."""
 
 ROUNDS = 3
 FURTHER = 0.93

@@ -1,6 +1,7 @@
 """Of all that is asked of one graph, no answer is worse than another one shows to be possible."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from helpers import random_graph
@@ -74,7 +75,7 @@ def assert_consistent(graph, seed):
     assert times == sorted(times), "less memory never takes less time"
     assert [plan is None for plan in budgets] == sorted(plan is None for plan in budgets)
     slack = NEGLIGIBLE * asked.plain.peak_bytes
-    assert all(more <= less + slack for less, more in zip(peaks, peaks[1:], strict=False)), "nor more time more memory"
+    assert all(more <= less + slack for less, more in pairwise(peaks)), "nor more time more memory"
 
 
 @pytest.mark.parametrize("seed", range(6))
