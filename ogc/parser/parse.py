@@ -15,6 +15,7 @@ from ..graph import Graph
 from ..operators.gpus import gpu_of
 from ..operators.registry import out_of_place
 from ..plan.simulate import plain_peak
+from ..plan.told import kind_of
 from ..process import collecting_new_only, shown
 from ..program.opaque import OpaqueCall
 from ..program.program import OUTSIDE, AfterForward, Gradients, Loss, device_of_model
@@ -152,7 +153,15 @@ def parse(
     opaque.report()
     bare = replace(recorded, outputs=[], state={}, grad_targets=frozenset())  # without tensors
     program = replace(graph.program, parse_graph=make, recorded=bare)
-    return replace(graph, program=program, plain_peak_bytes=plain_peak_bytes)
+    kinds = kinds_of_modules(model)
+    return replace(graph, program=program, plain_peak_bytes=plain_peak_bytes, kinds=kinds)
+
+
+def kinds_of_modules(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    """:attr:`ogc.Graph.kinds` of a model."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = {kind: kind_of(kind) for kind in {type(module) for module in modules.values()}}
+    return {name: kinds[type(module)] for name, module in modules.items()}
 
 
 def check_options(

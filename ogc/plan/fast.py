@@ -96,8 +96,12 @@ class Replay:
                 add(number, one.policies)
                 flatten(one.parts, number)
 
-        add(-1, decisions.policies)
-        flatten(with_saved_end(graph, decisions.segments), -1)
+        outermost, told = with_saved_end(graph, decisions.segments), graph.told
+        whole = (range(one.start, one.stop) for one in outermost if told.in_recomputed and not one.parts)
+        if not all(map(told.in_recomputed.isdisjoint, whole)):
+            return False
+        add(-1, decisions.as_told(told).policies)
+        flatten(outermost, -1)
         is_low = array("B", bytes(len(graph)))
         for t in decisions.low_memory:
             if not 0 <= t < len(graph):

@@ -110,7 +110,8 @@ def finest(costs: Replay, best: Candidate) -> Candidate:
     for number, segment in enumerate(segments):
         others = list(found.decisions.segments)
         others[number] = saved(segment.start, segment.stop)
-        found = min(found, weigh(costs, replace(found.decisions, segments=tuple(others))))
+        with suppress(PlanError):  # a value would stay that the user told to recompute
+            found = min(found, weigh(costs, replace(found.decisions, segments=tuple(others))))
     return found
 
 
@@ -145,6 +146,7 @@ def worth_keeping(graph: Graph, shares: Sequence[float] = SHARES) -> list[frozen
         for v in op.writes:
             seconds[v] += again
             internal[v] += 0 if stays else op.internal_bytes
+    size[[*graph.told.recomputed]] = 0
     candidates = np.flatnonzero((size > 0) & (seconds > 0))
     worth = seconds[candidates] / (size + internal)[candidates]
     order = np.argsort(-worth, kind="stable")
@@ -155,7 +157,16 @@ def worth_keeping(graph: Graph, shares: Sequence[float] = SHARES) -> list[frozen
     falls = worth[half - 1 : -1] / worth[half:]
     if len(falls):
         counts.add(half + int(np.argmax(falls)))
-    return [frozenset(int(v) for v in candidates[:count]) for count in sorted(counts) if count]
+    sets = [frozenset(int(v) for v in candidates[:count]) for count in sorted(counts) if count]
+    return [*sets, *but_told(graph)]
+
+
+def but_told(graph: Graph) -> list[frozenset[int]]:
+    """The values that are left to keep where the user told to recompute some; no set where all may be saved."""
+    if not graph.told.in_recomputed:
+        return []
+    others = (v for v, value in enumerate(graph.values) if not value.is_output and graph.producers[v] < graph.end)
+    return [frozenset(others) - graph.told.recomputed]
 
 
 def selective(costs: Replay) -> Iterator[Candidate]:

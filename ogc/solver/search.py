@@ -10,17 +10,19 @@ operation gets PyTorch's own operator back where that does not raise the peak. T
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
+from ..errors import PlanError
 from ..graph import MIB, Graph, Operation
-from ..plan.decisions import Decisions, Segment
+from ..plan.decisions import Decisions, Segment, recomputed
 from ..plan.fast import Replay
 from ..plan.simulate import lower_bound, simulate
 from ..process import is_late, tell_stage
-from .candidates import Candidate, drop_one_by_one, finest, front_of, selective, weigh, worth_keeping
+from .candidates import Candidate, but_told, drop_one_by_one, finest, front_of, selective, weigh, worth_keeping
 from .costs import Costs, Ints, SegmentCosts
 from .cuts import alike, choose_grids, distinct, narrowest
 from .levels import NestedTable, OuterLevel
@@ -69,8 +71,8 @@ PERHAPS_LEAST = 2.0
 the least peak is looked at too."""
 
 NEARLY_ALL = 0.9
-"""Share of the seconds that are allowed which a plan takes, or else something is in its way: then low-memory variants are
-looked at and, in a long program, the plan with the least peak."""
+"""Share of the seconds that are allowed which a plan takes, or else something is in its way: then low-memory variants
+are looked at and, in a long program, the plan with the least peak."""
 
 ROUNDS = 3
 FURTHER = 0.93
@@ -125,19 +127,19 @@ class CutSearch:
         """The positions."""
         return self.weights.cuts
 
-    def least_peak(self, above: int) -> tuple[Segment, ...]:
-        """A plan with the least peak, where none peaks at ``above`` bytes."""
+    def least_peak(self, above: int) -> tuple[Segment, ...] | None:
+        """A plan with the least peak, where none peaks at ``above`` bytes; None if none keeps to what is told."""
         if not self.nested:
             level = OuterLevel(self._costs)
-            return _known(level.fastest(level.least_peak(above=above)))
+            return level.fastest(level.least_peak(above=above))
         self.tables.clear()  # or what was asked before would decide how it is rounded
-        costs = self.weights.costs()
+        costs = self.weights.costs(*but_told(self.graph))
         flat = OuterLevel(costs.between(self.grids[:2][-1].chosen)).least_peak(above=above, tolerance=ROUGH)
         rough = OuterLevel(costs, self._table(flat, ROUGH_LEVELS)).least_peak(above=above, near=flat, tolerance=ROUGH)
         level = OuterLevel(costs, self._table(rough, FINE_LEVELS))
         least = level.least_peak(above=above, near=rough)
         # So few plans fit that the fastest is seldom near the bound: do not start with those that are.
-        return _known(level.fastest(least, ROUGH_LABELS, SLACK[2:]))
+        return level.fastest(least, ROUGH_LABELS, SLACK[2:])
 
     def fastest(self, peak: int, labels: int) -> tuple[Segment, ...] | None:
         """The fastest plan for ``peak`` bytes, with so many labels in all, or None if nothing fits."""
@@ -174,7 +176,10 @@ class Search:
     @cached_property
     def least_peak(self) -> Candidate:
         """The plan with the least peak, and the fastest of those."""
-        best = self._weigh(self._all_cuts.least_peak(lower_bound(self.graph) - 1))
+        segments, best = self._all_cuts.least_peak(lower_bound(self.graph) - 1), self._saved
+        if segments is not None:
+            with suppress(PlanError):  # as in _at
+                best = min(best, self._weigh(segments))
         if not self.nested or is_late():
             return best
         best = finest(self.costs, drop_one_by_one(self.costs, best))
@@ -307,7 +312,11 @@ class Search:
 
     @cached_property
     def _saved(self) -> Candidate:
-        """The plan that recomputes nothing."""
+        """The plan that recomputes nothing, or what is told alone."""
+        end, others = self.graph.end, but_told(self.graph)
+        if others:
+            outside = (Segment(end, len(self.graph)),) if self.graph.outside else ()
+            return self._weigh((recomputed(0, end, saved_values=others[0]), *outside))
         return self._weigh((Segment(0, len(self.graph)),))
 
     @cached_property
@@ -358,7 +367,10 @@ class Search:
         """The fastest plan for ``peak`` between some cuts, or None if nothing fits."""
         tell_stage(f"search within {peak / MIB:.1f} MiB")
         segments = cuts.fastest(peak, labels)
-        return None if segments is None else self._weigh(segments)
+        try:
+            return None if segments is None else self._weigh(segments)
+        except PlanError:  # what the user told to recompute, from further back than was counted
+            return None
 
     def _weigh(self, segments: tuple[Segment, ...]) -> Candidate:
         if segments not in self.seen:
@@ -506,11 +518,6 @@ def fairest(plans: Iterable[Candidate], step: float, seconds: float) -> Candidat
     most = NEAR_KNEE * min((plan.peak_bytes for plan in within), default=0)
     near = (plan for plan in within if plan.peak_bytes <= most)
     return min(near, key=lambda plan: (plan.peak_bytes * (step + plan.seconds), plan), default=None)
-
-
-def _known(segments: tuple[Segment, ...] | None) -> tuple[Segment, ...]:
-    assert segments is not None
-    return segments
 
 
 def _by_time(candidate: Candidate) -> tuple[float, int]:

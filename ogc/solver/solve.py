@@ -9,13 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import InputError, SolveError
+from ..errors import InputError, PlanError, SolveError
 from ..graph import MIB, Graph
 from ..plan import Frontier, Plan, plain_plan, simulate
-from ..plan.fast import library
+from ..plan.fast import Replay, library
 from ..plan.schedule import Schedule
+from ..plan.told import FREE, Entry, Told, kinds_of
 from ..process import collecting_new_only, is_late, shown
-from .candidates import Candidate, front_of
+from .candidates import Candidate, front_of, weigh
 from .goal import FAIR_OVERHEAD, LEAST_PEAK, NEGLIGIBLE, Budget, Goal, Solver, bytes_of
 from .polish import Aim, polished
 from .references import REFERENCES
@@ -31,6 +32,9 @@ def solve(
     max_overhead: float | None = None,
     solver: str = "optimal",
     effort: int = 0,
+    keep: Iterable[Entry] = (),
+    recompute: Iterable[Entry] = (),
+    once: Iterable[Entry] = (),
 ) -> Plan:
     """The plan that is asked for; without a goal, the least peak that about one forward more can buy.
 
@@ -47,19 +51,26 @@ def solve(
             ``"chen"``, ``"uniform"``, ``"binomial"``, ``"feng-huang"``. Only ``"optimal"`` takes a goal.
         effort: how long a local search improves what the dynamic program finds: 0 not at all, 1 for less time than
             that takes, 2 and 3 for ten and a hundred times as many moves. Without a compiler fewer are made.
+        keep: names, patterns such as ``"layers.*.attn"`` and types of modules whose results are saved and never
+            recomputed, wherever they are needed after the forward. A type needs a graph that :func:`ogc.parse` made.
+        recompute: modules of which nothing stays from the forward to the backward but what one with submodules hands
+            on, what the caller holds, and what cannot be recomputed. Of two entries that contain one another, the inner
+            one holds.
+        once: modules whose operations never run twice; so their results are saved, as with ``keep``.
 
     Returns:
-        The plan. If the plain model meets the goal, or nothing beats it by more than half a percent of its peak, that
-        is it (``plan.is_plain``). The plan of a reference solver is returned even where the plain model needs less.
+        The plan; its summary says what ``keep``, ``recompute`` and ``once`` cost against the one without them. If the
+            plain model meets the goal, or nothing beats it by more than half a percent of its peak, that is it
+            (``plan.is_plain``). The plan of a reference solver is returned even where the plain model needs less.
 
     Raises:
         InputError: a goal is of the wrong kind, both are given, the solver is unknown or takes no goal, or this
-            is no graph.
+            is no graph; or a module is named that there is not, or in two ways that contradict.
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
     _check_graph(graph)
     check_effort(effort)
-    goal = Goal(memory_budget, max_overhead)
+    goal = Goal(memory_budget, max_overhead, _told(graph, keep, recompute, once))
     find = solver_of(solver, goal)
     if find is optimal:
         return optimal(graph, goal, effort)
@@ -71,7 +82,15 @@ def solve(
 
 @collecting_new_only()
 @shown()
-def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) -> Frontier:
+def frontier(
+    graph: Graph,
+    *,
+    points: int = 16,
+    budgets: Sequence[Budget] = (),
+    keep: Iterable[Entry] = (),
+    recompute: Iterable[Entry] = (),
+    once: Iterable[Entry] = (),
+) -> Frontier:
     """Plans from the least peak to the plain model.
 
     Each peak is looked at once, so a point may recompute a few percent more than what :func:`solve` finds for the same
@@ -82,23 +101,36 @@ def frontier(graph: Graph, *, points: int = 16, budgets: Sequence[Budget] = ()) 
         points: peaks to look at, evenly spaced on a logarithmic scale; plans that others beat are left out.
         budgets: further peaks to plan for, as :func:`solve` does for a ``memory_budget``; what nothing meets is
             left out.
+        keep, recompute, once: as for :func:`solve`. The plain model is left out where it does not keep to them.
 
     Returns:
         The plans, by ascending peak and descending overhead; hand any of them to :func:`ogc.apply`.
     """
     _check_graph(graph)
-    plain = plain_plan(graph)
+    told = _told(graph, keep, recompute, once)
+    plain, within = plain_plan(graph), told.on(graph)
     if not len(graph):
         return Frontier((plain,))
-    optimal(graph, LEAST_PEAK)
+    optimal(graph, replace(LEAST_PEAK, told=told))
     for peak in sorted({bytes_of(budget, plain.peak_bytes) for budget in budgets}):
         with suppress(SolveError):
-            optimal(graph, Goal(max(1, peak)))
-    known = _known_of(graph)
-    known.learn(search_of(graph).curve(points))
-    return Frontier(
-        (*(plain.deciding(c.decisions, "optimal") for c in known.plans if c.peak_bytes < plain.peak_bytes), plain)
-    )
+            optimal(graph, Goal(max(1, peak), told=told))
+    known = _known_of(within)
+    known.learn(search_of(within).curve(points))
+    is_free = not within.told.in_recomputed
+    plans = [
+        plain.deciding(c.decisions.as_told(within.told), "optimal")
+        for c in known.plans
+        if c.peak_bytes < plain.peak_bytes or not is_free
+    ]
+    return Frontier((*plans, plain) if is_free else tuple(plans))
+
+
+def _told(graph: Graph, keep: Any, recompute: Any, once: Any) -> Told:
+    """What is told of a graph's modules. InputError: it is of the wrong kind, or of none, or contradicts itself."""
+    told = Told(keep, recompute, once)
+    told.check(graph.kinds or kinds_of(graph.operations))
+    return told
 
 
 def _check_graph(graph: Any) -> None:
@@ -114,37 +146,75 @@ def optimal(graph: Graph, goal: Goal, effort: int = 0) -> Plan:
     is recomputed at once may also keep what is costly to make (:mod:`ogc.solver.candidates`).
 
     Raises:
+        InputError: what is told contradicts itself.
         SolveError: nothing fits the budget; the message says what would, and what stands in the way.
     """
+    free = _free(graph, replace(goal, told=FREE), effort)
+    if not goal.told:
+        return free
+    return _as_told(graph, goal, effort, free)
+
+
+def _as_told(graph: Graph, goal: Goal, effort: int, free: Plan) -> Plan:
+    """The plan that keeps to what is told, where ``free`` is the one for the same goal without that."""
+    told, of_free = goal.told.on(graph), _known_of(graph)
+    known, costs = _known_of(told), Replay(told)
+    for plan in of_free.plans:
+        with suppress(PlanError):  # it does not keep to that
+            known.learn([weigh(costs, plan.decisions)])
+    try:
+        found = _free(told, replace(goal, told=FREE), effort)
+        if not found.is_plain:
+            found = replace(found, graph=graph).deciding(found.decisions.as_told(told.told), found.solver)
+            _check_kept(graph, told, found)
+    except (PlanError, SolveError) as error:
+        least = getattr(error, "least_peak_bytes", None)
+        raise SolveError(f"{goal.told} stands in the way: {error}", least) from None
+    if not found.is_plain:
+        of_free.learn([Candidate(found.peak_bytes, found.added_seconds, found.decisions)])
+    costs_more = found.peak_bytes > free.peak_bytes or found.added_seconds > free.added_seconds
+    least = free if costs_more else found
+    return replace(found, free=(least.peak_bytes, least.added_seconds), graph=graph)
+
+
+def _check_kept(graph: Graph, told: Graph, plan: Plan) -> None:
+    """Raise PlanError where a plan repeats what it must not, which its policies alone do not prevent."""
+    again = {t for run in Schedule(graph, plan.decisions).runs[1:] for t in run.program}
+    for t in sorted(again):
+        if graph.operations[t].replayable and not told.operations[t].replayable:
+            raise PlanError(f"operation {graph.operations[t].name} would run twice")
+
+
+def _free(graph: Graph, goal: Goal, effort: int) -> Plan:
+    """What :func:`optimal` gives for a goal that tells nothing, of a graph whose plans keep to what was told."""
     plain = plain_plan(graph)
     budget, overhead = goal.budget_bytes(plain.peak_bytes), goal.max_overhead if goal else FAIR_OVERHEAD
     plain = replace(plain, budget_bytes=budget, max_overhead=goal.max_overhead)
-    if not len(graph) or (budget is not None and plain.peak_bytes <= budget):
+    may_be_plain = not graph.told.in_recomputed
+    if not len(graph) or (may_be_plain and budget is not None and plain.peak_bytes <= budget):
         return plain
     seconds = None if overhead is None or goal.is_least else overhead * graph.step_seconds
     aim, known = Aim(plain.peak_bytes, graph.step_seconds, budget, seconds), _known_of(graph)
-    asked = goal, effort
-    search = search_of(graph, nested=bool(goal))
+    search, asked, moves = search_of(graph, nested=bool(goal)), (goal, effort), _moves(effort, graph)
     _look(search, known, aim)
-
-    def best() -> Candidate | None:
-        return (
-            aim.best(known.plans) if goal else fairest(known.at_most_twice(graph), graph.step_seconds, seconds or 0.0)
-        )
-
-    found, moves = best(), _moves(effort, graph)
+    found = known.best(graph, goal, aim)
     if found is not None and moves and asked not in known.answered:
         known.learn([polished(search.costs, found, aim, moves, nested=bool(goal))])
-        found = best()
+        found = known.best(graph, goal, aim)
     if not is_late():
         known.answered.add(asked)
-    if budget is None and goal.max_overhead is None and known.plans:
+    if not goal.is_bounded and known.plans:
         plain = replace(plain, floor=(known.plans[0].peak_bytes, known.plans[0].seconds))
     if budget is not None and found is None:
         least = plain.deciding(known.plans[0].decisions, "optimal")
         raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
+    if found is None and not may_be_plain:
+        found = known.plans[-1]
+        if goal:
+            share = found.seconds / graph.step_seconds
+            raise SolveError(f"no plan found takes at most {goal.max_overhead:.1%} more time; the least is {share:.1%}")
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
-    if found is None or found.peak_bytes >= plain.peak_bytes - slack:
+    if found is None or (may_be_plain and found.peak_bytes >= plain.peak_bytes - slack):
         return plain
     return plain.deciding(found.decisions, "optimal")
 
@@ -188,6 +258,12 @@ class _Known:
         flat = (c for c in found if not c.decisions.policies and all(s.depth <= 1 for s in c.decisions.segments))
         self.plans = front_of([*self.plans, *found])
         self.of_one_level = front_of([*self.of_one_level, *flat])
+
+    def best(self, graph: Graph, goal: Goal, aim: Aim) -> Candidate | None:
+        """The plan for a goal."""
+        if goal:
+            return aim.best(self.plans)
+        return fairest(self.at_most_twice(graph), aim.plain_seconds, aim.seconds or 0.0)
 
     def at_most_twice(self, graph: Graph) -> list[Candidate]:
         """Those plans in which no operation runs more than twice."""
@@ -264,4 +340,6 @@ def solver_of(name: str, goal: Goal) -> Solver:
         raise InputError(f"solver must be one of {', '.join(map(repr, SOLVERS))}, not {name!r}")
     if name != "optimal" and goal:
         raise InputError(f"solver={name!r} takes neither memory_budget nor max_overhead; only 'optimal' does")
+    if name != "optimal" and goal.told:
+        raise InputError(f"solver={name!r} cannot be told {goal.told}; only 'optimal' can")
     return SOLVERS[name]
