@@ -198,6 +198,10 @@ def _free(graph: Graph, goal: Goal, effort: int) -> Plan:
     search, asked, moves = search_of(graph, nested=bool(goal)), (goal, effort), _moves(effort, graph)
     _look(search, known, aim)
     found = known.best(graph, goal, aim)
+    if found is None and not (goal or may_be_plain):  # what is told alone takes longer than is fair
+        aim = replace(aim, seconds=TOLD_LONGER * known.plans[-1].seconds)
+        _look(search, known, aim)
+        found = known.best(graph, goal, aim)
     if found is not None and moves and asked not in known.answered:
         known.learn([polished(search.costs, found, aim, moves, nested=bool(goal))])
         found = known.best(graph, goal, aim)
@@ -209,10 +213,8 @@ def _free(graph: Graph, goal: Goal, effort: int) -> Plan:
         least = plain.deciding(known.plans[0].decisions, "optimal")
         raise SolveError(_infeasible(graph, least, budget), least.peak_bytes)
     if found is None and not may_be_plain:
-        found = known.plans[-1]
-        if goal:
-            share = found.seconds / graph.step_seconds
-            raise SolveError(f"no plan found takes at most {goal.max_overhead:.1%} more time; the least is {share:.1%}")
+        share = known.plans[-1].seconds / graph.step_seconds
+        raise SolveError(f"no plan found takes at most {overhead:.1%} more time; the least is {share:.1%}")
     slack = int(NEGLIGIBLE * plain.peak_bytes) if budget is None else 0
     if found is None or (may_be_plain and found.peak_bytes >= plain.peak_bytes - slack):
         return plain
@@ -295,6 +297,9 @@ LAST_EFFORT = 1
 
 MOVES_PER_OPERATION, MOVES_TIMES_OPERATIONS = 40, 2_000_000
 """Most moves with effort 1: short programs have few, and in long ones each takes longer."""
+
+TOLD_LONGER = 1.1
+"""Times as long as what is told takes at least, for a plan without a goal where that is more than is fair."""
 
 SLOWER = 50
 """How many times longer a simulation takes where none is compiled."""
