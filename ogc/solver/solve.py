@@ -168,8 +168,8 @@ def _as_told(graph: Graph, goal: Goal, effort: int, free: Plan) -> Plan:
             found = replace(found, graph=graph).deciding(found.decisions.as_told(told.told), found.solver)
             _check_kept(graph, told, found)
     except (PlanError, SolveError) as error:
-        least = getattr(error, "least_peak_bytes", None)
-        raise SolveError(f"{goal.told} stands in the way: {error}", least) from None
+        known_least = getattr(error, "least_peak_bytes", None)
+        raise SolveError(f"with {goal.told} {error}; without, the plan is: {free.summary}", known_least) from None
     if not found.is_plain:
         of_free.learn([Candidate(found.peak_bytes, found.added_seconds, found.decisions)])
     costs_more = found.peak_bytes > free.peak_bytes or found.added_seconds > free.added_seconds
@@ -182,7 +182,7 @@ def _check_kept(graph: Graph, told: Graph, plan: Plan) -> None:
     again = {t for run in Schedule(graph, plan.decisions).runs[1:] for t in run.program}
     for t in sorted(again):
         if graph.operations[t].replayable and not told.operations[t].replayable:
-            raise PlanError(f"operation {graph.operations[t].name} would run twice")
+            raise PlanError(f"operation {graph.operations[t].name} would still run twice")
 
 
 def _free(graph: Graph, goal: Goal, effort: int) -> Plan:

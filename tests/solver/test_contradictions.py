@@ -1,6 +1,7 @@
 """Of all that is asked of one graph, no answer is worse than another one shows to be possible."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -26,13 +27,13 @@ def runs_most(graph, plan):
 class Asked:
     """Goals asked one after the other, and what was known before each."""
 
-    def __init__(self, graph):
-        self.graph, self.plain, self.known = graph, plain_plan(graph), []
+    def __init__(self, graph, told):
+        self.graph, self.plain, self.told, self.known = graph, plain_plan(graph), told, []
 
     def ask(self, goal):
         """The plan for a goal, or None; no plan known before may be better, but for what is negligible."""
         try:
-            plan = ogc.solve(self.graph, **goal)
+            plan = ogc.solve(self.graph, **goal, **self.told)
         except SolveError:
             assert not [known for known in self.known if self.keeps(goal, known)], goal
             return None
@@ -43,7 +44,7 @@ class Asked:
         return plan
 
     def curve(self):
-        plans = ogc.frontier(self.graph, points=5).plans
+        plans = ogc.frontier(self.graph, points=5, **self.told).plans
         for known in self.known:
             assert any(p.peak_bytes <= known.peak_bytes and p.added_seconds <= known.added_seconds for p in plans)
         self.known += plans
@@ -64,8 +65,8 @@ class Asked:
         return faster if goal in BUDGETS else less
 
 
-def assert_consistent(graph, seed):
-    asked, goals = Asked(graph), GOALS * 2 + [None]
+def assert_consistent(graph, seed, **told):
+    asked, goals = Asked(graph, told), GOALS * 2 + [None]
     random.Random(seed).shuffle(goals)
     for goal in goals:
         asked.curve() if goal is None else asked.ask(goal)
@@ -81,6 +82,13 @@ def assert_consistent(graph, seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_no_answer_contradicts_another_in_any_order(seed):
     assert_consistent(random_graph(seed, most=8 if seed % 2 else 25), seed)
+
+
+@pytest.mark.parametrize("argument", ["keep", "once"])
+def test_nor_where_something_is_told(argument):
+    graph = random_graph(5, most=20)
+    operations = tuple(replace(op, module="abc"[t % 3]) for t, op in enumerate(graph.operations))
+    assert_consistent(replace(graph, operations=operations), 0, **{argument: ["a"]})
 
 
 @pytest.mark.full

@@ -95,3 +95,39 @@ def test_no_plan_that_keeps_to_it_is_faster_within_a_budget(seed):
     plan = solved(graph, told, memory_budget=budget)
     assert plan is None or plan.peak_bytes <= budget
     assert best is None or (plan is not None and plan.added_seconds <= best + 1e-9)
+
+
+def test_what_stands_in_the_way_is_named():
+    graph = named_graph(20, most=12)
+    least = ogc.solve(graph, memory_budget="least", keep=[MODULES[0]]).peak_bytes
+    assert ogc.solve(graph, memory_budget=least, keep=[MODULES[0]]).peak_bytes <= least
+    message = r"with keep=\['a'\] no plan found peaks at or below .*; without, the plan is: peak "
+    with pytest.raises(SolveError, match=message) as error:
+        ogc.solve(graph, memory_budget=least - 1, keep=[MODULES[0]])
+    assert error.value.least_peak_bytes == least
+    with pytest.raises(
+        SolveError, match=r"with recompute=\['a'\] no plan found takes at most 0.0% more time; the least is"
+    ):
+        ogc.solve(graph, max_overhead=0, recompute=["a"])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_it_costs_against_the_free_plan_is_told(seed):
+    graph = named_graph(seed, most=12)
+    for goal in ({}, {"memory_budget": "least"}, {"max_overhead": 0.3}):
+        free, plan = ogc.solve(replace(graph), **goal), ogc.solve(graph, **goal, keep=[graph.operations[0].module])
+        assert plan.free == (free.peak_bytes, free.added_seconds) and free.free is None
+        cost = (
+            f"{(plan.peak_bytes - free.peak_bytes) / 2**20:+.1f} MiB and {plan.overhead - free.overhead:+.1%} of a step"
+        )
+        assert plan.summary.endswith(f"; what was told costs {cost}")
+        assert plan.graph is graph and plan.is_plain | (ogc.simulate(graph, plan).peak_bytes == plan.peak_bytes)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_curve_keeps_to_it(seed):
+    graph = named_graph(seed, most=15)
+    told = {("keep", "recompute")[seed % 2]: [graph.operations[0].module]}
+    plans = ogc.frontier(graph, points=5, **told).plans
+    assert plans and all(obeys(graph, plan.decisions, told) for plan in plans)
+    assert [plan.peak_bytes for plan in plans] == sorted(plan.peak_bytes for plan in plans)
